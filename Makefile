@@ -1,0 +1,30 @@
+# Two commands do everything, set-up included: `make demo` and `make test`.
+VENV ?= .venv
+ACCEL ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PYTHON ?= python3
+
+.PHONY: demo test check lint types setup clean
+demo: setup
+	$(PY) -m loadtest.demo
+
+test: setup
+	$(PY) -m pytest tests -m "not gpu and not soak"
+
+check: lint types
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+types: setup
+	$(VENV)/bin/mypy
+
+setup: $(STAMP)
+$(STAMP): pyproject.toml requirements/$(ACCEL).txt requirements/dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/$(ACCEL).txt -r requirements/dev.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info
