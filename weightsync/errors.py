@@ -1,0 +1,304 @@
+"""What `weightsync` raises.
+
+WeightSyncError               base: `code` for machines, a message that says what to do, `tensor` when one is to blame
+├── StoreError
+│   ├── StoreUnavailable      the store is absent, unwritable, corrupt, locked too long or unreachable
+│   ├── Conflict              a compare failed: somebody else wrote first
+│   ├── LeaseLost             the lease expired; what was kept under it is gone
+│   ├── WatchCompacted        the watch asks for events that are no longer kept; list again
+│   └── RecordError           a record does not have the fields it must have
+├── ArenaError
+│   ├── ArenaUnavailable      the directory of the slots cannot be used
+│   ├── ArenaFull             no room for one more slot
+│   └── SlotBusy              the slot is held by somebody else
+├── ManifestError             not a slot, or not the version that was asked for
+├── TensorError               one tensor is to blame
+│   ├── TensorMismatch        it is not what the reference schema says
+│   │   ├── MissingTensor
+│   │   ├── UnexpectedTensor
+│   │   ├── ShapeMismatch
+│   │   └── DtypeMismatch
+│   ├── DigestMismatch        its bytes are not those that were published
+│   └── UnsupportedDtype      its element type cannot be carried
+├── CheckpointError           a checkpoint directory cannot be read
+├── PublishError
+│   ├── StalePublisher        a newer publisher of the lineage has taken over
+│   ├── DraftLost             the draft's lease ended before it was committed
+│   └── DraftClosed           the draft was already committed or aborted
+└── SwapError
+    ├── SwapAborted           the version was not made active; `reason` says why
+    ├── SwapTimeout           no outcome in time
+    └── UnknownVersion        no such version, or it cannot be activated any more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class WeightSyncError(Exception):
+    """Base of the tree. `code` is stable and meant for machines; `tensor` names the tensor to blame, if one is."""
+
+    code = "weightsync_error"
+    tensor: str | None = None
+
+    def to_json(self) -> dict[str, str | None]:
+        """What goes into an instance record or the output of a command: code, message, tensor."""
+        return {"code": self.code, "message": str(self), "tensor": self.tensor}
+
+
+class StoreError(WeightSyncError):
+    """The store refused or could not answer."""
+
+    code = "store_error"
+
+
+class StoreUnavailable(StoreError):
+    """The store cannot be used now; reading or writing again later may work."""
+
+    code = "store_unavailable"
+
+    def __init__(self, path: str, reason: str, advice: str) -> None:
+        self.path, self.reason, self.advice = path, reason, advice
+        super().__init__(f"store {path}: {reason}. {advice}")
+
+
+class Conflict(StoreError):
+    """A key was not at the revision the caller expected; nothing was written."""
+
+    code = "conflict"
+
+    def __init__(self, key: str, expected: int, found: int) -> None:
+        self.key, self.expected, self.found = key, expected, found
+        super().__init__(f"{key} is at revision {found}, not {expected}: read it again and retry")
+
+
+class LeaseLost(StoreError):
+    """The lease expired or was revoked; grant a new one and write the leased keys again."""
+
+    code = "lease_lost"
+
+    def __init__(self, lease: int) -> None:
+        self.lease = lease
+        super().__init__(f"lease {lease} has ended; grant a new one and write its keys again")
+
+
+class WatchCompacted(StoreError):
+    """Events before `oldest` are no longer kept; list the prefix and watch from the revision that list returned."""
+
+    code = "watch_compacted"
+
+    def __init__(self, start_revision: int, oldest: int) -> None:
+        self.start_revision, self.oldest = start_revision, oldest
+        super().__init__(
+            f"events from revision {start_revision} are gone (oldest kept: {oldest}); list the prefix again"
+        )
+
+
+class RecordError(StoreError):
+    """A stored record cannot be read as what its key says it is."""
+
+    code = "record_error"
+
+    def __init__(self, record: str, problem: str) -> None:
+        self.record, self.problem = record, problem
+        super().__init__(f"{record}: {problem}. Was it written by another release? Run the same one everywhere")
+
+
+class ArenaError(WeightSyncError):
+    """Shared-memory slots cannot be had."""
+
+    code = "arena_error"
+
+
+class ArenaUnavailable(ArenaError):
+    """The arena directory is absent, unwritable or not private."""
+
+    code = "arena_unavailable"
+
+
+class ArenaFull(ArenaError):
+    """No room for one more slot. `needed` and `free` are bytes."""
+
+    code = "arena_full"
+
+    def __init__(self, directory: str, needed: int, free: int) -> None:
+        self.directory, self.needed, self.free = directory, needed, free
+        super().__init__(
+            f"a slot needs {needed:,} bytes, {directory} has {free:,} free: retire versions nobody needs, or enlarge "
+            "the file system (mount -o remount,size=...; in a container --shm-size, or a larger emptyDir)"
+        )
+
+
+class SlotBusy(ArenaError):
+    """The slot is held by somebody else."""
+
+    code = "slot_busy"
+
+
+class ManifestError(WeightSyncError):
+    """The file is not a slot, or holds another version than the one asked for."""
+
+    code = "manifest_error"
+
+
+class TensorError(WeightSyncError):
+    """One tensor is to blame; `tensor` names it."""
+
+    code = "tensor_error"
+
+    def __init__(self, tensor: str, message: str) -> None:
+        self.tensor: str = tensor
+        super().__init__(message)
+
+
+class TensorMismatch(TensorError):
+    """A tensor is not what the reference schema says; `expected` and `got` are what they say of it."""
+
+    code = "tensor_mismatch"
+
+    def __init__(self, tensor: str, expected: object, got: object, message: str) -> None:
+        self.expected, self.got = expected, got
+        super().__init__(tensor, message)
+
+
+class MissingTensor(TensorMismatch):
+    """A tensor of the schema was not delivered."""
+
+    code = "missing_tensor"
+
+    def __init__(self, tensor: str, expected: object = None) -> None:
+        super().__init__(tensor, expected, None, f"tensor {tensor!r} is missing: publish every tensor of the model")
+
+
+class UnexpectedTensor(TensorMismatch):
+    """A tensor that the schema does not have."""
+
+    code = "unexpected_tensor"
+
+    def __init__(self, tensor: str, got: object = None) -> None:
+        message = f"tensor {tensor!r} is not part of the served model: leave it out, or check the name"
+        super().__init__(tensor, None, got, message)
+
+
+class ShapeMismatch(TensorMismatch):
+    """A tensor has another shape than the schema says."""
+
+    code = "shape_mismatch"
+
+    def __init__(self, tensor: str, expected: Sequence[int], got: Sequence[int]) -> None:
+        message = f"tensor {tensor!r} has shape {list(got)}, the served model has {list(expected)}"
+        super().__init__(tensor, tuple(expected), tuple(got), message)
+
+
+class DtypeMismatch(TensorMismatch):
+    """A tensor has another dtype than the schema says."""
+
+    code = "dtype_mismatch"
+
+    def __init__(self, tensor: str, expected: str, got: str) -> None:
+        message = f"tensor {tensor!r} is {got}, the served model has {expected}: convert it before publishing"
+        super().__init__(tensor, expected, got, message)
+
+
+class DigestMismatch(TensorError):
+    """The bytes of a tensor are not those that were published."""
+
+    code = "digest_mismatch"
+
+    def __init__(self, tensor: str, expected: str, got: str) -> None:
+        self.expected, self.got = expected, got
+        super().__init__(
+            tensor, f"tensor {tensor!r} has digest {got}, published was {expected}: its bytes changed; publish it again"
+        )
+
+
+class UnsupportedDtype(TensorError):
+    """The element type of a tensor cannot be carried."""
+
+    code = "unsupported_dtype"
+
+    def __init__(self, tensor: str, dtype: str) -> None:
+        self.dtype = dtype
+        super().__init__(tensor, f"tensor {tensor!r} is {dtype}, which cannot be carried: convert it before publishing")
+
+
+class CheckpointError(WeightSyncError):
+    """A checkpoint cannot be read. `file` and `tensor` say where, when known."""
+
+    code = "checkpoint_error"
+
+    def __init__(self, file: str, problem: str, *, tensor: str | None = None) -> None:
+        self.file, self.problem, self.tensor = file, problem, tensor
+        super().__init__(f"{file}: {problem}")
+
+
+class PublishError(WeightSyncError):
+    """A version could not be published."""
+
+    code = "publish_error"
+
+
+class StalePublisher(PublishError):
+    """A newer publisher of this lineage has taken over; this one may write no more."""
+
+    code = "stale_publisher"
+
+    def __init__(self, lineage: str, token: int, holder: str) -> None:
+        self.lineage, self.token, self.holder = lineage, token, holder
+        super().__init__(
+            f"lineage {lineage!r} was taken over by {holder} (token {token}): stop this trainer, or give it a lineage "
+            "of its own"
+        )
+
+
+class DraftLost(PublishError):
+    """The lease of a draft ended before the commit (the process was stopped too long, or the store was away)."""
+
+    code = "draft_lost"
+
+
+class DraftClosed(PublishError):
+    """The draft was already committed or aborted; begin another."""
+
+    code = "draft_closed"
+
+
+class SwapError(WeightSyncError):
+    """A version was not made active."""
+
+    code = "swap_error"
+
+
+class SwapAborted(SwapError):
+    """The version was not made active and nothing changed. `reason` says why, `tensor` names a culprit if known."""
+
+    code = "swap_aborted"
+
+    def __init__(self, version: int, reason: str, tensor: str | None = None) -> None:
+        self.version, self.reason, self.tensor = version, reason, tensor
+        super().__init__(f"version {version} was not made active: {reason}")
+
+
+class SwapTimeout(SwapError):
+    """No outcome in time."""
+
+    code = "swap_timeout"
+
+    def __init__(self, version: int, seconds: float) -> None:
+        self.version, self.seconds = version, seconds
+        super().__init__(
+            f"version {version} was neither made active nor refused within {seconds:g} s: is a gateway running on this "
+            "store, and are its instances healthy?"
+        )
+
+
+class UnknownVersion(SwapError):
+    """There is no such version, or it is not ready."""
+
+    code = "unknown_version"
+
+    def __init__(self, version: int, state: str | None) -> None:
+        self.version, self.state = version, state
+        what = "does not exist" if state is None else f"is {state}"
+        super().__init__(f"version {version} {what}: list the versions and choose one that is ready")

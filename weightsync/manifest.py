@@ -1,0 +1,215 @@
+"""What a version is: for every Hugging Face tensor name its dtype, shape, place in the slot and digest.
+
+A `Schema` says which tensors a model has; a `Layout` (a pure function of the schema) says where each lies, so that
+every trainer rank computes the same offsets without talking; a `Manifest` adds what was written there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import orjson
+import xxhash
+
+from weightsync.dtypes import ITEMSIZE
+from weightsync.errors import (
+    DtypeMismatch,
+    ManifestError,
+    MissingTensor,
+    ShapeMismatch,
+    TensorMismatch,
+    UnexpectedTensor,
+    UnsupportedDtype,
+)
+
+FORMAT = 1
+ALIGNMENT = 64  # a cache line, and what the widest vector loads like
+PAGE = 4096
+PREAMBLE = 64  # magic, format, length and digest of the manifest
+METADATA_ROOM = 16 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Element type (torch's name) and shape of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Which tensors a model has, by name, sorted. Raises UnsupportedDtype."""
+
+    tensors: Mapping[str, TensorSpec]
+
+    def __post_init__(self) -> None:
+        for name, spec in self.tensors.items():
+            if spec.dtype not in ITEMSIZE:
+                raise UnsupportedDtype(name, spec.dtype)
+        object.__setattr__(self, "tensors", dict(sorted(self.tensors.items())))
+
+    def to_json(self) -> bytes:
+        """`[[name, dtype, shape], ...]`."""
+        return orjson.dumps([[name, spec.dtype, spec.shape] for name, spec in self.tensors.items()])
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Schema:
+        """Raises ManifestError."""
+        try:
+            return cls({name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in orjson.loads(raw)})
+        except (ValueError, TypeError) as error:
+            raise ManifestError(f"not a schema ({error}): it must be a list of [name, dtype, shape]") from error
+
+    @cached_property
+    def digest(self) -> str:
+        return digest_of(self.to_json())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor lies in a slot, in bytes from its start. `room` is what the manifest may take in the header."""
+
+    offsets: Mapping[str, int]
+    header_nbytes: int
+    total_nbytes: int
+
+    @property
+    def room(self) -> int:
+        return self.header_nbytes - PREAMBLE
+
+    @classmethod
+    def of(cls, schema: Schema) -> Layout:
+        """Tensors in name order, 64-byte aligned, the first at a page; room for digests and for a few slices each."""
+        manifest_nbytes = 2 * len(schema.to_json()) + 192 * len(schema.tensors) + METADATA_ROOM
+        header = _round_up(PREAMBLE + manifest_nbytes, PAGE)
+        offsets, end = {}, header
+        for name, spec in schema.tensors.items():
+            offsets[name] = end = _round_up(end, ALIGNMENT)
+            end += spec.nbytes
+        return cls(offsets, header, _round_up(end, PAGE))
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a version. `offset` counts from the start of the slot; `digest` is xxh3_128 in hex.
+
+    `slices` lists (rank, first byte, bytes) for tensors that several trainer ranks wrote.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    digest: str
+    slices: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A version: immutable, identified by the digest of its canonical JSON."""
+
+    version: int
+    model: str
+    tensors: Mapping[str, TensorEntry]
+    base: int | None = None
+    step: int | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.tensors.values())
+
+    @cached_property
+    def schema(self) -> Schema:
+        return Schema({name: entry.spec for name, entry in self.tensors.items()})
+
+    @cached_property
+    def digest(self) -> str:
+        return digest_of(self.to_json())
+
+    def to_json(self) -> bytes:
+        """Canonical: sorted keys, no spaces."""
+        return self._json
+
+    @cached_property
+    def _json(self) -> bytes:
+        tensors = {name: [e.dtype, e.shape, e.offset, e.nbytes, e.digest, e.slices] for name, e in self.tensors.items()}
+        document = {
+            "format": FORMAT,
+            "version": self.version,
+            "model": self.model,
+            "base": self.base,
+            "step": self.step,
+            "metadata": dict(self.metadata),
+            "tensors": tensors,
+        }
+        return orjson.dumps(document, option=orjson.OPT_SORT_KEYS)
+
+    @classmethod
+    def from_json(cls, raw: bytes | memoryview) -> Manifest:
+        """Raises ManifestError."""
+        try:
+            document: dict[str, Any] = orjson.loads(raw)
+            if (found := document.pop("format")) != FORMAT:
+                raise ManifestError(f"manifest has format {found}, this release reads {FORMAT}: update the older side")
+            document["tensors"] = {name: _entry(*fields) for name, fields in document["tensors"].items()}
+            return cls(**document)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ManifestError(f"not a manifest ({error}): publish the version again") from error
+
+
+def _entry(dtype: str, shape: list[int], offset: int, nbytes: int, digest: str, slices: list[list[int]]) -> TensorEntry:
+    parts = tuple((rank, start, size) for rank, start, size in slices)
+    return TensorEntry(dtype, tuple(shape), offset, nbytes, digest, parts)
+
+
+def diff_schema(expected: Schema, got: Schema) -> list[TensorMismatch]:
+    """Every difference, as errors to raise or report: missing and unexpected tensors first, then shapes and dtypes."""
+    want, have = expected.tensors, got.tensors
+    missing: list[TensorMismatch] = [MissingTensor(name, want[name]) for name in want if name not in have]
+    extra: list[TensorMismatch] = [UnexpectedTensor(name, have[name]) for name in have if name not in want]
+    other = [error for name in want if name in have and (error := check_spec(name, want[name], have[name]))]
+    return missing + extra + other
+
+
+def check_spec(name: str, expected: TensorSpec, got: TensorSpec) -> TensorMismatch | None:
+    """The mismatch of one tensor, or None."""
+    if got.shape != expected.shape:
+        return ShapeMismatch(name, expected.shape, got.shape)
+    if got.dtype != expected.dtype:
+        return DtypeMismatch(name, expected.dtype, got.dtype)
+    return None
+
+
+def require_same_schema(expected: Schema, got: Schema) -> None:
+    """Raises the first mismatch."""
+    if expected.tensors != got.tensors and (mismatches := diff_schema(expected, got)):
+        raise mismatches[0]
+
+
+def schema_of(specs: Iterable[tuple[str, str, Iterable[int]]]) -> Schema:
+    """A schema from (name, dtype, shape) triples. Raises UnsupportedDtype."""
+    return Schema({name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in specs})
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """xxh3_128 in hex; releases the interpreter lock for large data."""
+    digest: str = xxhash.xxh3_128_hexdigest(data)
+    return digest
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,235 @@
+"""The records in the store and the keys they live under. Small JSON objects; tensors never go there."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+
+import orjson
+
+from weightsync.errors import RecordError
+
+VersionState = Literal["publishing", "ready", "retired"]
+SwapPhase = Literal["prepare", "commit", "done", "aborted"]
+InstanceState = Literal["STOPPED", "STARTING", "SERVING", "STAGING", "STAGED", "COMMITTING", "TORN", "DRAINING"]
+
+ARENA_KEY = "arena"
+MODELS_PREFIX = "models/"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where the records of one served model live."""
+
+    model: str
+
+    def __post_init__(self) -> None:
+        if not self.model or not self.model.isprintable():
+            raise RecordError("model name", f"{self.model!r} cannot be part of a key; use printable characters")
+
+    @property
+    def root(self) -> str:
+        return f"{MODELS_PREFIX}{self.model}/"
+
+    @property
+    def versions(self) -> str:
+        return f"{self.root}versions/"
+
+    @property
+    def instances(self) -> str:
+        return f"{self.root}instances/"
+
+    @property
+    def active(self) -> str:
+        return f"{self.root}active"
+
+    @property
+    def target(self) -> str:
+        return f"{self.root}target"
+
+    @property
+    def swap(self) -> str:
+        return f"{self.root}swap"
+
+    @property
+    def schema(self) -> str:
+        return f"{self.root}schema"
+
+    @property
+    def counter(self) -> str:
+        """The last version number given out; changes with every draft, so comparing it fences concurrent drafts."""
+        return f"{self.root}counter"
+
+    def version(self, version: int) -> str:
+        return f"{self.versions}{version:08d}"
+
+    def instance(self, instance_id: str) -> str:
+        return f"{self.instances}{instance_id}"
+
+    def publisher(self, lineage: str) -> str:
+        return f"{self.root}publishers/{lineage}"
+
+
+class Record:
+    """Base of the records: strict JSON both ways."""
+
+    def to_json(self) -> bytes:
+        return orjson.dumps(self)
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Self:
+        """Raises RecordError on malformed JSON, an unknown or missing field, or a value of the wrong type."""
+        try:
+            data = orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            raise RecordError(cls.__name__, f"not JSON ({error})") from error
+        record: Self = _build(cls, data)
+        return record
+
+
+@dataclass(frozen=True)
+class ArenaRecord(Record):
+    """Where the shared-memory slots of this host are."""
+
+    directory: str
+
+
+@dataclass(frozen=True)
+class VersionRecord(Record):
+    """One version. `nbytes` counts tensor bytes, `created_at` is unix seconds, `publisher` is the lineage."""
+
+    version: int
+    state: VersionState
+    slot: str
+    nbytes: int
+    manifest_digest: str
+    base: int | None
+    step: int | None
+    publisher: str
+    token: int
+    created_at: float
+    source: str
+    tensors: int
+
+
+@dataclass(frozen=True)
+class SwapRecord(Record):
+    """The transaction in flight, or the last one. `id` is the id of the target record that asked for it.
+
+    `deadline` and `opened_at` are unix seconds; the deadline bounds prepare, and commit again after it.
+    """
+
+    id: str
+    target: int
+    phase: SwapPhase
+    participants: tuple[str, ...]
+    deadline: float
+    opened_at: float
+    reason: str | None = None
+    tensor: str | None = None
+
+
+@dataclass(frozen=True)
+class ActiveRecord(Record):
+    """The one commit record. `epoch` grows by one with every commit, a rollback too."""
+
+    version: int
+    epoch: int
+    previous: int | None
+    swap_id: str
+    committed_at: float
+
+
+@dataclass(frozen=True)
+class TargetRecord(Record):
+    """A wish: make `version` active. The newest one counts."""
+
+    version: int
+    id: str
+    requested_by: str
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class ErrorInfo(Record):
+    """Why an instance could not do what it was asked."""
+
+    code: str
+    message: str
+    tensor: str | None = None
+
+
+@dataclass(frozen=True)
+class InstanceRecord(Record):
+    """One serving instance, written by itself under its lease. `swap_id` is the last swap it answered for."""
+
+    id: str
+    address: str
+    state: InstanceState = "STARTING"
+    active_version: int | None = None
+    active_epoch: int = 0
+    staged_version: int | None = None
+    swap_id: str | None = None
+    fingerprint: str | None = None
+    error: ErrorInfo | None = None
+    stage_ms: float | None = None
+    staging_gbps: float | None = None
+    commit_ms: float | None = None
+    pid: int = 0
+    model_dir: str = ""
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class PublisherRecord(Record):
+    """Who may publish in a lineage: the holder of the highest token."""
+
+    token: int
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True)
+class CounterRecord(Record):
+    """The last version number given out."""
+
+    version: int
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _build(cls: type[Any], data: object) -> Any:
+    if not isinstance(data, dict):
+        raise RecordError(cls.__name__, f"expected an object, got {type(data).__name__}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    if unknown := data.keys() - fields.keys():
+        raise RecordError(cls.__name__, f"unknown field {min(unknown)!r}")
+    for name, field in fields.items():
+        if name not in data and field.default is dataclasses.MISSING:
+            raise RecordError(cls.__name__, f"field {name!r} is missing")
+    hints: dict[str, Any] = _hints(cls)  # type: ignore[arg-type]
+    return cls(**{name: _convert(cls, name, hints[name], value) for name, value in data.items()})
+
+
+def _convert(cls: type, name: str, hint: Any, value: Any) -> Any:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        inner = next(a for a in get_args(hint) if a is not type(None))
+        return None if value is None else _convert(cls, name, inner, value)
+    if origin is Literal and value in get_args(hint):
+        return value
+    if origin is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value)  # type: ignore[arg-type]
+    if hint is float and type(value) is int:
+        return float(value)
+    if isinstance(hint, type) and type(value) is hint:
+        return value
+    raise RecordError(cls.__name__, f"field {name!r} cannot be {value!r}")

@@ -1,0 +1,56 @@
+"""The format of a slot file.
+
+0   magic  b"HOTSWAP\\0"           8 bytes
+8   format                        u32, little-endian
+12  manifest length in bytes      u32
+16  digest of the manifest        32 hex characters (xxh3_128)
+64  manifest, canonical JSON      as long as the header says
+.   tensors                       from the first page after the room for the manifest, 64-byte aligned
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+
+from weightsync.errors import ManifestError
+from weightsync.manifest import PREAMBLE, Layout, Manifest, digest_of
+
+MAGIC = b"HOTSWAP\0"
+FORMAT = 1
+_PREAMBLE = struct.Struct("<8sII32s")
+
+
+def write_header(target: mmap.mmap | memoryview, manifest: Manifest, layout: Layout) -> None:
+    """Put the manifest into the header. Raises ManifestError when it does not fit into the room kept for it."""
+    raw = manifest.to_json()
+    if len(raw) > layout.room:
+        raise ManifestError(
+            f"the manifest takes {len(raw):,} bytes, the slot has room for {layout.room:,}: use less metadata or fewer "
+            "slices per tensor"
+        )
+    # The length goes last: a reader that comes in between sees a digest that does not fit, never half a manifest.
+    target[PREAMBLE : PREAMBLE + len(raw)] = raw
+    target[: _PREAMBLE.size] = _PREAMBLE.pack(MAGIC, FORMAT, len(raw), manifest.digest.encode())
+
+
+def wipe_header(target: mmap.mmap | memoryview) -> None:
+    """The slot holds no version from now on."""
+    target[: _PREAMBLE.size] = bytes(_PREAMBLE.size)
+
+
+def read_header(source: memoryview, where: str) -> tuple[Manifest, str]:
+    """The manifest and its digest, verified against each other. Raises ManifestError."""
+    if len(source) < PREAMBLE:
+        raise ManifestError(f"{where} is too short to be a slot: publish the version again")
+    magic, version, length, digest = _PREAMBLE.unpack(source[: _PREAMBLE.size])
+    if magic != MAGIC:
+        raise ManifestError(f"{where} is not a slot (wrong magic): publish the version again")
+    if version != FORMAT:
+        raise ManifestError(f"{where} has slot format {version}, this release reads {FORMAT}: update the older side")
+    if PREAMBLE + length > len(source):
+        raise ManifestError(f"{where} is cut off inside its manifest: publish the version again")
+    raw = bytes(source[PREAMBLE : PREAMBLE + length])
+    if (found := digest_of(raw)) != digest.decode("ascii", "replace"):
+        raise ManifestError(f"the manifest of {where} is damaged (digest {found}): publish the version again")
+    return Manifest.from_json(raw), found

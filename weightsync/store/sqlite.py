@@ -1,0 +1,100 @@
+"""The store of one host: a SQLite file. Calls run on a thread of their own, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from weightsync.errors import StoreUnavailable
+from weightsync.store.changes import ChangeSignal
+from weightsync.store.protocol import Event, KeyValue
+from weightsync.store.sqlite_db import Database
+
+T = TypeVar("T")
+
+
+class SqliteStore:
+    """`Store` on a file. Belongs to one event loop; open one per loop and process."""
+
+    def __init__(self, path: str, *, create: bool = True) -> None:
+        self._db = Database(path, create=create)
+        try:
+            self._signal = ChangeSignal(path)
+        except OSError as error:
+            self._db.close()
+            raise StoreUnavailable(path, str(error), "Choose a directory this user may write to") from error
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        return f"sqlite://{self._db.path}"
+
+    async def get(self, key: str) -> KeyValue | None:
+        return await self._call(lambda: self._db.get(key))
+
+    async def list(self, prefix: str) -> tuple[list[KeyValue], int]:
+        return await self._call(lambda: self._db.list(prefix))
+
+    async def put(self, key: str, value: bytes, lease: int | None = None) -> int:
+        return await self.txn({}, {key: value}, {key: lease} if lease is not None else None)
+
+    async def delete(self, key: str) -> bool:
+        return (await self._write(lambda: self._db.txn({}, {key: None})))[1]
+
+    async def compare_and_swap(
+        self, key: str, expected_mod_revision: int, value: bytes, lease: int | None = None
+    ) -> int:
+        return await self.txn({key: expected_mod_revision}, {key: value}, {key: lease} if lease is not None else None)
+
+    async def txn(
+        self,
+        compares: Mapping[str, int],
+        puts: Mapping[str, bytes | None],
+        leases: Mapping[str, int] | None = None,
+    ) -> int:
+        return (await self._write(lambda: self._db.txn(compares, puts, leases)))[0]
+
+    async def grant_lease(self, ttl_s: float) -> int:
+        return await self._call(lambda: self._db.grant_lease(ttl_s))
+
+    async def keep_alive(self, lease: int) -> None:
+        await self._call(lambda: self._db.keep_alive(lease))
+
+    async def revoke(self, lease: int) -> None:
+        await self._write(lambda: (0, self._db.revoke(lease)))
+
+    async def watch(self, prefix: str, start_revision: int | None = None) -> AsyncIterator[Event]:
+        start = start_revision if start_revision is not None else await self._call(self._db.revision) + 1
+        while not self._closed:
+            changed = self._signal.current()
+            events, start = await self._call(lambda: self._db.events(prefix, start))  # noqa: B023 - awaited here
+            for event in events:
+                yield event
+            if not events:
+                await self._signal.wait(changed)
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._signal.wake()
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._db.close)
+        self._signal.close()
+        self._executor.shutdown(wait=False)
+
+    async def _write(self, work: Callable[[], tuple[int, bool]]) -> tuple[int, bool]:
+        def run() -> tuple[int, bool]:
+            result = work()
+            if result[1]:
+                self._signal.notify()
+            return result
+
+        return await self._call(run)
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        if self._closed:
+            raise StoreUnavailable(self._db.path, "this client was closed", "Open the store again")
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
