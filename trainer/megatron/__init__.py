@@ -1,0 +1,4 @@
+"""Megatron-Core underneath: model building, parallel layout, the CPU device shim, HF <-> Megatron names, checkpoints.
+
+Nothing is imported here: `hf_config` and `hf_files` work without torch, the rest imports Megatron-Core.
+"""

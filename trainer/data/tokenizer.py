@@ -1,0 +1,45 @@
+"""The model's own tokenizer, straight from `tokenizer.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from trainer.errors import DataError
+
+
+class Tokenizer:
+    """Text to token ids and back. `eos_id` is the token that ends an answer."""
+
+    def __init__(self, directory: str | Path) -> None:
+        path = Path(directory) / "tokenizer.json"
+        try:
+            self._tokenizer = RustTokenizer.from_file(str(path))
+        except Exception as error:  # the Rust side raises plain Exception for every cause
+            raise DataError(f"cannot read {path} ({error}). Put the model's tokenizer.json there.") from None
+        self.eos_id = _eos_id(Path(directory))
+
+    def prompt(self, text: str) -> tuple[int, ...]:
+        """With the special tokens that the model expects at the start (BOS, where it has one)."""
+        return tuple(self._tokenizer.encode(text).ids)
+
+    def continuation(self, text: str) -> tuple[int, ...]:
+        """Without special tokens, then end-of-sequence."""
+        return (*self._tokenizer.encode(text, add_special_tokens=False).ids, self.eos_id)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+def _eos_id(directory: Path) -> int:
+    for name in ("generation_config.json", "config.json"):
+        if (directory / name).exists():
+            value = json.loads((directory / name).read_text()).get("eos_token_id")
+            if value is not None:
+                return int(value[0] if isinstance(value, list) else value)
+    raise DataError(f"{directory} names no eos_token_id. Add it to config.json.")

@@ -1,0 +1,97 @@
+"""What the trainer raises.
+
+TrainerError                 base: message says what to do, `exit_code` is what the process ends with
+├── ConfigError              a key of the configuration is unknown, missing or impossible
+├── ModelError               the model directory cannot be trained
+│   ├── UnsupportedModel     architecture or option outside what is converted exactly
+│   └── WeightsError         a weight file is missing, truncated, or does not fit the model
+├── DataError                a record of the data set cannot be used
+├── RewardError              a reward function is wrong (not a wrong answer: that is a score)
+├── RolloutError             the gateway refused a request
+│   └── GatewayUnreachable   nobody answered within the retry budget
+├── PublishError             a version could not be published or did not become active
+├── ResumeError              a checkpoint is torn, or belongs to another run
+├── Diverged                 the loss or the gradient is no longer a finite number
+└── RankFailed               another rank failed; its own message was printed there
+"""
+
+from __future__ import annotations
+
+
+class TrainerError(Exception):
+    """Base of the tree. `exit_code` 2 means the user can fix it before the run, 1 that it went wrong while running."""
+
+    exit_code = 1
+
+
+class ConfigError(TrainerError):
+    """A configuration value cannot be used. `key` is its dotted path ('' for the file itself)."""
+
+    exit_code = 2
+
+    def __init__(self, key: str, problem: str, advice: str) -> None:
+        self.key, self.problem, self.advice = key, problem, advice
+        super().__init__(f"{key}: {problem}. {advice}" if key else f"{problem}. {advice}")
+
+
+class ModelError(TrainerError):
+    """The model directory cannot be trained."""
+
+    exit_code = 2
+
+
+class UnsupportedModel(ModelError):
+    """Architecture or option that is not converted exactly, so it is refused."""
+
+
+class WeightsError(ModelError):
+    """A weight file is missing, truncated, or does not fit the model. `file` and `tensor` say where, when known."""
+
+    def __init__(self, message: str, *, file: str = "", tensor: str = "") -> None:
+        self.file, self.tensor = file, tensor
+        super().__init__(message)
+
+
+class DataError(TrainerError):
+    """A record of the data set cannot be used."""
+
+    exit_code = 2
+
+
+class RewardError(TrainerError):
+    """A reward function could not be loaded, raised, or returned something that is not a finite number."""
+
+
+class RolloutError(TrainerError):
+    """The gateway refused a request. `status` is the HTTP status (0: none)."""
+
+    def __init__(self, message: str, *, status: int = 0) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+class GatewayUnreachable(RolloutError):
+    """Nobody answered within the retry budget."""
+
+
+class PublishError(TrainerError):
+    """A version could not be published, or did not become active in time; the old one goes on serving. `final` when
+    trying again cannot help."""
+
+    def __init__(self, message: str, *, final: bool = False) -> None:
+        self.final = final
+        super().__init__(message)
+
+
+class ResumeError(TrainerError):
+    """A checkpoint is torn, or was written by a run that this configuration cannot continue."""
+
+    exit_code = 2
+
+
+class Diverged(TrainerError):
+    """The loss or the gradient norm is not finite. Nothing was published or saved after it."""
+
+
+class RankFailed(TrainerError):
+    """Another rank failed. Its message was printed by that rank."""

@@ -1,0 +1,50 @@
+"""Starting the ranks of a run on this machine, and ending them together."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+
+from trainer.config import ParallelConfig
+
+
+def is_rank() -> bool:
+    """True in a process that torchrun (or any launcher that speaks its environment variables) started as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def die_with_parent() -> None:
+    """A rank whose launcher is killed must not train on alone. Linux only; elsewhere the launcher's agent ends it."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def launch(arguments: list[str], parallel: ParallelConfig) -> int:
+    """Run `python -m trainer.main ARGUMENTS` on every rank through torchrun's agent. Returns the run's exit status.
+
+    A rank that fails ends all; it has printed why, so the agent's own report of it is left out.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=parallel.world_size,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.2,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "trainer.main", *arguments)
+    except ChildFailedError as failed:
+        codes = [failure.exitcode for failure in failed.failures.values() if failure.exitcode > 0]
+        return min(codes, default=1) if 2 not in codes else 2
+    return 0

@@ -1,0 +1,30 @@
+"""The training loop. What it calls is in run.py; what is learned is in the algorithm."""
+
+from __future__ import annotations
+
+from trainer.metrics import Stopwatch
+from trainer.run import Run, TrainState
+
+
+def train(run: Run) -> TrainState:
+    """Train to the configured step and return the final state. Collective: every rank runs it."""
+    state = run.start()
+    if run.algorithm.samples_per_prompt:
+        state, _ = run.publish(state)  # the first rollouts must come from these very weights
+    run.evaluate(state)
+    while state.step < run.config.steps:
+        watch = Stopwatch()
+        with watch("rollout"):
+            batch = run.sample(state)
+        with watch("train"):
+            stats = run.engine.step(batch.fields)
+        state = state.after_step(records=run.config.batch)
+        with watch("publish"):
+            state, published = run.publish(state) if run.due("publish", state) else (state, {})
+        run.report(state, stats, batch.metrics | published, watch)
+        if run.due("eval", state):
+            run.evaluate(state)
+        if run.due("checkpoint", state):
+            run.checkpoint(state)
+    run.finish(state)
+    return state

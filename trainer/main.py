@@ -1,0 +1,89 @@
+"""`python -m trainer.main --config FILE [--set key=value ...]`: train, on as many processes as the layout asks for.
+
+Exit status: 0 done, 1 failed while running, 2 the configuration or the inputs must be corrected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+
+from trainer.config import TrainerConfig, load
+from trainer.errors import RankFailed, TrainerError
+from trainer.launch import die_with_parent, is_rank, launch
+from trainer.megatron.hf_config import ModelShape, load_shape
+from trainer.megatron.hf_files import HfTensors
+from trainer.metrics import JsonLines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, check, then launch the ranks or be one. Returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parsed = _parser().parse_args(arguments)
+    try:
+        config = load(parsed.config, parsed.set)
+        shape = check(config)
+        if config.parallel.world_size > 1 and not is_rank():
+            return launch(arguments, config.parallel)
+        _run_rank(config, shape)
+    except RankFailed as error:
+        return error.exit_code  # said by the rank that failed
+    except TrainerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def check(config: TrainerConfig) -> ModelShape:
+    """Everything that can be found wrong before a process group exists. Raises TrainerError."""
+    shape = load_shape(config.model.path)
+    shape.check_parallel(config.parallel)
+    if not config.model.random_init:
+        HfTensors(config.model.path).check(shape.schema("float32"))
+    return shape
+
+
+def _run_rank(config: TrainerConfig, shape: ModelShape) -> None:
+    _quiet()
+    if is_rank():
+        die_with_parent()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from trainer.loop import train
+    from trainer.megatron.parallel import distributed
+    from trainer.run import Run
+
+    with distributed(config.parallel, config.seed):
+        metrics = JsonLines(config.metrics) if is_first() else JsonLines(os.devnull)
+        run = Run(config, shape, metrics)
+        try:
+            train(run)
+        finally:
+            run.close()
+            metrics.close()
+
+
+def is_first() -> bool:
+    """True on rank 0, before the process groups exist."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _quiet() -> None:
+    """Megatron warns about optional CUDA packages that nothing here uses."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\b.*")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hotswap train", description="Train a model; publish it live.")
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML; trainer/configs has examples")
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="override a value, e.g. optimizer.lr=1e-4")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Process groups of one run, and the few ways in which ranks talk outside Megatron's own collectives.
+
+Objects travel as JSON and tensors as tensors; nothing is pickled. Rank 0 is the lead: it alone samples, talks to the
+gateway and to the store, and shares what it got or why it failed (`lead`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import orjson
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel import random as tp_random
+
+from trainer.config import ParallelConfig
+from trainer.errors import RankFailed
+from trainer.megatron import shim
+
+T = TypeVar("T")
+
+
+@contextmanager
+def distributed(parallel: ParallelConfig, seed: int) -> Iterator[None]:
+    """Join the run's process groups (torchrun's environment variables; alone without them) for the body's duration."""
+    on_cpu = shim.install()
+    if not on_cpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if parallel.world_size == 1 and "RANK" not in os.environ:
+        dist.init_process_group("gloo" if on_cpu else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group("gloo" if on_cpu else "nccl")
+    try:
+        split(parallel, seed)
+        yield
+    finally:
+        ps.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def split(parallel: ParallelConfig, seed: int) -> None:
+    """Cut the world into Megatron's groups and seed every generator. The sizes must multiply to the world's."""
+    assert dist.get_world_size() == parallel.world_size
+    ps.initialize_model_parallel(parallel.tensor, parallel.pipeline)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tp_random.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def is_lead() -> bool:
+    return int(dist.get_rank()) == 0
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def broadcast_json(value: Any, src: int = 0, group: Any = None) -> Any:
+    """`value` of the global rank `src` on every rank of the group. orjson types only."""
+    mine = dist.get_rank() == src
+    payload = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY) if mine else b""
+    size = torch.tensor([len(payload)], device=device())
+    dist.broadcast(size, src, group=group)
+    data = _to_tensor(payload, int(size))
+    dist.broadcast(data, src, group=group)
+    return value if mine else orjson.loads(bytes(data.cpu().numpy()))
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Every rank's value, in rank order, on every rank."""
+    payload = orjson.dumps(value)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device()) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(payload)], device=device()))
+    longest = max(int(size) for size in sizes)
+    parts = [torch.empty(longest, dtype=torch.uint8, device=device()) for _ in sizes]
+    dist.all_gather(parts, _to_tensor(payload, longest))
+    return [orjson.loads(bytes(p[: int(n)].cpu().numpy())) for p, n in zip(parts, sizes, strict=True)]
+
+
+def broadcast_tensors(tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    """The lead's named tensors on every rank's device."""
+    described = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in (tensors or {}).items()}
+    result = {}
+    for name, (dtype, shape) in broadcast_json(described).items():
+        source = tensors[name].to(device()) if tensors is not None else None
+        result[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device()) if source is None else source
+        dist.broadcast(result[name], 0)
+    return result
+
+
+def lead(work: Callable[[], T]) -> T | None:
+    """Run `work` on rank 0 only; its result there, None elsewhere. If it raises, every rank leaves: rank 0 with the
+    error itself, the others with RankFailed, so that nobody waits in a collective for a rank that is gone."""
+    error: BaseException | None = None
+    result: T | None = None
+    if is_lead():
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+    if broadcast_json(error is not None):
+        raise error or RankFailed("rank 0 failed; its message says why")
+    return result
+
+
+def _to_tensor(payload: bytes, size: int) -> torch.Tensor:
+    data = torch.zeros(size, dtype=torch.uint8)
+    if payload:
+        data[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return data.to(device())

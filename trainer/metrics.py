@@ -1,0 +1,72 @@
+"""What a run reports: one JSON object a line.
+
+Every line has `event` and `time` (Unix seconds). Events and their keys:
+
+    start    steps, algorithm, world_size, parameters, step (the one resumed from, 0 for a fresh run)
+    step     step, loss, grad_norm, lr, tokens, tokens_per_s, rollout_ms, train_ms, publish_ms, swap_ms, version;
+             with rollouts: reward_mean, reward_std, full_reward, zero_std_groups, answer_tokens_mean, truncated,
+             version_lag_mean, version_lag_max; and what the algorithm adds (GRPO: clip_ratio, entropy,
+             logprob_gap_mean, logprob_gap_max, kl)
+    eval     step, version, accuracy, reward_mean, prompts
+    publish_failed  step, message
+    checkpoint      step, path, ms
+    done     step, version, seconds
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import orjson
+
+
+class MetricsWriter(Protocol):
+    """Receives every event of a run, in order, on rank 0. A live display implements this."""
+
+    def write(self, event: str, values: dict[str, Any]) -> None: ...
+
+
+class JsonLines:
+    """Appends events to a file, or prints them for the path `-`. Each line is flushed."""
+
+    def __init__(self, path: str) -> None:
+        self._stream: TextIO = sys.stdout
+        if path != "-":
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._stream = Path(path).open("a")  # noqa: SIM115 - closed in close()
+
+    def write(self, event: str, values: dict[str, Any]) -> None:
+        line = orjson.dumps(
+            {"event": event, "time": round(time.time(), 3), **values}, option=orjson.OPT_SERIALIZE_NUMPY
+        )
+        self._stream.write(line.decode() + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        if self._stream is not sys.stdout:
+            self._stream.close()
+
+
+class Stopwatch:
+    """Milliseconds by phase: `with watch("train"): ...` adds to `watch.ms["train_ms"]`."""
+
+    def __init__(self) -> None:
+        self.ms: dict[str, float] = {}
+
+    def __call__(self, phase: str) -> _Phase:
+        return _Phase(self, f"{phase}_ms")
+
+
+class _Phase:
+    def __init__(self, watch: Stopwatch, key: str) -> None:
+        self._watch, self._key = watch, key
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        spent = (time.perf_counter() - self._start) * 1e3
+        self._watch.ms[self._key] = round(self._watch.ms.get(self._key, 0.0) + spent, 3)

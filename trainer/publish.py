@@ -1,0 +1,98 @@
+"""Publishing the engine's weights as a version, by all ranks together.
+
+Rank 0 opens a draft; its ticket goes to the other ranks; the first data-parallel replica writes every tensor straight
+into the slot, each pipeline stage its own layers; the digests come back to rank 0, which commits and activates. The
+old version goes on serving until the whole fleet has the new one, and stays if anything fails.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+import weightsync
+from trainer.config import PublishConfig
+from trainer.errors import PublishError
+from trainer.megatron.engine import Engine
+from trainer.megatron.parallel import broadcast_json, gather_json, lead
+from weightsync.errors import StalePublisher, WeightSyncError
+
+
+@dataclass(frozen=True)
+class Published:
+    """`write_ms` from the start of the draft to the committed record, `swap_ms` until the fleet serves it."""
+
+    version: int
+    write_ms: float
+    swap_ms: float
+
+
+class WeightPublisher:
+    """Holds the lineage (rank 0) for as long as the run lasts. All methods are collective."""
+
+    def __init__(self, config: PublishConfig, engine: Engine) -> None:
+        self._config, self._engine = config, engine
+        self._schema = engine.shape.schema(config.dtype)
+        self._publisher: Any = lead(self._open)
+
+    def publish(self, step: int) -> Published:
+        """Publish the current weights and wait until they serve. Raises PublishError on every rank (see `lead`)."""
+        began = time.perf_counter()
+        draft: Any = lead(lambda: _typed(self._publisher.begin, self._schema, step=step))
+        outcomes = gather_json(self._write(draft))
+        published: dict[str, Any] | None = lead(lambda: self._commit(draft, outcomes, began))
+        return Published(**broadcast_json(published))
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _open(self) -> Any:
+        c = self._config
+        return _typed(weightsync.Publisher, c.store_url, model=c.model, lineage=c.lineage)
+
+    def _write(self, draft: Any) -> dict[str, Any]:
+        """This rank's share into the slot: its digests, or what went wrong."""
+        problem, digests = "", {}
+        ticket = broadcast_json(draft.ticket if draft is not None else None)
+        try:
+            writer = draft if draft is not None else weightsync.join(ticket, dist.get_rank())
+        except WeightSyncError as error:
+            problem = str(error)
+        for name, tensor in self._engine.export(self._config.dtype):  # to its end: it is collective
+            if not problem:
+                try:
+                    writer.write(name, tensor)
+                except WeightSyncError as error:
+                    problem = str(error)
+        if not problem and draft is None:
+            digests = writer.seal()
+        return {"problem": problem, "digests": digests}
+
+    def _commit(self, draft: Any, outcomes: list[dict[str, Any]], began: float) -> dict[str, Any]:
+        for rank, outcome in enumerate(outcomes):
+            if outcome["problem"]:
+                draft.abort()
+                raise PublishError(f"rank {rank} could not write its share: {outcome['problem']}")
+        version = _typed(draft.commit, [outcome["digests"] for outcome in outcomes[1:]])
+        written = time.perf_counter()
+        _typed(self._publisher.activate, version, timeout_s=self._config.timeout_s)
+        swapped = time.perf_counter()
+        return {
+            "version": version,
+            "write_ms": round((written - began) * 1e3, 3),
+            "swap_ms": round((swapped - written) * 1e3, 3),
+        }
+
+
+def _typed(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call into weightsync; its errors become PublishError. A lost lineage is final, so it says so."""
+    try:
+        return function(*args, **kwargs)
+    except StalePublisher as error:
+        raise PublishError(f"another trainer has taken over this lineage: {error}", final=True) from error
+    except WeightSyncError as error:
+        raise PublishError(str(error)) from error

@@ -1,0 +1,239 @@
+"""One run's components on one rank, and the phases that the loop strings together.
+
+Rank 0 alone has a data set, a connection to the gateway, a metrics writer; what it finds is broadcast as tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.algorithms import build_algorithm
+from trainer.batch import Fields, collate
+from trainer.checkpoint import CheckpointDir
+from trainer.config import TrainerConfig
+from trainer.data import Tokenizer, build_dataset, take
+from trainer.errors import ConfigError, PublishError, RankFailed, ResumeError
+from trainer.megatron import state as engine_state
+from trainer.megatron.engine import Engine, StepStats
+from trainer.megatron.hf_config import ModelShape
+from trainer.megatron.hf_files import finish_checkpoint, write_shards
+from trainer.megatron.parallel import broadcast_json, broadcast_tensors, gather_json, is_lead, lead
+from trainer.metrics import MetricsWriter, Stopwatch
+from trainer.publish import WeightPublisher
+from trainer.rewards import build_scorer
+from trainer.rollout import Group, Rollouts
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where a run stands: optimizer steps done, records used, the last version published (0: none)."""
+
+    step: int = 0
+    consumed: int = 0
+    version: int = 0
+
+    def after_step(self, records: int) -> TrainState:
+        return dataclasses.replace(self, step=self.step + 1, consumed=self.consumed + records)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """A step's tensors (on every rank) and what is known about its rollouts (on rank 0)."""
+
+    fields: Fields
+    metrics: dict[str, float]
+
+
+class Run:
+    """Everything the loop needs. Built after `parallel.distributed`, on every rank; close it at the end."""
+
+    def __init__(self, config: TrainerConfig, shape: ModelShape, metrics: MetricsWriter) -> None:
+        self.config, self.shape = config, shape
+        self.algorithm = build_algorithm(config.algorithm)
+        self.engine = Engine(config, shape, self.algorithm)
+        self._metrics = metrics
+        self._checkpoints = CheckpointDir(config.checkpoint.path, config.checkpoint.keep) if config.checkpoint else None
+        self._publisher: WeightPublisher | None = None
+        self._failed_publishes = 0
+        self._rollouts: Rollouts | None = None
+        lead(self._open_lead)
+        if config.publish is not None:
+            self._publisher = WeightPublisher(config.publish, self.engine)
+
+    def start(self) -> TrainState:
+        """The state to go on from: the newest whole checkpoint's, or a fresh one."""
+        self._began = time.monotonic()
+        state = self._resume() if self._checkpoints else TrainState()
+        if is_lead():
+            c = self.config
+            values = {"steps": c.steps, "algorithm": c.algorithm.name, "world_size": c.parallel.world_size}
+            self._metrics.write("start", values | {"parameters": self.shape.parameters, "step": state.step})
+        return state
+
+    def due(self, what: Literal["publish", "eval", "checkpoint"], state: TrainState) -> bool:
+        """Whether a phase runs after this step: every so many steps, and after the last."""
+        section = getattr(self.config, what)
+        return section is not None and (state.step % section.every == 0 or state.step == self.config.steps)
+
+    def sample(self, state: TrainState) -> StepBatch:
+        """The next records, their scored rollouts if the algorithm wants any, and the tensors to train on."""
+        sampled: tuple[Fields, dict[str, float]] | None = lead(lambda: self._sample(state))
+        fields, metrics = sampled or (None, {})
+        return StepBatch(broadcast_tensors(fields), metrics)
+
+    def publish(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
+        """Publish the current weights. A failure is reported and, within `publish.max_failures` in a row, survived."""
+        if self._publisher is None or self.config.publish is None:
+            return state, {}
+        try:
+            published = self._publisher.publish(state.step)
+        except (PublishError, RankFailed) as error:
+            self._failed_publishes += 1
+            final = broadcast_json(getattr(error, "final", False))
+            if final or self._failed_publishes > self.config.publish.max_failures:
+                raise
+            if is_lead():
+                self._metrics.write("publish_failed", {"step": state.step, "message": str(error)})
+            return state, {}
+        self._failed_publishes = 0
+        return dataclasses.replace(state, version=published.version), {"swap_ms": published.swap_ms}
+
+    def evaluate(self, state: TrainState) -> None:
+        """Greedy answers to the held-out records through the gateway."""
+        if self.config.eval is not None:
+            lead(lambda: self._evaluate(state))
+
+    def checkpoint(self, state: TrainState) -> None:
+        """Save everything a resumed run needs to go on exactly."""
+        if self._checkpoints is None:
+            return
+        began, checkpoints = time.perf_counter(), self._checkpoints
+        staged = Path(broadcast_json(str(lead(lambda: checkpoints.stage(state.step)))))
+        engine_state.save(self.engine, staged)
+        saved = {"train": dataclasses.asdict(state), "identity": self._identity()}
+        path = lead(lambda: checkpoints.commit(state.step, saved))
+        if is_lead():
+            ms = round((time.perf_counter() - began) * 1e3, 1)
+            self._metrics.write("checkpoint", {"step": state.step, "path": str(path), "ms": ms})
+
+    def report(self, state: TrainState, stats: StepStats, extra: dict[str, float], watch: Stopwatch) -> None:
+        """One `step` event."""
+        if not is_lead():
+            return
+        numbers = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, "tokens": stats.tokens}
+        seconds = sum(watch.ms.values()) / 1e3
+        rate = {"tokens_per_s": round(stats.tokens / seconds, 1), "version": state.version}
+        self._metrics.write("step", {"step": state.step, **numbers, **rate, **watch.ms, **extra, **stats.metrics})
+
+    def finish(self, state: TrainState) -> None:
+        """Write the Hugging Face checkpoint, if one is wanted, and the last event."""
+        if self.config.save_to is not None:
+            self.save_hf(self.config.save_to)
+        if is_lead():
+            seconds = round(time.monotonic() - self._began, 3)
+            self._metrics.write("done", {"step": state.step, "version": state.version, "seconds": seconds})
+
+    def save_hf(self, directory: str) -> None:
+        """The current weights as a Hugging Face checkpoint directory; each pipeline stage writes its own shard."""
+        lead(lambda: Path(directory).mkdir(parents=True, exist_ok=True))
+        part = self.engine.pipeline_rank
+        written = gather_json(write_shards(directory, self.engine.export(self.config.model.dtype), part))
+        model = self.config.model
+        lead(lambda: finish_checkpoint(directory, [w for share in written for w in share], model.path, model.dtype))
+
+    def close(self) -> None:
+        if self._rollouts is not None:
+            self._rollouts.close()
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _open_lead(self) -> None:
+        c = self.config
+        self._tokenizer = Tokenizer(c.model.path)
+        self._dataset = build_dataset(c.data, self._tokenizer, c.seed)
+        if c.eval is not None and not self._dataset.held_out:
+            raise ConfigError("eval", "there are no held-out records", "Set data.eval_path or data.held_out")
+        if c.gateway is not None:
+            self._rollouts = Rollouts(c.gateway, c.rollout, build_scorer(c.rewards), self._tokenizer, c.seed)
+
+    def _sample(self, state: TrainState) -> tuple[Fields, dict[str, float]]:
+        indices = take(len(self._dataset), self.config.seed, state.consumed, self.config.batch)
+        records = [self._dataset[i] for i in indices]
+        groups: list[Group] = []
+        if self.algorithm.samples_per_prompt:
+            assert self._rollouts is not None  # the configuration insists on a gateway
+            groups = self._rollouts.sample(records, self.algorithm.samples_per_prompt, state.step)
+        return collate(self.algorithm.sequences(records, groups)), rollout_metrics(groups, state.version)
+
+    def _evaluate(self, state: TrainState) -> None:
+        assert self.config.eval is not None
+        assert self._rollouts is not None
+        groups = self._rollouts.greedy(self._dataset.held_out[: self.config.eval.prompts])
+        full = sum(g.scores[0].full for g in groups) / len(groups)
+        mean = sum(g.rewards[0] for g in groups) / len(groups)
+        versions = sorted({span.version for g in groups for span in g.samples[0].versions})
+        values = {"step": state.step, "version": state.version, "served_versions": versions, "prompts": len(groups)}
+        self._metrics.write("eval", values | {"accuracy": full, "reward_mean": mean})
+
+    def _resume(self) -> TrainState:
+        assert self.config.checkpoint is not None
+        found = broadcast_json(lead(self._find_checkpoint))
+        if found is None:
+            return TrainState()
+        directory, state = Path(found["directory"]), found["state"]
+        engine_state.load(self.engine, directory)
+        return TrainState(**state["train"])
+
+    def _find_checkpoint(self) -> dict[str, Any] | None:
+        assert self.config.checkpoint is not None
+        assert self._checkpoints is not None
+        wanted = self.config.checkpoint.resume
+        found = None if wanted == "never" else self._checkpoints.newest()
+        if found is None:
+            if wanted == "must":
+                raise ResumeError(f"{self.config.checkpoint.path} has no checkpoint. Set checkpoint.resume to auto.")
+            return None
+        directory, state = found
+        for key, mine in self._identity().items():
+            if state["identity"].get(key) != mine:
+                raise ResumeError(
+                    f"{directory} was written with {key} {state['identity'].get(key)}, this run has {mine}. "
+                    "Set it back, choose another checkpoint.path, or set checkpoint.resume to never."
+                )
+        return {"directory": str(directory), "state": state}
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be equal for a checkpoint to be continued."""
+        c = self.config
+        shape = {k: v for k, v in dataclasses.asdict(self.shape).items() if k != "max_positions"}
+        return {"seed": c.seed, "algorithm": c.algorithm.name, "data": dataclasses.asdict(c.data), "model": shape}
+
+
+def rollout_metrics(groups: list[Group], version: int) -> dict[str, float]:
+    """Rewards, lengths, and how many versions behind `version` the tokens were sampled."""
+    if not groups:
+        return {}
+    samples = [s for g in groups for s in g.samples]
+    scores = [s for g in groups for s in g.scores]
+    rewards = [s.total for s in scores]
+    mean = sum(rewards) / len(rewards)
+    lags = [version - span.version for s in samples for span in s.versions for _ in range(span.start, span.end)]
+    result = {
+        "reward_mean": mean,
+        "reward_std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
+        "full_reward": sum(s.full for s in scores) / len(scores),
+        "zero_std_groups": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups),
+        "answer_tokens_mean": sum(len(s.token_ids) for s in samples) / len(samples),
+        "truncated": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        "version_lag_mean": sum(lags) / max(len(lags), 1),
+        "version_lag_max": float(max(lags, default=0)),
+    }
+    names = scores[0].parts
+    return result | {f"reward/{name}": sum(s.parts[name] for s in scores) / len(scores) for name in names}

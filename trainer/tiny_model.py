@@ -1,0 +1,73 @@
+"""A small model directory in the real Hugging Face layout, made without a download: for demos, tests and first tries.
+
+python -m trainer.tiny_model DIR [--family qwen2]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+ARITHMETIC = "0123456789+=-"
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def write_tiny_model(
+    directory: str | Path, family: str = "qwen2", *, characters: str = ARITHMETIC, seed: int = 0, **sizes: Any
+) -> None:
+    """Write config, one token per character, and seeded random weights (about 1 M parameters, fp32).
+
+    `family` is llama, qwen2 or qwen3; `sizes` override fields of the Hugging Face configuration.
+    """
+    import torch
+    import transformers
+
+    classes = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    vocabulary = [*SPECIAL, *characters]
+    config: dict[str, Any] = {
+        "vocab_size": len(vocabulary),
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    } | sizes
+    torch.manual_seed(seed)
+    model_config = getattr(transformers, f"{classes[family]}Config")(**config)
+    model = getattr(transformers, f"{classes[family]}ForCausalLM")(model_config)
+    model.save_pretrained(directory)
+    _tokenizer(vocabulary).save_pretrained(directory)
+
+
+def _tokenizer(vocabulary: list[str]) -> Any:
+    import transformers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    pad, eos, unknown = SPECIAL
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        eos_token=eos,
+        unk_token=unknown,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write a small random model with a character tokenizer.")
+    parser.add_argument("directory")
+    parser.add_argument("--family", choices=("llama", "qwen2", "qwen3"), default="qwen2")
+    chosen = parser.parse_args()
+    write_tiny_model(chosen.directory, chosen.family)
