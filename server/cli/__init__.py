@@ -1,0 +1,17 @@
+"""The `hotswap` command."""
+
+from __future__ import annotations
+
+import sys
+
+from server.cli.app import app
+from server.cli.errors import CliError
+
+
+def main() -> None:
+    """Entry point: errors a user can mend are one line on stderr and exit code 1 (2 for bad usage)."""
+    try:
+        app()
+    except CliError as error:
+        print(f"hotswap: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,9 @@
+"""The vLLM sidecar: one process embeds one vLLM engine, serves its OpenAI routes on loopback, swaps its weights.
+
+main.py        start-up and shutdown of the process
+engine.py      vLLM's arguments, the engine, and the swap calls into it
+sidecar.py     the participant in swap transactions: stages, flips, reports through the store
+generate.py    POST /generate
+provenance.py  which weights wrote which token, on every route
+config.py      what can be set
+"""

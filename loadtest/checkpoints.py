@@ -1,0 +1,73 @@
+"""Small checkpoints with a real Hugging Face layout (config, tokenizer, safetensors), made here, not downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SPECIAL = ["<pad>", "<eos>"]
+BENCH_SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+"""About 0.4 B parameters, 0.8 GB in bf16: the size the swap benchmark is quoted for."""
+
+TINY_SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+
+
+def make_checkpoint(
+    path: Path, *, family: str = "qwen2", dtype: str = "bfloat16", seed: int = 0, scale: float = 1.0, **shape: Any
+) -> Path:
+    """Write a randomly initialised checkpoint of `family` ("qwen2", "qwen3", "llama") into `path` and return it.
+
+    `scale` multiplies every matrix, so that two seeds answer differently and greedy decoding does not fall into a
+    fixed point at once. `shape` overrides TINY_SHAPE.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+    classes = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+    config = classes[family](**{**TINY_SHAPE, **shape}, eos_token_id=1, bos_token_id=1, pad_token_id=0)
+    torch.manual_seed(seed)
+    with torch.device("cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1 and scale != 1.0:
+                parameter.mul_(scale)
+    model.save_pretrained(path)
+    write_tokenizer(path, config.vocab_size)
+    return path
+
+
+def write_tokenizer(path: Path, vocab_size: int) -> None:
+    """A word-level tokenizer of printable characters and filler words `w17`, with a chat template, in `path`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    chars = [chr(c) for c in range(32, 127)]
+    words = [*SPECIAL, *chars][:vocab_size]
+    vocab = {w: i for i, w in enumerate(words + [f"w{i}" for i in range(len(words), vocab_size)])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=" " if " " in vocab else SPECIAL[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.save_pretrained(path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "pad_token_id": 0}))

@@ -1,0 +1,107 @@
+"""Commands and their options; the work is done in the modules named beside each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from server.cli import bench, weights
+from server.cli.paths import default_state_dir
+
+app = typer.Typer(
+    name="hotswap",
+    help="An LLM server whose weights can be replaced while it answers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(weights.app, name="weights", help="Publish, list, activate and roll back weight versions.")
+app.add_typer(bench.app, name="bench", help="Benchmarks; each prints a table and writes JSON.")
+
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command(context_settings=PASS_THROUGH)
+def up(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="checkpoint directory, or the name of a model in the local cache or hub")],
+    name: Annotated[str | None, typer.Option(help="name clients ask for; default: the directory's name")] = None,
+    host: Annotated[str, typer.Option(help="address the gateway listens on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port the gateway listens on")] = 8000,
+    state_dir: Annotated[Path | None, typer.Option(help="store, keys and logs; default: per model name")] = None,
+    admin_key_file: Annotated[Path | None, typer.Option(help="file with the admin key; default: made on start")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="file with API keys, one a line; default: none asked")
+    ] = None,
+    train: Annotated[Path | None, typer.Option(help="also run this trainer configuration")] = None,
+    kv_cache_gib: Annotated[float, typer.Option(help="KV cache on CPU, GiB")] = 1.0,
+) -> None:
+    """Start a gateway and one vLLM instance on this host. Further options go to vLLM as they are."""
+    from server.cli.up import UpConfig, run_up
+
+    config = UpConfig(
+        model=model, name=name, host=host, port=port, state_dir=state_dir, admin_key_file=admin_key_file,
+        api_key_file=api_key_file, train=train, kv_cache_gib=kv_cache_gib, vllm_args=tuple(context.args),
+    )  # fmt: skip
+    run_up(config)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def instance(
+    context: typer.Context,
+    model: Annotated[Path, typer.Option(help="checkpoint directory: config and tokenizer; weights come by version")],
+    name: Annotated[str, typer.Option(help="model name in the store and for clients")],
+    store: Annotated[str, typer.Option(envvar="HOTSWAP_STORE", help="store URL, e.g. sqlite:///path/store.db")],
+    host: Annotated[str, typer.Option(help="address to listen on; keep it private")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free port")] = 0,
+    instance_id: Annotated[str | None, typer.Option(help="default: host name and process id")] = None,
+    kv_cache_gib: Annotated[float, typer.Option(help="KV cache on CPU, GiB")] = 1.0,
+) -> None:
+    """Run one vLLM instance. Further options go to vLLM as they are."""
+    from server.instance.config import InstanceConfig, default_instance_id
+    from server.instance.main import run_instance
+
+    run_instance(
+        InstanceConfig(
+            model_dir=model,
+            model=name,
+            store=store,
+            host=host,
+            port=port,
+            kv_cache_gib=kv_cache_gib,
+            vllm_args=tuple(context.args),
+            instance_id=instance_id or default_instance_id(),
+        )
+    )
+
+
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)
+def gateway(context: typer.Context) -> None:
+    """Run the gateway (`hotswap gateway --help` for its options)."""
+    from server.gateway.__main__ import main
+
+    main(context.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def train(
+    context: typer.Context,
+    config: Annotated[Path, typer.Option(help="trainer configuration (YAML)")],
+) -> None:
+    """Run the trainer as a process of its own."""
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "trainer.main", "--config", str(config), *context.args]
+    raise typer.Exit(subprocess.call(command))
+
+
+@app.command()
+def status(
+    state_dir: Annotated[Path | None, typer.Option(help="state directory of `up`")] = None,
+    name: Annotated[str | None, typer.Option(help="model name, if several run here")] = None,
+) -> None:
+    """Show the instances and the active version of a running server."""
+    weights.show_instances(state_dir or default_state_dir(name))

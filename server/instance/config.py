@@ -1,0 +1,45 @@
+"""Configuration of one instance; importable without vLLM."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class InstanceConfig:
+    """One instance: which model directory, where it listens, which store it reports to.
+
+    `vllm_args` are passed to vLLM as they are. `kv_cache_gib` bounds the KV cache on CPU, where vLLM would otherwise
+    take, and zero-fill, most of the machine's memory.
+    """
+
+    model_dir: Path
+    model: str
+    store: str
+    instance_id: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    kv_cache_gib: float = 1.0
+    stage_timeout_s: float = 600.0
+    vllm_args: tuple[str, ...] = ()
+
+    def vllm_argv(self, *, cpu: bool, port: int) -> list[str]:
+        """The command line vLLM's own parser gets: weights arrive through the checkpoint engine, so none are loaded."""
+        argv = ["--model", str(self.model_dir), "--served-model-name", self.model]
+        argv += ["--host", self.host, "--port", str(port), "--load-format", "dummy"]
+        argv += ["--weight-transfer-config", '{"backend": "hotswap"}']
+        argv += ["--worker-extension-cls", "weightsync.vllm_engine.backend.WorkerMethods"]
+        argv += ["--disable-uvicorn-access-log"]
+        if cpu:
+            argv += ["--enforce-eager"]
+            if "--kv-cache-memory-bytes" not in self.vllm_args:
+                argv += ["--kv-cache-memory-bytes", str(int(self.kv_cache_gib * 2**30))]
+        return [*argv, *self.vllm_args]
+
+
+def default_instance_id() -> str:
+    """Host name and process id: unique among live instances, and it says where to look."""
+    return f"{socket.gethostname()}-{os.getpid()}"

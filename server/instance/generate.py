@@ -1,0 +1,232 @@
+"""POST /generate: a prompt or token ids in; tokens, log-probabilities and the version that wrote each of them out."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from sse_starlette import EventSourceResponse, ServerSentEvent
+
+from .provenance import Span, to_spans
+
+router = APIRouter()
+T = TypeVar("T")
+
+
+class GenerateRequest(BaseModel):
+    """Body of POST /generate; unknown fields are refused. `logprobs` asks for the chosen tokens' log-probabilities."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = Field(default=None, min_length=1)
+    n: int = Field(default=1, ge=1, le=1024)
+    max_tokens: int = Field(default=16, ge=1)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=-1)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    seed: int | None = None
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: bool = False
+    stream: bool = True
+    priority: int = 0
+
+
+class RequestProblem(Exception):
+    """A request that cannot be served as asked; becomes an OpenAI-shaped error body."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
+        super().__init__(message)
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class Choice:
+    """What one sample has produced so far."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[Span] = []
+        self.finish_reason: str | None = None
+
+    def add(self, output: Any, *, logprobs: bool) -> dict[str, Any]:
+        """Take in an engine delta and return the `token` event for it."""
+        token_ids = list(output.token_ids)
+        new = [_chosen(p, t) for p, t in zip(output.logprobs or (), token_ids, strict=False)] if logprobs else []
+        self.text += output.text
+        self.token_ids += token_ids
+        self.logprobs += new
+        self.spans = to_spans(output.weight_versions or ())
+        self.finish_reason = output.finish_reason or self.finish_reason
+        return {
+            "index": self.index,
+            "text": output.text,
+            "token_ids": token_ids,
+            "logprobs": new if logprobs else None,
+            "weight_version": self.spans[-1]["version"] if self.spans else None,
+        }
+
+    def summary(self) -> dict[str, Any]:
+        return {"index": self.index, "finish_reason": self.finish_reason, "weight_versions": self.spans}
+
+    def whole(self, *, logprobs: bool) -> dict[str, Any]:
+        body = {"text": self.text, "token_ids": self.token_ids, "logprobs": self.logprobs if logprobs else None}
+        return {**self.summary(), **body}
+
+
+@router.post("/generate")
+async def generate(raw: Request) -> Response:
+    """Answer with server-sent events `token`..., `done` (or `error`), or with one JSON object if `stream` is false."""
+    try:
+        request = parse(await raw.body())
+        check_model(request, raw.app.state)
+        run = Run(request, f"gen-{uuid.uuid4().hex}", raw.app.state)
+        # The first output is awaited before the head is sent: what the engine refuses is then a plain error answer.
+        await unless_gone(raw, run.start())
+        if request.stream:
+            return EventSourceResponse(run.events(), headers={"cache-control": "no-store"}, ping=3600)
+        return JSONResponse(await unless_gone(raw, run.whole()))
+    except RequestProblem as problem:
+        return JSONResponse(problem.body, status_code=problem.status)
+
+
+async def unless_gone(raw: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled, and with it the generation, when the client goes away first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(raw))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise RequestProblem("the client closed the connection", status=499, code="client_closed_request")
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(raw: Request) -> None:
+    while (await raw.receive())["type"] != "http.disconnect":
+        pass
+
+
+def parse(body: bytes) -> GenerateRequest:
+    """The request in `body`; RequestProblem names the field and what is wrong with it."""
+    try:
+        request = GenerateRequest.model_validate(orjson.loads(body or b"null"))
+    except orjson.JSONDecodeError as error:
+        raise RequestProblem(f"the body is not JSON: {error}", code="invalid_json") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = ".".join(str(p) for p in first["loc"]) or None
+        raise RequestProblem(f"{name or 'body'}: {first['msg']}", param=name) from error
+    if (request.prompt is None) == (request.prompt_token_ids is None):
+        raise RequestProblem("give exactly one of `prompt` (text) and `prompt_token_ids`", param="prompt")
+    return request
+
+
+def check_model(request: GenerateRequest, state: Any) -> None:
+    """Refuse a model this instance does not serve, and prompts or tokens it cannot take."""
+    config = state.engine_client.model_config
+    if request.model is not None and request.model not in state.hotswap_models:
+        raise RequestProblem(
+            f"model {request.model!r} is not served here; ask for {state.hotswap_models[0]!r}",
+            status=404,
+            code="model_not_found",
+            param="model",
+        )
+    ids = request.prompt_token_ids or []
+    vocabulary = config.get_vocab_size()
+    if bad := [t for t in ids if not 0 <= t < vocabulary]:
+        raise RequestProblem(f"token id {bad[0]} is outside the vocabulary of {vocabulary}", param="prompt_token_ids")
+    if len(ids) + request.max_tokens > config.max_model_len:
+        raise RequestProblem(
+            f"{len(ids)} prompt tokens + max_tokens {request.max_tokens} exceed the context of {config.max_model_len}; "
+            "shorten the prompt or lower max_tokens",
+            code="context_length_exceeded",
+            param="max_tokens",
+        )
+
+
+class Run:
+    """One request in the engine."""
+
+    def __init__(self, request: GenerateRequest, request_id: str, state: Any) -> None:
+        self._request, self._id, self._state = request, request_id, state
+        self._choices = [Choice(i) for i in range(request.n)]
+        self._prompt_tokens = 0
+        self._first: Any = None
+
+    async def start(self) -> None:
+        """Submit the request and wait for its first output. Raises RequestProblem for what the engine refuses."""
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
+        from vllm.sampling_params import RequestOutputKind
+
+        r = self._request
+        try:
+            params = SamplingParams(
+                n=r.n, max_tokens=r.max_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p,
+                seed=r.seed, stop=r.stop, stop_token_ids=r.stop_token_ids, ignore_eos=r.ignore_eos,
+                logprobs=0 if r.logprobs else None, output_kind=RequestOutputKind.DELTA,
+            )  # fmt: skip
+            prompt = {"prompt": r.prompt} if r.prompt is not None else {"prompt_token_ids": r.prompt_token_ids}
+            client = self._state.engine_client
+            self._outputs = client.generate(prompt, params, self._id, priority=r.priority)
+            self._first = await anext(self._outputs)
+        except (ValueError, VLLMValidationError) as error:
+            raise RequestProblem(str(error), param="prompt") from error
+
+    async def events(self) -> AsyncIterator[ServerSentEvent]:
+        """`token` events as they come, then `done`."""
+        try:
+            async for event in self._tokens():
+                yield ServerSentEvent(orjson.dumps(event).decode(), event="token", sep="\n")
+            done = {**self._envelope(), "choices": [c.summary() for c in self._choices]}
+            yield ServerSentEvent(orjson.dumps(done).decode(), event="done", sep="\n")
+        except Exception as error:
+            message = f"generation failed: {error or type(error).__name__}; the request can be retried"
+            problem = RequestProblem(message, status=500, code="engine_error")
+            yield ServerSentEvent(orjson.dumps(problem.body).decode(), event="error", sep="\n")
+
+    async def whole(self) -> dict[str, Any]:
+        """The finished answer as one JSON object."""
+        async for _ in self._tokens():
+            pass
+        return {**self._envelope(), "choices": [c.whole(logprobs=self._request.logprobs) for c in self._choices]}
+
+    async def _tokens(self) -> AsyncIterator[dict[str, Any]]:
+        output = self._first
+        try:
+            while output is not None:
+                self._prompt_tokens = len(output.prompt_token_ids or ())
+                for delta in output.outputs:
+                    yield self._choices[delta.index].add(delta, logprobs=self._request.logprobs)
+                output = await anext(self._outputs, None)
+        finally:
+            await self._outputs.aclose()
+
+    def _envelope(self) -> dict[str, Any]:
+        completion = sum(len(c.token_ids) for c in self._choices)
+        total = self._prompt_tokens + completion
+        usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": completion, "total_tokens": total}
+        return {"id": self._id, "model": self._state.hotswap_models[0], "usage": usage}
+
+
+def _chosen(position: Any, token: int) -> float:
+    """The log-probability of `token` at one position of vLLM's logprobs."""
+    return float(position[token].logprob)

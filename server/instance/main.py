@@ -1,0 +1,64 @@
+"""Start-up and shutdown of one instance process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import uvicorn
+
+from .config import InstanceConfig
+
+
+def run_instance(config: InstanceConfig) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    prepare_environment()
+    import uvloop
+
+    uvloop.run(serve(config))
+
+
+def prepare_environment() -> None:
+    """Switches that must be set before vLLM is imported, here and in the processes it starts."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # CPU: one engine process instead of two
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ["VLLM_SERVER_DEV_MODE"] = "0"  # its control routes have no authentication
+    os.environ["HOTSWAP_INSTANCE_PID"] = str(os.getpid())
+
+
+async def serve(config: InstanceConfig) -> None:
+    """The engine, vLLM's routes and ours on one loopback socket, and the sidecar that takes part in swaps."""
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+
+    from .engine import parse_vllm_args, start_engine
+    from .sidecar import Sidecar
+
+    cli_env_setup()
+    listener = socket.create_server((config.host, config.port))
+    port = int(listener.getsockname()[1])
+    args = parse_vllm_args(config, port)
+    async with start_engine(args) as engine:
+        server = uvicorn.Server(_uvicorn_config(await build_app(engine, args, config)))
+        sidecar = Sidecar(config, engine, address=f"http://{config.host}:{port}")
+        async with sidecar.running():
+            await server.serve(sockets=[listener])
+
+
+async def build_app(engine: Any, args: Any, config: InstanceConfig) -> Any:
+    """vLLM's application with /generate added and provenance written into every answer."""
+    from .engine import build_vllm_app
+    from .generate import router
+    from .middleware import ProvenanceMiddleware
+
+    app = await build_vllm_app(engine, args)
+    app.state.hotswap_models = [config.model]
+    app.include_router(router)
+    return ProvenanceMiddleware(app, engine.active_version)
+
+
+def _uvicorn_config(app: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=5, lifespan="on"
+    )

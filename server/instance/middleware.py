@@ -1,0 +1,78 @@
+"""ASGI middleware that writes a request's provenance into its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from .provenance import Trace, annotate, annotate_chunk, current_trace
+
+HEADER = b"x-hotswap-weight-version"
+TRACED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+
+
+class ProvenanceMiddleware:
+    """Wraps vLLM's app. The response head waits for the first body part, so that the header is exact."""
+
+    def __init__(self, app: Any, active_version: Callable[[], int | None]) -> None:
+        self._app = app
+        self._active = active_version
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        trace = Trace()
+        current_trace.set(trace)
+        answer = _Answer(trace, send, self._active, annotated=scope["path"] in TRACED)
+        await self._app(scope, receive, answer.send)
+
+
+class _Answer:
+    def __init__(self, trace: Trace, send: Any, active: Callable[[], int | None], *, annotated: bool) -> None:
+        self._trace, self._send, self._active, self._annotated = trace, send, active, annotated
+        self._start: dict[str, Any] | None = None
+        self._kind = b""
+        self._body = b""
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            self._kind = dict(message["headers"]).get(b"content-type", b"")
+        elif message["type"] == "http.response.body":
+            await self._send_body(message)
+        else:
+            await self._send(message)
+
+    async def _send_body(self, message: dict[str, Any]) -> None:
+        body = message.get("body", b"")
+        if self._annotated and self._kind.startswith(b"text/event-stream"):
+            message = {**message, "body": annotate_chunk(body, self._trace)}
+        elif self._annotated and self._kind.startswith(b"application/json"):
+            self._body += body
+            if message.get("more_body"):
+                return
+            message = {**message, "body": self._whole(self._body)}
+        await self._send_start(message)
+        await self._send(message)
+
+    def _whole(self, body: bytes) -> bytes:
+        payload = orjson.loads(body) if body else None
+        if isinstance(payload, dict) and payload.get("error") is None:
+            annotate(payload, self._trace, last=True)
+            return orjson.dumps(payload)
+        return body
+
+    async def _send_start(self, message: dict[str, Any]) -> None:
+        if self._start is None:
+            return
+        start, self._start = self._start, None
+        headers = [h for h in start["headers"] if h[0] != b"content-length"]
+        if len(headers) < len(start["headers"]):
+            length = len(message["body"]) if not message.get("more_body") else None
+            headers += [(b"content-length", b"%d" % length)] if length is not None else []
+        version = self._trace.first_version() or self._active()
+        headers += [(HEADER, b"%d" % version)] if version is not None else []
+        await self._send({**start, "headers": headers})

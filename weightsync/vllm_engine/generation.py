@@ -1,0 +1,74 @@
+"""One version, ready to run: what a commit flips the live model to, and what a rollback flips it back to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from .kernels import LinearFn, packed_linear, plain_linear
+from .layout import Layout
+from .pool import LayoutSlot
+from .skeleton import Slot
+
+
+@dataclass(frozen=True)
+class Flip:
+    """New state of one live module: the parameters to place and the kernel that runs it (None: leave as it is)."""
+
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+    linear: LinearFn | None
+
+
+@dataclass
+class Generation:
+    """Every flip of one version, and the memory that must outlive them."""
+
+    version: int
+    digest: str
+    flips: list[Flip]
+    slot: LayoutSlot | None = None
+    private: dict[str, LinearFn] = field(default_factory=dict)
+
+    def commit(self) -> None:
+        """Point the live model at this version. Runs between two batches; only references change."""
+        for flip in self.flips:
+            flip.module._parameters.update(flip.parameters)
+            if flip.linear is not None:
+                flip.module.cpu_linear = flip.linear  # type: ignore[assignment]
+
+    def release(self) -> None:
+        """Drop the memory; call it on a thread that decodes nothing, unmapping takes tens of milliseconds."""
+        self.flips.clear()
+        self.private.clear()
+        if self.slot is not None:
+            self.slot.release()
+            self.slot = None
+
+
+def build_flips(slots: list[Slot], layout: Layout, data: torch.Tensor, private: dict[str, LinearFn]) -> list[Flip]:
+    """Flips onto the tensors in `data` (the layout slot's bytes) and the `private` kernels (oneDNN), by module."""
+    plain, packed = layout.plain, layout.packed
+    parameters: dict[str, dict[str, nn.Parameter]] = {}
+    linears: dict[str, LinearFn] = {}
+    modules = {slot.module_name: slot.live for slot in slots}
+    for slot in slots:
+        if slot.role == "linear" and layout.kernels[slot.name] == "packed":
+            linears[slot.module_name] = packed_linear(packed[slot.source].view(data))
+        elif slot.role != "plain":
+            linears[slot.module_name] = private.get(slot.source, plain_linear)
+        if slot.source in plain:
+            tensor = plain[slot.source].view(data)
+            parameters.setdefault(slot.module_name, {})[slot.leaf] = _like(tensor, slot.live._parameters[slot.leaf])
+    return [Flip(modules[n], parameters.get(n, {}), linears.get(n)) for n in modules]
+
+
+def _like(tensor: torch.Tensor, old: nn.Parameter | None) -> nn.Parameter:
+    """`tensor` as a parameter of `old`'s class, keeping the attributes vLLM's loaders hung on it."""
+    if old is None:
+        return nn.Parameter(tensor, requires_grad=False)
+    new: nn.Parameter = torch.Tensor._make_subclass(type(old), tensor, False)  # type: ignore[assignment]
+    new.__dict__.update(old.__dict__)
+    return new

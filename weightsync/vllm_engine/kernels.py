@@ -1,0 +1,58 @@
+"""Which kernel runs a linear layer on this machine, and the weight layout that kernel wants.
+
+`packed`: vLLM's VNNI-packed GEMM. Its weight is a plain tensor, so it can lie in shared memory and be swapped by
+          changing a pointer. Needs AVX512-BF16 and bf16 weights.
+`onednn`: vLLM's default on CPU. The packed bytes are private to C++, so each instance builds its own.
+`plain`:  the checkpoint's own layout, as accelerators and unpackable layers want it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+Kernel = Literal["packed", "onednn", "plain"]
+LinearFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+KERNEL_ENV = "HOTSWAP_LINEAR_KERNEL"
+
+
+def choose_kernel(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Kernel:
+    """The kernel for a weight of `shape` (out, in). HOTSWAP_LINEAR_KERNEL=onednn|plain rules out faster ones."""
+    if device.type != "cpu" or len(shape) != 2:
+        return "plain"
+    limit = os.environ.get(KERNEL_ENV, "packed")
+    out, inner = shape
+    bf16 = dtype is torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
+    if limit == "packed" and bf16 and out % 16 == 0 and inner % 32 == 0:
+        return "packed"
+    return "plain" if limit == "plain" else "onednn"
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """`weight` (out, in) bf16 in VNNI order: same shape, same bytes count, another order."""
+    packed: torch.Tensor = torch.ops._C.convert_weight_packed(weight)
+    return packed
+
+
+def packed_linear(packed: torch.Tensor) -> LinearFn:
+    """y = x W^T + b on a packed weight (out, in); the bias must be fp32."""
+    from vllm import _custom_ops as ops
+
+    rows = packed.shape[0]
+    return lambda x, _weight, bias: ops.weight_packed_linear_cpu(x, packed, rows, bias)
+
+
+def onednn_linear(weight: torch.Tensor) -> LinearFn:
+    """y = x W^T + b; oneDNN copies `weight` (out, in) into a layout of its own."""
+    from vllm import _custom_ops as ops
+
+    handler = ops.create_onednn_mm(weight.t(), 32)
+    return lambda x, _weight, bias: ops.onednn_mm(handler, x, bias)
+
+
+def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """y = x W^T + b on the weight the layer itself holds."""
+    return torch.nn.functional.linear(x, weight, bias)

@@ -1,0 +1,165 @@
+"""Layout slots: files in shared memory that hold one version in kernel layout, built once per host and mapped by all.
+
+A slot is a header page and the data. Who builds it holds an exclusive `flock`, who runs on it a shared one; the
+kernel drops both when a process dies, so a slot whose builder or users were killed is simply free again. Mappings
+are kept for the life of the process: a page is faulted in once, not once per version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from weightsync.arena import prefault
+from weightsync.errors import ArenaError
+
+HEADER = 4096
+
+
+class LayoutPoolError(ArenaError):
+    """No layout slot could be had; the message says why and what to free."""
+
+    code = "layout_pool_error"
+
+
+@dataclass
+class LayoutSlot:
+    """A held slot. `data` is uint8 [nbytes]; `built` says whether it already holds the version asked for."""
+
+    path: Path
+    fd: int
+    data: torch.Tensor
+    built: bool
+    _mapping: mmap.mmap
+
+    def seal(self, key: str) -> None:
+        """Mark the slot as holding `key` and let other instances map it."""
+        _write_header(self._mapping, {"key": key, "complete": True})
+        fcntl.flock(self.fd, fcntl.LOCK_SH)
+        self.built = True
+
+    def release(self) -> None:
+        """Give the slot up; its bytes stay until another version needs the room."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class LayoutPool:
+    """The layout slots of one layout fingerprint in `directory` (a tmpfs)."""
+
+    def __init__(self, directory: Path, fingerprint: str, nbytes: int) -> None:
+        self._directory = directory
+        self._prefix = f"layout-{fingerprint}-"
+        self._nbytes = nbytes
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def acquire(self, key: str, timeout_s: float = 120.0) -> LayoutSlot:
+        """The slot that holds `key`, shared, or a free one, exclusive, to build it in.
+
+        Waits while another instance builds the same key. Raises LayoutPoolError when shared memory is full.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._lock():
+                slot = self._find(key) or self._claim(key)
+            if slot is not None:
+                return slot
+            if time.monotonic() > deadline:
+                raise LayoutPoolError(f"another instance has been building {key} for {timeout_s:.0f} s; check it")
+            time.sleep(0.005)
+
+    def _find(self, key: str) -> LayoutSlot | None:
+        for path in self._files():
+            if (header := self._peek(path)).get("key") != key or not header.get("complete"):
+                continue
+            if (fd := self._try_lock(path, fcntl.LOCK_SH)) is not None:
+                return self._held(path, fd, built=True)
+        return None
+
+    def _claim(self, key: str) -> LayoutSlot | None:
+        if self._being_built(key):
+            return None
+        free = [p for p in self._files() if not self._busy(p)]
+        path = min(free, key=lambda p: p.stat().st_mtime) if free else self._create()
+        fd = self._try_lock(path, fcntl.LOCK_EX)
+        if fd is None:
+            return None
+        slot = self._held(path, fd, built=False)
+        _write_header(slot._mapping, {"key": key, "complete": False})
+        os.utime(path)
+        return slot
+
+    def _being_built(self, key: str) -> bool:
+        return any(self._peek(p) == {"key": key, "complete": False} and self._busy(p) for p in self._files())
+
+    def _busy(self, path: Path) -> bool:
+        fd = self._try_lock(path, fcntl.LOCK_EX)
+        if fd is None:
+            return True
+        os.close(fd)
+        return False
+
+    def _try_lock(self, path: Path, how: int) -> int | None:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return fd
+
+    def _create(self) -> Path:
+        number = 1 + max([int(p.name.rsplit("-", 1)[1]) for p in self._files()], default=-1)
+        path = self._directory / f"{self._prefix}{number:03d}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, HEADER + self._nbytes)
+        except OSError as error:
+            path.unlink()
+            raise LayoutPoolError(
+                f"no room for {self._nbytes / 1e9:.2f} GB in {self._directory} ({error.strerror}): enlarge the shared "
+                "memory mount or retire old versions"
+            ) from error
+        finally:
+            os.close(fd)
+        return path
+
+    def _held(self, path: Path, fd: int, *, built: bool) -> LayoutSlot:
+        mapping = self._maps.get(path.name)
+        if mapping is None:
+            mapping = self._maps[path.name] = mmap.mmap(fd, HEADER + self._nbytes)
+            prefault(mapping, write=not built)
+        data = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER, count=self._nbytes)
+        return LayoutSlot(path, fd, data, built, mapping)
+
+    def _peek(self, path: Path) -> dict[str, object]:
+        with path.open("rb") as file:
+            raw = file.read(512).split(b"\0", 1)[0]
+        return dict(json.loads(raw)) if raw else {}
+
+    def _files(self) -> list[Path]:
+        return sorted(self._directory.glob(f"{self._prefix}*[0-9]"))
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        fd = os.open(self._directory / f"{self._prefix}lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+
+def _write_header(mapping: mmap.mmap, header: dict[str, object]) -> None:
+    raw = json.dumps(header).encode()
+    mapping[:HEADER] = raw + b"\0" * (HEADER - len(raw))
