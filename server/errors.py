@@ -1,0 +1,163 @@
+"""The exception tree of `server`. Every run-time fault a client can meet is one of these.
+
+    ServerError
+    ├── ConfigError                 a wrong setting; raised before anything is served, never answered
+    └── HttpError                   has a status and an OpenAI-shaped body
+        ├── BadRequest              400   malformed request line, headers, framing or JSON
+        ├── Unauthorized            401   no key, or a key nobody issued
+        ├── Forbidden               403   a good key without the scope
+        ├── NotFound                404   not a public route
+        ├── MethodNotAllowed        405   a public route asked with another method
+        ├── RequestTimeout          408   the client did not finish its request in time
+        ├── Conflict                409   the fleet's state does not allow it now
+        ├── PayloadTooLarge         413
+        ├── Unprocessable           422   well formed, but it cannot be served (a tensor of the wrong shape)
+        ├── HeadersTooLarge         431
+        ├── BadUpstream             502   the instance answered what is not HTTP, or died before its first byte
+        ├── Unavailable             503   no instance, or none that accepts connections; carries Retry-After
+        ├── UpstreamTimeout         504   the instance was silent for too long
+        └── InsufficientStorage     507   the arena has no room for another version
+
+`HttpError.body()` is what the OpenAI SDKs parse: `{"error": {"message", "type", "param", "code"}}`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import orjson
+
+
+class ServerError(Exception):
+    """Base of everything `server` raises on purpose."""
+
+
+class ConfigError(ServerError):
+    """A setting that cannot work. The message names the setting and what to do about it."""
+
+
+class HttpError(ServerError):
+    """A fault with an HTTP status. `message` says what to do; `details` are extra fields of the error object."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    default_code: ClassVar[str] = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or self.default_code
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.details = details or {}
+
+    def body(self) -> bytes:
+        """The OpenAI-shaped JSON body."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code, **self.details}
+        return orjson.dumps({"error": error}, default=str)
+
+    def headers(self) -> dict[str, str]:
+        """Headers that belong to this status (Retry-After, WWW-Authenticate)."""
+        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+
+
+class BadRequest(HttpError):
+    status = 400
+    type = "invalid_request_error"
+    default_code = "bad_request"
+
+
+class Unauthorized(HttpError):
+    status = 401
+    type = "authentication_error"
+    default_code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {"www-authenticate": "Bearer", **super().headers()}
+
+
+class Forbidden(HttpError):
+    status = 403
+    type = "permission_error"
+    default_code = "insufficient_scope"
+
+
+class NotFound(HttpError):
+    status = 404
+    type = "invalid_request_error"
+    default_code = "not_found"
+
+
+class MethodNotAllowed(HttpError):
+    status = 405
+    type = "invalid_request_error"
+    default_code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allow: str) -> None:
+        super().__init__(message)
+        self.allow = allow
+
+    def headers(self) -> dict[str, str]:
+        return {"allow": self.allow, **super().headers()}
+
+
+class RequestTimeout(HttpError):
+    status = 408
+    type = "invalid_request_error"
+    default_code = "request_timeout"
+
+
+class Conflict(HttpError):
+    status = 409
+    type = "conflict_error"
+    default_code = "conflict"
+
+
+class PayloadTooLarge(HttpError):
+    status = 413
+    type = "invalid_request_error"
+    default_code = "request_too_large"
+
+
+class Unprocessable(HttpError):
+    status = 422
+    type = "invalid_request_error"
+    default_code = "unprocessable"
+
+
+class HeadersTooLarge(HttpError):
+    status = 431
+    type = "invalid_request_error"
+    default_code = "headers_too_large"
+
+
+class BadUpstream(HttpError):
+    status = 502
+    default_code = "bad_upstream"
+
+
+class Unavailable(HttpError):
+    status = 503
+    type = "service_unavailable_error"
+    default_code = "no_instance"
+
+    def __init__(self, message: str, *, code: str | None = None, retry_after_s: int = 1, **details: Any) -> None:
+        super().__init__(message, code=code, retry_after_s=retry_after_s, details=details)
+
+
+class UpstreamTimeout(HttpError):
+    status = 504
+    default_code = "upstream_timeout"
+
+
+class InsufficientStorage(HttpError):
+    status = 507
+    default_code = "insufficient_storage"

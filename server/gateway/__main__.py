@@ -1,0 +1,73 @@
+"""`python -m server.gateway`, which `hotswap gateway` is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from server.errors import ConfigError
+from server.gateway.config import GatewayConfig, Limits, UpstreamSettings
+from weightsync.errors import StoreError
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; their defaults are those of `GatewayConfig`."""
+    limits, upstream = Limits(), UpstreamSettings()
+    p = argparse.ArgumentParser(prog="hotswap gateway", description="The public port in front of the instances.")
+    p.add_argument("--store", default=os.environ.get("HOTSWAP_STORE"), help="store URL (default: $HOTSWAP_STORE)")
+    p.add_argument("--model", required=True, help="served model name")
+    p.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    p.add_argument("--port", type=int, default=8000, help="port to listen on")
+    p.add_argument("--admin-key-file", type=Path, help="file with the admin key, made (0600) if it does not exist")
+    p.add_argument("--api-key-file", type=Path, help="file with inference keys, one a line; without it none is asked")
+    p.add_argument("--max-body", type=int, default=limits.max_body, help="largest request body, bytes")
+    p.add_argument("--request-timeout", type=float, default=limits.request_timeout_s, help="to receive a request, s")
+    p.add_argument("--connect-timeout", type=float, default=upstream.connect_timeout_s, help="to an instance, s")
+    p.add_argument("--read-timeout", type=float, default=upstream.read_idle_timeout_s, help="silent instance, s")
+    p.add_argument("--swap-deadline", type=float, default=GatewayConfig.swap_deadline_s, help="to stage everywhere, s")
+    p.add_argument("--no-coordinator", action="store_true", help="leave swaps to another gateway of this model")
+    p.add_argument("--ssl-certfile", type=Path, help="serve TLS with this certificate chain")
+    p.add_argument("--ssl-keyfile", type=Path, help="private key of --ssl-certfile")
+    p.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    return p
+
+
+def config_from(args: argparse.Namespace) -> GatewayConfig:
+    """Checked settings. Raises ConfigError. The admin key itself is taken from the environment, never from argv."""
+    if not args.store:
+        raise ConfigError("--store: give a store URL such as sqlite:///var/lib/hotswap/store.db, or set HOTSWAP_STORE.")
+    return GatewayConfig(
+        store=args.store,
+        model=args.model,
+        host=args.host,
+        port=args.port,
+        admin_key=os.environ.get("HOTSWAP_ADMIN_KEY") or None,
+        admin_key_file=args.admin_key_file,
+        api_key_file=args.api_key_file,
+        limits=Limits(max_body=args.max_body, request_timeout_s=args.request_timeout),
+        upstream=UpstreamSettings(connect_timeout_s=args.connect_timeout, read_idle_timeout_s=args.read_timeout),
+        swap_deadline_s=args.swap_deadline,
+        run_coordinator=not args.no_coordinator,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        log_level=args.log_level,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a gateway until it is told to stop. A setting that cannot work ends it with one line and status 2."""
+    args = parser().parse_args(argv)
+    try:
+        from server.gateway.main import run
+
+        run(config_from(args))
+    except (ConfigError, StoreError) as exc:
+        print(f"hotswap gateway: {exc}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The FastAPI side: health, metrics, admin, and a 404 in OpenAI's shape for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound, Unavailable
+from server.gateway.config import GatewayConfig
+from server.gateway.gateway import Gateway
+from server.gateway.metrics import render
+from server.gateway.probe import answering
+
+Scope = dict[str, Any]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+PROBE_TIMEOUT_S = 1.0
+
+
+def gateway_of(request: Request) -> Gateway:
+    """The gateway of this process (FastAPI dependency)."""
+    gateway: Gateway = request.state.gateway
+    return gateway
+
+
+GatewayDep = Annotated[Gateway, Depends(gateway_of)]
+
+
+def build_app(config: GatewayConfig) -> FastAPI:
+    """The app of one gateway process; opens the store when the server starts."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
+        async with Gateway.open(config) as gateway:
+            yield {"gateway": gateway}
+
+    app = FastAPI(title="hotswap gateway", lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
+    app.add_exception_handler(HttpError, _http_error)
+    app.add_exception_handler(HTTPException, _starlette_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(Exception, _unforeseen)
+    app.add_middleware(RequestIdMiddleware)
+    _add_probes(app)
+    return app
+
+
+def _add_probes(app: FastAPI) -> None:
+    @app.get("/healthz", tags=["health"])
+    async def healthz() -> dict[str, str]:
+        """This process is up."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", tags=["health"])
+    async def readyz(gateway: GatewayDep) -> dict[str, Any]:
+        """An instance that serves a committed version answers."""
+        ready = [i for i in gateway.fleet.serving if i.record.active_version is not None]
+        if not ready:
+            raise gateway.fleet.unavailable()
+        for instance in ready:
+            if await answering(instance, PROBE_TIMEOUT_S):
+                return {"status": "ready", "instance": instance.id, "version": instance.record.active_version}
+        raise Unavailable(
+            f"{len(ready)} instance(s) are registered, none answers its health check.", code="not_answering"
+        )
+
+    @app.get("/metrics", tags=["health"])
+    async def metrics(gateway: GatewayDep) -> Response:
+        """Prometheus text format."""
+        return Response(render(gateway.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class RequestIdMiddleware:
+    """Returns the request id on every answer of the app, as the hot path does on its own."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", scope["state"]["request_id"])]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def error_response(error: HttpError) -> Response:
+    """`error` as the app answers it."""
+    return Response(error.body(), error.status, error.headers(), media_type="application/json")
+
+
+async def _http_error(_: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HttpError)
+    return error_response(exc)
+
+
+async def _starlette_error(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    if exc.status_code == 405:
+        allow = (exc.headers or {}).get("Allow", "")
+        return error_response(MethodNotAllowed(f"Use {allow} for {request.url.path}.", allow=allow))
+    if exc.status_code == 404:
+        return error_response(NotFound(f"There is no public route {request.method} {request.url.path}."))
+    return error_response(BadRequest(str(exc.detail)))
+
+
+async def _validation_error(_: Request, exc: Exception) -> Response:
+    assert isinstance(exc, RequestValidationError)
+    first = exc.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    return error_response(
+        BadRequest(f"{where or 'body'}: {first['msg']}", code="invalid_parameter", param=where or None)
+    )
+
+
+async def _unforeseen(_: Request, exc: Exception) -> Response:
+    return error_response(HttpError("The gateway failed to answer; the fault is in its log."))

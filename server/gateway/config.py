@@ -1,0 +1,75 @@
+"""The gateway's settings. Imports neither torch nor vLLM, and nothing that does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from server.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client may cost. Sizes in bytes, times in seconds."""
+
+    max_body: int = 16 * 2**20
+    max_head: int = 32 * 2**10
+    max_headers: int = 100
+    request_timeout_s: float = 60.0  # first byte of the request to its last
+    keep_alive_s: float = 75.0
+    stalled_client_s: float = 60.0  # a reader that takes nothing for so long is dropped
+
+
+@dataclass(frozen=True)
+class UpstreamSettings:
+    """How instances are spoken to."""
+
+    connect_timeout_s: float = 2.0
+    # Covers a queued non-streaming request, which is silent until it is done.
+    read_idle_timeout_s: float = 600.0
+    max_idle_connections: int = 64
+    # Below uvicorn's default keep-alive of 5 s, so that the gateway closes first and rarely meets a stale one.
+    max_idle_s: float = 4.0
+    scrape_interval_s: float = 2.0
+    scrape_timeout_s: float = 0.5
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """Everything `hotswap gateway` can be told."""
+
+    store: str
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    admin_key: str | None = None  # the key itself, or "sha256:<hex>"; None: see admin_key_file
+    admin_key_file: Path | None = None  # None: `admin.key` beside the SQLite store
+    api_key_file: Path | None = None  # None: no key is asked for inference
+    limits: Limits = Limits()
+    upstream: UpstreamSettings = UpstreamSettings()
+    swap_deadline_s: float = 120.0
+    push_timeout_s: float = 3600.0
+    run_coordinator: bool = True
+    log_level: str = "info"
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("--model: give the served model name.")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"--port {self.port}: must be between 0 (any free port) and 65535.")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both or neither.")
+        if self.limits.max_body <= 0 or self.limits.max_head <= 0:
+            raise ConfigError("--max-body and --max-head must be positive numbers of bytes.")
+
+    @property
+    def key_path(self) -> Path:
+        """Where a generated admin key is kept (mode 0600)."""
+        if self.admin_key_file is not None:
+            return self.admin_key_file
+        scheme, _, rest = self.store.partition("://")
+        if scheme == "sqlite" and rest:
+            return Path(rest).parent / "admin.key"
+        return Path.home() / ".config" / "hotswap" / "admin.key"

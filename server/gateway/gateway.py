@@ -1,0 +1,90 @@
+"""What one gateway process holds, and the tasks that keep it current. A restart loses nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from server.gateway.auth import KeyRing, load_keys
+from server.gateway.config import GatewayConfig
+from server.gateway.fleet import Fleet
+from server.gateway.metrics import build_registry
+from server.gateway.probe import scrape_forever
+from server.gateway.stats import Stats
+from weightsync.errors import StoreError
+from weightsync.store import Store, open_store
+
+if TYPE_CHECKING:
+    from server.gateway.protocol import GatewayProtocol
+
+log = logging.getLogger("hotswap.gateway")
+
+SWEEP_INTERVAL_S = 0.25
+FIRST_VIEW_TIMEOUT_S = 2.0
+
+
+class Gateway:
+    """Shared by the hot path (protocol.py) and the app (app.py)."""
+
+    def __init__(self, config: GatewayConfig, store: Store, keys: KeyRing) -> None:
+        self.config = config
+        self.store = store
+        self.keys = keys
+        self.stats = Stats()
+        self.fleet = Fleet(store, config.model, config.upstream, self.stats)
+        self.registry = build_registry(self.stats, self.fleet)
+        self.clients: set[GatewayProtocol] = set()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, config: GatewayConfig) -> AsyncIterator[Gateway]:
+        """A gateway with its tasks running. Raises ConfigError, StoreUnavailable."""
+        keys = load_keys(config)
+        store = open_store(config.store)
+        gateway = cls(config, store, keys)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            with contextlib.suppress(StoreError, TimeoutError):  # then `Fleet.run` goes on trying
+                async with asyncio.timeout(FIRST_VIEW_TIMEOUT_S):
+                    await gateway.fleet.refresh()
+            tasks = [asyncio.create_task(_outlive(name, work)) for name, work in gateway._work().items()]
+            yield gateway
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            gateway.fleet.close()
+            await store.close()
+
+    def _work(self) -> dict[str, Coroutine[Any, Any, None]]:
+        return {
+            "fleet": self.fleet.run(),
+            "scraper": scrape_forever(self.fleet, self.config.upstream),
+            "sweeper": self._sweep_forever(),
+        }
+
+    async def _sweep_forever(self) -> None:
+        """Ends what is over its time. One timer for all connections costs less than one timer each."""
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            now = time.monotonic()
+            for client in list(self.clients):
+                client.sweep(now)
+            for instance in self.fleet.instances.values():
+                instance.pool.sweep(asyncio.get_running_loop().time())
+
+
+async def _outlive(name: str, work: Coroutine[Any, Any, None]) -> None:
+    """Runs a background task; a fault in it is logged at once rather than when the process ends."""
+    try:
+        await work
+    except asyncio.CancelledError:
+        raise
+    except Exception:
+        log.exception("the %s task of the gateway ended", name)
+        raise

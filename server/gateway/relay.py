@@ -1,0 +1,189 @@
+"""The transport-free core of the proxy: bytes of an instance's response in, bytes for the client out.
+
+The head is rewritten (hop-by-hop headers out, request id in), the body is re-framed but never decoded: pieces that
+arrive together leave as one chunk. So a malformed upstream response cannot reach a client, an HTTP/1.0 client gets a
+body it can read, and at every moment it is known whether an error event still fits into the stream.
+
+    IDLE --first byte--> HEAD --headers--> BODY --last byte--> complete
+                           `-- 1xx: back to IDLE
+"""
+
+from __future__ import annotations
+
+import http
+
+import httptools
+
+from server.errors import BadUpstream, HttpError
+
+MAX_HEAD = 64 * 2**10
+_HOP_BY_HOP = frozenset(
+    {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
+)
+_OURS = frozenset({b"x-request-id"})
+STATUS_LINES = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in http.HTTPStatus}
+
+
+def status_line(status: int) -> bytes:
+    """The status line, with the standard phrase where there is one."""
+    return STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+
+
+class ResponseRelay:
+    """One response. Feed it what the instance sends; write what it returns."""
+
+    __slots__ = (
+        "_body",
+        "_chunked",
+        "_close_delimited",
+        "_fault",
+        "_head",
+        "_head_size",
+        "_headers",
+        "_http10",
+        "_in_head",
+        "_parser",
+        "_request_id",
+        "_sse",
+        "_tail",
+        "body_bytes",
+        "complete",
+        "keep_alive",
+        "reusable",
+        "seen",
+        "status",
+    )
+
+    def __init__(self, request_id: bytes, *, http10: bool, keep_alive: bool) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._request_id = request_id
+        self._http10 = http10
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head = b""
+        self._head_size = 0
+        self._body: list[bytes] = []
+        self._chunked = self._close_delimited = self._sse = False
+        self._in_head = True
+        self._tail = b"\n\n"
+        self._fault: str | None = None
+        self.status = 0  # 0 until the head of the final response is known
+        self.seen = False  # any byte at all
+        self.complete = False
+        self.keep_alive = keep_alive  # the client's connection may carry another request
+        self.reusable = False  # the upstream connection may carry another request
+        self.body_bytes = 0
+
+    def feed(self, data: bytes) -> bytes:
+        """Bytes for the client. Raises BadUpstream if `data` is not what HTTP allows here."""
+        self.seen = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            # Whatever follows a complete response only costs the connection, not the answer.
+            if not self.complete or self._fault:
+                raise BadUpstream(f"The instance sent a malformed response ({self._fault or exc}).") from exc
+            self.reusable = False
+        if not self.status:
+            self._head_size += len(data)
+            if self._head_size > MAX_HEAD:
+                raise BadUpstream(f"The instance sent more than {MAX_HEAD} bytes of response headers.")
+        return self._drain()
+
+    def eof(self) -> bytes:
+        """The instance closed the connection: the end of a body without a length, else BadUpstream."""
+        if not (self._close_delimited and self.status):
+            state = "mid-answer" if self.seen else "before its first byte"
+            raise BadUpstream(f"The instance closed the connection {state}.", code="upstream_died")
+        self.complete = True
+        return self._drain()
+
+    def error_event(self, error: HttpError) -> bytes:
+        """A server-sent event that tells the client, or nothing where an event would not fit.
+
+        The body is left unterminated, so that a client that ignores the event still sees a broken answer. Inside an
+        unfinished event nothing is added: the specification makes readers drop it, and the cut says the rest.
+        """
+        if not self._sse or (self._tail[-2:] not in (b"\n\n", b"\r\r") and self._tail != b"\r\n\r\n"):
+            return b""
+        event = b"event: error\ndata: %b\n\n" % error.body()
+        if self._chunked:
+            return b"%x\r\n%b\r\n" % (len(event), event)
+        return event if self._close_delimited or self._http10 else b""
+
+    def _drain(self) -> bytes:
+        out, self._head = self._head, b""
+        if self._body:
+            piece = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+            self._body.clear()
+            self.body_bytes += len(piece)
+            self._tail = piece[-4:] if len(piece) >= 4 else (self._tail + piece)[-4:]
+            out += b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
+        if self.complete and self._chunked:
+            out += b"0\r\n\r\n"
+        return out
+
+    # httptools callbacks
+
+    def on_message_begin(self) -> None:
+        self._headers = []
+        self._in_head = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # later ones are trailers, which are dropped
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        status = self._parser.get_status_code()
+        if self.complete or status < 200:
+            if status == 101:
+                self._fail("it switched protocols unasked")
+            return
+        if status > 599:
+            self._fail(f"status {status}")
+        self._head = self._build_head(status)
+        self.status = status
+
+    def on_body(self, body: bytes) -> None:
+        if not self.complete:
+            self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self.complete:
+            self.reusable = False  # it answered more than was asked
+        elif self.status:
+            self.complete = True
+            self.reusable = self._parser.should_keep_alive()
+
+    def _build_head(self, status: int) -> bytes:
+        length = False
+        dropped = _HOP_BY_HOP
+        lines = [status_line(status)]
+        self._chunked = False
+        for name, value in self._headers:
+            if name == b"connection":
+                dropped = dropped | ({option.strip().lower() for option in value.split(b",")} - {b"content-length"})
+            elif name == b"transfer-encoding":
+                if value.strip().lower() != b"chunked":
+                    self._fail("an unknown transfer encoding")
+                self._chunked = True
+            elif name == b"content-length":
+                length = True
+            elif name == b"content-type":
+                self._sse = value[:17].lower() == b"text/event-stream"
+        lines += [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] not in dropped and pair[0] not in _OURS]
+        lines.append(b"x-request-id: %b\r\n" % self._request_id)
+        bodiless = status in (204, 304)
+        self._close_delimited = not (length or self._chunked or bodiless)
+        self._chunked = (self._chunked or self._close_delimited) and not self._http10 and not bodiless
+        if self._chunked:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        self.keep_alive = self.keep_alive and (self._chunked or length or bodiless)
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+    def _fail(self, fault: str) -> None:
+        self._fault = fault
+        raise ValueError(fault)  # httptools turns it into HttpParserCallbackError

@@ -1,0 +1,51 @@
+"""What a router needs of vLLM's own metrics, read from an instance's `/metrics` page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """One scrape. Sums over the engines of an instance, `kv_cache_usage` is the fullest one's (0..1)."""
+
+    num_requests_running: float = 0.0
+    num_requests_waiting: float = 0.0
+    kv_cache_usage: float = 0.0
+    prefix_cache_queries: float = 0.0
+    prefix_cache_hits: float = 0.0
+    num_preemptions: float = 0.0
+
+    @property
+    def load(self) -> float:
+        """Requests the instance has, queued ones included."""
+        return self.num_requests_running + self.num_requests_waiting
+
+
+# Field of Signals by vLLM's metric name, which is followed by labels or a space.
+_SOURCES = {
+    b"vllm:num_requests_running": "num_requests_running",
+    b"vllm:num_requests_waiting": "num_requests_waiting",
+    b"vllm:kv_cache_usage_perc": "kv_cache_usage",
+    b"vllm:prefix_cache_queries_total": "prefix_cache_queries",
+    b"vllm:prefix_cache_hits_total": "prefix_cache_hits",
+    b"vllm:num_preemptions_total": "num_preemptions",
+}
+FIELDS = tuple(f.name for f in fields(Signals))
+
+
+def parse(page: bytes) -> Signals:
+    """Signals from a page in Prometheus text format; what is missing or not a number counts as 0."""
+    values = dict.fromkeys(FIELDS, 0.0)
+    for line in page.splitlines():
+        if not line.startswith(b"vllm:"):
+            continue
+        field = _SOURCES.get(line.partition(b"{")[0].partition(b" ")[0])
+        if field is None:
+            continue
+        try:
+            value = float(line.rpartition(b" ")[2])
+        except ValueError:
+            continue
+        values[field] = max(values[field], value) if field == "kv_cache_usage" else values[field] + value
+    return Signals(**values)

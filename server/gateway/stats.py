@@ -1,0 +1,85 @@
+"""Counts of the hot path: plain integers, turned into Prometheus families when somebody asks (metrics.py)."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from typing import Protocol
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Histogram:
+    """Counts per bucket; `le` bounds as Prometheus has them."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(`le`, cumulative count) pairs, `+Inf` last."""
+        pairs, total = [], 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            total += count
+            pairs.append((bound, float(total)))
+        return pairs
+
+
+class Measured(Protocol):
+    """What is counted of an exchange."""
+
+    @property
+    def route(self) -> str: ...
+
+    @property
+    def bytes_in(self) -> int: ...
+
+    @property
+    def bytes_out(self) -> int: ...
+
+    started: float
+    first_byte: float
+    status: int
+
+
+class Stats:
+    """All counts of one gateway process."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self.refused: Counter[str] = Counter()  # by error code
+        self.disconnects: Counter[str] = Counter()  # by phase
+        self.connect_errors: Counter[str] = Counter()  # by instance
+        self.upstream_failures: Counter[str] = Counter()  # by error code
+        self.stale_retries = 0
+        self.inflight = 0
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.ttft = Histogram()
+        self.duration = Histogram()
+        self.swaps: Counter[str] = Counter()  # by outcome
+        self.swap_duration = Histogram()
+        self.store_up = True
+
+    def begin(self, exchange: Measured) -> None:
+        """A request is being forwarded."""
+        self.inflight += 1
+        self.bytes_in += exchange.bytes_in
+
+    def end(self, exchange: Measured) -> None:
+        """It is over, however it ended (status 499: the client left)."""
+        self.inflight -= 1
+        self.requests[exchange.route, exchange.status] += 1
+        self.bytes_out += exchange.bytes_out
+        self.duration.observe(time.monotonic() - exchange.started)
+        if exchange.first_byte:
+            self.ttft.observe(exchange.first_byte - exchange.started)

@@ -1,0 +1,154 @@
+"""Connections to one instance: opening, keeping, lending out again.
+
+A connection has at most one owner. It hands the owner every byte and its end, and nothing else; with no owner it sits
+in the pool, where any byte or end-of-file discards it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from typing import Protocol
+
+from server.errors import Unavailable
+from server.gateway.config import UpstreamSettings
+
+
+class Owner(Protocol):
+    """Who a connection works for."""
+
+    def upstream_data(self, data: bytes) -> None: ...
+
+    def upstream_lost(self, exc: Exception | None) -> None: ...
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One TCP connection to an instance."""
+
+    __slots__ = ("_paused", "_pool", "closed", "idle_since", "owner", "transport")
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._paused = False
+        self.owner: Owner | None = None
+        self.transport: asyncio.Transport | None = None
+        self.closed = False
+        self.idle_since = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+        if self.closed:  # given up while it was being opened
+            transport.abort()  # type: ignore[attr-defined]
+
+    def send(self, owner: Owner, head: bytes, body: bytes) -> None:
+        """Starts a request for `owner`. The body is not copied."""
+        assert self.transport is not None
+        self.owner = owner
+        self.transport.writelines((head, body) if body else (head,))
+
+    def data_received(self, data: bytes) -> None:
+        if self.owner is None:
+            self.abort()
+        else:
+            self.owner.upstream_data(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        owner, self.owner = self.owner, None
+        if owner is None:
+            self._pool.forget(self)
+        else:
+            owner.upstream_lost(exc)
+
+    def pause(self) -> None:
+        """Stops reading: the instance feels it through TCP, memory here stays bounded."""
+        if self.transport is not None and not self._paused and not self.closed:
+            self._paused = True
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Undoes `pause`."""
+        if self.transport is not None and self._paused and not self.closed:
+            self._paused = False
+            self.transport.resume_reading()
+
+    def release(self) -> None:
+        """Back to the pool after a complete answer."""
+        self.owner = None
+        self.resume()
+        self._pool.give_back(self)
+
+    def abort(self) -> None:
+        """Drops the connection at once (RST): vLLM frees the request's blocks when it sees it."""
+        self.owner = None
+        self.closed = True
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class Pool:
+    """Idle connections to one address, most recently used first."""
+
+    def __init__(self, host: str, port: int, settings: UpstreamSettings) -> None:
+        self.host = host
+        self.port = port
+        self.authority = (f"[{host}]:{port}" if ":" in host else f"{host}:{port}").encode()
+        self._settings = settings
+        self._idle: deque[UpstreamConnection] = deque()
+        self._closed = False
+
+    @property
+    def idle(self) -> int:
+        """Connections waiting for work."""
+        return len(self._idle)
+
+    def take(self) -> UpstreamConnection | None:
+        """An idle connection that looks alive, if there is one."""
+        while self._idle:
+            link = self._idle.pop()
+            if not link.closed and link.transport is not None and not link.transport.is_closing():
+                return link
+        return None
+
+    async def connect(self) -> UpstreamConnection:
+        """A new connection. Raises Unavailable if the instance does not accept one in time."""
+        link = UpstreamConnection(self)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._settings.connect_timeout_s):
+                await loop.create_connection(lambda: link, self.host, self.port)
+        except OSError as exc:  # TimeoutError is one
+            link.abort()
+            reason = "did not accept a connection in time" if isinstance(exc, TimeoutError) else "refused"
+            raise Unavailable(
+                f"The instance at {self.authority.decode()} {reason}; try again shortly.", code="instance_unreachable"
+            ) from exc
+        except BaseException:
+            link.abort()
+            raise
+        return link
+
+    def give_back(self, link: UpstreamConnection) -> None:
+        """Keeps `link` for the next request, unless there are enough or it is closing."""
+        if self._closed or len(self._idle) >= self._settings.max_idle_connections or link.closed:
+            link.abort()
+            return
+        link.idle_since = asyncio.get_running_loop().time()
+        self._idle.append(link)
+
+    def forget(self, link: UpstreamConnection) -> None:
+        """An idle connection ended by itself."""
+        with contextlib.suppress(ValueError):
+            self._idle.remove(link)
+
+    def sweep(self, now: float) -> None:
+        """Closes what has been idle for too long, oldest first."""
+        while self._idle and now - self._idle[0].idle_since > self._settings.max_idle_s:
+            self._idle.popleft().abort()
+
+    def close(self) -> None:
+        """Closes idle connections; lent ones are closed when they come back."""
+        self._closed = True
+        while self._idle:
+            self._idle.popleft().abort()
