@@ -1,0 +1,69 @@
+"""The checkpoint engine: versions of a model's weights, published by a trainer, swapped into running servers.
+
+    Publisher, Draft, join       write a version              SlotReader         read and verify one
+    Coordinator, Participant     the two sides of a swap      open_store, Store  where the records live
+
+Importing this package imports neither torch nor vLLM; each name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weightsync.arena import Arena
+    from weightsync.draft import Draft
+    from weightsync.errors import WeightSyncError
+    from weightsync.ledger import ensure_arena
+    from weightsync.manifest import Layout, Manifest, Schema, TensorEntry, TensorSpec, diff_schema
+    from weightsync.publisher import Publisher
+    from weightsync.receiver import SlotReader
+    from weightsync.store import Store, SyncStore, open_store
+    from weightsync.writer import SlotWriter, join
+
+_HOME = {
+    "Arena": "arena",
+    "Draft": "draft",
+    "Layout": "manifest",
+    "Manifest": "manifest",
+    "Publisher": "publisher",
+    "Schema": "manifest",
+    "SlotReader": "receiver",
+    "SlotWriter": "writer",
+    "Store": "store",
+    "SyncStore": "store",
+    "TensorEntry": "manifest",
+    "TensorSpec": "manifest",
+    "WeightSyncError": "errors",
+    "diff_schema": "manifest",
+    "ensure_arena": "ledger",
+    "join": "writer",
+    "open_store": "store",
+}
+
+__all__ = [
+    "Arena",
+    "Draft",
+    "Layout",
+    "Manifest",
+    "Publisher",
+    "Schema",
+    "SlotReader",
+    "SlotWriter",
+    "Store",
+    "SyncStore",
+    "TensorEntry",
+    "TensorSpec",
+    "WeightSyncError",
+    "diff_schema",
+    "ensure_arena",
+    "join",
+    "open_store",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'weightsync' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"weightsync.{_HOME[name]}"), name)

@@ -7,7 +7,7 @@ lease    keys written under it are deleted, as events, when it is not kept alive
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -83,7 +83,7 @@ class Store(Protocol):
         """End the lease now; its keys are deleted. Revoking an ended lease does nothing."""
         ...
 
-    def watch(self, prefix: str, start_revision: int | None = None) -> AsyncIterator[Event]:
+    def watch(self, prefix: str, start_revision: int | None = None) -> AsyncGenerator[Event, None]:
         """Events under `prefix` from `start_revision` on, in order, without gaps; None: from the first `anext` on.
 
         To miss nothing: `items, revision = await store.list(p)`, then `store.watch(p, revision + 1)`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -66,7 +66,7 @@ class SqliteStore:
     async def revoke(self, lease: int) -> None:
         await self._write(lambda: (0, self._db.revoke(lease)))
 
-    async def watch(self, prefix: str, start_revision: int | None = None) -> AsyncIterator[Event]:
+    async def watch(self, prefix: str, start_revision: int | None = None) -> AsyncGenerator[Event, None]:
         start = start_revision if start_revision is not None else await self._call(self._db.revision) + 1
         while not self._closed:
             changed = self._signal.current()

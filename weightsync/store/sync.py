@@ -23,6 +23,10 @@ class SyncStore:
         self._thread = threading.Thread(target=self.loop.run_forever, name="store-loop", daemon=True)
         self._thread.start()
 
+    @property
+    def closed(self) -> bool:
+        return self.loop.is_closed()
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the private loop and wait for it."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -63,7 +67,7 @@ class SyncStore:
 
     def close(self) -> None:
         """Close the store and end the thread; safe to call twice."""
-        if self.loop.is_closed():
+        if self.closed:
             return
         self.run(self.store.close())
         self.loop.call_soon_threadsafe(self.loop.stop)

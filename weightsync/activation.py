@@ -1,0 +1,99 @@
+"""Asking for a version to be made active, and waiting for what comes of it.
+
+Anybody may write the target record; the coordinator answers with a swap record of the same id, and a commit with an
+`active` record that names it. So who asked can tell its own outcome from everybody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Iterator
+
+from weightsync.errors import SwapAborted, SwapTimeout, UnknownVersion
+from weightsync.records import ActiveRecord, Keys, SwapRecord, TargetRecord, VersionRecord
+from weightsync.store.protocol import Event, Store
+
+
+def new_target(version: int, requested_by: str, deadline_s: float) -> TargetRecord:
+    return TargetRecord(version, uuid.uuid4().hex, requested_by, deadline_s)
+
+
+async def request(store: Store, keys: Keys, target: TargetRecord) -> int:
+    """Write the target; returns the revision to wait from. Raises UnknownVersion when it is not ready."""
+    found = await store.get(keys.version(target.version))
+    state = VersionRecord.from_json(found.value).state if found else None
+    if state != "ready":
+        raise UnknownVersion(target.version, state)
+    return await store.put(keys.target, target.to_json())
+
+
+async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int, timeout_s: float) -> None:
+    """Return when the request of `revision` is active. Raises SwapAborted (refused, superseded) or SwapTimeout."""
+    judge = _Judge(keys, target)
+    with _timeout_as(target.version, timeout_s):
+        async with asyncio.timeout(timeout_s):
+            async with contextlib.aclosing(store.watch(keys.root, revision + 1)) as events:
+                async for event in events:
+                    if judge.is_active(event):
+                        return
+
+
+async def become_active(store: Store, keys: Keys, version: int, timeout_s: float) -> None:
+    """Return when `version` is active, whoever asked for it. Raises SwapAborted or SwapTimeout."""
+    found, revision = await store.list(keys.root)
+    active = next((ActiveRecord.from_json(kv.value) for kv in found if kv.key == keys.active), None)
+    if active is not None and active.version == version:
+        return
+    with _timeout_as(version, timeout_s):
+        async with asyncio.timeout(timeout_s):
+            async with contextlib.aclosing(store.watch(keys.root, revision + 1)) as events:
+                async for event in events:
+                    if event.kv.key == keys.active and ActiveRecord.from_json(event.kv.value).version == version:
+                        return
+                    if event.kv.key == keys.swap:
+                        _raise_if_aborted(SwapRecord.from_json(event.kv.value), version)
+
+
+async def previous_version(store: Store, keys: Keys) -> int:
+    """The version a rollback goes to. Raises SwapAborted when there is none."""
+    found = await store.get(keys.active)
+    active = ActiveRecord.from_json(found.value) if found else None
+    if active is None or active.previous is None:
+        raise SwapAborted(active.version if active else 0, "there is no previous version to roll back to")
+    return active.previous
+
+
+class _Judge:
+    """Reads the outcome of one request out of the events that follow it."""
+
+    def __init__(self, keys: Keys, target: TargetRecord) -> None:
+        self._keys, self._target = keys, target
+        self._opened = False
+
+    def is_active(self, event: Event) -> bool:
+        key, value = event.kv.key, event.kv.value
+        if key == self._keys.active:
+            return event.kind == "put" and ActiveRecord.from_json(value).swap_id == self._target.id
+        if key == self._keys.swap and (swap := SwapRecord.from_json(value)).id == self._target.id:
+            self._opened = True
+            _raise_if_aborted(swap, self._target.version)
+        if key == self._keys.target and not self._opened:
+            newer = TargetRecord.from_json(value)
+            if newer.id != self._target.id:
+                raise SwapAborted(self._target.version, f"superseded by a request for version {newer.version}")
+        return False
+
+
+def _raise_if_aborted(swap: SwapRecord, version: int) -> None:
+    if swap.target == version and swap.phase == "aborted":
+        raise SwapAborted(version, swap.reason or "no reason given", swap.tensor)
+
+
+@contextlib.contextmanager
+def _timeout_as(version: int, timeout_s: float) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise SwapTimeout(version, timeout_s) from None

@@ -1,0 +1,132 @@
+"""A version while it is written: visible to nobody until its commit, and gone if its publisher dies before."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from weightsync.arena import SlotLock
+from weightsync.errors import DraftClosed, WeightSyncError
+from weightsync.manifest import Layout, Manifest, Schema, TensorEntry
+from weightsync.records import VersionRecord
+from weightsync.slot import wipe_header, write_header
+from weightsync.writer import SlotWriter, Ticket, assemble
+
+if TYPE_CHECKING:
+    from weightsync.publisher import Publisher
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A slot, the `publishing` record that names it, and the store revision of that record."""
+
+    record: VersionRecord
+    revision: int
+    lock: SlotLock
+    mapping: mmap.mmap
+
+
+class Draft:
+    """One version being written by rank 0, and through its ticket by others. Commit it, or abort it.
+
+    As a context manager it aborts itself unless it was committed.
+    """
+
+    def __init__(
+        self, publisher: Publisher, claim: Claim, schema: Schema, layout: Layout, metadata: Mapping[str, str]
+    ) -> None:
+        self._publisher, self._claim, self._layout = publisher, claim, layout
+        record = claim.record
+        blank = {
+            name: TensorEntry(spec.dtype, spec.shape, layout.offsets[name], spec.nbytes, "")
+            for name, spec in schema.tensors.items()
+        }
+        self._manifest = Manifest(record.version, publisher.model, blank, record.base, record.step, dict(metadata))
+        self._writer = SlotWriter(claim.lock, claim.mapping, schema, layout, rank=0)
+        self._open = True
+        wipe_header(claim.mapping)
+
+    @property
+    def version(self) -> int:
+        return self._claim.record.version
+
+    @property
+    def schema(self) -> Schema:
+        return self._writer.schema
+
+    @property
+    def ticket(self) -> Ticket:
+        """What the other ranks pass to `weightsync.join`: a small dict that can be sent as JSON."""
+        self._require_open()
+        write_header(self._claim.mapping, self._manifest, self._layout)
+        return {"slot": self._claim.record.slot, "version": self.version, "draft": self._manifest.digest}
+
+    def write(self, name: str, tensor: Any) -> None:
+        """Copy a whole tensor to its place in the slot. Raises TensorMismatch, UnsupportedDtype, DraftClosed."""
+        self._writer.write(name, tensor)
+
+    def write_slice(self, name: str, tensor: Any, start: int, dim: int = 0) -> None:
+        """Copy a part of a tensor to its place; the other parts come from other ranks. Raises as `write`."""
+        self._writer.write_slice(name, tensor, start, dim)
+
+    def commit(
+        self,
+        parts: Iterable[Mapping[str, Any]] | Mapping[str, Any] = (),
+        *,
+        activate: bool = False,
+        timeout_s: float = 60.0,
+    ) -> int:
+        """Make the version ready, all at once; `parts` is what the other ranks' `seal()` returned.
+
+        With `activate` the same transaction asks for the swap, to be ready within `timeout_s`; `Publisher.wait_active`
+        waits for it. Returns the version. Raises MissingTensor, PublishError, DraftLost, StalePublisher,
+        StoreUnavailable; the draft is then gone.
+        """
+        self._require_open()
+        others = [parts] if isinstance(parts, Mapping) else list(parts)
+        try:
+            manifest = self._complete(others)
+            write_header(self._claim.mapping, manifest, self._layout)
+            record = replace(self._claim.record, state="ready", manifest_digest=manifest.digest)
+            within_s = timeout_s if activate else None
+            self._publisher._make_ready(record, self._claim.revision, self.schema, within_s)
+        except BaseException:
+            self.abort()
+            raise
+        self._close()
+        return self.version
+
+    def _complete(self, others: list[Mapping[str, Any]]) -> Manifest:
+        mine = {"digests": self._writer._digests, "slices": self._writer._slices}
+        with memoryview(self._claim.mapping) as slot:
+            return replace(self._manifest, tensors=assemble(self._manifest, self._layout, [mine, *others], slot))
+
+    def abort(self) -> None:
+        """Give the slot back; nobody has seen the version. Safe to call twice."""
+        if not self._open:
+            return
+        try:
+            self._publisher._forget(self._claim.record.version, self._claim.revision)
+        except WeightSyncError:
+            pass  # the lease ends it
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._open = False
+        self._writer.release()
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise DraftClosed(f"version {self.version} was already committed or aborted: begin another")
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()

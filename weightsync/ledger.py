@@ -1,0 +1,184 @@
+"""A publisher's side of the store: the lineage it holds, the slots it claims, the versions it makes ready.
+
+take        models/{m}/publishers/{lineage}: token + 1; every later write compares that record's revision
+claim       counter + 1 and the `publishing` record, under the lease, in one transaction
+make_ready  the record loses its lease and becomes `ready`; with it the schema, if it is the first, and the target
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+from weightsync import retention
+from weightsync.arena import Arena, SlotLock, default_directory
+from weightsync.errors import ArenaFull, Conflict, DraftLost, LeaseLost, PublishError, StalePublisher, StoreError
+from weightsync.lease import LeaseKeeper
+from weightsync.manifest import Schema, require_same_schema
+from weightsync.records import (
+    ARENA_KEY,
+    ArenaRecord,
+    CounterRecord,
+    Keys,
+    PublisherRecord,
+    TargetRecord,
+    VersionRecord,
+)
+from weightsync.store.protocol import MISSING, KeyValue, Store
+
+CLAIM_ATTEMPTS = 100
+
+
+class Ledger:
+    """Belongs to the event loop of its store. Every method raises StoreUnavailable."""
+
+    def __init__(self, store: Store, keys: Keys, lineage: str, lease_ttl_s: float, keep: int) -> None:
+        self.store, self.keys, self.lineage = store, keys, lineage
+        self._lease_ttl_s, self._keep = lease_ttl_s, keep
+        self._lease: LeaseKeeper | None = None
+        self._schema: Schema | None = None
+        self._token = self._fence = 0
+
+    async def take(self) -> None:
+        """Become the holder of the lineage; whoever held it before is stale from now on."""
+        key = self.keys.publisher(self.lineage)
+        while True:
+            found = await self.store.get(key)
+            self._token = PublisherRecord.from_json(found.value).token + 1 if found else 1
+            mine = PublisherRecord(self._token, os.getpid(), socket.gethostname()).to_json()
+            with contextlib.suppress(Conflict):
+                self._fence = await self.store.compare_and_swap(key, _revision(found), mine)
+                return
+
+    async def schema(self) -> Schema | None:
+        """The reference schema of the model, once there is one."""
+        if self._schema is None and (found := await self.store.get(self.keys.schema)) is not None:
+            self._schema = Schema.from_json(found.value)
+        return self._schema
+
+    async def claim(self, arena: Arena, record: VersionRecord, nbytes: int) -> tuple[VersionRecord, int, SlotLock]:
+        """A free slot and a `publishing` record that names it. Raises ArenaFull, StalePublisher."""
+        for _ in range(CLAIM_ATTEMPTS):
+            counter = await self.store.get(self.keys.counter)  # before the list: every later claim moves it
+            known = await self.versions()
+            if sum(v.state == "ready" for v in known) > self._keep + 2:  # active and previous besides
+                await retention.retire(self.store, self.keys, spare=self._keep)
+            lock = await self._claim_slot(arena, known, nbytes)
+            try:
+                version = CounterRecord.from_json(counter.value).version + 1 if counter else 1
+                named = replace(record, version=version, slot=str(lock.path), token=self._token)
+                revision = await self._write_claim(named, _revision(counter))
+                lock.downgrade()
+                return named, revision, lock
+            except Conflict:
+                lock.release()
+                await self._require_lineage()
+            except BaseException:
+                lock.release()
+                raise
+        raise PublishError(
+            f"{CLAIM_ATTEMPTS} other claims came first: are hundreds of publishers at work on one model?"
+        )
+
+    async def make_ready(
+        self, record: VersionRecord, revision: int, schema: Schema, target: TargetRecord | None
+    ) -> int:
+        """Make a claimed version visible, in one step; returns its revision. Raises DraftLost, StalePublisher."""
+        key = self.keys.version(record.version)
+        while True:
+            compares = {key: revision, self.keys.publisher(self.lineage): self._fence}
+            puts: dict[str, bytes | None] = {key: record.to_json()}
+            if await self.schema() is None:
+                compares[self.keys.schema], puts[self.keys.schema] = MISSING, schema.to_json()
+            if target is not None:
+                puts[self.keys.target] = target.to_json()
+            try:
+                done = await self.store.txn(compares, puts)
+            except Conflict as conflict:
+                await self._explain(conflict, record, schema)
+                continue
+            self._schema = schema
+            return done
+
+    async def forget(self, version: int, revision: int) -> None:
+        """Remove a `publishing` record that is still ours."""
+        with contextlib.suppress(Conflict):
+            await self.store.txn({self.keys.version(version): revision}, {self.keys.version(version): None})
+
+    async def versions(self) -> list[VersionRecord]:
+        return [VersionRecord.from_json(kv.value) for kv in (await self.store.list(self.keys.versions))[0]]
+
+    async def close(self) -> None:
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            with contextlib.suppress(StoreError):
+                await lease.end()
+
+    async def _claim_slot(self, arena: Arena, known: list[VersionRecord], nbytes: int) -> SlotLock:
+        try:
+            return await asyncio.to_thread(arena.claim, self.keys.model, nbytes, _slots_in_use(known))
+        except ArenaFull:
+            if not await retention.retire(self.store, self.keys, spare=0):
+                raise
+            in_use = _slots_in_use(await self.versions())
+            return await asyncio.to_thread(arena.claim, self.keys.model, nbytes, in_use)
+
+    async def _write_claim(self, record: VersionRecord, counter_revision: int) -> int:
+        key = self.keys.version(record.version)
+        compares = {self.keys.counter: counter_revision, self.keys.publisher(self.lineage): self._fence}
+        puts: dict[str, bytes | None] = {
+            self.keys.counter: CounterRecord(record.version).to_json(),
+            key: record.to_json(),
+        }
+        with contextlib.suppress(LeaseLost):
+            return await self.store.txn(compares, puts, {key: await self._live_lease()})
+        self._lease = None  # ended behind our back (the process was stopped for a while): once more under a new one
+        return await self.store.txn(compares, puts, {key: await self._live_lease()})
+
+    async def _live_lease(self) -> int:
+        if self._lease is None or self._lease.lost.is_set():
+            self._lease = await LeaseKeeper.grant(self.store, self._lease_ttl_s)
+        return self._lease.id
+
+    async def _explain(self, conflict: Conflict, record: VersionRecord, schema: Schema) -> None:
+        """Raise what a refused commit means; return when it is worth another try."""
+        await self._require_lineage()
+        if conflict.key == self.keys.version(record.version):
+            raise DraftLost(
+                f"the lease of version {record.version} ended before its commit (was the process stopped for longer "
+                f"than {self._lease_ttl_s:g} s?): publish it again"
+            )
+        reference = await self.schema()
+        if reference is not None:
+            require_same_schema(reference, schema)
+
+    async def _require_lineage(self) -> None:
+        found = await self.store.get(self.keys.publisher(self.lineage))
+        if found is None or found.mod_revision != self._fence:
+            holder = PublisherRecord.from_json(found.value) if found else PublisherRecord(0, 0, "nobody")
+            raise StalePublisher(self.lineage, holder.token, f"{holder.host}:{holder.pid}")
+
+
+async def ensure_arena(store: Store, directory: Path | str | None = None) -> Arena:
+    """The arena of a store; the first to ask decides where it is. Raises ArenaUnavailable."""
+    found = await store.get(ARENA_KEY)
+    if found is None:
+        chosen = Arena(directory or default_directory(store.url))
+        with contextlib.suppress(Conflict):
+            await store.compare_and_swap(ARENA_KEY, MISSING, ArenaRecord(str(chosen.directory)).to_json())
+            return chosen
+        found = await store.get(ARENA_KEY)
+        assert found is not None
+    return Arena(ArenaRecord.from_json(found.value).directory)
+
+
+def _slots_in_use(versions: list[VersionRecord]) -> set[str]:
+    return {v.slot for v in versions if v.state != "retired"}
+
+
+def _revision(found: KeyValue | None) -> int:
+    return found.mod_revision if found else MISSING

@@ -1,0 +1,139 @@
+"""Writes tensors into a claimed slot: what every trainer rank does with its share of a version."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from weightsync.arena import MAPPINGS, SlotLock
+from weightsync.errors import DraftClosed, ManifestError, MissingTensor, PublishError, ShapeMismatch, UnexpectedTensor
+from weightsync.manifest import Layout, Manifest, Schema, TensorEntry, TensorSpec, check_spec, digest_of
+from weightsync.slot import read_header
+from weightsync.sources import copy_digest, copy_slice, spec_of
+
+Ticket = dict[str, Any]
+SealedPart = dict[str, Any]
+
+
+class SlotWriter:
+    """One rank's hand on a slot. The slot cannot be reused while any rank holds it, dead trainers' records or not."""
+
+    def __init__(self, lock: SlotLock, mapping: mmap.mmap, schema: Schema, layout: Layout, rank: int) -> None:
+        self.schema, self.layout, self.rank = schema, layout, rank
+        self._lock = lock
+        self._view = memoryview(mapping)
+        self._digests: dict[str, str] = {}
+        self._slices: dict[str, list[tuple[int, int, int]]] = {}
+        self._sealed = False
+
+    def write(self, name: str, tensor: Any) -> None:
+        """Copy a whole tensor (torch, on any device, any strides; numpy; RawTensor) to its place.
+
+        Raises UnexpectedTensor, ShapeMismatch, DtypeMismatch, UnsupportedDtype, DraftClosed.
+        """
+        spec = self._expected(name)
+        if mismatch := check_spec(name, spec, spec_of(name, tensor)):
+            raise mismatch
+        self._digests[name] = copy_digest(self._target(name, spec), tensor)
+
+    def write_slice(self, name: str, tensor: Any, start: int, dim: int = 0) -> None:
+        """Copy this rank's part of a tensor to its place: `tensor.shape[dim]` rows from `start` on along `dim`.
+
+        The parts of all ranks must cover the tensor exactly once; `Draft.commit` checks that. Raises as `write`.
+        """
+        spec, part = self._expected(name), spec_of(name, tensor)
+        room = spec.shape[dim] - start if 0 <= dim < len(spec.shape) else -1
+        fits = start >= 0 and len(part.shape) == len(spec.shape) and part.shape[dim] <= room
+        if not fits or _without(part.shape, dim) != _without(spec.shape, dim):
+            raise ShapeMismatch(name, spec.shape, part.shape)
+        if mismatch := check_spec(name, TensorSpec(spec.dtype, part.shape), part):
+            raise mismatch
+        copy_slice(self._target(name, spec), tensor, spec.shape, dim, start)
+        stride = TensorSpec(spec.dtype, spec.shape[dim + 1 :]).nbytes
+        first = self.layout.offsets[name] + start * stride
+        self._slices.setdefault(name, []).append((self.rank, first, part.nbytes))
+
+    def seal(self) -> SealedPart:
+        """Finish this rank's share: a small JSON-able dict that goes to `Draft.commit`. Lets go of the slot."""
+        part = {"rank": self.rank, "digests": self._digests, "slices": self._slices}
+        self.release()
+        return part
+
+    def release(self) -> None:
+        self._sealed = True
+        self._view.release()
+        self._lock.release()
+
+    def _expected(self, name: str) -> TensorSpec:
+        if self._sealed:
+            raise DraftClosed("this part of the version is sealed: begin another version to write more")
+        spec = self.schema.tensors.get(name)
+        if spec is None:
+            raise UnexpectedTensor(name)
+        return spec
+
+    def _target(self, name: str, spec: TensorSpec) -> memoryview:
+        offset = self.layout.offsets[name]
+        return self._view[offset : offset + spec.nbytes]
+
+
+def join(ticket: Ticket, rank: int) -> SlotWriter:
+    """Open the draft that rank 0 began, in another process of the same host; `ticket` is its `Draft.ticket`.
+
+    Raises SlotBusy or ManifestError when that draft is gone.
+    """
+    lock = SlotLock.shared(ticket["slot"])
+    try:
+        mapping = MAPPINGS.get(lock)
+        with memoryview(mapping) as view:
+            manifest, digest = read_header(view, ticket["slot"])
+        if digest != ticket["draft"]:
+            raise ManifestError(f"{ticket['slot']} is not version {ticket['version']}'s any more: begin it again")
+        return SlotWriter(lock, mapping, manifest.schema, Layout.of(manifest.schema), rank)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def assemble(
+    manifest: Manifest, layout: Layout, parts: Iterable[Mapping[str, Any]], slot: memoryview
+) -> Mapping[str, TensorEntry]:
+    """The entries of a version from what the ranks sealed; tensors written in slices are digested here.
+
+    Raises MissingTensor for one that nobody wrote, or not wholly; PublishError when two ranks wrote different bytes.
+    """
+    digests: dict[str, str] = {}
+    slices: dict[str, list[tuple[int, int, int]]] = {}
+    for part in parts:
+        for name, digest in part["digests"].items():
+            if digests.setdefault(name, digest) != digest:
+                raise PublishError(f"two ranks wrote different bytes of tensor {name!r}: let one rank write it")
+        for name, found in part["slices"].items():
+            slices.setdefault(name, []).extend(tuple(piece) for piece in found)
+    return {name: _entry(name, spec, layout, digests, slices, slot) for name, spec in manifest.schema.tensors.items()}
+
+
+def _entry(
+    name: str,
+    spec: TensorSpec,
+    layout: Layout,
+    digests: Mapping[str, str],
+    slices: Mapping[str, list[tuple[int, int, int]]],
+    slot: memoryview,
+) -> TensorEntry:
+    offset, pieces = layout.offsets[name], sorted(slices.get(name, []))
+    digest = digests.get(name)
+    if digest is None:
+        if (
+            not pieces
+            or sum(size for _, _, size in pieces) != spec.nbytes
+            or len({p[1] for p in pieces}) != len(pieces)
+        ):
+            raise MissingTensor(name, spec)
+        digest = digest_of(slot[offset : offset + spec.nbytes])
+    return TensorEntry(spec.dtype, spec.shape, offset, spec.nbytes, digest, tuple(pieces))
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return shape[:dim] + shape[dim + 1 :]
