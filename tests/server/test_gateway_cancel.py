@@ -1,0 +1,208 @@
+"""A client that leaves, and one that does not read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from server.gateway import Limits, UpstreamSettings
+from tests.server.gateway_harness import RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway_upstream import Link, Received, read_answer, upstream
+
+# Far above what a test may take: nothing here is ended by a time-out of the gateway unless it says so.
+PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0)
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    limits = Limits(stalled_client_s=1.0)
+    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=PATIENT, limits=limits) as g:
+        yield g
+
+
+async def leave(writer: asyncio.StreamWriter, how: str) -> None:
+    if how == "reset":
+        writer.transport.abort()
+    else:
+        writer.close()
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize("state", ["before_first_byte", "non_streaming", "head_sent", "streaming"])
+async def test_leaving_closes_the_upstream_connection(gateway: RunningGateway, state: str, how: str) -> None:
+    gone: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+    waiting = asyncio.Event()
+
+    async def handler(link: Link, _: Received) -> None:
+        if state in ("head_sent", "streaming"):
+            await link.sse_head()
+        if state == "streaming":
+            await link.chunk(b"data: 1\n\n")
+        waiting.set()
+        gone.set_result(await link.gone())
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(post(body={"stream": state != "non_streaming"}))
+        await waiting.wait()
+        if state in ("head_sent", "streaming"):
+            await reader.readuntil(b"data: 1\n\n" if state == "streaming" else b"\r\n\r\n")
+        await leave(writer, how)
+        await asyncio.wait_for(gone, 10)
+    await eventually(lambda: gateway.gateway.stats.inflight == 0)
+
+
+async def test_leaving_while_connecting_ends_the_attempt(gateway: RunningGateway) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
+        for _ in range(8):  # fills the queue of a listener that never accepts
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        gateway.register(f"http://127.0.0.1:{full.getsockname()[1]}")
+        before = gateway.gateway.stats.disconnects["connecting"]
+        _, writer = await gateway.connect()
+        writer.write(post())
+        await eventually(lambda: gateway.gateway.stats.inflight == 1)
+        writer.close()
+        await eventually(lambda: gateway.gateway.stats.inflight == 0)
+        assert gateway.gateway.stats.disconnects["connecting"] == before + 1
+        gateway.unregister()
+
+
+async def test_leaving_with_half_a_request_reaches_nobody(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        _, writer = await gateway.connect()
+        writer.write(post(body=b"{}" * 100)[:-50])
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        assert (await gateway.ask(get("/healthz"))).status == 200
+        assert up.requests == []
+
+
+async def test_a_kept_alive_connection_is_not_a_disconnect(gateway: RunningGateway) -> None:
+    before = sum(gateway.gateway.stats.disconnects.values())
+    async with upstream() as up:
+        gateway.register(up)
+        await gateway.ask(post())
+    assert sum(gateway.gateway.stats.disconnects.values()) == before
+
+
+async def test_a_slow_reader_holds_the_instance_back(gateway: RunningGateway) -> None:
+    """What a client does not take stays with the instance: the gateway and the kernel hold a bounded part of it."""
+    total, chunk = 256 * 2**20, b"x" * 65536
+    sent = 0
+
+    async def handler(link: Link, _: Received) -> None:
+        nonlocal sent
+        await link.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % total)
+        while sent < total:
+            await link.send(chunk)
+            sent += len(chunk)
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(post())
+        await reader.readuntil(b"\r\n\r\n")
+        quiet = -1
+        while quiet != sent:  # until nothing moves any more
+            quiet = sent
+            await asyncio.sleep(0.2)
+        (client,) = [c for c in gateway.gateway.clients if c.exchange is not None]
+        assert client.transport.get_write_buffer_size() < 2 * 2**20
+        assert sent < 64 * 2**20
+        received = 0
+        while received < 128 * 2**20:  # reading again sets it in motion again
+            received += len(await reader.read(2**20))
+        writer.transport.abort()
+        await eventually(lambda: gateway.gateway.stats.inflight == 0)
+
+
+async def test_a_client_that_never_reads_is_dropped(gateway: RunningGateway) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await link.send(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await link.send(b"x" * 65536)
+        gone.set()
+
+    gone = asyncio.Event()
+    before = gateway.gateway.stats.disconnects["stalled"]
+    async with upstream(handler) as up:
+        gateway.register(up)
+        _, writer = await gateway.connect()
+        writer.write(post())
+        await asyncio.wait_for(gone.wait(), 20)
+        assert gateway.gateway.stats.disconnects["stalled"] == before + 1
+        await eventually(lambda: not [c for c in gateway.gateway.clients if c.transport.get_write_buffer_size()], 20)
+        writer.close()
+
+
+async def test_a_slow_instance_is_not_a_stalled_client(gateway: RunningGateway) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await link.sse_head()
+        await asyncio.sleep(1.6)  # over stalled_client_s
+        await link.chunk(b"data: 1\n\n")
+        await link.end()
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        answer = await gateway.ask(post())
+    assert (answer.body, answer.complete) == (b"data: 1\n\n", True)
+
+
+async def test_pipelined_requests_get_one_answer_and_a_close(gateway: RunningGateway) -> None:
+    go = asyncio.Event()
+
+    async def handler(link: Link, _: Received) -> None:
+        await go.wait()
+        await link.json()
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(post() + post() + get("/healthz"))
+        await eventually(lambda: len(up.requests) == 1)
+        writer.write(post())
+        go.set()
+        assert (await read_answer(reader)).status == 200
+        assert await reader.read() == b""
+        writer.close()
+    assert len(up.requests) == 1
+
+
+async def test_a_forwarded_request_behind_one_for_the_app_is_not_acted_on(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(get("/healthz") + post())
+        assert (await read_answer(reader)).status == 200
+        assert await reader.read() == b""
+        writer.close()
+    assert up.requests == []
+
+
+async def test_line_feeds_after_a_body_are_harmless(gateway: RunningGateway) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await go.wait()
+        await link.json()
+
+    go = asyncio.Event()
+    async with upstream(handler) as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(post() + b"\r\n")
+        await eventually(lambda: len(up.requests) == 1)
+        writer.write(b"\r\n")
+        go.set()
+        assert (await read_answer(reader)).status == 200
+        writer.write(post())
+        assert (await read_answer(reader)).status == 200
+        writer.close()
