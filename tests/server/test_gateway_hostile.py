@@ -1,0 +1,302 @@
+"""Requests made to get past the gateway: none may reach an instance, every one is answered or closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import orjson
+import pytest
+
+from server.gateway import Limits, UpstreamSettings
+from server.gateway.routes import find, public_names
+from tests.server.gateway_harness import RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway_upstream import Upstream, read_answer, upstream
+
+LIMITS = Limits(max_body=1000, max_head=4096, max_headers=30, request_timeout_s=0.8, keep_alive_s=0.6)
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    settings = UpstreamSettings(scrape_interval_s=3600.0)
+    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=settings, limits=LIMITS) as g:
+        yield g
+
+
+def code(body: bytes) -> str:
+    parsed = orjson.loads(body)["error"]
+    assert parsed.keys() >= {"message", "type", "param", "code"}
+    assert isinstance(parsed["code"], str)
+    return str(parsed["code"])
+
+
+CONTROL_PATHS = [
+    "/pause",
+    "/resume",
+    "/is_paused",
+    "/sleep",
+    "/wake_up",
+    "/collective_rpc",
+    "/update_weights",
+    "/init_weight_transfer_engine",
+    "/reset_prefix_cache",
+    "/server_info",
+    "/load",
+    "/ping",
+    "/version",
+    "/invocations",
+    "/inference/v1/generate",
+    "/scale_elastic_ep",
+    "/start_profile",
+    "/v1/load_lora_adapter",
+    "/v1/chat/completions/render",
+    "/health",
+    "/docs",
+]
+
+
+@pytest.mark.parametrize("path", CONTROL_PATHS)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_control_routes_do_not_exist(gateway: RunningGateway, method: str, path: str) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        answer = await gateway.ask(post(path) if method == "POST" else get(path))
+        assert (answer.status, code(answer.body)) == (404, "not_found")
+        assert up.requests == []
+
+
+TRICKS = [
+    "/v1/completions/",
+    "//v1/completions",
+    "/v1//completions",
+    "/v1/./completions",
+    "/v1/../v1/completions",
+    "/v1/completions/..",
+    "/V1/completions",
+    "/v1/Completions",
+    "/v1/completions;x=1",
+    "/v1%2fcompletions",
+    "/v1%2Fcompletions",
+    "/v1%5ccompletions",
+    "/v1/completions%00",
+    "/v1/completions%20",
+    "/v1/completions%3f",
+    "/v1/completions%23",
+    "/v1/%2e%2e/pause",
+    "/v1/%2e/completions",
+    "/v1/%252e%252e/pause",
+    "/v1/completions/%2e%2e/pause",
+    "/generate/../pause",
+    "/generate#/pause",
+    "/v1/responses/../../pause",
+    "/v1/responses/%2e%2e%2f%2e%2e%2fpause",
+    "/v1/responses/a/b",
+    "/v1/responses/a%2fcancel",
+    "/v1/responses/" + "a" * 129,
+    "/v1/responses/a/cancel/",
+    "http://t/v1/completions",
+    "http://t/pause",
+    "https://t/v1/completions",
+    "*",
+    "/v1\\completions",
+]
+
+
+@pytest.mark.parametrize("target", TRICKS)
+async def test_path_tricks_reach_nobody(gateway: RunningGateway, target: str) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        answer = await gateway.ask(post(target))
+        assert answer.status in (400, 404)
+        code(answer.body)
+        assert up.requests == []
+
+
+def test_what_goes_upstream_comes_from_the_table() -> None:
+    """An escaped letter is the same path (RFC 3986) and leaves in the table's spelling."""
+    (target,) = find(b"/v1/%63ompletions?x=1")
+    assert target.upstream == b"/v1/completions"
+    assert "/v1/chat/completions" in public_names()
+
+
+async def test_wrong_method_on_a_public_path(gateway: RunningGateway) -> None:
+    answer = await gateway.ask(get("/v1/completions"))
+    assert (answer.status, code(answer.body), answer.headers["allow"]) == (405, "method_not_allowed", "POST")
+    assert (await gateway.ask(post("/healthz"))).status == 405
+
+
+SMUGGLING = {
+    "length and chunked": "Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "two lengths": "Content-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
+    "different lengths": "Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    "list of lengths": "Content-Length: 2, 2\r\n\r\n{}",
+    "signed length": "Content-Length: +2\r\n\r\n{}",
+    "hex length": "Content-Length: 0x2\r\n\r\n{}",
+    "huge length": "Content-Length: 99999999999999999999999\r\n\r\n{}",
+    "gzip then chunked": "Transfer-Encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "chunked then identity": "Transfer-Encoding: chunked, identity\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "chunked twice": "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "x-chunked": "Transfer-Encoding: xchunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "space before colon": "Transfer-Encoding : chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "folded header": "X: a\r\n b\r\nContent-Length: 2\r\n\r\n{}",
+    "nul in a value": "X: a\0b\r\nContent-Length: 2\r\n\r\n{}",
+    "bare line feed": "X: a\nContent-Length: 2\r\n\r\n{}",
+    "connection names a header": "Connection: close, content-type\r\nContent-Length: 2\r\n\r\n{}",
+    "upgrade": "Connection: Upgrade\r\nUpgrade: websocket\r\nContent-Length: 2\r\n\r\n{}",
+    "h2c": "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: x\r\nContent-Length: 2\r\n\r\n{}",
+    "strange expectation": "Expect: 200-ok\r\nContent-Length: 2\r\n\r\n{}",
+    "bad chunk size": "Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+    "negative chunk size": "Transfer-Encoding: chunked\r\n\r\n-1\r\n{}\r\n0\r\n\r\n",
+    "two hosts": "Host: u\r\nContent-Length: 2\r\n\r\n{}",
+}
+
+
+@pytest.mark.parametrize("name", SMUGGLING)
+async def test_smuggling_is_refused(gateway: RunningGateway, name: str) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: t\r\n{SMUGGLING[name]}".encode())
+        answer = await asyncio.wait_for(read_answer(reader), 10)
+        assert answer.status == 400
+        code(answer.body)
+        assert answer.headers["connection"] == "close"
+        assert await asyncio.wait_for(reader.read(), 10) == b""  # one answer, then closed
+        writer.close()
+        assert up.requests == []
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /v1/completions HTTP/2.0\r\nHost: t\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.0\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        b"CONNECT t:80 HTTP/1.1\r\nHost: t\r\n\r\n",
+        b"POST /v1/completions\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET /\xff HTTP/1.1\r\nHost: t\r\n\r\n",
+    ],
+)
+async def test_what_is_not_http_is_400(gateway: RunningGateway, raw: bytes) -> None:
+    answer = await gateway.ask(raw)
+    assert answer.status == 400
+    code(answer.body)
+
+
+# limits
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/healthz", "/admin/weights"])
+async def test_a_body_over_the_limit_is_413(gateway: RunningGateway, path: str) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        answer = await gateway.ask(post(path, b" " * 1001))
+        assert (answer.status, code(answer.body)) == (413, "request_too_large")
+        assert up.requests == []
+
+
+async def test_a_long_chunked_body_is_413_and_read_no_further(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(50):
+            writer.write(b"ff\r\n" + b"x" * 255 + b"\r\n")
+        answer = await read_answer(reader)
+        assert (answer.status, code(answer.body)) == (413, "request_too_large")
+        writer.close()
+        assert up.requests == []
+
+
+async def test_an_announced_long_body_is_refused_before_it_is_sent(gateway: RunningGateway) -> None:
+    reader, writer = await gateway.connect()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nExpect: 100-continue\r\nContent-Length: 9999\r\n\r\n")
+    assert (await read_answer(reader)).status == 413  # and no 100 before it: read_answer would have skipped one
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    ["X: " + "a" * 5000 + "\r\n", "".join(f"X-{i}: 1\r\n" for i in range(40)), "X: " + "a" * 300_000 + "\r\n"],
+)
+async def test_long_heads_are_431(gateway: RunningGateway, headers: str) -> None:
+    answer = await gateway.ask(post(headers=headers))
+    assert (answer.status, code(answer.body)) == (431, "headers_too_large")
+
+
+async def test_a_head_without_an_end_is_431(gateway: RunningGateway) -> None:
+    reader, writer = await gateway.connect()
+    writer.write(b"GET /healthz HTTP/1.1\r\n")
+    for _ in range(30):
+        writer.write(b"X-A: " + b"a" * 200 + b"\r\n")
+        await asyncio.sleep(0)
+    assert (await read_answer(reader)).status == 431
+    writer.close()
+
+
+async def test_a_long_path_is_431(gateway: RunningGateway) -> None:
+    assert (await gateway.ask(get("/" + "a" * 5000))).status == 431
+
+
+@pytest.mark.parametrize("part", [b"POST /v1/comp", post(body=b"{}")[:-1], post("/admin/weights", b"{}")[:-1]])
+async def test_a_request_that_never_ends_is_408(gateway: RunningGateway, part: bytes) -> None:
+    answer = await gateway.ask(part)
+    assert (answer.status, code(answer.body)) == (408, "request_timeout")
+
+
+async def test_idle_connections_are_closed(gateway: RunningGateway) -> None:
+    silent, silent_writer = await gateway.connect()
+    reader, writer = await gateway.connect()
+    writer.write(get("/healthz"))
+    await read_answer(reader)
+    for stream in (reader, silent):
+        assert await asyncio.wait_for(stream.read(), 10) == b""
+    writer.close()
+    silent_writer.close()
+    await eventually(lambda: not gateway.gateway.clients)
+
+
+# bodies
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"{}x", b"[1]", b'"a"', b"null", b"\xff\xfe", b'{"a":NaN}', b'{"a":1,}'])
+async def test_malformed_json_is_400_and_goes_nowhere(gateway: RunningGateway, body: bytes) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        answer = await gateway.ask(post("/v1/chat/completions", body))
+        assert (answer.status, code(answer.body)) == (400, "invalid_json")
+        assert up.requests == []
+
+
+async def test_deep_json_does_not_hurt(gateway: RunningGateway) -> None:
+    answer = await gateway.ask(post("/v1/chat/completions", b'{"a":' + b"[" * 990))
+    assert (answer.status, code(answer.body)) == (400, "invalid_json")
+
+
+async def test_a_refused_body_leaves_the_connection_usable(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(post(body=b"{"))
+        assert (await read_answer(reader)).status == 400
+        writer.write(post())
+        assert (await read_answer(reader)).status == 200
+        writer.close()
+
+
+async def test_the_log_holds_neither_keys_nor_prompts(
+    gateway: RunningGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def die(link: object, _: object) -> None:
+        raise ConnectionError
+
+    caplog.set_level("DEBUG")
+    async with upstream() as up:
+        dying: Upstream = up
+        dying.handler = die
+        gateway.register(up)
+        await gateway.ask(post(body={"prompt": "PROMPT-IN-CLEAR"}, headers="Authorization: Bearer KEY-IN-CLEAR\r\n"))
+        await gateway.ask(post(body=b'{"prompt": "PROMPT-IN-CLEAR', headers="X-Api-Key: KEY-IN-CLEAR\r\n"))
+    assert "IN-CLEAR" not in caplog.text
+    assert caplog.records  # the broken answer itself is logged
