@@ -12,7 +12,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from weightsync.agent import CommitResult, Participant, StageResult
     from weightsync.arena import Arena
+    from weightsync.coordinator import Coordinator, SwapReport
     from weightsync.draft import Draft
     from weightsync.errors import WeightSyncError
     from weightsync.ledger import ensure_arena
@@ -24,14 +26,19 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Arena": "arena",
+    "CommitResult": "agent",
+    "Coordinator": "coordinator",
     "Draft": "draft",
     "Layout": "manifest",
     "Manifest": "manifest",
+    "Participant": "agent",
     "Publisher": "publisher",
     "Schema": "manifest",
     "SlotReader": "receiver",
     "SlotWriter": "writer",
+    "StageResult": "agent",
     "Store": "store",
+    "SwapReport": "coordinator",
     "SyncStore": "store",
     "TensorEntry": "manifest",
     "TensorSpec": "manifest",
@@ -44,14 +51,19 @@ _HOME = {
 
 __all__ = [
     "Arena",
+    "CommitResult",
+    "Coordinator",
     "Draft",
     "Layout",
     "Manifest",
+    "Participant",
     "Publisher",
     "Schema",
     "SlotReader",
     "SlotWriter",
+    "StageResult",
     "Store",
+    "SwapReport",
     "SyncStore",
     "TensorEntry",
     "TensorSpec",

@@ -31,7 +31,7 @@ async def request(store: Store, keys: Keys, target: TargetRecord) -> int:
 
 async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int, timeout_s: float) -> None:
     """Return when the request of `revision` is active. Raises SwapAborted (refused, superseded) or SwapTimeout."""
-    judge = _Judge(keys, target)
+    judge = Judge(keys, target)
     with _timeout_as(target.version, timeout_s):
         async with asyncio.timeout(timeout_s):
             async with contextlib.aclosing(store.watch(keys.root, revision + 1)) as events:
@@ -65,7 +65,7 @@ async def previous_version(store: Store, keys: Keys) -> int:
     return active.previous
 
 
-class _Judge:
+class Judge:
     """Reads the outcome of one request out of the events that follow it."""
 
     def __init__(self, keys: Keys, target: TargetRecord) -> None:
