@@ -1,11 +1,13 @@
-"""What can be published: torch tensors, numpy arrays and raw bytes, behind two functions.
+"""What can be published: torch tensors, numpy arrays and tensors in files, behind three functions.
 
 Torch is never imported from here: who passes a torch tensor has it loaded already.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,23 +15,25 @@ import numpy as np
 import xxhash
 
 from weightsync.dtypes import ITEMSIZE
-from weightsync.errors import UnsupportedDtype
+from weightsync.errors import CheckpointError, UnsupportedDtype
 from weightsync.manifest import TensorSpec
 
 CHUNK = 1 << 20  # copied, then digested while still in the second-level cache
 
 
 @dataclass(frozen=True)
-class RawTensor:
-    """A tensor as bytes: uint8 [nbytes] in `data`, what they mean in `spec`."""
+class FileTensor:
+    """A tensor in an open file, from byte `begin` on. Read, not mapped: a file cut short is an error, not a signal."""
 
     spec: TensorSpec
-    data: memoryview
+    fd: int
+    begin: int
+    path: str
 
 
 def spec_of(name: str, tensor: Any) -> TensorSpec:
-    """Element type and shape of a torch tensor, numpy array or RawTensor. Raises UnsupportedDtype."""
-    if isinstance(tensor, RawTensor):
+    """Element type and shape of a torch tensor, numpy array or FileTensor. Raises UnsupportedDtype."""
+    if isinstance(tensor, FileTensor):
         return tensor.spec
     if isinstance(tensor, (np.ndarray, np.generic)):
         dtype = str(tensor.dtype)
@@ -49,13 +53,12 @@ def copy_digest(target: memoryview, tensor: Any) -> str:
         from weightsync import tensors
 
         return tensors.copy_digest(target, tensor)
-    source = np.frombuffer(tensor.data, np.uint8) if isinstance(tensor, RawTensor) else _flat_bytes(tensor)
-    slot = np.frombuffer(target, np.uint8)
+    copy = _file_copier(tensor) if isinstance(tensor, FileTensor) else _array_copier(tensor)
     hasher = xxhash.xxh3_128()
     for start in range(0, len(target), CHUNK):
-        end = min(start + CHUNK, len(target))
-        np.copyto(slot[start:end], source[start:end])
-        hasher.update(target[start:end])
+        chunk = target[start : start + CHUNK]
+        copy(chunk, start)
+        hasher.update(chunk)
     digest: str = hasher.hexdigest()
     return digest
 
@@ -72,8 +75,25 @@ def copy_slice(target: memoryview, tensor: Any, shape: tuple[int, ...], dim: int
     return None
 
 
-def _flat_bytes(array: Any) -> Any:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+def _array_copier(array: Any) -> Callable[[memoryview, int], None]:
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+    def copy(chunk: memoryview, start: int) -> None:
+        np.copyto(np.frombuffer(chunk, np.uint8), flat[start : start + len(chunk)])
+
+    return copy
+
+
+def _file_copier(stored: FileTensor) -> Callable[[memoryview, int], None]:
+    def copy(chunk: memoryview, start: int) -> None:
+        done = 0
+        while done < len(chunk):
+            count = os.preadv(stored.fd, [chunk[done:]], stored.begin + start + done)
+            if count == 0:
+                raise CheckpointError(stored.path, "was cut short while it was read: fetch the checkpoint again")
+            done += count
+
+    return copy
 
 
 def _is_torch(tensor: Any) -> bool:

@@ -28,7 +28,7 @@ class SlotWriter:
         self._sealed = False
 
     def write(self, name: str, tensor: Any) -> None:
-        """Copy a whole tensor (torch, on any device, any strides; numpy; RawTensor) to its place.
+        """Copy a whole tensor (torch, on any device, any strides; numpy; FileTensor) to its place.
 
         Raises UnexpectedTensor, ShapeMismatch, DtypeMismatch, UnsupportedDtype, DraftClosed.
         """
