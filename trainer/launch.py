@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import uuid
 
 from trainer.config import ParallelConfig
 
@@ -36,6 +37,7 @@ def launch(arguments: list[str], parallel: ParallelConfig) -> int:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
+        run_id=uuid.uuid4().hex,
         nproc_per_node=parallel.world_size,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",

@@ -3,7 +3,8 @@
 Every line has `event` and `time` (Unix seconds). Events and their keys:
 
     start    steps, algorithm, world_size, parameters, step (the one resumed from, 0 for a fresh run)
-    step     step, loss, grad_norm, lr, tokens, tokens_per_s, rollout_ms, train_ms, publish_ms, swap_ms, version;
+    step     step, loss, grad_norm, lr, tokens, tokens_per_s, version, rollout_ms, train_ms, publish_ms (of which
+             write_ms until the version is complete, swap_ms until the fleet serves it);
              with rollouts: reward_mean, reward_std, full_reward, zero_std_groups, answer_tokens_mean, truncated,
              version_lag_mean, version_lag_max; and what the algorithm adds (GRPO: clip_ratio, entropy,
              logprob_gap_mean, logprob_gap_max, kl)

@@ -36,6 +36,7 @@ class WeightPublisher:
     def __init__(self, config: PublishConfig, engine: Engine) -> None:
         self._config, self._engine = config, engine
         self._schema = engine.shape.schema(config.dtype)
+        self._shapes = {name: shape for name, _, shape in self._schema}
         self._publisher: Any = lead(self._open)
 
     def publish(self, step: int) -> Published:
@@ -47,6 +48,7 @@ class WeightPublisher:
         return Published(**broadcast_json(published))
 
     def close(self) -> None:
+        """Give the lineage up."""
         if self._publisher is not None:
             self._publisher.close()
 
@@ -55,36 +57,34 @@ class WeightPublisher:
         return _typed(weightsync.Publisher, c.store_url, model=c.model, lineage=c.lineage)
 
     def _write(self, draft: Any) -> dict[str, Any]:
-        """This rank's share into the slot: its digests, or what went wrong."""
-        problem, digests = "", {}
-        ticket = broadcast_json(draft.ticket if draft is not None else None)
+        """This rank's share into the slot: what `seal` says of it, or what went wrong."""
+        alone = dist.get_world_size() == 1
+        ticket: dict[str, Any] = {} if alone else broadcast_json(draft.ticket if draft is not None else None)
         try:
-            writer = draft if draft is not None else weightsync.join(ticket, dist.get_rank())
-        except WeightSyncError as error:
-            problem = str(error)
-        for name, tensor in self._engine.export(self._config.dtype):  # to its end: it is collective
-            if not problem:
-                try:
+            writer = weightsync.join(ticket, dist.get_rank()) if draft is None else draft
+            for name, tensor, dim, start in self._engine.slices(self._config.dtype):
+                if tensor.shape == self._shapes[name]:
                     writer.write(name, tensor)
-                except WeightSyncError as error:
-                    problem = str(error)
-        if not problem and draft is None:
-            digests = writer.seal()
-        return {"problem": problem, "digests": digests}
+                else:
+                    writer.write_slice(name, tensor, start, dim)
+            return {"problem": "", "part": writer.seal() if draft is None else None}
+        except WeightSyncError as error:
+            return {"problem": str(error), "part": None}
 
     def _commit(self, draft: Any, outcomes: list[dict[str, Any]], began: float) -> dict[str, Any]:
         for rank, outcome in enumerate(outcomes):
             if outcome["problem"]:
                 draft.abort()
                 raise PublishError(f"rank {rank} could not write its share: {outcome['problem']}")
-        version = _typed(draft.commit, [outcome["digests"] for outcome in outcomes[1:]])
-        written = time.perf_counter()
-        _typed(self._publisher.activate, version, timeout_s=self._config.timeout_s)
+        parts, timeout_s = [outcome["part"] for outcome in outcomes[1:]], self._config.timeout_s
+        version = _typed(draft.commit, parts, activate=True, timeout_s=timeout_s)
+        committed = time.perf_counter()
+        _typed(self._publisher.wait_active, version, timeout_s)
         swapped = time.perf_counter()
         return {
             "version": version,
-            "write_ms": round((written - began) * 1e3, 3),
-            "swap_ms": round((swapped - written) * 1e3, 3),
+            "write_ms": round((committed - began) * 1e3, 3),
+            "swap_ms": round((swapped - committed) * 1e3, 3),
         }
 
 

@@ -103,7 +103,10 @@ class Run:
                 self._metrics.write("publish_failed", {"step": state.step, "message": str(error)})
             return state, {}
         self._failed_publishes = 0
-        return dataclasses.replace(state, version=published.version), {"swap_ms": published.swap_ms}
+        return dataclasses.replace(state, version=published.version), {
+            "swap_ms": published.swap_ms,
+            "write_ms": published.write_ms,
+        }
 
     def evaluate(self, state: TrainState) -> None:
         """Greedy answers to the held-out records through the gateway."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,15 @@ class Placement:
 
     cut: Literal["replicated", "row", "vocab", "gate_up", "qkv"]
     hf_names: tuple[str, ...]
+
+
+class Slice(NamedTuple):
+    """Rows (`dim` 0) or columns (1) of a Hugging Face tensor from `start` on; the whole of it if nothing is cut."""
+
+    name: str
+    tensor: Tensor
+    dim: int
+    start: int
 
 
 _OUTSIDE_LAYERS = {
@@ -78,17 +87,26 @@ def shard(shape: ModelShape, place: Placement, full: Sequence[Tensor], ranks: in
     return torch.nn.functional.pad(full[0], (0, 0, 0, padding)).chunk(ranks, dim=0)[rank]
 
 
-def unshard(shape: ModelShape, place: Placement, parts: Sequence[Tensor]) -> list[Tensor]:
-    """The Megatron parameters of all tensor-parallel ranks -> full Hugging Face tensors, in `hf_names` order."""
+def cut(shape: ModelShape, place: Placement, local: Tensor, ranks: int, rank: int) -> list[Slice]:
+    """One rank's Megatron parameter -> its slices of the Hugging Face tensors: the inverse of `shard`."""
     if place.cut == "replicated":
-        return [parts[0]]
+        return [Slice(place.hf_names[0], local, 0, 0)] if rank == 0 else []
     if place.cut == "row":
-        return [torch.cat(list(parts), dim=1)]
-    if place.cut == "gate_up":
-        halves = [part.chunk(2, dim=0) for part in parts]
-        return [torch.cat([half[i] for half in halves]) for i in range(2)]
-    joined = torch.cat(list(parts))
-    return _split_qkv(shape, joined) if place.cut == "qkv" else [joined[: shape.vocab]]
+        return [Slice(place.hf_names[0], local, 1, rank * local.shape[1])]
+    if place.cut == "vocab":
+        first = rank * local.shape[0]
+        rows = local[: max(shape.vocab - first, 0)]
+        return [Slice(place.hf_names[0], rows, 0, first)] if len(rows) else []
+    parts = local.chunk(2, dim=0) if place.cut == "gate_up" else _split_qkv(shape, local, ranks)
+    return [Slice(n, part, 0, rank * part.shape[0]) for n, part in zip(place.hf_names, parts, strict=True)]
+
+
+def join(slices: Sequence[Slice]) -> list[tuple[str, Tensor]]:
+    """Full tensors from the slices of all ranks, in rank order."""
+    by_name: dict[str, list[Slice]] = {}
+    for piece in slices:
+        by_name.setdefault(piece.name, []).append(piece)
+    return [(n, p[0].tensor if len(p) == 1 else torch.cat([s.tensor for s in p], p[0].dim)) for n, p in by_name.items()]
 
 
 def _fuse_qkv(shape: ModelShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -97,17 +115,23 @@ def _fuse_qkv(shape: ModelShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(grouped, dim=1).reshape(-1, *tail)
 
 
-def _split_qkv(shape: ModelShape, fused: Tensor) -> list[Tensor]:
+def _split_qkv(shape: ModelShape, fused: Tensor, ranks: int) -> list[Tensor]:
     tail, d = fused.shape[1:], shape.head_dim
-    grouped = fused.reshape(shape.kv_heads, -1, *tail)
+    grouped = fused.reshape(shape.kv_heads // ranks, -1, *tail)
     sizes = [shape.heads // shape.kv_heads * d, d, d]
     return [t.reshape(-1, *tail) for t in grouped.split(sizes, dim=1)]
 
 
-def parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """(global Megatron name, this rank's parameter): layer numbers count over all pipeline stages."""
+def unwrap(model: Any) -> Any:
+    """The GPTModel inside Megatron's data-parallel and half-precision wrappers."""
     while hasattr(model, "module"):
         model = model.module
+    return model
+
+
+def parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """(global Megatron name, this rank's parameter): layer numbers count over all pipeline stages."""
+    model = unwrap(model)
     first = model.decoder.layers[0].layer_number - 1
     for name, parameter in model.named_parameters():
         yield re.sub(r"(?<=decoder\.layers\.)\d+", lambda m: str(int(m[0]) + first), name), parameter
@@ -122,18 +146,29 @@ def load_hf(model: Any, shape: ModelShape, get: Callable[[str], Tensor]) -> None
         parameter.data.copy_(shard(shape, place, [get(n) for n in names], ranks, rank))
 
 
+def export_slices(model: Any, shape: ModelShape) -> Iterator[Slice]:
+    """What this rank holds, as slices of Hugging Face tensors, without communication. The slices of all ranks of one
+    data-parallel replica cover every tensor exactly once."""
+    ranks, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
+    for place, local in _exported(model, shape):
+        yield from cut(shape, place, local, ranks, rank)
+
+
 def export_hf(model: Any, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of this pipeline stage, on its first tensor-parallel rank; none on the others.
 
-    Collective over the tensor-parallel group: all its ranks must exhaust it. One tensor is gathered at a time.
+    Collective over the tensor-parallel group: all its ranks must exhaust it. One parameter is gathered at a time.
     """
+    for place, local in _exported(model, shape):
+        parts = _gather(local, place)
+        yield from join([piece for r, part in enumerate(parts) for piece in cut(shape, place, part, len(parts), r)])
+
+
+def _exported(model: Any, shape: ModelShape) -> Iterator[tuple[Placement, Tensor]]:
     for name, parameter in parameters(model):
         place = placement(name)
-        if shape.tied and place.hf_names == (_HEAD,):
-            continue  # the copy that a last pipeline stage keeps of the embedding
-        parts = _gather(parameter.data, place)
-        if parts:
-            yield from zip(place.hf_names, unshard(shape, place, parts), strict=True)
+        if not (shape.tied and place.hf_names == (_HEAD,)):  # the last pipeline stage's copy of the embedding
+            yield place, parameter.data
 
 
 def _gather(local: Tensor, place: Placement) -> list[Tensor]:

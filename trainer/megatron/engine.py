@@ -24,7 +24,7 @@ from trainer.algorithms.base import Algorithm, LossOutput
 from trainer.batch import MASK, TOKENS, Fields, share
 from trainer.config import Dtype, TrainerConfig
 from trainer.errors import Diverged
-from trainer.megatron.convert import export_hf, load_hf
+from trainer.megatron.convert import Slice, export_hf, export_slices, load_hf
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import HfTensors
 from trainer.megatron.model import build_model, transformer_config
@@ -84,8 +84,14 @@ class Engine:
         result = self._gathered_logprobs(self.model, fields)
         return result if ps.is_pipeline_last_stage() else None
 
+    def slices(self, dtype: Dtype) -> Iterator[Slice]:
+        """This rank's slices of the Hugging Face tensors, cast, without communication; none on other replicas."""
+        if ps.get_data_parallel_rank() == 0:
+            for piece in export_slices(self.model, self.shape):
+                yield piece._replace(tensor=piece.tensor.to(_DTYPES[dtype]))
+
     def export(self, dtype: Dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's share of the Hugging Face tensors, cast. Only the first data-parallel replica yields any."""
+        """Full tensors of this pipeline stage, cast, on one rank of it. Gathers: `slices` is what publishing uses."""
         if ps.get_data_parallel_rank() == 0:
             for name, tensor in export_hf(self.model, self.shape):
                 yield name, tensor.to(_DTYPES[dtype])

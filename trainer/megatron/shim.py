@@ -2,8 +2,8 @@
 
 Megatron-Core names its device literally (`device="cuda"`, `torch.cuda.current_device()`, `.cuda()`), although nothing
 in the modules used here needs a GPU. Without CUDA this module turns those names into the CPU: tensor factories drop the
-device, streams and events become inert, the CUDA generator becomes the CPU generator. Process-wide and not undone:
-install it in trainer processes only, before Megatron builds anything.
+device, streams and events become inert, the CUDA generator becomes the CPU generator. Process-wide and not undone, and
+other libraries see it too (transformers' `from_pretrained` breaks): install it in trainer processes only.
 """
 
 from __future__ import annotations
@@ -71,17 +71,16 @@ def install() -> bool:
     return True
 
 
-def _nothing(*_: Any, **__: Any) -> None: ...
-
-
 def _patch_cuda_module() -> None:
     cuda = torch.cuda
+    # A function object of its own for every name: torch.compile's tables hold each function once.
     cuda.current_device = lambda: _CPU
-    cuda.current_stream = cuda.default_stream = lambda *_, **__: _InertStream()
+    cuda.current_stream = lambda *_, **__: _InertStream()
+    cuda.default_stream = lambda *_, **__: _InertStream()
     cuda.stream = lambda *_: contextlib.nullcontext()
     cuda.Stream = cuda.Event = _InertStream
     for name in ("synchronize", "set_device", "empty_cache", "manual_seed", "manual_seed_all"):
-        setattr(cuda, name, _nothing)
+        setattr(cuda, name, lambda *_, **__: None)
     cuda.get_rng_state = _get_rng_state
     cuda.set_rng_state = _set_rng_state
 

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.tensor_parallel import random as tp_random
 from torch.distributed import checkpoint as dcp
 
+from trainer.megatron.convert import unwrap
 from trainer.megatron.engine import Engine
 
 _SHARDING = {
@@ -52,7 +53,7 @@ def load(engine: Engine, directory: Path) -> None:
     """Restore what `save` wrote. Collective."""
     _prepare_optimizer(engine)
     state = dist_checkpointing.load(_sharded(engine, loading=True), str(directory / "tensors"))
-    engine.model.load_state_dict(state["model"])
+    unwrap(engine.model).load_state_dict(state["model"])
     _load_optimizer(engine, state["optimizer"])
     engine.scheduler.load_state_dict(state["scheduler"])
     saved_world = len(list(directory.glob("rank-*.json")))
@@ -73,7 +74,7 @@ class _SaveInProcess(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[m
 
 
 def _sharded(engine: Engine, *, loading: bool) -> dict[str, Any]:
-    model = engine.model.sharded_state_dict()
+    model = unwrap(engine.model).sharded_state_dict()
     optimizer = engine.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_SHARDING)
     return {"model": model, "optimizer": optimizer, "scheduler": engine.scheduler.state_dict()}
 

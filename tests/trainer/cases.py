@@ -1,0 +1,133 @@
+"""What ranks are asked to do in the tests: each function runs on every rank and returns something JSON can carry."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from safetensors.torch import load_file
+
+from tests.trainer.batches import random_batch
+from trainer import strict
+from trainer.algorithms import build_algorithm
+from trainer.batch import TOKENS
+from trainer.config import TrainerConfig
+from trainer.megatron import state
+from trainer.megatron.convert import join
+from trainer.megatron.engine import Engine
+from trainer.megatron.hf_config import load_shape
+from trainer.megatron.parallel import gather_json, split
+from trainer.publish import WeightPublisher
+
+
+@contextlib.contextmanager
+def engine(config: dict[str, Any]) -> Iterator[Engine]:
+    parsed = strict.build(
+        TrainerConfig, {"data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}, "steps": 10} | config
+    )
+    split(parsed.parallel, parsed.seed)
+    try:
+        yield Engine(parsed, load_shape(parsed.model.path), build_algorithm(parsed.algorithm))
+    finally:
+        ps.destroy_model_parallel()
+
+
+def logits(built: Engine, tokens: torch.Tensor) -> torch.Tensor | None:
+    """[B, T, padded V] on the last pipeline stage."""
+    positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+
+    def forward(_: Any, model: Any) -> Any:
+        return model(tokens, positions, None), lambda output, **_: output
+
+    with torch.no_grad():
+        found = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter([0]),
+            model=[built.model],
+            num_microbatches=1,
+            seq_length=tokens.shape[1],
+            micro_batch_size=len(tokens),
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    return gather_from_tensor_model_parallel_region(found[0]) if ps.is_pipeline_last_stage() else None
+
+
+def parity(path: str, parallel: dict[str, int], dtype: str = "float32") -> dict[str, Any]:
+    """Differences to transformers' logits and log-probs, and whether an export returns the very bytes of the file."""
+    with engine({"model": {"path": path, "dtype": dtype}, "parallel": parallel}) as built:
+        fields = random_batch(built.shape.vocab)
+        inputs, labels = fields[TOKENS][:, :-1], fields[TOKENS][:, 1:]
+        expected = load_file(Path(path) / "expected.st")["logits"]
+        result: dict[str, Any] = {}
+        if (mine := logits(built, inputs)) is not None:
+            result["logits"] = (mine[..., : built.shape.vocab] - expected).abs().max().item()
+            result["padding_probability"] = mine.float().softmax(-1)[..., built.shape.vocab :].sum().item()
+        if (logprobs := built.logprobs(fields)) is not None:
+            reference = expected.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+            result["logprobs"] = (logprobs - reference).abs().max().item()
+        original = load_file(Path(path) / "model.safetensors")
+        exported = dict(built.export("float32"))
+        pieces = [[s.name, s.dim, s.start, list(s.tensor.shape)] for s in built.slices("float32")]
+        result["exported"] = sorted(exported)
+        result["exact"] = all(torch.equal(tensor, original[name]) for name, tensor in exported.items())
+        result["slices_exact"] = all(
+            torch.equal(s.tensor, original[s.name].narrow(s.dim, s.start, s.tensor.shape[s.dim]))
+            for s in built.slices("float32")
+        )
+        result["covered"] = sorted(name for part in gather_json(pieces) for name, *_ in part)
+        result["elements"] = sum(torch.Size(shape).numel() for part in gather_json(pieces) for *_, shape in part)
+        return result
+
+
+def losses(
+    path: str,
+    parallel: dict[str, int],
+    steps: int = 4,
+    *,
+    save_at: int = 0,
+    directory: str = "",
+    resume: bool = False,
+    **config: Any,
+) -> list[list[float]]:
+    """[loss, grad_norm] of each step on fixed batches; optionally saves after a step, or starts from what was saved."""
+    with engine({"model": {"path": path}, "parallel": parallel, "optimizer": {"lr": 1e-2}} | config) as built:
+        first = 0
+        if resume:
+            state.load(built, Path(directory))
+            first = save_at
+        trained = []
+        for step in range(first, steps):
+            stats = built.step(random_batch(built.shape.vocab, rows=7, seed=step))
+            trained.append([stats.loss, stats.grad_norm])
+            if step + 1 == save_at and not resume:
+                state.save(built, Path(directory))
+        return trained
+
+
+def publish(path: str, parallel: dict[str, int], store: str, dtype: str, steps: int) -> list[int]:
+    """Publish after each of `steps` training steps; the versions."""
+    section = {"model": "tiny", "store": store, "dtype": dtype}
+    with engine({"model": {"path": path}, "parallel": parallel, "publish": section}) as built:
+        assert built.config.publish is not None
+        publisher = WeightPublisher(built.config.publish, built)
+        try:
+            versions = []
+            for step in range(steps):
+                built.step(random_batch(built.shape.vocab, seed=step))
+                versions.append(publisher.publish(step).version)
+            return versions
+        finally:
+            publisher.close()
+
+
+def whole(path: str, parallel: dict[str, int]) -> list[str]:
+    """Names of the tensors that joining every rank's slices gives, on one rank alone."""
+    with engine({"model": {"path": path}, "parallel": parallel}) as built:
+        return sorted(name for name, _ in join(list(built.slices("float32"))))

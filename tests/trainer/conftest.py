@@ -1,0 +1,84 @@
+"""Small models, real ranks and a real model behind `/generate`, shared by the trainer's tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.trainer.batches import random_batch
+from tests.trainer.ranks import Ranks
+from trainer.batch import TOKENS
+from trainer.tiny_model import write_tiny_model
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 17,  # not a multiple of any number of ranks
+}
+
+
+def _perturb(directory: Path) -> None:
+    """Initial norms are one and initial biases zero, which would hide a layout mistake: make every number count."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(5)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        tensors[name] = tensor + 0.15 * torch.randn(tensor.shape, generator=generator)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _expect(directory: Path) -> None:
+    """transformers' logits for the batch that the ranks compare with; the device shim would spoil them there."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(random_batch(SMALL["vocab_size"])[TOKENS][:, :-1]).logits
+    save_file({"logits": logits.contiguous()}, directory / "expected.st")
+
+
+@pytest.fixture(scope="session")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories by `family` and `family-tied`."""
+    root, paths = tmp_path_factory.mktemp("models"), {}
+    for family in ("llama", "qwen2", "qwen3"):
+        for tied in (False, True):
+            name = family + ("-tied" if tied else "")
+            write_tiny_model(root / name, family, tie_word_embeddings=tied, **SMALL)
+            _perturb(root / name)
+            _expect(root / name)
+            paths[name] = str(root / name)
+    return paths
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[Ranks]:
+    with Ranks(1) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model of the arithmetic task, about 1 M parameters."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny_model(path)
+    return str(path)

@@ -1,0 +1,104 @@
+"""The gateway's `/generate` over a real transformers model, for tests that have no vLLM engine.
+
+It implements the contract's non-streaming half: token ids in; token ids, log-probs and version spans out. Samples
+depend on nothing but the weights and the request. Weights are replaced through `load`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from transformers import AutoModelForCausalLM
+
+
+class GenerateServer:
+    """One model behind `/generate`. `failures` are status codes to answer first."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self.eos = self.model.config.eos_token_id
+        self.version = 0
+        self.failures: list[int] = []
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.follow: Any = None  # called before every request: may load newer weights
+        self.app = FastAPI()
+        self.app.post("/generate")(self.generate)
+        self.url = ""
+
+    def load(self, tensors: dict[str, torch.Tensor], version: int) -> None:
+        own = self.model.state_dict()
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor.reshape(own[name].shape))
+        self.version = version
+
+    async def generate(self, request: Request) -> JSONResponse:
+        body = await request.json()
+        self.requests.append(body)
+        self.headers.append(dict(request.headers))
+        if self.failures:
+            status = self.failures.pop(0)
+            error = {"message": f"made to fail with {status}", "type": "test", "code": "test", "param": None}
+            return JSONResponse({"error": error}, status_code=status, headers={"retry-after": "0"})
+        if self.follow is not None:
+            await asyncio.to_thread(self.follow)
+        return JSONResponse(self._answer(body))
+
+    @torch.no_grad()
+    def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        tokens = torch.tensor([body["prompt_token_ids"]] * body["n"])
+        start, generator = tokens.shape[1], torch.Generator().manual_seed(body.get("seed", 0))
+        done = torch.zeros(len(tokens), dtype=torch.bool)
+        logprobs = torch.zeros(len(tokens), 0)
+        for _ in range(body["max_tokens"]):
+            distribution = torch.log_softmax(self.model(tokens).logits[:, -1], dim=-1)
+            if body["temperature"] == 0:
+                chosen = distribution.argmax(dim=-1, keepdim=True)
+            else:
+                chosen = torch.multinomial(distribution.exp(), 1, generator=generator)
+            logprobs = torch.cat([logprobs, distribution.gather(1, chosen)], dim=1)
+            tokens = torch.cat([tokens, torch.where(done[:, None], self.eos, chosen)], dim=1)
+            done |= chosen[:, 0] == self.eos
+            if done.all():
+                break
+        choices = [self._choice(i, row[start:].tolist(), logprobs[i].tolist()) for i, row in enumerate(tokens)]
+        return {"id": "gen-1", "model": "tiny", "choices": choices, "usage": {}}
+
+    def _choice(self, index: int, ids: list[int], logprobs: list[float]) -> dict[str, Any]:
+        stopped = self.eos in ids
+        length = ids.index(self.eos) + 1 if stopped else len(ids)
+        return {
+            "index": index,
+            "text": "",
+            "token_ids": ids[:length],
+            "logprobs": logprobs[:length],
+            "finish_reason": "stop" if stopped else "length",
+            "weight_versions": [{"version": self.version, "start": 0, "end": length}],
+        }
+
+
+@contextlib.contextmanager
+def serve(server: GenerateServer) -> Iterator[GenerateServer]:
+    """Serve on a free loopback port, from a thread, for the body's duration."""
+    config = uvicorn.Config(server.app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
+    instance = uvicorn.Server(config)
+    thread = threading.Thread(target=instance.run, daemon=True)
+    thread.start()
+    started = threading.Event()
+    while not instance.started and thread.is_alive():
+        started.wait(0.01)
+    server.url = f"http://127.0.0.1:{instance.servers[0].sockets[0].getsockname()[1]}"
+    try:
+        yield server
+    finally:
+        instance.should_exit = True
+        thread.join(10)
