@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weightsync.records import InstanceRecord, Keys
-from weightsync.store import SyncStore
+from weightsync.store.sync import SyncStore
 
 MODEL = "canned"
 START_TIMEOUT_S = 30.0

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound, Unavailable
+from server.gateway import admin
 from server.gateway.config import GatewayConfig
+from server.gateway.deps import GatewayDep
+from server.gateway.error_map import to_http
 from server.gateway.gateway import Gateway
 from server.gateway.metrics import render
+from server.gateway.middleware import AdminGate, RequestIdMiddleware, error_response
 from server.gateway.probe import answering
+from weightsync.errors import WeightSyncError
 
-Scope = dict[str, Any]
-Message = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 PROBE_TIMEOUT_S = 1.0
-
-
-def gateway_of(request: Request) -> Gateway:
-    """The gateway of this process (FastAPI dependency)."""
-    gateway: Gateway = request.state.gateway
-    return gateway
-
-
-GatewayDep = Annotated[Gateway, Depends(gateway_of)]
 
 
 def build_app(config: GatewayConfig) -> FastAPI:
@@ -42,11 +34,14 @@ def build_app(config: GatewayConfig) -> FastAPI:
 
     app = FastAPI(title="hotswap gateway", lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.add_exception_handler(HttpError, _http_error)
+    app.add_exception_handler(WeightSyncError, _weightsync_error)
     app.add_exception_handler(HTTPException, _starlette_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(Exception, _unforeseen)
+    app.add_middleware(AdminGate)
     app.add_middleware(RequestIdMiddleware)
     _add_probes(app)
+    app.include_router(admin.router)
     return app
 
 
@@ -75,33 +70,14 @@ def _add_probes(app: FastAPI) -> None:
         return Response(render(gateway.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-class RequestIdMiddleware:
-    """Returns the request id on every answer of the app, as the hot path does on its own."""
-
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", scope["state"]["request_id"])]
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
-
-
-def error_response(error: HttpError) -> Response:
-    """`error` as the app answers it."""
-    return Response(error.body(), error.status, error.headers(), media_type="application/json")
-
-
 async def _http_error(_: Request, exc: Exception) -> Response:
     assert isinstance(exc, HttpError)
     return error_response(exc)
+
+
+async def _weightsync_error(_: Request, exc: Exception) -> Response:
+    assert isinstance(exc, WeightSyncError)
+    return error_response(to_http(exc))
 
 
 async def _starlette_error(request: Request, exc: Exception) -> Response:

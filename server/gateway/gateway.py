@@ -15,7 +15,9 @@ from server.gateway.config import GatewayConfig
 from server.gateway.fleet import Fleet
 from server.gateway.metrics import build_registry
 from server.gateway.probe import scrape_forever
+from server.gateway.push import Pusher
 from server.gateway.stats import Stats
+from weightsync.coordinator import Coordinator
 from weightsync.errors import StoreError
 from weightsync.store import Store, open_store
 
@@ -37,6 +39,8 @@ class Gateway:
         self.keys = keys
         self.stats = Stats()
         self.fleet = Fleet(store, config.model, config.upstream, self.stats)
+        self.coordinator = Coordinator(store, config.model)
+        self.pusher = Pusher(config)
         self.registry = build_registry(self.stats, self.fleet)
         self.clients: set[GatewayProtocol] = set()
 
@@ -58,15 +62,19 @@ class Gateway:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await gateway.pusher.close()
             gateway.fleet.close()
             await store.close()
 
     def _work(self) -> dict[str, Coroutine[Any, Any, None]]:
-        return {
+        work: dict[str, Coroutine[Any, Any, None]] = {
             "fleet": self.fleet.run(),
             "scraper": scrape_forever(self.fleet, self.config.upstream),
             "sweeper": self._sweep_forever(),
         }
+        if self.config.run_coordinator:
+            work["coordinator"] = self.coordinator.run()
+        return work
 
     async def _sweep_forever(self) -> None:
         """Ends what is over its time. One timer for all connections costs less than one timer each."""

@@ -199,7 +199,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._head = head = read_head(self.headers, version, self.limits)
         targets = find(self.url)
         if not targets:
-            self._hand_to_app()
+            self._hand_to_app(head)
             return
         self.gateway.keys.authorize(head.key, INFER)
         method = self.parser.get_method()
@@ -212,10 +212,10 @@ class GatewayProtocol(HttpToolsProtocol):
         if head.expect_continue and (head.chunked or head.content_length):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def _hand_to_app(self) -> None:
+    def _hand_to_app(self, head: RequestHead) -> None:
         if not self.url.startswith(b"/"):
             raise NotFound("Only paths are served, not absolute URLs.")
-        self.scope["state"]["request_id"] = self._head.request_id if self._head else new_request_id()
+        self.scope["state"] |= {"request_id": head.request_id, "key": head.key}
         try:
             super().on_headers_complete()
         except (httptools.HttpParserInvalidURLError, UnicodeDecodeError) as exc:

@@ -20,7 +20,7 @@ from server.gateway.gateway import Gateway
 from server.gateway.main import uvicorn_config
 from tests.server.gateway_upstream import Answer, Upstream, read_answer
 from weightsync.records import InstanceRecord, Keys
-from weightsync.store import SyncStore
+from weightsync.store.sync import SyncStore
 
 MODEL = "toy"
 ADMIN_KEY = "admin-key-for-the-tests"

@@ -1,0 +1,71 @@
+"""weightsync's errors as HTTP, in one table: code -> status and what to do about it.
+
+The code is the key because errors arrive both as exceptions and, from the push process, as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from server.errors import (
+    BadRequest,
+    Conflict,
+    HttpError,
+    InsufficientStorage,
+    NotFound,
+    Unavailable,
+    Unprocessable,
+    UpstreamTimeout,
+)
+from weightsync.errors import WeightSyncError
+
+STATUS: dict[str, type[HttpError]] = {
+    "weightsync_error": HttpError,
+    "store_error": Unavailable,
+    "store_unavailable": Unavailable,
+    "conflict": Conflict,
+    "lease_lost": Unavailable,
+    "watch_compacted": Unavailable,
+    "record_error": HttpError,
+    "arena_error": InsufficientStorage,
+    "arena_unavailable": InsufficientStorage,
+    "arena_full": InsufficientStorage,
+    "slot_busy": Conflict,
+    "manifest_error": Unprocessable,
+    "tensor_error": Unprocessable,
+    "tensor_mismatch": Unprocessable,
+    "missing_tensor": Unprocessable,
+    "unexpected_tensor": Unprocessable,
+    "shape_mismatch": Unprocessable,
+    "dtype_mismatch": Unprocessable,
+    "digest_mismatch": Unprocessable,
+    "unsupported_dtype": Unprocessable,
+    "checkpoint_error": BadRequest,
+    "publish_error": HttpError,
+    "stale_publisher": Conflict,
+    "draft_lost": Unavailable,
+    "draft_closed": Conflict,
+    "swap_error": Conflict,
+    "swap_aborted": Conflict,
+    "swap_timeout": UpstreamTimeout,
+    "unknown_version": NotFound,
+}
+# Attributes of the errors that a program may want to read, beside the message that says what to do.
+DETAILS = ("tensor", "expected", "got", "version", "reason", "file", "needed", "free")
+
+
+def to_http(error: WeightSyncError) -> HttpError:
+    """The answer to `error`."""
+    return from_fields({"code": error.code, "message": str(error), **{k: getattr(error, k, None) for k in DETAILS}})
+
+
+def from_fields(fields: Mapping[str, Any]) -> HttpError:
+    """The answer to an error in its JSON form: `code`, `message` and any of DETAILS."""
+    code = str(fields.get("code", "weightsync_error"))
+    kind = STATUS.get(code, HttpError)
+    details = {name: fields[name] for name in DETAILS if fields.get(name) is not None}
+    message = str(fields.get("message", "The checkpoint engine failed without saying why; see the gateway's log."))
+    if kind is Unavailable:
+        return Unavailable(message, code=code, retry_after_s=1, **details)
+    return kind(message, code=code, details=details)
