@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from weightsync.manifest import schema_of
 
 from .generation import Generation
-from .stager import StageOrder, Stager, StageReport
+from .stager import Garbage, StageOrder, Stager, StageReport
 
 
 class NotStagedError(RuntimeError):
@@ -58,6 +58,7 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._live: Generation | None = None
         self._previous: Generation | None = None
         self._garbage: list[Generation] = []
+        self._replaced: list[Any] = []
 
     # vLLM's four-phase protocol -------------------------------------------------------------------------------
 
@@ -89,7 +90,8 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if any(g.version == info.version and g.digest == info.manifest_digest for g in held):
             self._stager.report = StageReport(info.version, digest=info.manifest_digest, path="retained")
         else:
-            garbage, self._garbage = self._garbage, []
+            garbage = Garbage(self._garbage, self._replaced)
+            self._garbage, self._replaced = [], []
             order = StageOrder(info.version, info.slot, info.manifest_digest, self._schema)
             self._stager.start(order, garbage)
         return self._stager.report
@@ -103,7 +105,7 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._live is not None and self._live.version == version:
             return 0.0
         target = self._take(version)
-        target.commit()
+        self._replaced += target.commit()
         if self._previous is not None:
             self._garbage.append(self._previous)
         self._live, self._previous = target, self._live

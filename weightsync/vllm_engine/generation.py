@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,12 +33,20 @@ class Generation:
     slot: LayoutSlot | None = None
     private: dict[str, LinearFn] = field(default_factory=dict)
 
-    def commit(self) -> None:
-        """Point the live model at this version. Runs between two batches; only references change."""
+    def commit(self) -> list[Any]:
+        """Point the live model at this version. Runs between two batches; only references change.
+
+        Returns what was replaced: freeing it can take tens of milliseconds, so the caller drops it elsewhere.
+        """
+        replaced: list[Any] = []
         for flip in self.flips:
-            flip.module._parameters.update(flip.parameters)
+            state = flip.module.__dict__
+            replaced += [state["_parameters"].get(name) for name in flip.parameters]
+            state["_parameters"].update(flip.parameters)
             if flip.linear is not None:
-                flip.module.cpu_linear = flip.linear  # type: ignore[assignment]
+                replaced.append(state.get("cpu_linear"))
+                state["cpu_linear"] = flip.linear
+        return replaced
 
     def release(self) -> None:
         """Drop the memory; call it on a thread that decodes nothing, unmapping takes tens of milliseconds."""

@@ -17,6 +17,8 @@ import torch
 Kernel = Literal["packed", "onednn", "plain"]
 LinearFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 KERNEL_ENV = "HOTSWAP_LINEAR_KERNEL"
+BLOCK_ROWS = 32
+PACK_BYTES = 1 << 20
 
 
 def choose_kernel(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Kernel:
@@ -31,10 +33,17 @@ def choose_kernel(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     return "plain" if limit == "plain" else "onednn"
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` (out, in) bf16 in VNNI order: same shape, same bytes count, another order."""
-    packed: torch.Tensor = torch.ops._C.convert_weight_packed(weight)
-    return packed
+def pack_into(target: torch.Tensor, weight: torch.Tensor) -> None:
+    """Write `weight` (out, in) bf16 into `target` in VNNI order: same shape, same bytes count, another order.
+
+    Blocks of 32 rows are packed independently, so this goes a cache-sized piece at a time: the kernel's result never
+    leaves the cache before it is copied out, and no large buffer is allocated and faulted in.
+    """
+    rows, inner = weight.shape
+    step = max(BLOCK_ROWS, PACK_BYTES // (inner * weight.element_size()) // BLOCK_ROWS * BLOCK_ROWS)
+    for start in range(0, rows, step):
+        piece = slice(start, start + step)
+        target[piece].copy_(torch.ops._C.convert_weight_packed(weight[piece]))
 
 
 def packed_linear(packed: torch.Tensor) -> LinearFn:

@@ -137,10 +137,18 @@ class LayoutPool:
     def _held(self, path: Path, fd: int, *, built: bool) -> LayoutSlot:
         mapping = self._maps.get(path.name)
         if mapping is None:
-            mapping = self._maps[path.name] = mmap.mmap(fd, HEADER + self._nbytes)
+            mapping = self._maps[path.name] = self._map(path)
             prefault(mapping, write=not built)
         data = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER, count=self._nbytes)
         return LayoutSlot(path, fd, data, built, mapping)
+
+    def _map(self, path: Path) -> mmap.mmap:
+        """A mapping with a descriptor of its own: one made from the locked descriptor would keep the lock for ever."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(fd, HEADER + self._nbytes)
+        finally:
+            os.close(fd)
 
     def _peek(self, path: Path) -> dict[str, object]:
         with path.open("rb") as file:

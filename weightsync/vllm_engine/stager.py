@@ -20,7 +20,7 @@ from weightsync.manifest import Schema, require_same_schema
 from weightsync.receiver import SlotReader
 
 from .generation import Generation, build_flips
-from .kernels import LinearFn, onednn_linear, pack
+from .kernels import LinearFn, onednn_linear, pack_into
 from .layout import Layout, plan_layout
 from .pool import LayoutPool, LayoutSlot
 from .skeleton import Slot, build_skeleton, group_by_layer, layer_of, load_group, pair_parameters
@@ -52,6 +52,20 @@ class StageReport:
         return asdict(self)
 
 
+@dataclass
+class Garbage:
+    """What nobody will run again: generations, and references that commits replaced. Freed on the staging thread."""
+
+    generations: list[Generation]
+    replaced: list[Any]
+
+    def free(self) -> None:
+        for generation in self.generations:
+            generation.release()
+        self.generations.clear()
+        self.replaced.clear()
+
+
 class Stager:
     """Turns published slots into generations. One staging at a time; `wait` returns its report."""
 
@@ -70,11 +84,11 @@ class Stager:
     def layout(self) -> Layout:
         return self._layout
 
-    def start(self, order: StageOrder, garbage: list[Generation]) -> None:
-        """Begin staging `order`; `garbage` (generations nobody will run again) is freed first, on the same thread."""
+    def start(self, order: StageOrder, garbage: Garbage) -> None:
+        """Begin staging `order`; `garbage` is freed first, on the same thread."""
         self.wait()
         if self.generation is not None:
-            garbage.append(self.take())
+            garbage.generations.append(self.take())
         self.report = StageReport(order.version, running=True)
         self._thread = threading.Thread(target=self._run, args=(order, garbage), name="hotswap-stager", daemon=True)
         self._thread.start()
@@ -91,12 +105,11 @@ class Stager:
         generation, self.generation = self.generation, None
         return generation
 
-    def _run(self, order: StageOrder, garbage: list[Generation]) -> None:
+    def _run(self, order: StageOrder, garbage: Garbage) -> None:
         use_one_core()
         started = time.perf_counter()
         try:
-            for generation in garbage:
-                generation.release()
+            garbage.free()
             self.generation, nbytes = self._build(order)
         except Exception as error:  # reported to the coordinator: the old version goes on serving
             self.report = StageReport(order.version, error=describe(error))
@@ -191,7 +204,7 @@ class Stager:
         for s in ready:
             raw = s.parameter.data
             if s.source in packed and not slot.built:
-                packed[s.source].view(slot.data).copy_(pack(raw))
+                pack_into(packed[s.source].view(slot.data), raw)
             if users.get(s.source) == "onednn":
                 private[s.source] = onednn_linear(raw)
             entry = plain.get(s.source)
