@@ -52,7 +52,10 @@ class Database:
     def _open(self, create: bool) -> sqlite3.Connection:
         if create:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            # Only a file that is new: closing any descriptor of one that is open elsewhere in this process would drop
+            # SQLite's POSIX locks on it, and another process would then delete the write-ahead log under our feet.
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         elif not os.path.exists(self.path):
             raise StoreUnavailable(self.path, "no such file", "Start `hotswap up` first, or check the --store URL")
         connection = sqlite3.connect(
