@@ -146,8 +146,13 @@ class SlotLock:
 
     def release(self) -> None:
         if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+            fcntl.flock(self.fd, fcntl.LOCK_UN)  # also for a child that was forked and has not closed its copy yet
+            self.forget()
+
+    def forget(self) -> None:
+        """Close without unlocking: what a child does with the locks of its parent."""
+        os.close(self.fd)
+        self.fd = -1
 
     def __del__(self) -> None:
         self.release()
@@ -156,7 +161,8 @@ class SlotLock:
 def _drop_in_child() -> None:
     """A forked data-loader worker must not keep a dead trainer's slot locked."""
     for lock in SlotLock._live:
-        lock.release()
+        if lock.fd >= 0:
+            lock.forget()
 
 
 os.register_at_fork(after_in_child=_drop_in_child)

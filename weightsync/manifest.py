@@ -65,7 +65,10 @@ class Schema:
     def from_json(cls, raw: bytes) -> Schema:
         """Raises ManifestError."""
         try:
-            return cls({name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in orjson.loads(raw)})
+            rows: list[Any] = orjson.loads(raw)
+            if not isinstance(rows, list):
+                raise TypeError(f"got {type(rows).__name__}")
+            return cls({name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in rows})
         except (ValueError, TypeError) as error:
             raise ManifestError(f"not a schema ({error}): it must be a list of [name, dtype, shape]") from error
 

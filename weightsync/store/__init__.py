@@ -20,7 +20,7 @@ def open_store(url: str, *, create: bool = True) -> Store:
     if scheme == "sqlite" and rest.startswith("/"):
         from weightsync.store.sqlite import SqliteStore
 
-        return SqliteStore(rest, create=create)
+        return SqliteStore("/" + rest.lstrip("/"), create=create)
     if scheme == "etcd":
         raise StoreUnavailable(url, "this build has no etcd client yet", "Use sqlite:///absolute/path.db")
     problem = (

@@ -1,0 +1,52 @@
+"""What the package promises its users: its names, and that importing them costs neither torch nor vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import weightsync
+from weightsync import errors
+
+
+def test_every_exported_name_exists() -> None:
+    for name in weightsync.__all__:
+        assert getattr(weightsync, name) is not None
+    assert set(weightsync._HOME) == set(weightsync.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="Publicher"):
+        weightsync.Publicher  # noqa: B018
+
+
+def test_importing_everything_imports_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys, weightsync, weightsync.push\n"
+        "[getattr(weightsync, name) for name in weightsync.__all__]\n"
+        "heavy = {'torch', 'vllm', 'transformers', 'safetensors'} & sys.modules.keys()\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_error_has_a_code_of_its_own() -> None:
+    classes = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.WeightSyncError)]
+    codes = [e.code for e in classes]
+    assert len(set(codes)) == len(codes) > 20
+
+
+def test_the_tree_in_the_docstring_names_every_error() -> None:
+    drawn = errors.__doc__ or ""
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, errors.WeightSyncError):
+            assert name in drawn.split(), name
+
+
+def test_an_error_travels_as_json() -> None:
+    error = errors.ShapeMismatch("model.norm.weight", (4,), (5,))
+    assert error.to_json() == {"code": "shape_mismatch", "message": str(error), "tensor": "model.norm.weight"}
+    assert "[5]" in str(error)
+    assert "[4]" in str(error)

@@ -1,0 +1,213 @@
+"""The store contract: what every implementation promises, on a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+
+import pytest
+
+from weightsync.errors import Conflict, LeaseLost, StoreUnavailable, WatchCompacted
+from weightsync.store import MISSING, Event, Store, SyncStore, open_store
+
+
+async def take(store: Store, prefix: str, start: int, count: int) -> list[Event]:
+    async with asyncio.timeout(20), contextlib.aclosing(store.watch(prefix, start)) as events:
+        found = []
+        async for event in events:
+            found.append(event)
+            if len(found) == count:
+                return found
+    raise AssertionError("the watch ended")
+
+
+async def test_what_is_put_is_there(store: Store) -> None:
+    assert await store.get("a") is None
+    first = await store.put("a", b"1")
+    second = await store.put("a", b"2")
+    found = await store.get("a")
+    assert found is not None
+    assert (found.value, found.create_revision, found.mod_revision, found.lease) == (b"2", first, second, None)
+    assert second == first + 1
+
+
+async def test_list_is_sorted_and_knows_its_revision(store: Store) -> None:
+    for key in ("m/b", "m/a", "m", "m0", "l/z"):
+        revision = await store.put(key, b"")
+    found, at = await store.list("m/")
+    assert [kv.key for kv in found] == ["m/a", "m/b"]
+    assert at == revision
+    assert len((await store.list(""))[0]) == 5
+
+
+async def test_delete(store: Store) -> None:
+    await store.put("a", b"1")
+    assert await store.delete("a")
+    assert not await store.delete("a")
+    assert await store.get("a") is None
+
+
+async def test_compare_and_swap(store: Store) -> None:
+    revision = await store.compare_and_swap("a", MISSING, b"1")
+    with pytest.raises(Conflict) as refused:
+        await store.compare_and_swap("a", MISSING, b"2")
+    assert (refused.value.key, refused.value.expected, refused.value.found) == ("a", 0, revision)
+    assert await store.compare_and_swap("a", revision, b"3") == revision + 1
+
+
+async def test_a_transaction_is_all_or_nothing(store: Store) -> None:
+    at = await store.put("a", b"1")
+    with pytest.raises(Conflict):
+        await store.txn({"a": at, "b": at}, {"a": b"2", "c": b"2"})
+    assert (await store.get("a")).value == b"1"  # type: ignore[union-attr]
+    assert await store.get("c") is None
+    after = await store.txn({"a": at, "b": MISSING}, {"a": None, "b": b"2", "c": b"2"})
+    found, _ = await store.list("")
+    assert {kv.key: kv.mod_revision for kv in found} == {"b": after, "c": after}
+
+
+async def test_increments_by_several_clients_are_never_lost(store: Store, store_url: str) -> None:
+    async def increment(times: int) -> None:
+        client = open_store(store_url)
+        for _ in range(times):
+            while True:
+                found = await client.get("n")
+                value = int(found.value) if found else 0
+                with contextlib.suppress(Conflict):
+                    await client.compare_and_swap("n", found.mod_revision if found else 0, b"%d" % (value + 1))
+                    break
+        await client.close()
+
+    await asyncio.gather(*[increment(20) for _ in range(4)])
+    assert (await store.get("n")).value == b"80"  # type: ignore[union-attr]
+
+
+async def test_a_lease_takes_its_keys_along(store: Store) -> None:
+    lease = await store.grant_lease(0.3)
+    start = await store.put("leased/a", b"1", lease)
+    await store.put("leased/b", b"2", lease)
+    await store.put("leased/free", b"3")
+    events = await take(store, "leased/", start, 5)
+    assert [(e.kind, e.kv.key) for e in events[3:]] == [("delete", "leased/a"), ("delete", "leased/b")]
+    assert events[3].kv.value == b"1"
+    assert [kv.key for kv in (await store.list("leased/"))[0]] == ["leased/free"]
+
+
+async def test_a_lease_that_is_kept_alive_stays(store: Store) -> None:
+    lease = await store.grant_lease(0.3)
+    await store.put("a", b"1", lease)
+    for _ in range(6):
+        await asyncio.sleep(0.1)
+        await store.keep_alive(lease)
+    assert await store.get("a") is not None
+
+
+async def test_an_ended_lease_stays_ended(store: Store) -> None:
+    lease = await store.grant_lease(0.05)
+    await asyncio.sleep(0.1)
+    with pytest.raises(LeaseLost):
+        await store.keep_alive(lease)
+    with pytest.raises(LeaseLost):
+        await store.put("a", b"1", lease)
+    with pytest.raises(LeaseLost):
+        await store.txn({}, {"b": b"1"}, {"b": 12345})
+    assert (await store.list(""))[0] == []
+
+
+async def test_revoking_deletes_at_once_and_twice_is_fine(store: Store) -> None:
+    lease = await store.grant_lease(60)
+    await store.put("a", b"1", lease)
+    await store.revoke(lease)
+    await store.revoke(lease)
+    assert await store.get("a") is None
+
+
+async def test_a_put_without_the_lease_outlives_it(store: Store) -> None:
+    lease = await store.grant_lease(60)
+    await store.put("a", b"1", lease)
+    await store.put("a", b"2")
+    await store.revoke(lease)
+    assert (await store.get("a")).value == b"2"  # type: ignore[union-attr]
+
+
+async def test_a_watch_starts_where_a_list_ended(store: Store) -> None:
+    await store.put("w/a", b"1")
+    _, revision = await store.list("w/")
+    await store.put("w/b", b"2")
+    await store.put("other", b"3")
+    await store.delete("w/a")
+    events = await take(store, "w/", revision + 1, 2)
+    assert [(e.kind, e.kv.key) for e in events] == [("put", "w/b"), ("delete", "w/a")]
+    assert events[0].kv.mod_revision == revision + 1
+    assert events[1].kv.mod_revision == revision + 3
+
+
+async def test_events_of_one_transaction_come_in_its_order(store: Store) -> None:
+    await store.put("t/z", b"0")
+    _, revision = await store.list("t/")
+    await store.txn({}, {"t/m": b"1", "t/z": None, "t/a": b"2"})
+    events = await take(store, "t/", revision + 1, 3)
+    assert [e.kv.key for e in events] == ["t/m", "t/z", "t/a"]
+    assert {e.kv.mod_revision for e in events} == {revision + 1}
+
+
+WRITER = """
+import sys
+from weightsync import SyncStore
+store = SyncStore(sys.argv[1], create=False)
+for i in range(int(sys.argv[3])):
+    store.put(f"w/{sys.argv[2]}", b"%d" % i)
+store.close()
+"""
+
+
+async def test_a_watch_misses_nothing_of_several_processes(store: Store, store_url: str) -> None:
+    _, revision = await store.list("")
+    arguments = [[sys.executable, "-c", WRITER, store_url, name, "150"] for name in ("x", "y")]
+    writers = [await asyncio.create_subprocess_exec(*argv) for argv in arguments]
+    events = await take(store, "w/", revision + 1, 300)
+    assert [await w.wait() for w in writers] == [0, 0]
+    for name in ("x", "y"):
+        assert [int(e.kv.value) for e in events if e.kv.key == f"w/{name}"] == list(range(150))
+    assert [e.kv.mod_revision for e in events] == list(range(revision + 1, revision + 301))
+
+
+async def test_events_are_kept_for_a_while_only(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.store.sqlite_db.EVENTS_KEPT", 100)
+    for _ in range(520):
+        revision = await store.put("a", b"")
+    with pytest.raises(WatchCompacted) as gone:
+        await take(store, "a", 1, 1)
+    assert await take(store, "a", gone.value.oldest, 1)
+    assert gone.value.oldest > revision - 520
+
+
+async def test_a_watch_ends_with_its_store(store_url: str) -> None:
+    client = open_store(store_url)
+
+    async def drain() -> int:
+        return len([event async for event in client.watch("")])
+
+    watching = asyncio.create_task(drain())
+    await asyncio.sleep(0.05)
+    await client.close()
+    assert await asyncio.wait_for(watching, 5) == 0
+    with pytest.raises(StoreUnavailable, match="closed"):
+        await client.get("a")
+    await client.close()
+
+
+def test_the_blocking_store(store_url: str) -> None:
+    store = SyncStore(store_url)
+    revision = store.put("a", b"1")
+    assert store.compare_and_swap("a", revision, b"2") == revision + 1
+    lease = store.grant_lease(60)
+    assert store.txn({}, {"b": b"3"}, {"b": lease}) == revision + 2
+    store.keep_alive(lease)
+    store.revoke(lease)
+    assert [kv.key for kv in store.list("")[0]] == ["a"]
+    assert store.get("a").value == b"2"  # type: ignore[union-attr]
+    assert store.delete("a")
+    store.close()
+    store.close()
