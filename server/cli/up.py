@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import shutil
@@ -19,6 +20,7 @@ from rich.console import Console
 from server.cli.errors import CliError, ProcessFailed
 from server.cli.paths import ServerInfo, default_state_dir, resolve_model
 from server.cli.processes import Child
+from weightsync import ensure_arena, open_store
 
 READY_TIMEOUT_S = 600.0
 RESTART_PAUSE_S = 2.0
@@ -61,8 +63,9 @@ class Server:
     def start(self) -> None:
         """Start every process; returns at once."""
         self._fresh_state()
+        asyncio.run(self._create_store())
         self._spawn("gateway", self._gateway_args())
-        push = ["weightsync.push", "--store", self.store, "--model", self.name, "--activate", str(self.model_dir)]
+        push = ["weightsync.push", "--store", self.store, "--model", self.name, str(self.model_dir)]
         self._spawn("publish", push)
         self._spawn("instance", self._instance_args())
 
@@ -128,6 +131,11 @@ class Server:
             fd = os.open(self.admin_key_file, os.O_WRONLY | os.O_CREAT, 0o600)
             os.write(fd, secrets.token_urlsafe(32).encode())
             os.close(fd)
+
+    async def _create_store(self) -> None:
+        store = open_store(self.store)
+        await ensure_arena(store, self.arena)
+        await store.close()
 
     def _spawn(self, name: str, args: list[str]) -> Child:
         environment = {"HOTSWAP_STORE": self.store, "HOTSWAP_ARENA": str(self.arena), "HOTSWAP_URL": self.url}

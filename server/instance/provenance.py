@@ -65,7 +65,7 @@ class Trace:
 
 def to_spans(spans: Iterable[Any]) -> list[Span]:
     """vLLM's `WeightVersionSpan`s as JSON-ready dicts with integer versions."""
-    return [{"version": int(s.weight_version), "start": s.start, "end": s.end} for s in spans if s.end > s.start]
+    return [{"version": int(s.version), "start": s.start, "end": s.end} for s in spans if s.end > s.start]
 
 
 def traced(generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:

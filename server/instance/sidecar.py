@@ -1,0 +1,89 @@
+"""The instance's part in swap transactions: stage when a swap opens, flip when it commits, say so in the store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from prometheus_client import Counter, Gauge
+
+from weightsync.agent import CommitResult, Participant, StageResult
+from weightsync.checkpoint import Checkpoint
+from weightsync.errors import CheckpointError, StoreUnavailable
+from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
+from weightsync.store import Store, open_store
+
+from .config import InstanceConfig
+from .engine import Engine
+
+ACTIVE_VERSION = Gauge("hotswap_instance_active_version", "Weight version this instance runs")
+SWAPS = Counter("hotswap_instance_swaps", "Commits this instance flipped to")
+STAGE_SECONDS = Gauge("hotswap_instance_stage_seconds", "Duration of the last staging")
+COMMIT_SECONDS = Gauge("hotswap_instance_commit_seconds", "Duration of the last flip, between two batches")
+POLL_S = 0.05
+
+
+class Sidecar:
+    """Connects one engine to the swap transactions of its model."""
+
+    def __init__(self, config: InstanceConfig, engine: Engine, address: str) -> None:
+        self._config, self._engine = config, engine
+        self._record = InstanceRecord(
+            id=config.instance_id, address=address, pid=os.getpid(), model_dir=str(config.model_dir)
+        )
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Take part while the context is open; leave the fleet before it closes."""
+        await self._engine.prepare(reference_schema(self._config.model_dir))
+        store = open_store(self._config.store)
+        participant = Participant(store, self._config.model, self._record, self._stage, self._commit)
+        joining = asyncio.create_task(self._join(store, participant))
+        try:
+            yield
+        finally:
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
+            with contextlib.suppress(StoreUnavailable):
+                await participant.stop()
+            await store.close()
+
+    async def _join(self, store: Store, participant: Participant) -> None:
+        """Wait for a first version, then join: until one is loaded, this instance runs dummy weights."""
+        while not await _has_active(store, self._config.model):  # noqa: ASYNC110 - outlives outages of the store
+            await asyncio.sleep(POLL_S)
+        participant.start()
+
+    async def _stage(self, version: VersionRecord) -> StageResult:
+        report = await self._engine.stage(
+            version.version, version.slot, version.manifest_digest, self._config.stage_timeout_s
+        )
+        STAGE_SECONDS.set(report["stage_ms"] / 1e3)
+        path = None if report["path"] == "retained" else report["path"]  # as it was when it was built
+        return StageResult(report["digest"], report["staging_gbps"] or None, path)
+
+    async def _commit(self, active: ActiveRecord, _version: VersionRecord) -> CommitResult:
+        times = await self._engine.commit(active.version, active.epoch)
+        ACTIVE_VERSION.set(active.version)
+        COMMIT_SECONDS.set(times["commit_ms"] / 1e3)
+        SWAPS.inc()
+        return CommitResult(times["commit_ms"])
+
+
+async def _has_active(store: Store, model: str) -> bool:
+    try:
+        return await store.get(Keys(model).active) is not None
+    except StoreUnavailable:
+        return False
+
+
+def reference_schema(model_dir: Path) -> list[list[object]]:
+    """[name, dtype, shape] of every tensor in the model's checkpoint; empty if the directory holds no weights."""
+    try:
+        checkpoint = Checkpoint(model_dir)
+    except CheckpointError:
+        return []
+    return [[name, spec.dtype, list(spec.shape)] for name, spec in checkpoint.schema.tensors.items()]
