@@ -175,7 +175,6 @@ class Exchange:
         try:
             link = await instance.pool.connect()
         except Unavailable as exc:
-            self._stats.connect_errors[instance.id] += 1
             self._fleet.connect_failed(instance)
             self._connecting = None
             self._try_next(exc)

@@ -37,6 +37,7 @@ class Instance:
         self.pool = _pool(record, settings)
         self.signals: Signals | None = None  # the last scrape, None when it failed
         self.inflight = 0
+        self.connect_errors = 0
         self.failed_at = 0.0
         self.picked_at = 0
 
@@ -75,6 +76,7 @@ class Fleet:
 
     def connect_failed(self, instance: Instance) -> None:
         """It refused a connection: ask others first for a moment."""
+        instance.connect_errors += 1
         instance.failed_at = time.monotonic()
 
     def unavailable(self) -> Unavailable:

@@ -54,7 +54,8 @@ class GatewayCollector(Collector):  # type: ignore[misc]
         yield _histogram("hotswap_gateway_time_to_first_byte_seconds", "Request complete to first body byte", s.ttft)
         yield _histogram("hotswap_gateway_request_duration_seconds", "Request complete to end of answer", s.duration)
         yield _labelled("hotswap_gateway_disconnects", "Clients that left before the end", "phase", s.disconnects)
-        yield _labelled("hotswap_gateway_upstream_connect_errors", "Failed connects", "instance", s.connect_errors)
+        failed = {i.id: i.connect_errors for i in self._fleet.instances.values()}
+        yield _labelled("hotswap_gateway_upstream_connect_errors", "Failed connects", "instance", failed)
         yield _labelled("hotswap_gateway_upstream_failures", "Answers an instance broke", "code", s.upstream_failures)
         yield CounterMetricFamily("hotswap_gateway_stale_retries", "Pooled connections found closed", s.stale_retries)
         yield CounterMetricFamily("hotswap_gateway_received_bytes", "Request body bytes from clients", s.bytes_in)

@@ -57,8 +57,7 @@ class Stats:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.refused: Counter[str] = Counter()  # by error code
-        self.disconnects: Counter[str] = Counter()  # by phase
-        self.connect_errors: Counter[str] = Counter()  # by instance
+        self.disconnects: Counter[str] = Counter(dict.fromkeys(("connecting", "waiting", "streaming", "stalled"), 0))
         self.upstream_failures: Counter[str] = Counter()  # by error code
         self.stale_retries = 0
         self.inflight = 0
@@ -66,7 +65,7 @@ class Stats:
         self.bytes_out = 0
         self.ttft = Histogram()
         self.duration = Histogram()
-        self.swaps: Counter[str] = Counter()  # by outcome
+        self.swaps: Counter[str] = Counter({"done": 0, "aborted": 0})  # by outcome
         self.swap_duration = Histogram()
         self.store_up = True
 
