@@ -56,6 +56,25 @@ def make_checkpoint(
     return path
 
 
+def make_constant_checkpoint(path: Path, *, token: int, **shape: Any) -> Path:
+    """A model that answers `token` whatever it is asked: each answered token then says which weights wrote it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    make_checkpoint(path, **shape)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if "o_proj" in name or "down_proj" in name:
+            tensor.zero_()  # the residual stream stays what the embedding put there
+    tensors["model.embed_tokens.weight"].fill_(0.5)
+    head = torch.zeros_like(tensors["lm_head.weight"])
+    head[token] = 1.0
+    tensors["lm_head.weight"] = head
+    save_file(tensors, file, metadata={"format": "pt"})
+    return path
+
+
 def write_tokenizer(path: Path, vocab_size: int) -> None:
     """A word-level tokenizer of printable characters and filler words `w17`, with a chat template, in `path`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

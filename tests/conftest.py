@@ -1,0 +1,40 @@
+"""Shared fixtures: one live server for the whole session, and the order of tests (fast ones first)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from loadtest.checkpoints import make_checkpoint, make_constant_checkpoint
+from tests.live import LiveServer
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fast tests first, then those on a real engine, then the slow ones; otherwise in the order of the files."""
+
+    def cost(item: pytest.Item) -> int:
+        return 2 if item.get_closest_marker("slow") else 1 if item.get_closest_marker("engine") else 0
+
+    items.sort(key=cost)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """`a`, `b`: random weights that answer differently; `say-0`..`say-3`: always the same token, whatever is asked."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    made = {n: make_checkpoint(root / n, seed=i, scale=3.0) for i, n in enumerate(("a", "b"))}
+    return made | {f"say-{i}": make_constant_checkpoint(root / f"say-{i}", token=100 + i) for i in range(4)}
+
+
+@pytest.fixture(scope="session")
+def live(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A gateway and a real vLLM instance, serving checkpoint `a` at first; tests leave it serving some version."""
+    server = LiveServer(checkpoints["a"], tmp_path_factory.mktemp("state"))
+    with server.running():
+        yield server

@@ -1,0 +1,91 @@
+"""A running server for tests: the processes of `hotswap up`, a client of its admin API, and looks inside."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from server.cli.up import Server, UpConfig, free_port
+
+VLLM_ARGS = ("--max-model-len", "1024", "--max-num-seqs", "32")
+
+
+class LiveServer:
+    """`Server` with short-hands. `client` has no key; `admin` holds the admin key."""
+
+    def __init__(self, model: Path, state_dir: Path, vllm_args: tuple[str, ...] = VLLM_ARGS, name: str = "toy") -> None:
+        self.processes = Server(
+            UpConfig(
+                model=str(model),
+                name=name,
+                port=free_port("127.0.0.1"),
+                state_dir=state_dir,
+                kv_cache_gib=0.06,
+                vllm_args=vllm_args,
+            )
+        )
+        self.url, self.name = self.processes.url, name
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[LiveServer]:
+        self.processes.start()
+        try:
+            self.processes.wait_ready(120)
+            with httpx.Client(base_url=self.url, timeout=60) as self.client, self._admin() as self.admin:
+                yield self
+        finally:
+            self.processes.stop()
+
+    def _admin(self) -> httpx.Client:
+        key = {"authorization": f"Bearer {self.processes.admin_key}"}
+        return httpx.Client(base_url=self.url, headers=key, timeout=120)
+
+    def push(self, directory: Path) -> int:
+        """Publish and activate a checkpoint through the admin API; its version."""
+        answer = self.admin.post("/admin/weights", json={"path": str(directory), "activate": True})
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["version"])
+
+    def activate(self, version: int) -> httpx.Response:
+        return self.admin.post("/admin/weights/activate", json={"version": version})
+
+    def active(self) -> int:
+        return int(self.admin.get("/admin/weights/active").json()["version"])
+
+    def instance(self) -> dict[str, Any]:
+        """The record of the only instance."""
+        (record,) = self.admin.get("/admin/instances").json()["instances"]
+        return dict(record)
+
+    def generate(self, prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
+        """One greedy answer, whole."""
+        body = {"prompt_token_ids": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": False}
+        answer = self.client.post("/generate", json=body | more)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def engine_metric(self, name: str) -> float:
+        """The sum of one of vLLM's own metrics, asked of the instance directly."""
+        text = httpx.get(self.instance()["address"] + "/metrics").text
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
+
+    def tree(self) -> list[psutil.Process]:
+        """The instance's processes: API server and engine core."""
+        parent = psutil.Process(self.processes.children["instance"].process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Whether `condition` comes true in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()

@@ -1,0 +1,217 @@
+"""Swaps under real traffic: real vLLM, the real OpenAI SDK, real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from openai import AsyncOpenAI
+
+from tests.live import LiveServer, eventually
+
+pytestmark = pytest.mark.engine
+
+
+def says(version_of: dict[int, int], version: int) -> int:
+    """The token that the weights of `version` always answer."""
+    return 100 + version_of[version]
+
+
+async def swap_around(live: LiveServer, checkpoints: dict[str, Path], times: int) -> dict[int, int]:
+    """Push the four constant checkpoints in turn; which checkpoint each version is."""
+    version_of: dict[int, int] = {}
+    for i in range(times):
+        version_of[await asyncio.to_thread(live.push, checkpoints[f"say-{i % 4}"])] = i % 4
+        await asyncio.sleep(0.05)
+    return version_of
+
+
+async def generate_events(url: str, body: dict[str, Any]) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    async with httpx.AsyncClient(timeout=60) as client, client.stream("POST", url + "/generate", json=body) as answer:
+        assert answer.status_code == 200
+        event = ""
+        async for line in answer.aiter_lines():
+            if line.startswith("event: "):
+                event = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                yield event, orjson.loads(line.removeprefix("data: "))
+
+
+async def test_every_token_of_generate_is_attributed(live: LiveServer, checkpoints: dict[str, Path]) -> None:
+    """Constant-answer weights: the token itself says which version wrote it, and the label must agree."""
+    first = {live.push(checkpoints["say-3"]): 3}
+    swapping = asyncio.create_task(swap_around(live, checkpoints, 8))
+    tokens: list[tuple[int, int]] = []
+    done: dict[str, Any] = {}
+    while not swapping.done():
+        seen: list[tuple[int, int]] = []
+        body = {"prompt_token_ids": [7, 8, 9], "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+        async for event, data in generate_events(live.url, body):
+            if event == "token":
+                seen += [(t, data["weight_version"]) for t in data["token_ids"]] if len(data["token_ids"]) == 1 else []
+            done = data
+        spans = done["choices"][0]["weight_versions"]
+        assert spans[0]["start"] == 0
+        assert spans[-1]["end"] == 400
+        assert all(
+            a["end"] == b["start"] and a["version"] < b["version"] for a, b in zip(spans, spans[1:], strict=False)
+        )
+        tokens += seen
+    version_of = first | swapping.result()
+    wrong = [(t, v) for t, v in tokens if t != says(version_of, v)]
+    assert not wrong
+    assert len({v for _, v in tokens}) >= 3, "the streams did not cross enough swaps to show anything"
+
+
+async def test_openai_sdk_streams_chat_through_swaps(live: LiveServer, checkpoints: dict[str, Path]) -> None:
+    """The strict SDK keeps streaming; each chunk's extra field names the version whose token it carries."""
+    first = {live.push(checkpoints["say-2"]): 2}
+    swapping = asyncio.create_task(swap_around(live, checkpoints, 6))
+    client = AsyncOpenAI(base_url=live.url + "/v1", api_key="unused")
+    checked: list[tuple[str, int]] = []
+
+    async def stream() -> None:
+        while not swapping.done():
+            chunks = await client.chat.completions.create(
+                model=live.name,
+                messages=[{"role": "user", "content": "hello"}],
+                max_tokens=200,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            spans: list[dict[str, int]] = []
+            async for chunk in chunks:
+                if chunk.choices and (content := chunk.choices[0].delta.content):
+                    spans = (chunk.choices[0].model_extra or {}).get("weight_versions", [])
+                    if len(spans) <= 1:
+                        checked.append((content, (chunk.model_extra or {})["weight_version"]))
+            assert spans[-1]["end"] == 200
+
+    await asyncio.gather(*(stream() for _ in range(4)))
+    version_of = first | swapping.result()
+    tokens = {v: live.client.post("/detokenize", json={"tokens": [says(version_of, v)]}) for v in version_of}
+    names = {v: answer.json()["prompt"] for v, answer in tokens.items()}
+    # A chunk may carry several tokens when the reader lags; all of one version, or it would list `weight_versions`.
+    wrong = [(content, v) for content, v in checked if content.replace(names[v], "")]
+    assert not wrong
+    assert len({v for _, v in checked}) >= 3
+
+
+REFERENCE = """
+import json, sys
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], enforce_eager=True, max_model_len=1024, kv_cache_memory_bytes=64 << 20)
+prompts = [{"prompt_token_ids": p} for p in json.loads(sys.argv[2])]
+out = llm.generate(prompts, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), use_tqdm=False)
+print("REFERENCE" + json.dumps([list(o.outputs[0].token_ids) for o in out]))
+"""
+PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(20 + 17 * i)] for i in range(6)]
+
+
+def stock_vllm(model: Path) -> list[list[int]]:
+    """Greedy answers of a fresh, stock vLLM engine that loaded `model` from disk itself."""
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
+    command = [sys.executable, "-c", REFERENCE, str(model), orjson.dumps(PROMPTS).decode()]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True)
+    (line,) = [x for x in run.stdout.splitlines() if x.startswith("REFERENCE")]
+    return list(orjson.loads(line.removeprefix("REFERENCE")))
+
+
+def test_after_swap_and_rollback_greedy_equals_a_fresh_engine(live: LiveServer, checkpoints: dict[str, Path]) -> None:
+    """Prefix cache on, same prompts before and after: stale keys or values would show at once."""
+    expected = {name: stock_vllm(checkpoints[name]) for name in ("a", "b")}
+    assert expected["a"] != expected["b"]
+
+    def answers() -> list[list[int]]:
+        return [live.generate(p, 40)["choices"][0]["token_ids"] for p in PROMPTS]
+
+    live.push(checkpoints["a"])
+    assert answers() == expected["a"]
+    assert answers() == expected["a"], "answers from the prefix cache differ"
+    live.push(checkpoints["b"])
+    assert answers() == expected["b"]
+    assert live.admin.post("/admin/weights/rollback").status_code == 200
+    assert answers() == expected["a"]
+    assert live.admin.post("/admin/weights/rollback").status_code == 200
+    assert answers() == expected["b"]
+
+
+def test_prefix_cache_hits_within_a_version_and_never_across(live: LiveServer, checkpoints: dict[str, Path]) -> None:
+    prompt = [(11 * j) % 400 + 5 for j in range(600)]
+
+    def hits() -> float:
+        before = live.engine_metric("vllm:prefix_cache_hits_total")
+        live.generate(prompt, 2)
+        return live.engine_metric("vllm:prefix_cache_hits_total") - before
+
+    live.push(checkpoints["a"])
+    assert hits() == 0
+    assert hits() > 0
+    live.push(checkpoints["b"])
+    assert hits() == 0
+    assert hits() > 0
+
+
+async def test_two_hundred_swaps_under_load(live: LiveServer, checkpoints: dict[str, Path]) -> None:
+    """No failed or truncated answer; shared memory, descriptors and resident memory grow by less than a slot."""
+    published = [live.push(checkpoints[f"say-{i}"]) for i in (0, 1)]
+    finished, stop = 0, asyncio.Event()
+
+    async def load() -> None:
+        nonlocal finished
+        async with httpx.AsyncClient(base_url=live.url, timeout=60) as client:
+            while not stop.is_set():
+                body = {"prompt_token_ids": [5, 6], "max_tokens": 64, "temperature": 0, "ignore_eos": True}
+                answer = await client.post("/generate", json=body | {"stream": False})
+                assert answer.status_code == 200, answer.text
+                (choice,) = answer.json()["choices"]
+                assert len(choice["token_ids"]) == 64
+                finished += 1
+
+    def usage() -> tuple[int, int, int]:
+        processes = live.tree()
+        shm = sum(f.stat().st_blocks * 512 for f in live.processes.arena.iterdir())
+        return shm, sum(p.num_fds() for p in processes), sum(p.memory_info().rss for p in processes)
+
+    def swap(count: int) -> None:
+        for i in range(count):
+            # Alternately a fresh version and a step back to the one before.
+            if i % 4 == 0:
+                published.append(live.push(checkpoints[f"say-{i // 4 % 4}"]))
+            else:
+                assert live.admin.post("/admin/weights/rollback").status_code == 200
+
+    tasks = [asyncio.create_task(load()) for _ in range(4)]
+    await asyncio.to_thread(swap, 20)
+    shm, fds, rss = usage()
+    await asyncio.to_thread(swap, 200)
+    shm_after, fds_after, rss_after = usage()
+    stop.set()
+    await asyncio.gather(*tasks)
+    slot = max(f.stat().st_size for f in live.processes.arena.iterdir())
+    assert finished > 20
+    assert shm_after - shm <= slot
+    assert fds_after - fds <= 8
+    assert rss_after - rss <= max(slot, 24 << 20)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_client_that_leaves_frees_its_request(live: LiveServer, stream: bool) -> None:
+    body = {"prompt_token_ids": [5] * 8, "max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": stream}
+    with httpx.Client(base_url=live.url, timeout=httpx.Timeout(30, read=0.3)) as client:
+        try:
+            with client.stream("POST", "/generate", json=body) as answer:
+                next(answer.iter_bytes())
+        except httpx.ReadTimeout:
+            assert not stream
+    assert eventually(lambda: live.engine_metric("vllm:num_requests_running") == 0, 5)
