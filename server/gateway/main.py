@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import cast
 
 import uvicorn
 
 from server.gateway.app import build_app
+from server.gateway.auth import load_keys
 from server.gateway.config import GatewayConfig
 from server.gateway.protocol import GatewayProtocol
+from weightsync.store import open_store
 
 SHUTDOWN_GRACE_S = 30
 
@@ -38,4 +41,10 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
 def run(config: GatewayConfig) -> None:
     """Serves until SIGINT or SIGTERM, then lets answers in progress finish. Raises ConfigError, StoreUnavailable."""
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    load_keys(config)  # what cannot work is said here, in one line, rather than by a server that fails to start
+    asyncio.run(_try_store(config.store))
     uvicorn.Server(uvicorn_config(config)).run()
+
+
+async def _try_store(url: str) -> None:
+    await open_store(url).close()

@@ -55,6 +55,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._deaf = False  # whatever still arrives is thrown away
         self._close_after = False
         self._keep_alive = False
+        self._method = b""
 
     # transport
 
@@ -129,6 +130,7 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._deaf:
             return
         self._target = self._head = None
+        self._method = b""
         self._reading = self._reading_head = True
         self._head_size = 0
         self.deadline = time.monotonic() + self.limits.request_timeout_s
@@ -188,6 +190,7 @@ class GatewayProtocol(HttpToolsProtocol):
     # a request for a forwarded route
 
     def _take_head(self) -> None:
+        self._method = method = self.parser.get_method()
         version = self.parser.get_http_version()
         if version not in ("1.1", "1.0"):
             raise BadRequest("HTTP/1.1 is spoken here.", code="http_version")
@@ -202,7 +205,6 @@ class GatewayProtocol(HttpToolsProtocol):
             self._hand_to_app(head)
             return
         self.gateway.keys.authorize(head.key, INFER)
-        method = self.parser.get_method()
         target = next((t for t in targets if t.route.method == method), None)
         if target is None:
             allow = ", ".join(t.route.method.decode() for t in targets)
@@ -329,7 +331,9 @@ class GatewayProtocol(HttpToolsProtocol):
         request_id = self._head.request_id if self._head is not None else new_request_id()
         lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n" % (request_id, len(body)))
         lines.append(b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
-        self.transport.write(b"".join((*lines, body)))
+        if self._method != b"HEAD":
+            lines.append(body)
+        self.transport.write(b"".join(lines))
 
 
 def read_too_much(limit: int) -> HeadersTooLarge:

@@ -166,7 +166,7 @@ def check_upstream(sent: list[bytes]) -> None:
 
 
 def check_client(written: bytes) -> None:
-    """Zero or more responses, each of which llhttp can read."""
+    """Zero or more responses, each of which llhttp can read (it cannot know which answer a HEAD)."""
     httptools.HttpResponseParser(Messages()).feed_data(written.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b""))
 
 
@@ -196,7 +196,7 @@ bodies = st.sampled_from(
 
 @st.composite
 def requests(draw: st.DrawFn) -> bytes:
-    method = draw(words("GET POST PUT HEAD OPTIONS CONNECT DELETE get"))
+    method = draw(words("GET POST PUT OPTIONS CONNECT DELETE get"))
     version = draw(words("HTTP/1.1 HTTP/1.1 HTTP/1.1 HTTP/1.0 HTTP/2.0 HTTP/1.9"))
     headers = draw(st.lists(st.tuples(names, values), max_size=5))
     body = draw(bodies)

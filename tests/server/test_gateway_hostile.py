@@ -10,9 +10,10 @@ import pytest
 
 from server.gateway import Limits, UpstreamSettings
 from server.gateway.routes import find, public_names
-from tests.server.gateway_harness import RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway_harness import ADMIN_KEY, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Upstream, read_answer, upstream
 
+ADMIN = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 LIMITS = Limits(max_body=1000, max_head=4096, max_headers=30, request_timeout_s=0.8, keep_alive_s=0.6)
 
 
@@ -123,6 +124,16 @@ async def test_wrong_method_on_a_public_path(gateway: RunningGateway) -> None:
     answer = await gateway.ask(get("/v1/completions"))
     assert (answer.status, code(answer.body), answer.headers["allow"]) == (405, "method_not_allowed", "POST")
     assert (await gateway.ask(post("/healthz"))).status == 405
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/nothing"])
+async def test_head_gets_no_body(gateway: RunningGateway, path: str) -> None:
+    reader, writer = await gateway.connect()
+    writer.write(f"HEAD {path} HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n".encode())
+    raw = await asyncio.wait_for(reader.read(), 10)
+    assert raw.startswith(b"HTTP/1.1 40")
+    assert raw.endswith(b"\r\n\r\n")
+    writer.close()
 
 
 SMUGGLING = {
@@ -239,7 +250,7 @@ async def test_a_long_path_is_431(gateway: RunningGateway) -> None:
     assert (await gateway.ask(get("/" + "a" * 5000))).status == 431
 
 
-@pytest.mark.parametrize("part", [b"POST /v1/comp", post(body=b"{}")[:-1], post("/admin/weights", b"{}")[:-1]])
+@pytest.mark.parametrize("part", [b"POST /v1/comp", post(body=b"{}")[:-1], post("/admin/weights", b"{}", ADMIN)[:-1]])
 async def test_a_request_that_never_ends_is_408(gateway: RunningGateway, part: bytes) -> None:
     answer = await gateway.ask(part)
     assert (answer.status, code(answer.body)) == (408, "request_timeout")
