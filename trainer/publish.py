@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -61,7 +62,7 @@ class WeightPublisher:
         alone = dist.get_world_size() == 1
         ticket: dict[str, Any] = {} if alone else broadcast_json(draft.ticket if draft is not None else None)
         try:
-            writer = weightsync.join(ticket, dist.get_rank()) if draft is None else draft
+            writer = draft or weightsync.join(ticket | {"slot": Path(ticket["slot"])}, dist.get_rank())
             for name, tensor, dim, start in self._engine.slices(self._config.dtype):
                 if tensor.shape == self._shapes[name]:
                     writer.write(name, tensor)

@@ -13,13 +13,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from safetensors.torch import load_file
 
+import weightsync
 from tests.trainer.batches import random_batch
 from trainer import strict
 from trainer.algorithms import build_algorithm
 from trainer.batch import TOKENS
 from trainer.config import TrainerConfig
+from trainer.errors import TrainerError
 from trainer.megatron import state
-from trainer.megatron.convert import join
 from trainer.megatron.engine import Engine
 from trainer.megatron.hf_config import load_shape
 from trainer.megatron.parallel import gather_json, split
@@ -111,23 +112,43 @@ def losses(
         return trained
 
 
-def publish(path: str, parallel: dict[str, int], store: str, dtype: str, steps: int) -> list[int]:
-    """Publish after each of `steps` training steps; the versions."""
-    section = {"model": "tiny", "store": store, "dtype": dtype}
+@contextlib.contextmanager
+def publishing(path: str, parallel: dict[str, int], store: str, dtype: str) -> Iterator[tuple[Engine, WeightPublisher]]:
+    section = {"model": "tiny", "store": store, "dtype": dtype, "timeout_s": 20}
     with engine({"model": {"path": path}, "parallel": parallel, "publish": section}) as built:
         assert built.config.publish is not None
         publisher = WeightPublisher(built.config.publish, built)
         try:
-            versions = []
-            for step in range(steps):
-                built.step(random_batch(built.shape.vocab, seed=step))
-                versions.append(publisher.publish(step).version)
-            return versions
+            yield built, publisher
         finally:
             publisher.close()
 
 
-def whole(path: str, parallel: dict[str, int]) -> list[str]:
-    """Names of the tensors that joining every rank's slices gives, on one rank alone."""
-    with engine({"model": {"path": path}, "parallel": parallel}) as built:
-        return sorted(name for name, _ in join(list(built.slices("float32"))))
+def publish(path: str, parallel: dict[str, int], store: str, dtype: str, steps: int) -> list[int]:
+    """The initial weights as one version, then one after each of `steps` training steps; the versions."""
+    with publishing(path, parallel, store, dtype) as (built, publisher):
+        versions = [publisher.publish(0).version]
+        for step in range(steps):
+            built.step(random_batch(built.shape.vocab, seed=step))
+            versions.append(publisher.publish(step + 1).version)
+        return versions
+
+
+def publish_refused(path: str, parallel: dict[str, int], store: str) -> list[Any]:
+    """[kind, message, final] of the error that this rank gets."""
+    try:
+        with publishing(path, parallel, store, "float32") as (_, publisher):
+            publisher.publish(0)
+    except TrainerError as error:
+        return [type(error).__name__, str(error), getattr(error, "final", None)]
+    return []
+
+
+def publish_taken_over(path: str, parallel: dict[str, int], store: str) -> list[Any]:
+    """The error of a publisher whose lineage another one has taken."""
+    try:
+        with publishing(path, parallel, store, "float32") as (_, ours), weightsync.Publisher(store, model="tiny"):
+            ours.publish(0)
+    except TrainerError as error:
+        return [type(error).__name__, str(error), getattr(error, "final", None)]
+    return []

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import socket
 import subprocess
 import sys
 import traceback
 from typing import Any
+
+PATIENCE_S = 120.0
 
 
 class Ranks:
@@ -34,15 +37,30 @@ class Ranks:
         ]
 
     def call(self, case: str, **arguments: Any) -> list[Any]:
-        """Run a case on every rank; their results in rank order. Raises AssertionError with a rank's traceback."""
+        """Run a case on every rank; their results in rank order. Raises AssertionError with the traceback of the first
+        rank that fails, whose peers may then wait for it for ever: the ranks are ended."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
             process.stdin.flush()
-        answers = [json.loads(process.stdout.readline()) for process in self._processes if process.stdout]
-        for rank, answer in enumerate(answers):
-            assert "error" not in answer, f"rank {rank}: {answer['error']}"
-        return [answer["result"] for answer in answers]
+        results: dict[int, Any] = {}
+        with selectors.DefaultSelector() as ready:
+            for rank, process in enumerate(self._processes):
+                assert process.stdout is not None
+                ready.register(process.stdout, selectors.EVENT_READ, rank)
+            while len(results) < len(self._processes):
+                events = ready.select(PATIENCE_S)
+                answers = {key.data: json.loads(key.fileobj.readline() or '{"error": "it died"}') for key, _ in events}
+                for rank, answer in answers.items() or {-1: {"error": "no answer in time"}}.items():
+                    if "error" in answer:
+                        self._end()
+                        raise AssertionError(f"{case} on rank {rank}: {answer['error']}")
+                    results[rank] = answer["result"]
+        return [results[rank] for rank in sorted(results)]
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.kill()
 
     def __enter__(self) -> Ranks:
         return self
@@ -55,7 +73,7 @@ class Ranks:
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:
-                process.kill()
+                self._end()
 
 
 def serve_cases() -> None:

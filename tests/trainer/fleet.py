@@ -1,0 +1,89 @@
+"""A whole serving side for the trainer's tests: store, coordinator, and one instance with a real transformers model.
+
+Weights reach the model as they reach an engine: published slot, staged and verified, flipped at the commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from tests.trainer.generate_server import GenerateServer, serve
+from weightsync.agent import CommitResult, Participant, StageResult
+from weightsync.coordinator import Coordinator
+from weightsync.errors import ManifestError
+from weightsync.ledger import ensure_arena
+from weightsync.receiver import SlotReader
+from weightsync.records import ActiveRecord, InstanceRecord, VersionRecord
+from weightsync.store import Store, open_store
+
+
+class Fleet:
+    """One instance and its coordinator. `refuse` makes the instance refuse to stage; `versions` is what it ran."""
+
+    def __init__(self, server: GenerateServer, store_url: str, arena: Path, model: str) -> None:
+        self.server, self.store_url, self.model = server, store_url, model
+        self.refuse = False
+        self.versions: list[int] = []
+        self._arena = arena
+        self._staged: dict[int, dict[str, torch.Tensor]] = {}
+        self._ready = threading.Event()
+        self._stopping: asyncio.Event
+
+    async def run(self) -> None:
+        store: Store = open_store(self.store_url)
+        await ensure_arena(store, self._arena)
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        record = InstanceRecord(id="test", address=self.server.url, state="STARTING")
+        participant = Participant(store, self.model, record, self._stage, self._commit)
+        coordinator = Coordinator(store, self.model)
+        participant.start()
+        coordinator.start()
+        await participant.serving()
+        self._ready.set()
+        await self._stopping.wait()
+        await participant.stop()
+        await coordinator.stop()
+        await store.close()
+
+    async def _stage(self, version: VersionRecord) -> StageResult:
+        if self.refuse:
+            raise ManifestError("made to refuse")
+        with SlotReader.open(version.slot, manifest_digest=version.manifest_digest, version=version.version) as reader:
+            reader.verify_all()
+            self._staged = {version.version: {name: _tensor(reader, name) for name in reader.manifest.tensors}}
+        return StageResult()
+
+    async def _commit(self, active: ActiveRecord, version: VersionRecord) -> CommitResult:
+        self.server.load(self._staged[version.version], version.version)
+        self.versions.append(version.version)
+        return CommitResult()
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stopping.set)
+
+
+def _tensor(reader: SlotReader, name: str) -> torch.Tensor:
+    entry = reader.entry(name)
+    flat = torch.frombuffer(bytearray(reader.buffer(name)), dtype=getattr(torch, entry.dtype))
+    return flat.reshape(entry.shape)
+
+
+@contextlib.contextmanager
+def fleet(model_directory: str, root: Path, model: str = "tiny") -> Iterator[Fleet]:
+    """Serve `model_directory`; the store and the slots lie below `root`."""
+    with serve(GenerateServer(model_directory)) as server:
+        running = Fleet(server, f"sqlite:///{root}/store.db", root / "slots", model)
+        thread = threading.Thread(target=lambda: asyncio.run(running.run()), daemon=True)
+        thread.start()
+        assert running._ready.wait(20), "the fleet did not start"
+        try:
+            yield running
+        finally:
+            running.stop()
+            thread.join(20)

@@ -1,0 +1,83 @@
+"""Versions published by real ranks arrive bit for bit, whatever the layout; failures are typed and survivable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.fleet import Fleet, fleet
+from tests.trainer.ranks import Ranks
+
+LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {"data": 2}]
+
+
+def served(running: Fleet) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in running.server.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("model", ["qwen2", "llama-tied"])
+def test_every_layout_publishes_the_same_bytes(
+    one_rank: Ranks, two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path, model: str
+) -> None:
+    path = small_models[model]
+    with fleet(path, tmp_path) as running:
+        arguments = {"path": path, "store": running.store_url, "dtype": "float32", "steps": 0}
+        before = served(running)
+        for parallel in [{}, *LAYOUTS]:
+            ranks = two_ranks if parallel else one_rank
+            versions = ranks.call("publish", **arguments, parallel=parallel)
+            assert len({tuple(v) for v in versions}) == 1
+            assert running.server.version == versions[0][-1]
+            assert all(torch.equal(before[name], tensor) for name, tensor in served(running).items())
+        assert running.versions == sorted(set(running.versions))
+
+
+def test_training_reaches_the_server(one_rank: Ranks, small_models: dict[str, str], tmp_path: Path) -> None:
+    with fleet(small_models["qwen3"], tmp_path) as running:
+        before = served(running)
+        arguments = {"path": small_models["qwen3"], "parallel": {}, "store": running.store_url, "dtype": "float32"}
+        versions = one_rank.call("publish", **arguments, steps=3)[0]
+        assert running.versions == versions
+        assert sum(not torch.equal(before[name], tensor) for name, tensor in served(running).items()) == len(before)
+
+
+def test_bfloat16_is_what_the_wire_carries(one_rank: Ranks, small_models: dict[str, str], tmp_path: Path) -> None:
+    with fleet(small_models["qwen3"], tmp_path) as running:
+        before = served(running)
+        arguments = {"path": small_models["qwen3"], "parallel": {}, "store": running.store_url, "dtype": "bfloat16"}
+        one_rank.call("publish", **arguments, steps=0)
+        for name, tensor in served(running).items():
+            assert torch.equal(tensor, before[name].to(torch.bfloat16).float())
+
+
+def test_a_refused_version_leaves_the_old_one(two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path) -> None:
+    with fleet(small_models["qwen2"], tmp_path) as running:
+        arguments: dict[str, Any] = {"path": small_models["qwen2"], "parallel": {"data": 2}, "store": running.store_url}
+        before = served(running)
+        running.refuse = True
+        lead, other = two_ranks.call("publish_refused", **arguments)
+        assert lead[0] == "PublishError"
+        assert "made to refuse" in lead[1]
+        assert other[0] == "RankFailed"
+        assert all(torch.equal(before[name], tensor) for name, tensor in served(running).items())
+        assert running.versions == []
+
+
+def test_a_taken_over_lineage_is_final(one_rank: Ranks, small_models: dict[str, str], tmp_path: Path) -> None:
+    with fleet(small_models["qwen2"], tmp_path) as running:
+        arguments = {"path": small_models["qwen2"], "parallel": {}, "store": running.store_url}
+        kind, message, final = one_rank.call("publish_taken_over", **arguments)[0]
+        assert (kind, final) == ("PublishError", True)
+        assert "taken over" in message
+
+
+def test_no_store_says_what_to_do(one_rank: Ranks, small_models: dict[str, str], tmp_path: Path) -> None:
+    arguments = {"path": small_models["qwen2"], "parallel": {}, "store": f"sqlite:///{tmp_path}/absent.db"}
+    kind, message, _ = one_rank.call("publish_refused", **arguments)[0]
+    assert kind == "PublishError"
+    assert "hotswap up" in message
+    assert json.dumps(message)
