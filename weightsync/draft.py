@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from weightsync.arena import SlotLock
-from weightsync.errors import DraftClosed, WeightSyncError
+from weightsync.errors import DraftClosed
 from weightsync.manifest import Layout, Manifest, Schema, TensorEntry
 from weightsync.records import VersionRecord
 from weightsync.slot import wipe_header, write_header
@@ -110,8 +110,6 @@ class Draft:
             return
         try:
             self._publisher._forget(self._claim.record.version, self._claim.revision)
-        except WeightSyncError:
-            pass  # the lease ends it
         finally:
             self._close()
 

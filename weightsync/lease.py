@@ -39,11 +39,16 @@ class LeaseKeeper:
                 self.lost.set()
                 return
 
-    async def end(self) -> None:
-        """Stop renewing and revoke, so that what hangs on the lease goes now and not after its time to live."""
+    async def stop(self) -> None:
+        """Stop renewing: what hangs on the lease goes when its time to live is over."""
+        self.lost.set()
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+
+    async def end(self) -> None:
+        """Stop renewing and revoke, so that what hangs on the lease goes now."""
+        await self.stop()
         with contextlib.suppress(StoreError):
             await self._store.revoke(self.id)

@@ -105,9 +105,14 @@ class Ledger:
             return done
 
     async def forget(self, version: int, revision: int) -> None:
-        """Remove a `publishing` record that is still ours."""
-        with contextlib.suppress(Conflict):
+        """Remove a `publishing` record that is still ours; if the store is away, let its lease end."""
+        try:
             await self.store.txn({self.keys.version(version): revision}, {self.keys.version(version): None})
+        except Conflict:
+            pass
+        except StoreError:
+            if self._lease is not None:
+                await self._lease.stop()
 
     async def versions(self) -> list[VersionRecord]:
         return [VersionRecord.from_json(kv.value) for kv in (await self.store.list(self.keys.versions))[0]]
