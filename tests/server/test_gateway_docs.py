@@ -1,0 +1,56 @@
+"""docs/api.md says what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from server.errors import HttpError
+from server.gateway import GatewayConfig, __main__
+from server.gateway.app import build_app
+from server.gateway.error_map import DETAILS, STATUS
+from server.gateway.fleet import Fleet
+from server.gateway.head import _FORWARDED
+from server.gateway.metrics import GatewayCollector
+from server.gateway.routes import public_names
+from server.gateway.stats import Stats
+
+ROOT = Path(__file__).parents[2]
+API = (ROOT / "docs" / "api.md").read_text()
+SOURCES = "".join(p.read_text() for p in [*(ROOT / "server" / "gateway").glob("*.py"), ROOT / "server" / "errors.py"])
+
+
+def test_every_route_is_documented() -> None:
+    app = build_app(GatewayConfig(store="sqlite:///nowhere/store.db", model="toy"))
+    admin = {path for path in app.openapi()["paths"]}
+    documented = set(re.findall(r"`(?:GET|POST) (/\S+)`", API))
+    assert documented == {*public_names(), *admin}
+
+
+def test_every_metric_is_documented() -> None:
+    metrics = set()
+    for family in GatewayCollector(Stats(), Fleet(None, "toy", None, Stats())).collect():  # type: ignore[arg-type]
+        metrics.add(family.name + ("_total" if family.type == "counter" else ""))
+    assert set(re.findall(r"`(hotswap_\w+)`", API)) == metrics
+
+
+def test_every_code_in_the_table_exists() -> None:
+    table = API.partition("## Errors")[2].partition("## Connections")[0]
+    documented = {
+        code
+        for row in re.findall(r"^\| \d+ \| ([^|]+) \|", table, re.MULTILINE)
+        for code in re.findall(r"`(\w+)`", row)
+    }
+    own = set(re.findall(r'code="(\w+)"|default_code[^=]*= "(\w+)"', SOURCES))
+    known = {code for pair in own for code in pair if code} | STATUS.keys()
+    assert documented <= known
+    base = {HttpError.default_code, "bad_request", "conflict", "unprocessable", "insufficient_storage", "push_failed"}
+    assert known - STATUS.keys() - base <= documented
+
+
+def test_every_option_and_detail_is_documented() -> None:
+    options = {a.option_strings[-1] for a in __main__.parser()._actions} - {"--help"}
+    listed = API.partition("## Options")[2]
+    assert options == set(re.findall(r"`(--[\w-]+)`", listed)) - {"--help"}
+    for name in (*DETAILS, *(header.decode() for header in _FORWARDED)):
+        assert f"`{name}`" in API, name
