@@ -6,8 +6,9 @@
     routes.py     what is public            head.py      request headers in, out
     fleet.py      the store's view          routing.py   which instance
     auth.py       keys and scopes           app.py       FastAPI: health, metrics, admin
-    admin.py      /admin/*                  error_map.py weightsync's errors as HTTP
+    admin.py      /admin/*                  push.py      publishing, in a process of its own
     stats.py      plain counts              metrics.py   the same for Prometheus
+    middleware.py the admin key, ids        error_map.py weightsync errors as HTTP
     probe.py      health and load of an instance, signals.py what is read of it
 
 Imports neither torch nor vLLM.

@@ -18,13 +18,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import httptools
-import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.errors import BadRequest, HeadersTooLarge, HttpError, MethodNotAllowed, NotFound, RequestTimeout
 from server.gateway.auth import INFER
 from server.gateway.exchange import Exchange, Request
 from server.gateway.head import RequestHead, new_request_id, read_head, too_large
+from server.gateway.json_check import check_object
 from server.gateway.relay import status_line
 from server.gateway.routes import Target, find
 
@@ -228,8 +228,11 @@ class GatewayProtocol(HttpToolsProtocol):
         assert self._head is not None
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body = []
-        if self._target.route.json_body:
-            _check_json(body)
+        route = self._target.route
+        if route.json_body:
+            check_object(body)
+        elif route.method == b"GET":
+            body = b""
         request = Request(
             self._target,
             self._head,
@@ -339,12 +342,3 @@ class GatewayProtocol(HttpToolsProtocol):
 def read_too_much(limit: int) -> HeadersTooLarge:
     """The answer to a head that does not end."""
     return HeadersTooLarge(f"More than {limit} bytes of request line and headers; send less.")
-
-
-def _check_json(body: bytes) -> None:
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as exc:
-        raise BadRequest(f"The body is not valid JSON: {exc}.", code="invalid_json") from exc
-    if not isinstance(value, dict):
-        raise BadRequest("The body must be a JSON object.", code="invalid_json")

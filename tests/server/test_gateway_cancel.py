@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -206,3 +207,37 @@ async def test_line_feeds_after_a_body_are_harmless(gateway: RunningGateway) -> 
         writer.write(post())
         assert (await read_answer(reader)).status == 200
         writer.close()
+
+
+async def refusing(gateway: RunningGateway) -> None:
+    """Returns when nobody listens any more."""
+    async with asyncio.timeout(10):
+        with contextlib.suppress(ConnectionError):
+            while True:
+                _, probe = await gateway.connect()
+                probe.close()
+
+
+async def test_a_gateway_that_stops_finishes_its_streams(tmp_path: Path) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await link.sse_head()
+        await link.chunk(b"data: 1\n\n")
+        await go.wait()
+        await link.chunk(b"data: 2\n\n")
+        await link.end()
+
+    go = asyncio.Event()
+    async with upstream(handler) as up:
+        with contextlib.ExitStack() as stack:
+            gateway = stack.enter_context(running_gateway(tmp_path, upstream=PATIENT))
+            gateway.register(up)
+            reader, writer = await gateway.connect()
+            writer.write(post())
+            await reader.readuntil(b"data: 1\n\n")
+            stopping = asyncio.create_task(asyncio.to_thread(stack.pop_all().close))
+            await refusing(gateway)
+            go.set()
+            await reader.readuntil(b"data: 2\n\n\r\n0\r\n\r\n")
+            assert await reader.read() == b""
+            await stopping
+            writer.close()

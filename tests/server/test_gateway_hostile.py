@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import Iterator
 
 import orjson
 import pytest
 
+from server.errors import BadRequest
 from server.gateway import Limits, UpstreamSettings
+from server.gateway.json_check import check_object
 from server.gateway.routes import find, public_names
 from tests.server.gateway_harness import ADMIN_KEY, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Upstream, read_answer, upstream
@@ -271,7 +274,9 @@ async def test_idle_connections_are_closed(gateway: RunningGateway) -> None:
 # bodies
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"{}x", b"[1]", b'"a"', b"null", b"\xff\xfe", b'{"a":NaN}', b'{"a":1,}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"{}x", b"[1]", b'"a"', b"null", b"\xff\xfe", b'{"a":NaN}', b'{"a":1,}', b'{"a":"\xff"}']
+)
 async def test_malformed_json_is_400_and_goes_nowhere(gateway: RunningGateway, body: bytes) -> None:
     async with upstream() as up:
         gateway.register(up)
@@ -280,9 +285,33 @@ async def test_malformed_json_is_400_and_goes_nowhere(gateway: RunningGateway, b
         assert up.requests == []
 
 
-async def test_deep_json_does_not_hurt(gateway: RunningGateway) -> None:
-    answer = await gateway.ask(post("/v1/chat/completions", b'{"a":' + b"[" * 990))
+@pytest.mark.parametrize("body", [b'{"a":' + b"[" * 990, b'{"a":' + b"[" * 490 + b"]" * 490 + b"}x"])
+async def test_deep_json_does_not_hurt(gateway: RunningGateway, body: bytes) -> None:
+    answer = await gateway.ask(post("/v1/chat/completions", body))
     assert (answer.status, code(answer.body)) == (400, "invalid_json")
+
+
+def test_json_is_checked_without_being_built() -> None:
+    """Turned into objects this body takes over 300 MB."""
+    body = b'{"a":[' + b"[]," * 5_000_000 + b"[]]}"
+    tracemalloc.start()
+    check_object(body)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+@pytest.mark.parametrize("deep", [b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000])
+def test_json_without_a_bottom_is_refused(deep: bytes) -> None:
+    with pytest.raises(BadRequest):
+        check_object(b'{"a":' + deep + b"}")
+
+
+async def test_a_body_on_a_get_goes_nowhere(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        assert (await gateway.ask(get("/v1/models", "Content-Length: 2\r\n") + b"{}")).status == 200
+    assert up.requests[0].body == b""
 
 
 async def test_a_refused_body_leaves_the_connection_usable(gateway: RunningGateway) -> None:
