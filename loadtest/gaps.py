@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ class Gaps:
         ends: list[float] = []
         lengths: list[float] = []
         for stream in arrivals:
-            for before, after in zip(stream, stream[1:], strict=False):
+            for before, after in itertools.pairwise(stream):
                 if before is not None and after is not None:
                     ends.append(after)
                     lengths.append(after - before)

