@@ -18,7 +18,7 @@ from weightsync.board import Board
 from weightsync.errors import Conflict, StoreError, SwapAborted, SwapTimeout
 from weightsync.records import InstanceRecord, Keys, SwapRecord, TargetRecord
 from weightsync.store.protocol import Store
-from weightsync.swap_state import Step, View, decide, in_flight
+from weightsync.swap_state import Step, View, decide, depends_on, in_flight
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.5
@@ -92,18 +92,11 @@ class Coordinator:
 
     async def _take(self, board: Board, step: Step) -> None:
         keys, swap = self._keys, step.swap
-        watched = [keys.swap, keys.active]
-        if step.kind in ("open", "refuse"):
-            watched.append(keys.target)
-        if step.kind in ("open", "commit"):
-            watched.append(keys.version(swap.target))
-        if step.kind == "commit":  # who staged must still be there, still staged, in the moment of the commit
-            watched += [keys.instance(name) for name in swap.participants]
         puts: dict[str, bytes | None] = {keys.swap: swap.to_json()}
         if step.active is not None:
             puts[keys.active] = step.active.to_json()
         try:
-            await self._store.txn({key: board.revision(key) for key in watched}, puts)
+            await self._store.txn({key: board.revision(key) for key in depends_on(step, keys)}, puts)
         except Conflict:
             return
         log.log(logging.WARNING if swap.reason else logging.INFO, "swap %s: %s", step.kind, swap)

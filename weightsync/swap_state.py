@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord, TargetRecord, VersionState
+from weightsync.records import ActiveRecord, InstanceRecord, Keys, SwapRecord, TargetRecord, VersionState
 
 CONFIRM_S = 30.0  # how long a commit waits for instances to say that they flipped
 PARTICIPATING = frozenset({"SERVING", "STAGING", "STAGED", "COMMITTING"})
@@ -62,6 +62,18 @@ def decide(view: View) -> Step | Wait:
     if view.target is not None and (swap is None or swap.id != view.target.id):
         return _open(view, view.target)
     return Wait()
+
+
+def depends_on(step: Step, keys: Keys) -> list[str]:
+    """The keys a step was decided on: it must be written only if none of them has changed."""
+    found = [keys.swap, keys.active]
+    if step.kind in ("open", "refuse"):
+        found.append(keys.target)
+    if step.kind in ("open", "commit"):
+        found.append(keys.version(step.swap.target))
+    if step.kind == "commit":  # who staged must still be there, and still staged, in the moment of the commit
+        found += [keys.instance(name) for name in step.swap.participants]
+    return found
 
 
 def in_flight(swap: SwapRecord | None) -> bool:
