@@ -67,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ConfigError, StoreError) as exc:
         print(f"hotswap gateway: {exc}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # uvicorn has shut down in order and hands the signal on
+        sys.exit(130)
 
 
 if __name__ == "__main__":

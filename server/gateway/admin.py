@@ -72,8 +72,9 @@ async def rollback(gateway: GatewayDep) -> dict[str, Any]:
 
 @router.get("/weights/active")
 async def active(gateway: GatewayDep) -> dict[str, Any]:
-    """The commit record: version, epoch, previous; `active` is null before the first commit."""
-    return {"model": gateway.config.model, "active": await _active(gateway)}
+    """The commit record; `version` is null and `epoch` 0 before the first commit."""
+    nothing = {"version": None, "epoch": 0, "previous": None}
+    return {"model": gateway.config.model, **(await _active(gateway) or nothing)}
 
 
 @router.get("/instances")

@@ -129,7 +129,7 @@ async def test_push_activate_list_and_roll_back(gateway: RunningGateway, tmp_pat
         assert toy.committed == [1, 2, 1]
 
         status, active = await admin(gateway, "GET", "/admin/weights/active")
-        assert (active["active"]["version"], active["active"]["epoch"]) == (1, 3)
+        assert (active["version"], active["epoch"], active["previous"]) == (1, 3, 2)
 
         status, fleet = await admin(gateway, "GET", "/admin/instances")
         (row,) = fleet["instances"]
@@ -163,7 +163,7 @@ async def test_a_refused_version_is_409_and_changes_nothing(gateway: RunningGate
         assert status == 409
         assert (answer["error"]["code"], answer["error"]["tensor"]) == ("swap_aborted", "a")
         assert "[2, 2]" in answer["error"]["message"]
-        assert (await admin(gateway, "GET", "/admin/weights/active"))[1]["active"]["version"] == 1
+        assert (await admin(gateway, "GET", "/admin/weights/active"))[1]["version"] == 1
         await eventually(lambda: gateway.gateway.stats.swaps["aborted"] == 1)
 
 
@@ -190,6 +190,8 @@ async def test_wrong_checkpoints_are_named(gateway: RunningGateway, tmp_path: Pa
 
 
 async def test_unknown_versions_and_no_way_back(gateway: RunningGateway) -> None:
+    _, nothing = await admin(gateway, "GET", "/admin/weights/active")
+    assert nothing == {"model": "toy", "version": None, "epoch": 0, "previous": None}
     status, answer = await admin(gateway, "POST", "/admin/weights/activate", {"version": 7})
     assert (status, answer["error"]["code"], answer["error"]["version"]) == (404, "unknown_version", 7)
     status, answer = await admin(gateway, "POST", "/admin/weights/rollback")
