@@ -64,6 +64,12 @@ class Board:
     def target(self) -> TargetRecord | None:
         return self._record(TargetRecord, self.keys.target)
 
+    @property
+    def versions(self) -> list[VersionRecord]:
+        """Oldest first."""
+        found = [VersionRecord.from_json(kv.value) for k, kv in self._found.items() if k.startswith(self.keys.versions)]
+        return sorted(found, key=lambda record: record.version)
+
     def version(self, version: int) -> VersionRecord | None:
         return self._record(VersionRecord, self.keys.version(version))
 

@@ -74,8 +74,8 @@ class Coordinator:
         """Ask for `version`, and report how its swap ended. Raises UnknownVersion, SwapTimeout, StoreUnavailable."""
         target = activation.new_target(version, "coordinator", deadline_s)
         async with Board.follow(self._store, self._keys) as board:
-            await activation.request(self._store, self._keys, target)
-            return await _report(board, target)
+            revision = await activation.request(self._store, self._keys, target)
+            return await _report(board, target, revision)
 
     async def rollback(self, deadline_s: float = 60.0) -> SwapReport:
         """Activate the previous version. Raises SwapAborted when there is none."""
@@ -95,13 +95,26 @@ class Coordinator:
         puts: dict[str, bytes | None] = {keys.swap: swap.to_json()}
         if step.active is not None:
             puts[keys.active] = step.active.to_json()
+        decided_on = depends_on(step, keys)
+        if step.kind in ("commit", "finish"):
+            retiring = self._superseded_by(board, step)
+            decided_on += [keys.target, *retiring]
+            puts |= retiring
         try:
-            await self._store.txn({key: board.revision(key) for key in depends_on(step, keys)}, puts)
+            await self._store.txn({key: board.revision(key) for key in decided_on}, puts)
         except Conflict:
             return
         log.log(logging.WARNING if swap.reason else logging.INFO, "swap %s: %s", step.kind, swap)
-        if step.kind == "finish" and step.swap.phase == "done" and (active := board.active) is not None:
-            await retention.retire(self._store, keys, spare=max(0, self._keep - 2), below=active.version)
+
+    def _superseded_by(self, board: Board, step: Step) -> dict[str, bytes | None]:
+        """What a commit makes superfluous goes with it, so that the slot is free for the next version at once."""
+        active = step.active or board.active
+        if active is None:
+            return {}
+        needed = retention.needed_versions(active, step.swap, board.target, board.instances.values())
+        return retention.retirement(
+            self._keys, board.versions, needed, spare=max(0, self._keep - 2), below=active.version
+        )
 
 
 def _view(board: Board) -> View:
@@ -118,8 +131,8 @@ def _view(board: Board) -> View:
     )
 
 
-async def _report(board: Board, target: TargetRecord) -> SwapReport:
-    """Follow one request to its end."""
+async def _report(board: Board, target: TargetRecord, revision: int) -> SwapReport:
+    """Follow the request of `revision` to its end."""
     deadline = time.monotonic() + target.deadline_s + REPORT_GRACE_S
     judge = activation.Judge(board.keys, target)
     while True:
@@ -131,7 +144,8 @@ async def _report(board: Board, target: TargetRecord) -> SwapReport:
         if swap is not None and swap.id == target.id and swap.phase in ("done", "aborted"):
             return _report_of(board, swap)
         try:
-            judge.is_active(event)
+            if event.kv.mod_revision > revision:
+                judge.is_active(event)
         except SwapAborted as superseded:
             return replace(_report_of(board, _never_opened(target)), reason=superseded.reason)
 

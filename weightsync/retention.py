@@ -58,18 +58,22 @@ async def retire(store: Store, keys: Keys, *, spare: int, below: int | None = No
         TargetRecord.from_json(target.value) if target else None,
         instances,
     )
-    victims = superseded(versions, needed, spare=spare, below=below)
-    puts: dict[str, bytes | None] = {keys.version(v.version): _retired(v).to_json() for v in victims}
-    tombstones = sorted(v.version for v in versions if v.state == "retired")[:-TOMBSTONES_KEPT]
-    puts |= {keys.version(version): None for version in tombstones}
+    puts = retirement(keys, versions, needed, spare=spare, below=below)
     compares = {key: kv.mod_revision if kv else MISSING for key, kv in single.items()}
     compares |= {key: found[key].mod_revision for key in puts}
     if puts:
         with contextlib.suppress(Conflict):
             await store.txn(compares, puts)
-            return [v.version for v in victims]
+            return [v.version for v in versions if puts.get(keys.version(v.version)) is not None]
     return []
 
 
-def _retired(record: VersionRecord) -> VersionRecord:
-    return replace(record, state="retired")
+def retirement(
+    keys: Keys, versions: Iterable[VersionRecord], needed: set[int], *, spare: int, below: int | None = None
+) -> dict[str, bytes | None]:
+    """What to write: superseded versions as retired, and the oldest tombstones no more."""
+    known = list(versions)
+    victims = superseded(known, needed, spare=spare, below=below)
+    tombstones = sorted(v.version for v in known if v.state == "retired")[:-TOMBSTONES_KEPT]
+    retired: dict[str, bytes | None] = {keys.version(v.version): replace(v, state="retired").to_json() for v in victims}
+    return retired | {keys.version(version): None for version in tombstones}

@@ -1,0 +1,98 @@
+"""A coordinator and instances with toy engines, all real but for the engine, each on a store connection of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from weightsync import CommitResult, Coordinator, Participant, SlotReader, StageResult, Store, open_store
+from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
+
+MODEL = "demo"
+KEYS = Keys(MODEL)
+
+
+@dataclass
+class Engine:
+    """What an instance runs, and the faults a test gives it."""
+
+    running: int | None = None
+    staged: set[int] = field(default_factory=set)
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    on_stage: Callable[[VersionRecord], object] | None = None
+    on_commit: Callable[[], object] | None = None
+    hang: asyncio.Event | None = None
+
+    async def stage(self, version: VersionRecord) -> StageResult:
+        self.calls.append(("stage", version.version))
+        if self.hang is not None:
+            await self.hang.wait()
+        if self.on_stage is not None:
+            self.on_stage(version)
+        with SlotReader.open(version.slot, manifest_digest=version.manifest_digest, version=version.version) as reader:
+            reader.verify_all()
+        self.staged.add(version.version)
+        return StageResult(fingerprint=version.manifest_digest, path="toy")
+
+    async def commit(self, active: ActiveRecord, version: VersionRecord) -> CommitResult:
+        self.calls.append(("commit", version.version))
+        assert version.version == active.version
+        assert version.version in self.staged
+        if self.on_commit is not None:
+            self.on_commit()
+        self.running = version.version
+        return CommitResult(commit_ms=0.5)
+
+    async def drop(self, version: VersionRecord) -> None:
+        self.calls.append(("drop", version.version))
+        self.staged.discard(version.version)
+
+
+class Fleet:
+    """Started by `running_fleet`; `engines` and `participants` by instance id."""
+
+    def __init__(self, url: str, stack: AsyncExitStack) -> None:
+        self._url, self._stack = url, stack
+        self.engines: dict[str, Engine] = {}
+        self.participants: dict[str, Participant] = {}
+
+    def store(self) -> Store:
+        store = open_store(self._url)
+        self._stack.push_async_callback(store.close)
+        return store
+
+    def coordinator(self, *, keep: int = 2) -> Coordinator:
+        coordinator = Coordinator(self.store(), MODEL, keep=keep)
+        coordinator.start()
+        self._stack.push_async_callback(coordinator.stop)
+        return coordinator
+
+    async def instance(
+        self, name: str, engine: Engine | None = None, *, wait: bool = True, ttl_s: float = 5.0
+    ) -> Engine:
+        engine = engine or Engine()
+        record = InstanceRecord(name, f"http://{name}", active_version=engine.running)
+        participant = Participant(
+            self.store(), MODEL, record, engine.stage, engine.commit, drop=engine.drop, lease_ttl_s=ttl_s
+        )
+        participant.start()
+        self._stack.push_async_callback(participant.stop)
+        self.engines[name], self.participants[name] = engine, participant
+        if wait:
+            await asyncio.wait_for(participant.serving(), 10)
+        return engine
+
+
+@asynccontextmanager
+async def running_fleet(url: str) -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        yield Fleet(url, stack)
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Wait for something another task brings about."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - conditions are about records and engines, not events of ours
+            await asyncio.sleep(0.005)
