@@ -1,0 +1,124 @@
+"""Spans of weight versions in answers, on recorded engine outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from server.instance.middleware import ProvenanceMiddleware
+from server.instance.provenance import Trace, annotate, annotate_chunk, current_trace
+
+
+@dataclass
+class Span:
+    version: str
+    start: int
+    end: int
+
+
+@dataclass
+class Output:
+    index: int
+    weight_versions: list[Span]
+
+
+def trace_of(*spans: Span, index: int = 0) -> Trace:
+    trace = Trace()
+    trace.record(trace.open(1), [Output(index, list(spans))])
+    return trace
+
+
+def chunk(finish: str | None = None) -> bytes:
+    body = {"id": "x", "choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": finish}]}
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def payload(event: bytes) -> dict[str, Any]:
+    return dict(orjson.loads(event.removeprefix(b"data: ").strip()))
+
+
+def test_chunk_names_the_version_of_its_token() -> None:
+    body = payload(annotate_chunk(chunk(), trace_of(Span("7", 0, 3))))
+    assert body["weight_version"] == 7
+    assert "weight_versions" not in body["choices"][0]
+
+
+def test_chunk_with_tokens_of_two_versions_lists_both() -> None:
+    trace = trace_of(Span("7", 0, 3))
+    annotate_chunk(chunk(), trace)
+    trace.record(0, [Output(0, [Span("7", 0, 4), Span("9", 4, 6)])])
+    body = payload(annotate_chunk(chunk(), trace))
+    assert body["weight_version"] == 9
+    assert body["choices"][0]["weight_versions"] == [
+        {"version": 7, "start": 3, "end": 4},
+        {"version": 9, "start": 4, "end": 6},
+    ]
+
+
+def test_last_chunk_has_all_spans_and_done_is_left_alone() -> None:
+    trace = trace_of(Span("7", 0, 3), Span("8", 3, 5))
+    annotated = annotate_chunk(chunk("stop") + b"data: [DONE]\n\n", trace)
+    first, done, rest = annotated.split(b"\n\n")
+    assert [s["version"] for s in payload(first)["choices"][0]["weight_versions"]] == [7, 8]
+    assert done == b"data: [DONE]"
+    assert rest == b""
+
+
+def test_error_events_are_left_alone() -> None:
+    event = b'data: {"error": {"message": "no"}}\n\n'
+    assert annotate_chunk(event, trace_of(Span("7", 0, 3))) == event
+
+
+def test_several_prompts_number_their_choices_on() -> None:
+    trace = Trace()
+    first, second = trace.open(2), trace.open(2)
+    trace.record(first, [Output(1, [Span("3", 0, 2)])])
+    trace.record(second, [Output(0, [Span("4", 0, 2)])])
+    body: dict[str, Any] = {"choices": [{"index": i, "finish_reason": "stop", "text": ""} for i in range(4)]}
+    annotate(body, trace, last=True)
+    assert [[s["version"] for s in c["weight_versions"]] for c in body["choices"]] == [[], [3], [4], []]
+
+
+async def run(
+    body: bytes, kind: bytes, path: str = "/v1/completions", spans: tuple[Span, ...] = ()
+) -> list[dict[str, Any]]:
+    """What the middleware sends for an application that answers `body`."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        trace = current_trace.get()
+        assert trace is not None
+        trace.record(trace.open(1), [Output(0, list(spans))])
+        headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await ProvenanceMiddleware(app, lambda: 5)({"type": "http", "path": path}, None, send)
+    return sent
+
+
+async def test_whole_body_keeps_a_true_length_and_gets_the_header() -> None:
+    body = orjson.dumps({"choices": [{"index": 0, "text": "hi", "finish_reason": "stop"}]})
+    start, answer = await run(body, b"application/json", spans=(Span("6", 0, 2), Span("7", 2, 4)))
+    headers = dict(start["headers"])
+    assert headers[b"content-length"] == b"%d" % len(answer["body"])
+    assert headers[b"x-hotswap-weight-version"] == b"6"
+    assert orjson.loads(answer["body"])["weight_version"] == 7
+
+
+async def test_other_routes_are_passed_through_with_the_active_version() -> None:
+    start, answer = await run(b'{"object":"list"}', b"application/json", path="/v1/models")
+    assert answer["body"] == b'{"object":"list"}'
+    assert dict(start["headers"])[b"x-hotswap-weight-version"] == b"5"
+
+
+async def test_error_bodies_are_passed_through() -> None:
+    body = b'{"error":{"message":"no"}}'
+    _, answer = await run(body, b"application/json")
+    assert answer["body"] == body
