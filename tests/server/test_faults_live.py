@@ -1,0 +1,220 @@
+"""Bad input and faults against a live server: a typed answer that says what to do, and the old version serving on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.live import LiveServer, eventually
+
+pytestmark = pytest.mark.engine
+PROMPT = [9, 8, 7, 6]
+
+
+@pytest.fixture
+def serving(live: LiveServer, checkpoints: dict[str, Path]) -> tuple[int, list[int]]:
+    """The active version and its greedy answer, from checkpoint `a`."""
+    version = live.push(checkpoints["a"])
+    return version, live.generate(PROMPT, 12)["choices"][0]["token_ids"]
+
+
+def assert_untouched(live: LiveServer, serving: tuple[int, list[int]]) -> None:
+    """The same version serves the same answer, and the instance is not left half-way."""
+    version, answer = serving
+    assert live.active() == version
+    (choice,) = live.generate(PROMPT, 12)["choices"]
+    assert choice["token_ids"] == answer
+    assert {s["version"] for s in choice["weight_versions"]} == {version}
+    assert live.instance()["state"] == "SERVING"
+
+
+def damaged(source: Path, target: Path, how: str) -> Path:
+    """A copy of a checkpoint with one thing wrong."""
+    shutil.copytree(source, target)
+    file = target / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.down_proj.weight"
+    if how == "truncated":
+        with file.open("r+b") as f:
+            f.truncate(file.stat().st_size - 1000)
+        return target
+    if how == "no weights":
+        file.unlink()
+        return target
+    if how == "wrong shape":
+        tensors[name] = tensors[name][:, :-1].contiguous()
+    elif how == "wrong dtype":
+        tensors[name] = tensors[name].to(torch.float16)
+    elif how == "missing tensor":
+        del tensors[name]
+    elif how == "extra tensor":
+        tensors["model.layers.9.extra"] = torch.zeros(2)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [
+        ("truncated", "model.safetensors"),
+        ("no weights", "safetensors"),
+        ("wrong shape", "model.layers.1.mlp.down_proj.weight"),
+        ("wrong dtype", "model.layers.1.mlp.down_proj.weight"),
+        ("missing tensor", "model.layers.1.mlp.down_proj.weight"),
+        ("extra tensor", "model.layers.9.extra"),
+    ],
+)
+def test_bad_checkpoint(
+    live: LiveServer, checkpoints: dict[str, Path], serving: tuple[int, list[int]], tmp_path: Path, how: str, names: str
+) -> None:
+    path = damaged(checkpoints["b"], tmp_path / "bad", how)
+    answer = live.admin.post("/admin/weights", json={"path": str(path), "activate": True})
+    assert 400 <= answer.status_code < 500
+    assert names in answer.json()["error"]["message"]
+    assert_untouched(live, serving)
+
+
+def test_flipped_byte_in_a_slot_aborts_the_swap(
+    live: LiveServer, checkpoints: dict[str, Path], serving: tuple[int, list[int]]
+) -> None:
+    answer = live.admin.post("/admin/weights", json={"path": str(checkpoints["b"]), "activate": False})
+    version = answer.json()["version"]
+    records = {v["version"]: v for v in live.admin.get("/admin/weights").json()["versions"]}
+    slot = Path(records[version]["slot"])
+    with slot.open("r+b") as file:
+        file.seek(slot.stat().st_size - 8192)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    refused = live.activate(version)
+    assert refused.status_code == 409
+    assert "digest" in refused.json()["error"]["message"] or "bytes" in refused.json()["error"]["message"]
+    assert_untouched(live, serving)
+
+
+def test_unknown_version(live: LiveServer, serving: tuple[int, list[int]]) -> None:
+    assert live.activate(10_000).status_code == 404
+    assert_untouched(live, serving)
+
+
+def test_admin_needs_the_admin_key(live: LiveServer) -> None:
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": live.processes.admin_key}):
+        answer = httpx.get(live.url + "/admin/weights", headers=headers)
+        assert answer.status_code in (401, 403)
+        assert "error" in answer.json()
+
+
+CONTROL = ["/pause", "/resume", "/collective_rpc", "/start_weight_update", "/update_weights", "/sleep", "/load"]
+
+
+@pytest.mark.parametrize("path", CONTROL)
+def test_control_routes_are_not_reachable(live: LiveServer, path: str) -> None:
+    assert live.client.post(path, json={}).status_code == 404
+    instance = live.instance()["address"]
+    if path != "/load":
+        assert httpx.post(instance + path, json={}).status_code in (404, 405)
+
+
+def test_openai_sdk_gets_typed_errors(live: LiveServer) -> None:
+    client = openai.OpenAI(base_url=live.url + "/v1", api_key="unused", max_retries=0)
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.completions.create(model="no-such-model", prompt="hi")
+    with pytest.raises(openai.BadRequestError, match="1024"):
+        client.completions.create(model=live.name, prompt=[5] * 2000, max_tokens=4)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model=live.name, prompt="hi", temperature=-3)
+    with pytest.raises(openai.BadRequestError, match="messages"):
+        client.chat.completions.create(model=live.name, messages="hi")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        (b"{not json", "JSON"),
+        (b"[]", "body"),
+        (b"{}", "prompt"),
+        (b'{"prompt": "a", "prompt_token_ids": [1]}', "exactly one"),
+        (b'{"prompt_token_ids": [99999999]}', "vocabulary"),
+        (b'{"prompt": "a", "max_tokens": 0}', "max_tokens"),
+        (b'{"prompt": "a", "max_tokens": 5000}', "context"),
+        (b'{"prompt": "a", "temperature": -1}', "temperature"),
+        (b'{"prompt": "a", "unknown_field": 1}', "unknown_field"),
+        (b'{"prompt": "' + b"a" * 3000 + b'", "max_tokens": 1}', ""),
+    ],
+)
+def test_generate_refuses_with_a_typed_error(live: LiveServer, body: bytes, names: str) -> None:
+    answer = live.client.post("/generate", content=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert names in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_generate_unknown_model(live: LiveServer) -> None:
+    answer = live.client.post("/generate", json={"prompt": "a", "model": "no-such-model"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
+def test_structured_output_logprobs_and_embeddings_as_vllm_gives_them(live: LiveServer) -> None:
+    client = openai.OpenAI(base_url=live.url + "/v1", api_key="unused", max_retries=0)
+    chat = client.chat.completions.create(
+        model=live.name,
+        messages=[{"role": "user", "content": "?"}],
+        logprobs=True,
+        top_logprobs=2,
+        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+    )
+    assert chat.choices[0].message.content in ("yes", "no")
+    assert chat.choices[0].logprobs is not None
+    assert len(chat.choices[0].logprobs.content[0].top_logprobs) == 2  # type: ignore[index]
+    with pytest.raises(openai.APIStatusError):
+        client.embeddings.create(model=live.name, input="hi")  # a generating model offers none
+
+
+PUBLISHER = """
+import sys, torch
+from safetensors.torch import load_file
+from weightsync import Publisher
+tensors = load_file(sys.argv[3])
+publisher = Publisher(sys.argv[1], model=sys.argv[2])
+print("publishing", flush=True)
+while True:
+    publisher.publish(tensors.items(), activate=False)
+"""
+
+
+def test_trainer_killed_while_publishing(
+    live: LiveServer, checkpoints: dict[str, Path], serving: tuple[int, list[int]]
+) -> None:
+    """Killed at arbitrary moments: no half-written version appears, and its slots are used again."""
+    command = [sys.executable, "-c", PUBLISHER, live.processes.store, live.name]
+    for delay in (0.0, 0.013, 0.031, 0.052):
+        with subprocess.Popen(
+            [*command, str(checkpoints["b"] / "model.safetensors")], stdout=subprocess.PIPE, text=True
+        ) as trainer:
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline() == "publishing\n"
+            time.sleep(delay)
+            os.kill(trainer.pid, signal.SIGKILL)
+        assert_untouched(live, serving)
+
+    def none_publishing() -> bool:
+        versions = live.admin.get("/admin/weights").json()["versions"]
+        return all(v["state"] != "publishing" for v in versions)
+
+    assert eventually(none_publishing, 20)
+    version = live.push(checkpoints["b"])
+    assert live.generate(PROMPT, 4)["choices"][0]["weight_versions"][0]["version"] == version
+    assert len(list(live.processes.arena.glob("slot-*"))) <= 8
