@@ -1,0 +1,206 @@
+"""An instance's part in a swap when the world around it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from weightsync import Publisher
+from weightsync.errors import DigestMismatch
+from weightsync.records import InstanceRecord, SwapRecord
+
+from .fleet import KEYS, Engine, Fleet, running_fleet, until
+from .tensors import model
+
+
+@pytest.fixture
+async def fleet(store_url: str) -> AsyncIterator[Fleet]:
+    async with running_fleet(store_url) as fleet:
+        yield fleet
+
+
+async def publish(publisher: Publisher) -> int:
+    return await asyncio.to_thread(publisher.publish, model(), activate=False)
+
+
+async def record(fleet: Fleet, name: str) -> InstanceRecord | None:
+    found = await fleet.store().get(KEYS.instance(name))
+    return InstanceRecord.from_json(found.value) if found else None
+
+
+async def registered(fleet: Fleet, name: str) -> InstanceRecord:
+    """Its record, as soon as there is one."""
+    async with asyncio.timeout(10):
+        while (found := await record(fleet, name)) is None:  # noqa: ASYNC110 - asks a store, not a task of ours
+            await asyncio.sleep(0.02)
+    return found
+
+
+async def test_it_serves_at_once_when_nothing_was_committed(fleet: Fleet) -> None:
+    await fleet.instance("a")
+    found = await record(fleet, "a")
+    assert found is not None
+    assert (found.state, found.address, found.active_version, found.active_epoch) == ("SERVING", "http://a", None, 0)
+
+
+async def test_it_catches_up_before_it_serves(fleet: Fleet, publisher: Publisher) -> None:
+    await fleet.coordinator().activate(await publish(publisher))
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()), wait=False)
+    await until(lambda: engine.calls == [("stage", 1)])
+    assert fleet.participants["a"].record.state == "STARTING"
+    assert engine.hang is not None
+    engine.hang.set()
+    await asyncio.wait_for(fleet.participants["a"].serving(), 10)
+    assert engine.running == 1
+    found = await record(fleet, "a")
+    assert found is not None
+    assert (found.state, found.active_version, found.active_epoch, found.commit_ms) == ("SERVING", 1, 1, 0.5)
+
+
+async def test_what_it_loaded_at_start_is_not_loaded_again(fleet: Fleet, publisher: Publisher) -> None:
+    await fleet.coordinator().activate(await publish(publisher))
+    engine = await fleet.instance("a", Engine(running=1))
+    await until(lambda: fleet.participants["a"].record.active_epoch == 1)
+    assert engine.calls == []
+
+
+async def test_one_that_cannot_catch_up_stays_out_and_tries_again(
+    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsync.agent.CATCH_UP_RETRY_S", 0.02)
+    await fleet.coordinator().activate(await publish(publisher))
+
+    def refuse(version: object) -> None:
+        raise DigestMismatch("w", "aa", "bb")
+
+    engine = await fleet.instance("a", Engine(on_stage=refuse), wait=False)
+    await until(lambda: len(engine.calls) >= 3)
+    found = await record(fleet, "a")
+    assert found is not None
+    assert (found.state, found.error.code if found.error else None) == ("STARTING", "digest_mismatch")
+    engine.on_stage = None
+    await asyncio.wait_for(fleet.participants["a"].serving(), 10)
+    assert fleet.participants["a"].record.error is None
+    assert engine.running == 1
+
+
+async def test_it_registers_again_when_its_lease_is_lost(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    await fleet.instance("a", ttl_s=0.3)
+    await coordinator.activate(await publish(publisher))
+    lease = fleet.participants["a"]._lease
+    assert lease is not None
+    await fleet.store().revoke(lease.id)
+    assert await record(fleet, "a") is None
+    found = await registered(fleet, "a")
+    assert (found.state, found.active_version) == ("SERVING", 1)
+    assert (await coordinator.activate(await publish(publisher))).instances["a"].active_version == 2
+
+
+async def test_it_serves_on_without_the_store_and_takes_part_when_it_is_back(
+    fleet: Fleet, publisher: Publisher, tmp_path: Path
+) -> None:
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a", ttl_s=0.3)
+    await coordinator.activate(await publish(publisher))
+    os.rename(tmp_path / "store.db", tmp_path / "away.db")
+    await asyncio.sleep(0.5)  # longer than its lease
+    assert engine.running == 1
+    assert fleet.participants["a"].record.state == "SERVING"
+    os.rename(tmp_path / "away.db", tmp_path / "store.db")
+    version = await publish(publisher)
+    await registered(fleet, "a")
+    assert (await coordinator.activate(version)).ok
+    await until(lambda: engine.running == version)
+
+
+async def test_a_swap_it_missed_is_followed_when_the_store_is_back(
+    fleet: Fleet, publisher: Publisher, tmp_path: Path
+) -> None:
+    """It was away, not dead: the fleet went on without it, and it must not serve the old version for long."""
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a")
+    participant = fleet.participants["a"]
+    assert participant._task is not None
+    assert participant._lease is not None
+    participant._task.cancel()
+    await participant._lease.end()
+    assert (await coordinator.activate(await publish(publisher))).instances == {}
+    assert engine.running is None
+    participant.start()
+    await until(lambda: engine.running == 1)
+
+
+async def test_an_interrupted_staging_is_begun_again(fleet: Fleet, publisher: Publisher) -> None:
+    """The store went away between "I am staging" and the staging."""
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
+    swap = asyncio.create_task(coordinator.activate(await publish(publisher)))
+    participant = fleet.participants["a"]
+    await until(lambda: participant.record.state == "STAGING")
+    assert participant._task is not None
+    participant._task.cancel()
+    assert engine.hang is not None
+    engine.hang.set()
+    participant.start()
+    assert (await swap).ok
+    assert engine.calls == [("stage", 1), ("stage", 1), ("commit", 1)]
+
+
+async def test_leaving_is_seen_at_once(fleet: Fleet) -> None:
+    await fleet.instance("a", ttl_s=3600)
+    await fleet.participants["a"].stop()
+    assert await record(fleet, "a") is None
+
+
+async def test_one_that_drains_takes_part_in_no_more_swaps(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    drained, other = await fleet.instance("a"), await fleet.instance("b")
+    await fleet.participants["a"].drain()
+    assert (await coordinator.activate(await publish(publisher))).instances.keys() == {"b"}
+    assert [drained.running, other.running] == [None, 1]
+
+
+async def test_what_was_staged_is_not_staged_again_for_the_commit(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a")
+    for _ in range(3):
+        await coordinator.activate(await publish(publisher))
+    await coordinator.rollback()
+    assert engine.calls == [(call, version) for version in (1, 2, 3, 2) for call in ("stage", "commit")]
+
+
+async def test_a_torn_instance_does_nothing_more(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+
+    def fail() -> None:
+        raise RuntimeError("x")
+
+    engine = await fleet.instance("a", Engine(on_commit=fail))
+    await coordinator.activate(await publish(publisher))
+    await until(lambda: fleet.participants["a"].record.state == "TORN")
+    await coordinator.activate(await publish(publisher))
+    assert engine.calls == [("stage", 1), ("commit", 1)]
+    found = await record(fleet, "a")
+    assert found is not None
+    assert (found.state, found.active_version) == ("TORN", None)
+
+
+async def test_it_reports_how_it_staged(fleet: Fleet, publisher: Publisher) -> None:
+    report = None
+    coordinator = fleet.coordinator()
+    await fleet.instance("a")
+    report = await coordinator.activate(await publish(publisher))
+    found = report.instances["a"]
+    assert found.stage_ms is not None
+    assert found.stage_ms > 0
+    assert found.staging_gbps is not None
+    assert found.staging_gbps > 0
+    assert found.fingerprint == (await asyncio.to_thread(publisher.versions))[0].manifest_digest
+    swap = await fleet.store().get(KEYS.swap)
+    assert swap is not None
+    assert SwapRecord.from_json(swap.value).id == found.swap_id
