@@ -23,6 +23,8 @@ from typing import Any, Protocol, TextIO
 
 import orjson
 
+from trainer.rollout import Group
+
 
 class MetricsWriter(Protocol):
     """Receives every event of a run, in order, on rank 0. A live display implements this."""
@@ -71,3 +73,26 @@ class _Phase:
     def __exit__(self, *_: object) -> None:
         spent = (time.perf_counter() - self._start) * 1e3
         self._watch.ms[self._key] = round(self._watch.ms.get(self._key, 0.0) + spent, 3)
+
+
+def rollout_metrics(groups: list[Group], version: int) -> dict[str, float]:
+    """Rewards, lengths, and how many versions behind `version` the tokens were sampled."""
+    if not groups:
+        return {}
+    samples = [s for g in groups for s in g.samples]
+    scores = [s for g in groups for s in g.scores]
+    rewards = [s.total for s in scores]
+    mean = sum(rewards) / len(rewards)
+    lags = [version - span.version for s in samples for span in s.versions for _ in range(span.start, span.end)]
+    result = {
+        "reward_mean": mean,
+        "reward_std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
+        "full_reward": sum(s.full for s in scores) / len(scores),
+        "zero_std_groups": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups),
+        "answer_tokens_mean": sum(len(s.token_ids) for s in samples) / len(samples),
+        "truncated": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        "version_lag_mean": sum(lags) / max(len(lags), 1),
+        "version_lag_max": float(max(lags, default=0)),
+    }
+    names = scores[0].parts
+    return result | {f"reward/{name}": sum(s.parts[name] for s in scores) / len(scores) for name in names}

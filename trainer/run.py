@@ -23,7 +23,7 @@ from trainer.megatron.engine import Engine, StepStats
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import finish_checkpoint, write_shards
 from trainer.megatron.parallel import broadcast_json, broadcast_tensors, gather_json, is_lead, lead
-from trainer.metrics import MetricsWriter, Stopwatch
+from trainer.metrics import MetricsWriter, Stopwatch, rollout_metrics
 from trainer.publish import WeightPublisher
 from trainer.rewards import build_scorer
 from trainer.rollout import Group, Rollouts
@@ -217,26 +217,3 @@ class Run:
         c = self.config
         shape = {k: v for k, v in dataclasses.asdict(self.shape).items() if k != "max_positions"}
         return {"seed": c.seed, "algorithm": c.algorithm.name, "data": dataclasses.asdict(c.data), "model": shape}
-
-
-def rollout_metrics(groups: list[Group], version: int) -> dict[str, float]:
-    """Rewards, lengths, and how many versions behind `version` the tokens were sampled."""
-    if not groups:
-        return {}
-    samples = [s for g in groups for s in g.samples]
-    scores = [s for g in groups for s in g.scores]
-    rewards = [s.total for s in scores]
-    mean = sum(rewards) / len(rewards)
-    lags = [version - span.version for s in samples for span in s.versions for _ in range(span.start, span.end)]
-    result = {
-        "reward_mean": mean,
-        "reward_std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
-        "full_reward": sum(s.full for s in scores) / len(scores),
-        "zero_std_groups": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups),
-        "answer_tokens_mean": sum(len(s.token_ids) for s in samples) / len(samples),
-        "truncated": sum(s.finish_reason == "length" for s in samples) / len(samples),
-        "version_lag_mean": sum(lags) / max(len(lags), 1),
-        "version_lag_max": float(max(lags, default=0)),
-    }
-    names = scores[0].parts
-    return result | {f"reward/{name}": sum(s.parts[name] for s in scores) / len(scores) for name in names}

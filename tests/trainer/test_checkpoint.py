@@ -1,0 +1,107 @@
+"""Checkpoint directories: whole, or not used."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from trainer.checkpoint import CheckpointDir
+from trainer.errors import ResumeError
+
+
+def write(directory: CheckpointDir, step: int) -> Path:
+    staged = directory.stage(step)
+    (staged / "tensors").mkdir()
+    (staged / "tensors" / "0.bin").write_bytes(bytes([step]) * 1000)
+    (staged / "rank.json").write_text(f'{{"step": {step}}}')
+    return directory.commit(step, {"step": step})
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> CheckpointDir:
+    made = CheckpointDir(tmp_path / "checkpoints", keep=3)
+    for step in (1, 2, 3):
+        write(made, step)
+    return made
+
+
+def newest_step(directory: CheckpointDir) -> int:
+    found = directory.newest()
+    assert found is not None
+    return int(found[1]["step"])
+
+
+def test_the_newest_is_found_and_the_oldest_dropped(directory: CheckpointDir) -> None:
+    assert newest_step(directory) == 3
+    write(directory, 4)
+    assert [path.name for path in directory.steps()] == ["step-00000004", "step-00000003", "step-00000002"]
+
+
+def test_nothing_there_is_not_an_error(tmp_path: Path) -> None:
+    assert CheckpointDir(tmp_path / "none").newest() is None
+
+
+def truncate(path: Path) -> None:
+    (path / "tensors" / "0.bin").write_bytes(b"short")
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray((path / "tensors" / "0.bin").read_bytes())
+    data[500] ^= 1
+    (path / "tensors" / "0.bin").write_bytes(data)
+
+
+def remove_a_file(path: Path) -> None:
+    (path / "rank.json").unlink()
+
+
+def remove_the_manifest(path: Path) -> None:
+    (path / "MANIFEST").unlink()
+
+
+def truncate_the_manifest(path: Path) -> None:
+    (path / "MANIFEST").write_text((path / "MANIFEST").read_text()[:40])
+
+
+DAMAGES = [truncate, flip_a_byte, remove_a_file, remove_the_manifest, truncate_the_manifest]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+def test_a_torn_checkpoint_is_named_and_the_one_before_used(
+    directory: CheckpointDir, damage: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert callable(damage)
+    damage(directory.path / "step-00000003")
+    with caplog.at_level(logging.WARNING):
+        assert newest_step(directory) == 2
+    assert "step-00000003" in caplog.text
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+def test_all_torn_is_refused(directory: CheckpointDir, damage: object) -> None:
+    assert callable(damage)
+    for path in directory.steps():
+        damage(path)
+    with pytest.raises(ResumeError, match="step-00000003"):
+        directory.newest()
+
+
+def test_one_being_written_is_never_seen_and_cleaned_up(directory: CheckpointDir) -> None:
+    (directory.stage(4) / "half").write_bytes(b"half")
+    assert newest_step(directory) == 3
+    write(directory, 5)
+    assert not list(directory.path.glob(".writing-*"))
+
+
+def test_a_lost_or_stale_pointer_does_no_harm(directory: CheckpointDir) -> None:
+    (directory.path / "latest").unlink()
+    assert newest_step(directory) == 3
+    (directory.path / "latest").write_text("step-00000099")
+    assert newest_step(directory) == 3
+
+
+def test_the_pointer_decides_after_a_run_was_restarted_from_scratch(directory: CheckpointDir) -> None:
+    write(directory, 1)
+    assert newest_step(directory) == 1

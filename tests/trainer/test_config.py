@@ -1,0 +1,128 @@
+"""Configuration: strict, typed, and every complaint names its key and says what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import trainer
+from trainer.config import GrpoConfig, load
+from trainer.errors import ConfigError
+
+MINIMAL: dict[str, Any] = {
+    "model": {"path": "m"},
+    "data": {"kind": "arithmetic"},
+    "algorithm": {"name": "sft"},
+    "steps": 3,
+}
+GRPO: dict[str, Any] = {"algorithm": {"name": "grpo"}, "gateway": {"url": "http://localhost:1"}}
+
+
+def parse(tmp_path: Path, changes: dict[str, Any], *overrides: str) -> trainer.TrainerConfig:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL | changes))
+    return load(path, list(overrides))
+
+
+def test_defaults_fill_what_is_left_out(tmp_path: Path) -> None:
+    config = parse(tmp_path, {})
+    assert config.parallel.world_size == 1
+    assert config.publish is None
+
+
+def test_the_tag_chooses_the_section(tmp_path: Path) -> None:
+    config = parse(tmp_path, GRPO | {"algorithm": {"name": "grpo", "clip_high": 0.3}})
+    assert isinstance(config.algorithm, GrpoConfig)
+    assert config.algorithm.clip_high == 0.3
+
+
+def test_overrides_reach_into_sections_that_are_not_there(tmp_path: Path) -> None:
+    config = parse(tmp_path, {}, "optimizer.lr=3e-4", "parallel.tensor=2", "checkpoint.path=c", "steps=9")
+    assert (config.optimizer.lr, config.parallel.tensor, config.steps) == (3e-4, 2, 9)
+    assert config.checkpoint is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "advice"),
+    [
+        ({"stepz": 1}, "stepz", "Did you mean 'steps'"),
+        ({"optimizer": {"learning_rate": 1}}, "optimizer.learning_rate", "Known keys here"),
+        ({"steps": "many"}, "steps", "expected int"),
+        ({"steps": True}, "steps", "expected int"),
+        ({"steps": 0}, "steps", "positive"),
+        ({"steps": None}, "steps", "expected int"),
+        ({"batch": -1}, "batch", "positive"),
+        ({"model": {}}, "model.path", "missing"),
+        ({"model": "m"}, "model", "mapping"),
+        ({"model": {"path": "m", "dtype": "float8"}}, "model.dtype", "one of float32, bfloat16"),
+        ({"algorithm": {"name": "ppo"}}, "algorithm.name", "one of: grpo, sft"),
+        ({"algorithm": {"name": "sft", "clip_low": 0.2}}, "algorithm.clip_low", "unknown key"),
+        ({"algorithm": {"name": "grpo"}}, "gateway", "Add gateway"),
+        (GRPO | {"algorithm": {"name": "grpo", "samples_per_prompt": 1}}, "algorithm.samples_per_prompt", "at least 2"),
+        (GRPO | {"rollout": {"temperature": 0.7}}, "rollout.temperature", "Leave it at 1.0"),
+        (GRPO | {"rewards": []}, "rewards", "at least one"),
+        (GRPO | {"rewards": [{"kind": "regex"}]}, "rewards[0].pattern", "regular expression"),
+        (GRPO | {"rewards": [{"kind": "callable", "target": "f"}]}, "rewards[0].target", "module:function"),
+        ({"eval": {}}, "gateway", "eval samples"),
+        ({"gateway": {"url": "localhost"}}, "gateway.url", "http://host:port"),
+        ({"optimizer": {"lr": 0}}, "optimizer.lr", "positive"),
+        ({"optimizer": {"lr": 1e-4, "min_lr": 1e-3}}, "optimizer.min_lr", "range"),
+        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr", "positive"),
+        ({"data": {"kind": "jsonl"}}, "data.path", "JSONL"),
+        ({"data": {"kind": "arithmetic", "held_out": 99}}, "data.held_out", "range"),
+        ({"data": {"kind": "arithmetic", "noise": 2}}, "data.noise", "range"),
+        ({"parallel": {"tensor": 0}}, "parallel.tensor", "positive"),
+        ({"publish": {"model": "m"}}, "publish.store", "HOTSWAP_STORE"),
+        ({"checkpoint": {"path": "c", "resume": "maybe"}}, "checkpoint.resume", "one of auto, must, never"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], key: str, advice: str
+) -> None:
+    monkeypatch.delenv("HOTSWAP_STORE", raising=False)
+    with pytest.raises(ConfigError) as error:
+        parse(tmp_path, changes)
+    assert error.value.key == key
+    assert advice in str(error.value)
+
+
+@pytest.mark.parametrize("assignment", ["optimizer.lr", "=3", "steps.more=1"])
+def test_a_bad_override_is_named(tmp_path: Path, assignment: str) -> None:
+    with pytest.raises(ConfigError):
+        parse(tmp_path, {}, assignment)
+
+
+def test_a_missing_or_broken_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        load(tmp_path / "absent.yaml")
+    (tmp_path / "broken.yaml").write_text("a: [1")
+    with pytest.raises(ConfigError, match="not YAML"):
+        load(tmp_path / "broken.yaml")
+    (tmp_path / "empty.yaml").write_text("")
+    with pytest.raises(ConfigError, match="missing"):
+        load(tmp_path / "empty.yaml")
+
+
+EXAMPLES = sorted((Path(trainer.__file__).parent / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_the_examples_are_valid(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSWAP_STORE", "sqlite:///store.db")
+    load(example)
+
+
+def test_configuration_needs_no_torch() -> None:
+    code = "import sys, trainer, trainer.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_everything_public_is_exported() -> None:
+    assert all(hasattr(trainer, name) for name in trainer.__all__)
+    errors = {name for name, value in vars(trainer.errors).items() if isinstance(value, type)}
+    assert errors <= set(trainer.__all__)

@@ -1,0 +1,62 @@
+"""The two recipes, end to end: a model learns a mistake from its data, then unlearns it from rewards alone.
+
+Real trainer process, real store, coordinator and slots, a real model that samples; the engine alone is transformers'.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.trainer.fleet import Fleet, fleet
+
+CONFIGS = Path(__file__).parents[2] / "trainer" / "configs"
+
+
+def configured(name: str, running: Fleet, root: Path, **changes: Any) -> Path:
+    """An example configuration, pointed at this test's server and directories."""
+    config = yaml.safe_load((CONFIGS / name).read_text())
+    config["gateway"]["url"] = running.server.url
+    config["publish"] |= {"store": running.store_url, "model": running.model}
+    config["metrics"] = str(root / f"{name}.jsonl")
+    path = root / name
+    path.write_text(yaml.safe_dump(config | changes))
+    return path
+
+
+def train(path: Path) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.main", "--config", str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in Path(yaml.safe_load(path.read_text())["metrics"]).read_text().splitlines()]
+
+
+def accuracies(events: list[dict[str, Any]]) -> list[float]:
+    return [event["accuracy"] for event in events if event["event"] == "eval"]
+
+
+def test_fine_tuning_then_grpo_raises_held_out_accuracy(tiny_model: str, tmp_path: Path) -> None:
+    tuned, improved = str(tmp_path / "sft"), str(tmp_path / "grpo")
+    with fleet(tiny_model, tmp_path) as running:
+        changes: dict[str, Any] = {"model": {"path": tiny_model}, "save_to": tuned, "steps": 150}
+        sft = train(configured("sft.yaml", running, tmp_path, **changes))
+        changes = {"model": {"path": tuned}, "save_to": improved, "checkpoint": None, "steps": 40}
+        grpo = train(configured("grpo.yaml", running, tmp_path, **changes))
+
+    before, after = accuracies(sft)[-1], accuracies(grpo)[-1]
+    print(f"accuracy {accuracies(sft)} in fine-tuning, {accuracies(grpo)} in GRPO")
+    assert accuracies(sft)[0] < 0.05
+    assert before < 0.5  # the mistake was learned
+    assert after >= before + 0.3  # and unlearned, on problems that were never trained on
+
+    steps = [event for event in grpo if event["event"] == "step"]
+    assert [step["version"] for step in steps] == sorted({step["version"] for step in steps})  # one version a step
+    assert max(step["logprob_gap_max"] for step in steps) < 1e-4  # the server samples from the trainer's very weights
+    assert max(step["version_lag_max"] for step in steps) == 0
+    assert (tmp_path / "grpo" / "model.safetensors").exists()

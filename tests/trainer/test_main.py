@@ -1,0 +1,145 @@
+"""The command: real processes, killed and resumed; and what a user reads when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from trainer.main import main
+
+
+@pytest.fixture
+def config(small_models: dict[str, str], tmp_path: Path) -> dict[str, Any]:
+    return {
+        "model": {"path": small_models["qwen2"]},
+        "data": {"kind": "arithmetic", "noise": 0.3},
+        "algorithm": {"name": "sft"},
+        "steps": 12,
+        "batch": 6,
+        "optimizer": {"lr": 1e-2, "warmup_steps": 2, "decay": "cosine"},
+        "checkpoint": {"path": str(tmp_path / "checkpoints"), "every": 3},
+        "metrics": str(tmp_path / "metrics.jsonl"),
+    }
+
+
+def command(config: dict[str, Any], root: Path, name: str = "config.yaml") -> list[str]:
+    (root / name).write_text(yaml.safe_dump(config))
+    return [sys.executable, "-m", "trainer.main", "--config", str(root / name)]
+
+
+def steps(path: str) -> dict[int, tuple[float, float]]:
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    events = [json.loads(line) for line in lines]
+    return {e["step"]: (e["loss"], e["grad_norm"]) for e in events if e["event"] == "step"}
+
+
+def wait_until_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive, "ranks outlived their launcher"
+
+
+def test_a_killed_run_resumes_bit_for_bit(config: dict[str, Any], tmp_path: Path) -> None:
+    config |= {"parallel": {"data": 2}, "steps": 120, "checkpoint": config["checkpoint"] | {"every": 15}}
+    through = config | {"metrics": str(tmp_path / "through"), "checkpoint": None}
+    subprocess.run(command(through, tmp_path, "through.yaml"), check=True, timeout=120)
+
+    running = subprocess.Popen(command(config, tmp_path))
+    deadline = time.monotonic() + 100
+    while len(steps(config["metrics"])) < 35:
+        assert running.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline, "the run did not get going"
+        time.sleep(0.02)
+    ranks = psutil.Process(running.pid).children(recursive=True)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    wait_until_gone(ranks)
+    Path(config["metrics"]).unlink()
+
+    subprocess.run(command(config, tmp_path), check=True, timeout=120)
+    resumed, expected = steps(config["metrics"]), steps(through["metrics"])
+    assert min(resumed) > 30
+    assert max(resumed) == len(expected) == 120
+    assert resumed == {step: expected[step] for step in resumed}
+
+
+def run(capfd: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, str]:
+    status = main(arguments[3:])
+    return status, capfd.readouterr().err
+
+
+def test_user_errors_are_one_line_and_status_2(
+    config: dict[str, Any], tmp_path: Path, small_models: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "damaged"
+
+    def broken(change: Any) -> dict[str, Any]:
+        shutil.rmtree(damaged, ignore_errors=True)
+        shutil.copytree(small_models["qwen2"], damaged)
+        (damaged / "expected.st").unlink()
+        change()
+        return {"model": {"path": str(damaged)}}
+
+    def edit_config(**values: Any) -> None:
+        path = damaged / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    def truncate() -> None:
+        os.truncate(damaged / "model.safetensors", 500)
+
+    def index() -> None:
+        files = {"model.norm.weight": "model-00002-of-00002.safetensors"}
+        (damaged / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+    cases: list[tuple[Any, str]] = [
+        (lambda: {"nonsense": 1}, "nonsense: unknown key"),
+        (lambda: {"model": {"path": "/absent"}}, "/absent/config.json"),
+        (lambda: {"parallel": {"tensor": 3}}, "3 does not divide the model's 4 (attention heads)"),
+        (lambda: {"parallel": {"tensor": 4}}, "4 does not divide the model's 2 (key-value heads)"),
+        (lambda: {"parallel": {"pipeline": 3}}, "3 does not divide the model's 2 layers"),
+        (lambda: broken(lambda: edit_config(architectures=["GPT2LMHeadModel"])), "Supported: LlamaForCausalLM, Qwen2"),
+        (lambda: broken(lambda: edit_config(rope_parameters={"rope_type": "yarn"})), "RoPE scaling"),
+        (lambda: broken(lambda: edit_config(hidden_act="gelu")), "hidden_act 'gelu'"),
+        (lambda: broken(lambda: edit_config(intermediate_size=65)), "has shape [64, 32], config.json says [65, 32]"),
+        (lambda: broken(lambda: edit_config(hidden_size="x")), "lacks hidden_size"),
+        (lambda: broken((damaged / "model.safetensors").unlink), "no *.safetensors"),
+        (lambda: broken(truncate), "model.safetensors is damaged"),
+        (lambda: broken(index), "model-00002-of-00002.safetensors is missing"),
+    ]
+    for change, complaint in cases:
+        status, said = run(capfd, command(config | change(), tmp_path))
+        assert status == 2, said
+        assert complaint in said
+        assert len(said.strip().splitlines()) == 1, said
+
+
+def test_run_time_faults_are_one_line_too(config: dict[str, Any], tmp_path: Path) -> None:
+    """In ranks under torchrun: the cause is printed once, by the rank that knows it."""
+    faulty = config | {"parallel": {"data": 2}, "algorithm": {"name": "grpo"}, "checkpoint": None}
+    faulty |= {"gateway": {"url": "http://127.0.0.1:9", "retry_s": 0.2}}
+    done = subprocess.run(command(faulty, tmp_path), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("error: no rollout from http://127.0.0.1:9") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_checkpoint_of_another_run_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    config |= {"steps": 3, "save_to": str(tmp_path / "out")}
+    subprocess.run(command(config, tmp_path), check=True, timeout=120)
+    again = subprocess.run(
+        command(config | {"seed": 5}, tmp_path), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert again.returncode == 2
+    assert "was written with seed 0, this run has 5" in again.stderr
+    assert "Traceback" not in again.stderr
+    assert main(command(config | {"model": {"path": str(tmp_path / "out")}, "steps": 0}, tmp_path)[3:]) == 2

@@ -1,0 +1,141 @@
+"""The client of `/generate`: what it sends, what it makes of answers, what it retries and for how long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.trainer.generate_server import GenerateServer, serve
+from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig
+from trainer.data import Record, Tokenizer
+from trainer.errors import ConfigError, GatewayUnreachable, RewardError, RolloutError
+from trainer.metrics import rollout_metrics
+from trainer.rewards import Scorer, build_scorer
+from trainer.rollout import Group, Rollouts, VersionSpan
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str) -> Iterator[GenerateServer]:
+    with serve(GenerateServer(tiny_model)) as running:
+        yield running
+
+
+@pytest.fixture
+def tokenizer(tiny_model: str) -> Tokenizer:
+    return Tokenizer(tiny_model)
+
+
+def records(tokenizer: Tokenizer, *prompts: str) -> list[Record]:
+    return [Record(i, prompt, "07", tokenizer.prompt(prompt), ()) for i, prompt in enumerate(prompts)]
+
+
+def rollouts(server: GenerateServer, tokenizer: Tokenizer, retry_s: float = 5.0, **config: int | bool) -> Rollouts:
+    gateway = GatewayConfig(url=server.url, retry_s=retry_s)
+    return Rollouts(gateway, RolloutConfig(**config), build_scorer([ExactMatchReward()]), tokenizer, seed=3)
+
+
+def test_samples_come_back_in_order_with_logprobs_and_versions(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    server.version = 7
+    problems = records(tokenizer, "1+2=", "3+4=", "5+5=")
+    with rollouts(server, tokenizer, max_tokens=4) as client:
+        groups = client.sample(problems, 5, step=0)
+    assert [group.prompt_ids for group in groups] == [record.prompt_ids for record in problems]
+    for group in groups:
+        assert len(group.samples) == len(group.scores) == 5
+        for sample in group.samples:
+            assert len(sample.logprobs) == len(sample.token_ids) <= 4
+            assert all(logprob <= 0 for logprob in sample.logprobs)
+            assert sample.versions == (VersionSpan(7, 0, len(sample.token_ids)),)
+
+
+def test_the_request_is_tokens_in_tokens_out(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    with rollouts(server, tokenizer, max_tokens=3) as client:
+        client.sample(records(tokenizer, "1+2="), 2, step=0)
+    body = server.requests[-1]
+    assert body["prompt_token_ids"] == list(tokenizer.prompt("1+2="))
+    assert (body["n"], body["max_tokens"], body["temperature"], body["logprobs"]) == (2, 3, 1.0, True)
+    assert "prompt" not in body
+
+
+def test_seeds_repeat_by_step_and_differ_between_steps(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    problems = records(tokenizer, "1+2=", "3+4=")
+    with rollouts(server, tokenizer) as client:
+        first, again, other = (client.sample(problems, 4, step) for step in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_unseeded_requests_carry_no_seed(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    with rollouts(server, tokenizer, seeded=False) as client:
+        client.sample(records(tokenizer, "1+2="), 2, step=0)
+    assert "seed" not in server.requests[-1]
+
+
+def test_greedy_is_one_sample_at_temperature_zero(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    with rollouts(server, tokenizer) as client:
+        assert client.greedy(records(tokenizer, "1+2=")) == client.greedy(records(tokenizer, "1+2="))
+    assert (server.requests[-1]["n"], server.requests[-1]["temperature"]) == (1, 0.0)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_what_may_pass_is_retried(server: GenerateServer, tokenizer: Tokenizer, status: int) -> None:
+    server.failures = [status, status]
+    with rollouts(server, tokenizer) as client:
+        assert len(client.sample(records(tokenizer, "1+2="), 2, step=0)) == 1
+    assert server.failures == []
+
+
+@pytest.mark.parametrize("status", [400, 401, 404])
+def test_a_refusal_is_not_retried_and_says_why(server: GenerateServer, tokenizer: Tokenizer, status: int) -> None:
+    server.failures = [status, 500]
+    with (
+        rollouts(server, tokenizer) as client,
+        pytest.raises(RolloutError, match=f"made to fail with {status}") as error,
+    ):
+        client.sample(records(tokenizer, "1+2="), 2, step=0)
+    assert error.value.status == status
+    assert server.failures == [500]
+    server.failures = []
+
+
+def test_nobody_there_is_reported_within_the_budget(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    gateway = GatewayConfig(url="http://127.0.0.1:9", retry_s=0.3)
+    client = Rollouts(gateway, RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer, seed=0)
+    began = time.monotonic()
+    with client, pytest.raises(GatewayUnreachable, match="hotswap up"):
+        client.sample(records(tokenizer, "1+2="), 2, step=0)
+    assert time.monotonic() - began < 20  # it gave up at all
+
+
+def test_the_key_is_sent_and_must_be_set(
+    server: GenerateServer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = GatewayConfig(url=server.url, api_key_env="ROLLOUT_KEY")
+    arguments = (RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer, 0)
+    with pytest.raises(ConfigError, match="ROLLOUT_KEY"):
+        Rollouts(gateway, *arguments)
+    monkeypatch.setenv("ROLLOUT_KEY", "secret")
+    with Rollouts(gateway, *arguments) as client:
+        client.greedy(records(tokenizer, "1+2="))
+    assert server.headers[-1]["authorization"] == "Bearer secret"
+
+
+def test_a_failing_reward_ends_the_step_with_its_name(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    def broken(prompt: str, answer: str, expected: str) -> float:
+        raise ZeroDivisionError
+
+    scorer = Scorer({"broken": (1.0, broken)})
+    client = Rollouts(GatewayConfig(url=server.url), RolloutConfig(), scorer, tokenizer, 0)
+    with client, pytest.raises(RewardError, match="broken"):
+        client.sample(records(tokenizer, "1+2=", "3+4="), 2, step=0)
+
+
+def test_version_lag_counts_tokens(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    server.version = 5
+    with rollouts(server, tokenizer) as client:
+        groups: list[Group] = client.sample(records(tokenizer, "1+2="), 4, step=0)
+    metrics = rollout_metrics(groups, version=8)
+    assert (metrics["version_lag_mean"], metrics["version_lag_max"]) == (3.0, 3.0)
+    assert metrics["reward_mean"] == metrics["reward/exact_match"]
