@@ -91,8 +91,8 @@ rng = np.random.default_rng()
 with Publisher(sys.argv[1], model="demo", lease_ttl_s=0.4) as pub:
     print("go", flush=True)
     while True:
-        value = rng.random(dtype=np.float32)
-        pub.publish({f"model.layers.{i}.weight": np.full((256, 1024), value, np.float32) for i in range(8)}, activate=False)
+        tensor = np.full((256, 1024), rng.random(), np.float32)
+        pub.publish({f"model.layers.{i}.weight": tensor for i in range(8)}, activate=False)
 """
 
 
@@ -182,12 +182,10 @@ def test_killed_at_moments_nobody_chose(url: str) -> None:
         versions = wait_for_leases(observer)
         numbers = [v.version for v in versions]
         assert numbers == sorted(set(numbers))
-        slots = len(observer.arena.slots(MODEL))
-        assert slots <= 8
-        for value in range(5):
+        for value in range(8):
             observer.publish(tensors(float(value)), activate=False)
             assert value_of(observer.versions()[-1]) == float(value)
-        assert len(observer.arena.slots(MODEL)) == slots
+        assert len(observer.arena.slots(MODEL)) <= 8, "slots of dead trainers were not used again"
 
 
 def test_a_stopped_trainer_that_wakes_up_late_is_refused(url: str) -> None:
