@@ -59,7 +59,8 @@ class Vllm:
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
     settings = UpstreamSettings(scrape_interval_s=0.05, scrape_timeout_s=0.3)
-    with running_gateway(tmp_path, upstream=settings) as g:
+    # Without a coordinator: the swap records of these tests are their own.
+    with running_gateway(tmp_path, upstream=settings, run_coordinator=False) as g:
         yield g
 
 
@@ -293,6 +294,21 @@ async def test_a_record_that_cannot_be_read_is_ignored(gateway: RunningGateway) 
         gateway.register(up, "last")
         assert set(gateway.gateway.fleet.instances) == {"good", "last"}
         assert (await gateway.ask(post())).status == 200
+
+
+async def test_connections_an_instance_closes_leave_the_pool(gateway: RunningGateway) -> None:
+    async def handler(link: Link, received: Received) -> None:
+        await link.json()
+        if received.method == "POST":
+            link.writer.close()
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        pool = gateway.gateway.fleet.instances["i0"].pool
+        for _ in range(5):
+            assert (await gateway.ask(post())).status == 200
+        gateway.register(up, state="DRAINING")  # no scrapes from here on
+        await eventually(lambda: all(not link.closed for link in pool._idle))
 
 
 async def test_an_instance_that_moves_is_followed(gateway: RunningGateway) -> None:

@@ -12,7 +12,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
@@ -84,34 +84,37 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway
         yield g
 
 
-def sdk(gateway: RunningGateway, key: str = "the-key-of-the-sdk-tests") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0)
+@pytest.fixture
+async def sdk(gateway: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
+    key = "the-key-of-the-sdk-tests"
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0) as client:
+        yield client
 
 
 async def complete(client: openai.AsyncOpenAI, **options: object) -> object:
     return await client.completions.create(model="toy", prompt="x", **options)  # type: ignore[call-overload]
 
 
-async def test_sdk_no_instance(gateway: RunningGateway) -> None:
+async def test_sdk_no_instance(sdk: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.InternalServerError) as caught:
-        await complete(sdk(gateway))
+        await complete(sdk)
     assert (caught.value.status_code, caught.value.code) == (503, "no_instance")
     assert "hotswap instance" in caught.value.message
 
 
-async def test_sdk_wrong_key(gateway: RunningGateway) -> None:
+async def test_sdk_wrong_key(sdk: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.AuthenticationError) as caught:
-        await complete(sdk(gateway, "wrong-wrong-wrong-wrong"))
+        await complete(sdk.with_options(api_key="wrong-wrong-wrong-wrong"))
     assert caught.value.code == "invalid_api_key"
 
 
-async def test_sdk_unknown_route(gateway: RunningGateway) -> None:
+async def test_sdk_unknown_route(sdk: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
-        await sdk(gateway).files.list()
+        await sdk.files.list()
     assert caught.value.code == "not_found"
 
 
-async def test_sdk_sees_the_instances_own_errors_unchanged(gateway: RunningGateway) -> None:
+async def test_sdk_sees_the_instances_own_errors_unchanged(gateway: RunningGateway, sdk: openai.AsyncOpenAI) -> None:
     body = b'{"error":{"message":"no such model","type":"NotFoundError","param":"model","code":404}}'
 
     async def handler(link: Link, _: Received) -> None:
@@ -120,11 +123,11 @@ async def test_sdk_sees_the_instances_own_errors_unchanged(gateway: RunningGatew
     async with upstream(handler) as up:
         gateway.register(up)
         with pytest.raises(openai.NotFoundError) as caught:
-            await complete(sdk(gateway))
+            await complete(sdk)
     assert caught.value.body == orjson.loads(body)["error"]
 
 
-async def test_sdk_sees_a_stream_break(gateway: RunningGateway) -> None:
+async def test_sdk_sees_a_stream_break(gateway: RunningGateway, sdk: openai.AsyncOpenAI) -> None:
     async def handler(link: Link, _: Received) -> None:
         await link.sse_head()
         await link.chunk(
@@ -134,7 +137,7 @@ async def test_sdk_sees_a_stream_break(gateway: RunningGateway) -> None:
         link.cut()
 
     async def read() -> None:
-        async for chunk in await complete(sdk(gateway), stream=True):  # type: ignore[attr-defined]
+        async for chunk in await complete(sdk, stream=True):  # type: ignore[attr-defined]
             texts.append(chunk.choices[0].text)  # noqa: PERF401 - what came before the fault counts
 
     texts: list[str] = []
