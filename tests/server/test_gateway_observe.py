@@ -58,7 +58,7 @@ class Vllm:
 
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    settings = UpstreamSettings(scrape_interval_s=0.05, scrape_timeout_s=0.3)
+    settings = UpstreamSettings(scrape_interval_s=0.05, scrape_timeout_s=0.3, max_idle_s=3600.0)
     # Without a coordinator: the swap records of these tests are their own.
     with running_gateway(tmp_path, upstream=settings, run_coordinator=False) as g:
         yield g
