@@ -17,7 +17,7 @@ import weightsync
 from tests.trainer.batches import random_batch
 from trainer import strict
 from trainer.algorithms import build_algorithm
-from trainer.batch import TOKENS
+from trainer.batch import MASK, TOKENS
 from trainer.config import TrainerConfig
 from trainer.errors import TrainerError
 from trainer.megatron import state
@@ -110,6 +110,22 @@ def losses(
             if step + 1 == save_at and not resume:
                 state.save(built, Path(directory))
         return trained
+
+
+def grpo(path: str, parallel: dict[str, int]) -> list[dict[str, float]]:
+    """All numbers of three GRPO steps with a KL term to the initial weights, in two minibatches each."""
+    algorithm = {"name": "grpo", "kl_coef": 0.1, "minibatches": 2}
+    config = {"algorithm": algorithm, "gateway": {"url": "http://unused"}, "optimizer": {"lr": 1e-2}, "micro_batch": 2}
+    with engine({"model": {"path": path}, "parallel": parallel} | config) as built:
+        result = []
+        for step in range(3):
+            fields = random_batch(built.shape.vocab, rows=8, seed=step)
+            generator = torch.Generator().manual_seed(step)
+            fields["advantages"] = torch.randn(8, 1, generator=generator).expand_as(fields[MASK]) * fields[MASK]
+            fields["behaviour_logprobs"] = -3 + 0.3 * torch.randn(fields[MASK].shape, generator=generator)
+            stats = built.step(fields)
+            result.append({"loss": stats.loss, "grad_norm": stats.grad_norm, "tokens": stats.tokens, **stats.metrics})
+        return result
 
 
 @contextlib.contextmanager

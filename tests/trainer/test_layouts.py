@@ -52,6 +52,17 @@ def test_training_is_the_same_in_every_layout(
     assert serial[-1][0] != serial[0][0]
 
 
+@pytest.mark.parametrize("parallel", [TENSOR, PIPELINE, DATA], ids=["tensor2", "pipeline2", "data2"])
+def test_grpo_with_a_reference_is_the_same_in_every_layout(
+    one_rank: Ranks, two_ranks: Ranks, small_models: dict[str, str], parallel: dict[str, int]
+) -> None:
+    serial = one_rank.call("grpo", path=small_models["qwen3"], parallel=SERIAL)[0]
+    ranks = two_ranks.call("grpo", path=small_models["qwen3"], parallel=parallel)
+    assert ranks[0] == [pytest.approx(step, rel=1e-3, abs=1e-6) for step in serial]
+    assert serial[-1]["kl"] > 2 * serial[0]["kl"] > 0  # it moves away from the reference
+    assert 0 < serial[0]["clip_ratio"] < 1
+
+
 def test_four_ranks_cut_both_ways(small_models: dict[str, str], one_rank: Ranks) -> None:
     with Ranks(4) as ranks:
         both = {"tensor": 2, "pipeline": 2}

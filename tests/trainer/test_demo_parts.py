@@ -1,0 +1,133 @@
+"""The demo's parts without an engine: what it reads, checks, counts and shows."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from loadtest.demo import Demo, DemoFailed, Recipe, Scene
+from loadtest.demo.__main__ import shortcomings
+from loadtest.demo.client import Misattributed, check_spans
+from loadtest.demo.display import colour, picture, summary
+from loadtest.demo.scene import Answer, Swap
+from loadtest.demo.stage import MetricsTail
+from trainer import strict
+from trainer.config import TrainerConfig
+
+
+def test_both_recipes_are_configurations_the_trainer_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSWAP_STORE", "sqlite:///nowhere/store.db")
+    recipe = Recipe(seed=7)
+    for config in (recipe.sft(tmp_path, "http://127.0.0.1:1"), recipe.grpo(tmp_path, "http://127.0.0.1:1")):
+        assert strict.build(TrainerConfig, config).seed == 7
+
+
+def test_spans_must_cover_the_tokens_and_agree_with_every_event() -> None:
+    spans = [{"version": 3, "start": 0, "end": 4}, {"version": 4, "start": 4, "end": 6}]
+    check_spans(spans, [(1, 3), (4, 3), (6, 4)])
+    check_spans(spans, [(5, 4), (6, 4)])  # one event may carry tokens of two versions: it names the last
+    for marks in ([(5, 3), (6, 4)], [(4, 3)], [(6, 4), (7, 4)], [(4, 4), (6, 4)]):
+        with pytest.raises(Misattributed):
+            check_spans(spans, marks)
+
+
+def test_a_metrics_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    tail = MetricsTail(file)
+    assert tail.read() == []
+    file.write_text('{"event":"a"}\n{"event":"b"}\n{"eve')
+    assert [e["event"] for e in tail.read()] == ["a", "b"]
+    assert tail.read() == []
+    with file.open("a") as stream:
+        stream.write('nt":"c"}\n')
+    assert [e["event"] for e in tail.read()] == ["c"]
+
+
+def finished(fine_tuned: float = 0.3, improved: float = 0.9) -> Scene:
+    scene = Scene()
+    scene.enter("fine-tune")
+    scene.read({"event": "start", "steps": 2})
+    scene.read({"event": "eval", "step": 0, "accuracy": 0.0})
+    scene.read({"event": "step", "step": 2, "version": 2, "loss": 1.5, "tokens_per_s": 10.0})
+    scene.read({"event": "eval", "step": 2, "accuracy": fine_tuned})
+    scene.enter("improve")
+    scene.read({"event": "start", "steps": 2})
+    scene.read({"event": "eval", "step": 0, "accuracy": fine_tuned})
+    for step in (1, 2):
+        numbers = {"version": 3 + step, "loss": 0.0, "tokens_per_s": 9.0, "reward_mean": 0.5}
+        scene.read({"event": "step", "step": step} | numbers)
+    scene.read({"event": "eval", "step": 2, "accuracy": improved})
+    scene.swaps.done.append(Swap(version=5, epoch=5, stage_ms=12.0, commit_ms=0.05))
+    scene.enter("done")
+    return scene
+
+
+def test_a_scene_knows_which_accuracy_is_which() -> None:
+    scene = finished(fine_tuned=0.3, improved=0.9)
+    assert scene.accuracy == {"start": 0.0, "fine-tuned": 0.3, "improved": 0.9}
+    assert scene.gain == pytest.approx(60.0)
+    assert scene.published == [2, 4, 5]
+
+
+def test_what_was_promised_and_not_kept_is_said() -> None:
+    assert shortcomings(finished()) == []
+    scene = finished(fine_tuned=0.8, improved=0.9)
+    scene.client.problem("truncated", "no `done` after 3 tokens")
+    scene.swaps.aborted.append("version 4: instance i is gone")
+    learning, client, swaps = shortcomings(scene)
+    assert "+10.0 points" in learning
+    assert "lost 1 requests" in client
+    assert "no `done` after 3 tokens" in client
+    assert "instance i is gone" in swaps
+
+
+def test_an_answer_is_kept_only_when_it_changes() -> None:
+    stats = Scene().client
+    for version, text in ((1, "09"), (2, "09"), (5, "08"), (6, "08"), (7, "09")):
+        answer = Answer("3+4+1=")
+        answer.add(version, text[0])
+        answer.add(version, text[1])
+        stats.answered(answer)
+    kept = [(a.pieces[0].version, a.text) for a in stats.sums["3+4+1="]]
+    assert kept == [(1, "09"), (5, "08"), (7, "09")]
+
+
+def test_gaps_are_summed_up() -> None:
+    stats = Scene().client
+    assert (stats.gap_ms(0.99), stats.longest[0]) == (0.0, 0.0)
+    for seconds in (0.001, 0.003, 0.002):
+        stats.gap(seconds)
+    assert stats.gap_ms(0.5) == pytest.approx(2.0)
+    assert stats.longest[0] == pytest.approx(3.0)
+    assert math.isnan(Scene().swaps.median("stage_ms"))
+
+
+@pytest.mark.parametrize("scene", [Scene(), finished()], ids=["empty", "finished"])
+def test_every_scene_can_be_shown(scene: Scene) -> None:
+    console = Console(width=110, record=True)
+    console.print(picture(scene))
+    if scene.accuracy:
+        console.print(summary(scene))
+        assert "+60.0 points" in console.export_text(clear=False)
+    assert "hotswap demo" in console.export_text()
+
+
+def test_neighbouring_versions_have_different_colours() -> None:
+    colours = [colour(version) for version in range(1, 9)]
+    assert len(set(colours)) == 8
+
+
+def test_two_demos_do_not_share_a_directory(tmp_path: Path) -> None:
+    first, second = (Demo(tmp_path, Recipe(), Scene()) for _ in range(2))
+    try:
+        first.build()
+        assert (tmp_path / "model" / "model.safetensors").exists()
+        with pytest.raises(DemoFailed, match="another demo runs in"):
+            second.build()
+    finally:
+        first.close()
+        second.close()
+    assert not list(tmp_path.glob("state/*"))
