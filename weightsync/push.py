@@ -2,7 +2,7 @@
 
 Exit status 0 when the version is ready (and, unless told otherwise, active), 1 when not. With --json one JSON object
 goes to standard output: {"version", "active", "tensors", "nbytes", "seconds", "gbps"} or {"error": {"code", "message",
-"tensor"}, "version"} where `version` says which version is ready all the same, if one is.
+"tensor", and what is known of DETAILS}, "version"} where `version` says which one is ready all the same, if one is.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from weightsync.checkpoint import Checkpoint
 from weightsync.errors import WeightSyncError
 from weightsync.publisher import STORE_ENV, Publisher
 
+DETAILS = ("expected", "got", "file", "needed", "free")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
@@ -38,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             done=done,
         )
     except WeightSyncError as error:
-        done = {"error": error.to_json(), "version": done.get("version")}
+        known = {name: getattr(error, name) for name in DETAILS if getattr(error, name, None) is not None}
+        done = {"error": {**error.to_json(), **known}, "version": done.get("version")}
     _print(done, as_json=options.json)
     return 1 if "error" in done else 0
 

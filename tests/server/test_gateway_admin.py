@@ -175,6 +175,7 @@ async def test_wrong_checkpoints_are_named(gateway: RunningGateway, tmp_path: Pa
     assert (await push(checkpoint(tmp_path / "good")))[0] == 200
     status, error = await push(checkpoint(tmp_path / "other", a=(4, 5), b=(8,)))
     assert (status, error["code"], error["tensor"]) == (422, "shape_mismatch", "a")
+    assert (error["expected"], error["got"]) == ([4, 4], [4, 5])
     assert "[4, 5]" in error["message"]
     assert "[4, 4]" in error["message"]
     truncated = Path(checkpoint(tmp_path / "cut")) / "model.safetensors"
