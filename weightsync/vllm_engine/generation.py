@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from .kernels import LinearFn, packed_linear, plain_linear
 from .layout import Layout
-from .pool import LayoutSlot
 from .skeleton import Slot
+
+
+class Memory(Protocol):
+    """What a generation's tensors lie in: a layout slot in shared memory, or a buffer on the device."""
+
+    data: torch.Tensor
+    built: bool
+
+    def seal(self, key: str, /) -> None:
+        """The version `key` is complete."""
+
+    def release(self) -> None:
+        """Nobody runs on it any more."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +42,7 @@ class Generation:
     version: int
     digest: str
     flips: list[Flip]
-    slot: LayoutSlot | None = None
+    slot: Memory | None = None
     private: dict[str, LinearFn] = field(default_factory=dict)
 
     def commit(self) -> list[Any]:
@@ -47,6 +59,10 @@ class Generation:
                 replaced.append(state.get("cpu_linear"))
                 state["cpu_linear"] = flip.linear
         return replaced
+
+    def displaced(self, live: Generation | None) -> Generation | None:
+        """What a rollback of this generation's commit flips to, given what was live before it."""
+        return live
 
     def release(self) -> None:
         """Drop the memory; call it on a thread that decodes nothing, unmapping takes tens of milliseconds."""

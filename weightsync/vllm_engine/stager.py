@@ -19,10 +19,11 @@ from weightsync.errors import MissingTensor, WeightSyncError
 from weightsync.manifest import Schema, require_same_schema
 from weightsync.receiver import SlotReader
 
-from .generation import Generation, build_flips
+from .exchange import DevicePool, ExchangeGeneration
+from .generation import Generation, Memory, build_flips
 from .kernels import LinearFn, onednn_linear, pack_into
 from .layout import Layout, plan_layout
-from .pool import LayoutPool, LayoutSlot
+from .pool import LayoutPool
 from .skeleton import Slot, build_skeleton, group_by_layer, layer_of, load_group, pair_parameters
 
 
@@ -75,7 +76,8 @@ class Stager:
         parallel = vllm_config.parallel_config
         self._layout = plan_layout(self._slots, device, parallel.rank, parallel.world_size)
         self._scratch: dict[str, torch.Tensor] = {}
-        self._pool: LayoutPool | None = None
+        self._pool: LayoutPool | DevicePool | None = None
+        self._device = device
         self._thread: threading.Thread | None = None
         self.report = StageReport(version=0)
         self.generation: Generation | None = None
@@ -131,7 +133,7 @@ class Stager:
         try:
             if order.schema is not None:
                 require_same_schema(order.schema, reader.manifest.schema)
-            slot = self._layout_pool(Path(order.slot).parent).acquire(order.manifest_digest)
+            slot: Memory = self._memory(Path(order.slot).parent).acquire(order.manifest_digest)
             private: dict[str, LinearFn] = {}
             try:
                 if not slot.built or self._needs_private():
@@ -142,20 +144,26 @@ class Stager:
                 slot.release()
                 raise
             flips = build_flips(self._slots, self._layout, slot.data, private)
-            generation = Generation(order.version, order.manifest_digest, flips, slot, private)
-            return generation, reader.nbytes
+            kind = Generation if self._device.type == "cpu" else ExchangeGeneration
+            return kind(order.version, order.manifest_digest, flips, slot, private), reader.nbytes
         finally:
             reader.close()
 
-    def _layout_pool(self, directory: Path) -> LayoutPool:
+    def _memory(self, directory: Path) -> LayoutPool | DevicePool:
         if self._pool is None:
-            self._pool = LayoutPool(directory, self._layout.fingerprint, self._layout.nbytes)
+            layout = self._layout
+            host = self._device.type == "cpu"
+            self._pool = (
+                LayoutPool(directory, layout.fingerprint, layout.nbytes)
+                if host
+                else DevicePool(layout.nbytes, self._device)
+            )
         return self._pool
 
     def _needs_private(self) -> bool:
         return "onednn" in self._layout.kernels.values()
 
-    def _fill(self, reader: SlotReader, slot: LayoutSlot) -> dict[str, LinearFn]:
+    def _fill(self, reader: SlotReader, slot: Memory) -> dict[str, LinearFn]:
         """Load every tensor into `slot`, one decoder layer at a time, so that raw weights stay in the cache."""
         self._point_parameters(slot)
         private: dict[str, LinearFn] = {}
@@ -176,7 +184,7 @@ class Stager:
         own = [s for s in self._slots if s.name == s.source and s.source not in done]
         return own if not layer else [s for s in own if layer_of(s.name) == layer]
 
-    def _point_parameters(self, slot: LayoutSlot) -> None:
+    def _point_parameters(self, slot: Memory) -> None:
         """Aim each twin parameter at its place in the slot, or at scratch where its bytes are reordered afterwards."""
         plain = self._layout.plain
         for s in self._slots:
@@ -193,10 +201,10 @@ class Stager:
         role = re.sub(r"\.\d+(?=\.)", ".*", slot.name)
         parameter = slot.parameter
         if role not in self._scratch or self._scratch[role].shape != parameter.shape:
-            self._scratch[role] = torch.empty(parameter.shape, dtype=parameter.dtype)
+            self._scratch[role] = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
         return self._scratch[role]
 
-    def _process(self, ready: list[Slot], slot: LayoutSlot) -> dict[str, LinearFn]:
+    def _process(self, ready: list[Slot], slot: Memory) -> dict[str, LinearFn]:
         """Reorder what was loaded into what the kernels want."""
         plain, packed = self._layout.plain, self._layout.packed
         private: dict[str, LinearFn] = {}
