@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import torch
-import xxhash
 
 from weightsync.errors import UnsupportedDtype
-from weightsync.manifest import TensorSpec
-
-CHUNK = 1 << 20  # copied, then digested while still in the second-level cache
+from weightsync.manifest import TensorSpec, digest_of
+from weightsync.sources import copy_digest_address
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -24,20 +22,12 @@ def dtype_name(dtype: object) -> str:
 
 def copy_digest(target: memoryview, tensor: torch.Tensor) -> str:
     """Copy all of `tensor` to `target` (uint8 [nbytes], in a slot); returns the xxh3_128 of what was written there."""
-    hasher = xxhash.xxh3_128()
     source = tensor.detach()
-    if source.device.type != "cpu" or not source.is_contiguous():
-        copy_strided(target, source, tuple(source.shape), 0, 0)
-        hasher.update(target)
-    elif len(target):
-        flat = source.reshape(-1).view(torch.uint8)
-        slot = torch.frombuffer(target, dtype=torch.uint8)
-        for start in range(0, len(target), CHUNK):
-            end = min(start + CHUNK, len(target))
-            slot[start:end].copy_(flat[start:end])
-            hasher.update(target[start:end])
-    digest: str = hasher.hexdigest()
-    return digest
+    if source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg():
+        # By address: to share a storage with numpy would forbid the trainer to resize, and so to offload, it.
+        return copy_digest_address(target, source.data_ptr())
+    copy_strided(target, source, tuple(source.shape), 0, 0)
+    return digest_of(target)
 
 
 def copy_strided(target: memoryview, tensor: torch.Tensor, shape: tuple[int, ...], dim: int, start: int) -> None:
