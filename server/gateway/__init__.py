@@ -8,6 +8,7 @@
     auth.py       keys and scopes           app.py       FastAPI: health, metrics, admin
     admin.py      /admin/*                  push.py      publishing, in a process of its own
     stats.py      plain counts              metrics.py   the same for Prometheus
+    answers.py    our own answers, as bytes json_check.py is the body a JSON object
     middleware.py the admin key, ids        error_map.py weightsync errors as HTTP
     probe.py      health and load of an instance, signals.py what is read of it
 

@@ -10,7 +10,7 @@ from server.errors import ConfigError
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may cost. Sizes in bytes, times in seconds."""
+    """What clients may cost, one and all together. Sizes in bytes, times in seconds."""
 
     max_body: int = 16 * 2**20
     max_head: int = 32 * 2**10
@@ -18,6 +18,8 @@ class Limits:
     request_timeout_s: float = 60.0  # first byte of the request to its last
     keep_alive_s: float = 75.0
     stalled_client_s: float = 60.0  # a reader that takes nothing for so long is dropped
+    max_connections: int = 10_000
+    max_buffered: int = 256 * 2**20  # request bodies held at one time, over all connections
 
 
 @dataclass(frozen=True)

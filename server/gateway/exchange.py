@@ -34,6 +34,8 @@ class Client(Protocol):
 
     def write(self, data: bytes) -> None: ...
 
+    def body_done(self) -> None: ...
+
     def answered(self, *, keep_alive: bool) -> None: ...
 
     def refuse(self, error: HttpError) -> None: ...
@@ -130,7 +132,7 @@ class Exchange:
 
     @property
     def bytes_in(self) -> int:
-        """Bytes of the client's body."""
+        """Bytes of the client's body, while it is held."""
         return len(self.request.body)
 
     @property
@@ -197,6 +199,9 @@ class Exchange:
     def upstream_data(self, data: bytes) -> None:
         self.last_progress = time.monotonic()
         relay = self._relay
+        if not relay.seen:  # from here on there is no second try
+            self.request.body = b""
+            self._client.body_done()
         try:
             out = relay.feed(data)
         except BadUpstream as exc:

@@ -42,6 +42,7 @@ class Gateway:
         self.coordinator = Coordinator(store, config.model)
         self.pusher = Pusher(config)
         self.registry = build_registry(self.stats, self.fleet)
+        self.buffered = 0  # bytes of request bodies held now
         self.clients: set[GatewayProtocol] = set()
 
     @classmethod

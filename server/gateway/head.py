@@ -12,7 +12,8 @@ import re
 import secrets
 from dataclasses import dataclass
 
-from server.errors import BadRequest, HeadersTooLarge, PayloadTooLarge
+from server.errors import BadRequest, HeadersTooLarge
+from server.gateway.answers import head_too_large, too_large
 from server.gateway.config import Limits
 from server.gateway.routes import Target
 
@@ -72,7 +73,7 @@ def read_head(headers: Headers, http_version: str, limits: Limits) -> RequestHea
         elif name in _READERS:
             _READERS[name](head, value.strip(), http_version)
     if size > limits.max_head:
-        raise HeadersTooLarge(f"Headers of {size} bytes; at most {limits.max_head} are read.")
+        raise head_too_large(limits)
     if hosts != 1 and (hosts > 1 or http_version != "1.0"):
         raise BadRequest("Exactly one Host header is required.", code="bad_host")
     if head.content_length is not None and head.content_length > limits.max_body:
@@ -80,13 +81,6 @@ def read_head(headers: Headers, http_version: str, limits: Limits) -> RequestHea
     head.request_id = head.request_id or new_request_id()
     head.forward = b"".join(forward)
     return head
-
-
-def too_large(limits: Limits) -> PayloadTooLarge:
-    """The answer to a body over the limit."""
-    return PayloadTooLarge(
-        f"The request body is over {limits.max_body} bytes; send less, or raise --max-body on the gateway."
-    )
 
 
 def upstream_head(target: Target, authority: bytes, head: RequestHead, length: int) -> bytes:

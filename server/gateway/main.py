@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from typing import cast
 
 import uvicorn
@@ -43,6 +44,8 @@ def run(config: GatewayConfig) -> None:
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     load_keys(config)  # what cannot work is said here, in one line, rather than by a server that fails to start
     asyncio.run(_try_store(config.store))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection takes two descriptors while it is forwarded
     uvicorn.Server(uvicorn_config(config)).run()
 
 

@@ -20,12 +20,19 @@ from typing import TYPE_CHECKING, Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from server.errors import BadRequest, HeadersTooLarge, HttpError, MethodNotAllowed, NotFound, RequestTimeout
+from server.errors import (
+    BadRequest,
+    HttpError,
+    MethodNotAllowed,
+    NotFound,
+    RequestTimeout,
+    Unavailable,
+)
+from server.gateway.answers import error_answer, head_too_large, too_large
 from server.gateway.auth import INFER
 from server.gateway.exchange import Exchange, Request
-from server.gateway.head import RequestHead, new_request_id, read_head, too_large
+from server.gateway.head import RequestHead, new_request_id, read_head
 from server.gateway.json_check import check_object
-from server.gateway.relay import status_line
 from server.gateway.routes import Target, find
 
 if TYPE_CHECKING:
@@ -61,7 +68,12 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.gateway.clients.add(self)
+        clients = self.gateway.clients
+        clients.add(self)
+        if len(clients) > self.limits.max_connections:
+            message = f"{self.limits.max_connections} connections are open; try again."
+            self._refuse_head(Unavailable(message, code="overloaded"))
+            return
         self.deadline = time.monotonic() + self.limits.request_timeout_s
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -70,6 +82,7 @@ class GatewayProtocol(HttpToolsProtocol):
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.cancel()
+        self.body_done()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -157,8 +170,11 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._deaf:
             return
         self._body_size += len(body)
+        self.gateway.buffered += len(body)
         if self._body_size > self.limits.max_body:
             self._refuse_head(too_large(self.limits))
+        elif self.gateway.buffered > self.limits.max_buffered:
+            self._refuse_head(Unavailable("Too many large requests at once; try again.", code="overloaded"))
         elif self._target is not None:
             self._body.append(body)
         else:
@@ -185,6 +201,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """An answer of the app is complete (uvicorn's hook)."""
         super().on_response_complete()
+        self.body_done()
         self._rest()
 
     # a request for a forwarded route
@@ -197,8 +214,7 @@ class GatewayProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             raise BadRequest("Protocol upgrades are not served here.", code="upgrade_refused")
         if len(self.url) > self.limits.max_head:
-            raise read_too_much(self.limits.max_head)
-        self._body_size = 0
+            raise head_too_large(self.limits)
         self._head = head = read_head(self.headers, version, self.limits)
         targets = find(self.url)
         if not targets:
@@ -210,7 +226,6 @@ class GatewayProtocol(HttpToolsProtocol):
             allow = ", ".join(t.route.method.decode() for t in targets)
             raise MethodNotAllowed(f"Use {allow} for {targets[0].route.name}.", allow=allow)
         self._target = target
-        self._body = []
         if head.expect_continue and (head.chunked or head.content_length):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -251,9 +266,16 @@ class GatewayProtocol(HttpToolsProtocol):
         """Bytes of the answer."""
         self.transport.write(data)
 
+    def body_done(self) -> None:
+        """Nobody needs the request's body any more."""
+        self.gateway.buffered -= self._body_size
+        self._body_size = 0
+        self._body = []
+
     def answered(self, *, keep_alive: bool) -> None:
         """The answer is complete."""
         self.exchange = None
+        self.body_done()
         self.server_state.total_requests += 1
         if keep_alive and not self._close_after:
             self._rest()
@@ -270,6 +292,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def cut(self) -> None:
         """Ends an answer that cannot be completed; what is written goes out first."""
         self.exchange = None
+        self.body_done()
         self._close()
 
     # the rest
@@ -290,7 +313,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def _count_head(self, received: int) -> None:
         self._head_size += received
         if self._head_size > self.limits.max_head:
-            self._refuse_head(read_too_much(self.limits.max_head))
+            self._refuse_head(head_too_large(self.limits))
 
     def _close(self) -> None:
         """Closes once what is written has gone out, or when the client takes too long to take it."""
@@ -310,6 +333,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self._close()
             return
         self._deaf = True
+        self.body_done()
         self.deadline = time.monotonic() + LINGER_S
         self.gateway.stats.refused[error.code] += 1
         self._write_error(error, keep_alive=False)
@@ -328,17 +352,5 @@ class GatewayProtocol(HttpToolsProtocol):
         return self._reading and not cycle.response_started
 
     def _write_error(self, error: HttpError, *, keep_alive: bool) -> None:
-        body = error.body()
-        lines = [status_line(error.status), b"content-type: application/json\r\n"]
-        lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in error.headers().items()]
         request_id = self._head.request_id if self._head is not None else new_request_id()
-        lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n" % (request_id, len(body)))
-        lines.append(b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
-        if self._method != b"HEAD":
-            lines.append(body)
-        self.transport.write(b"".join(lines))
-
-
-def read_too_much(limit: int) -> HeadersTooLarge:
-    """The answer to a head that does not end."""
-    return HeadersTooLarge(f"More than {limit} bytes of request line and headers; send less.")
+        self.transport.write(error_answer(error, request_id, keep_alive=keep_alive, head_only=self._method == b"HEAD"))

@@ -241,6 +241,7 @@ def test_any_bytes_from_a_client(bench: Bench, raw: list[bytes], reply: bytes) -
     assert bench.gateway.stats.inflight == 0
     assert bench.gateway.stats.refused["internal_error"] == 0  # a fault in a callback of ours
     assert not bench.gateway.clients
+    assert bench.gateway.buffered == 0
 
 
 @FUZZ

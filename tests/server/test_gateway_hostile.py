@@ -17,7 +17,15 @@ from tests.server.gateway_harness import ADMIN_KEY, RunningGateway, eventually, 
 from tests.server.gateway_upstream import Upstream, read_answer, upstream
 
 ADMIN = f"Authorization: Bearer {ADMIN_KEY}\r\n"
-LIMITS = Limits(max_body=1000, max_head=4096, max_headers=30, request_timeout_s=0.8, keep_alive_s=0.6)
+LIMITS = Limits(
+    max_body=1000,
+    max_head=4096,
+    max_headers=30,
+    request_timeout_s=0.8,
+    keep_alive_s=0.6,
+    max_connections=40,
+    max_buffered=2000,
+)
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +229,33 @@ async def test_a_long_chunked_body_is_413_and_read_no_further(gateway: RunningGa
         assert (answer.status, code(answer.body)) == (413, "request_too_large")
         writer.close()
         assert up.requests == []
+
+
+async def test_bodies_held_at_one_time_are_bounded(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        held = []
+        for _ in range(2):
+            _, writer = await gateway.connect()
+            writer.write(post(body=b" " * 900)[:-1])
+            held.append(writer)
+        await eventually(lambda: gateway.gateway.buffered == 2 * 899)
+        answer = await gateway.ask(post(body=b'{"a":"' + b"x" * 800 + b'"}'))
+        assert (answer.status, code(answer.body)) == (503, "overloaded")
+        for writer in held:
+            writer.close()
+        await eventually(lambda: gateway.gateway.buffered == 0)
+        assert (await gateway.ask(post(body=b'{"a":"' + b"x" * 800 + b'"}'))).status == 200
+    assert gateway.gateway.buffered == 0
+
+
+async def test_connections_are_bounded(gateway: RunningGateway) -> None:
+    await eventually(lambda: not gateway.gateway.clients)
+    links = [await gateway.connect() for _ in range(LIMITS.max_connections + 1)]
+    answer = await read_answer(links[-1][0])
+    assert (answer.status, code(answer.body)) == (503, "overloaded")
+    for _, writer in links:
+        writer.close()
 
 
 async def test_an_announced_long_body_is_refused_before_it_is_sent(gateway: RunningGateway) -> None:
