@@ -17,6 +17,9 @@ import pytest
 
 from loadtest.demo import Demo, DemoFailed, Recipe, Scene
 from loadtest.demo.recipe import ENVIRONMENT, MODEL
+from trainer import strict
+from trainer.config import ArithmeticData
+from trainer.data import Arithmetic, Tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 RECIPE = Recipe(seed=1, sft_steps=150, grpo_steps=30)
@@ -65,13 +68,9 @@ def test_grpo_alone_raises_held_out_accuracy(outcome: Outcome) -> None:
 
 
 def test_held_out_problems_are_not_trained_on(outcome: Outcome) -> None:
-    from trainer import strict
-    from trainer.config import TrainerConfig
-    from trainer.data import Tokenizer, build_dataset
-
-    assert outcome.demo.server is not None
-    config = strict.build(TrainerConfig, RECIPE.grpo(outcome.demo.run_dir, outcome.demo.server.url))
-    data = build_dataset(config.data, Tokenizer(outcome.demo.run_dir / "model"), config.seed)
+    directory = outcome.demo.run_dir
+    section = strict.build(ArithmeticData, RECIPE.grpo(directory, "http://unused")["data"])
+    data = Arithmetic(section, Tokenizer(directory / "model"), RECIPE.seed)
     trained = {data[i].prompt for i in range(len(data))}
     assert len(outcome.served) == RECIPE.held_out
     assert not trained & set(outcome.served)
