@@ -5,7 +5,13 @@ Nothing heavy is imported before vLLM itself asks for it, so the entry point cos
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+
 BACKEND = "hotswap"
+OWNER_ENV = "HOTSWAP_INSTANCE_PID"
+PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
@@ -19,3 +25,14 @@ def register() -> None:
             BACKEND, "weightsync.vllm_engine.backend", "HotswapWeightTransferEngine"
         )
     install()
+    _die_with_owner()
+
+
+def _die_with_owner() -> None:
+    """In the processes vLLM starts for an instance: end when the parent does, even if it was killed.
+
+    vLLM's own clean-up runs in the parent, so a SIGKILL there would leave engine processes holding their memory.
+    """
+    owner = os.environ.get(OWNER_ENV)
+    if owner is not None and owner != str(os.getpid()):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

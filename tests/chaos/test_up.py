@@ -68,7 +68,7 @@ def test_instance_and_gateway_killed_then_stopped(up: Up, checkpoints: dict[str,
     before = up.ask()
     assert before["weight_versions"][0]["version"] == 2
 
-    for module in ("instance", "server.gateway"):
+    for module in ("server.cli instance", "server.gateway"):
         victim = up.child(module)
         family = [victim, *victim.children(recursive=True)]
         os.kill(victim.pid, signal.SIGKILL)
