@@ -29,6 +29,7 @@ def launch(arguments: list[str], parallel: ParallelConfig) -> int:
 
     A rank that fails ends all; it has printed why, so the agent's own report of it is left out.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -48,5 +49,7 @@ def launch(arguments: list[str], parallel: ParallelConfig) -> int:
         elastic_launch(config, sys.executable)("-m", "trainer.main", *arguments)
     except ChildFailedError as failed:
         codes = [failure.exitcode for failure in failed.failures.values() if failure.exitcode > 0]
-        return min(codes, default=1) if 2 not in codes else 2
+        return 2 if 2 in codes else 1
+    except SignalException as stopped:  # the agent has passed it on and waited for the ranks
+        return 128 + int(stopped.sigval)
     return 0

@@ -25,6 +25,16 @@ SMALL = {
 }
 
 
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 def _perturb(directory: Path) -> None:
     """Initial norms are one and initial biases zero, which would hide a layout mistake: make every number count."""
     import torch
@@ -61,7 +71,10 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             _perturb(root / name)
             _expect(root / name)
             paths[name] = str(root / name)
-    return paths
+    write_tiny_model(root / "llama-scaled", "llama", rope_parameters=LLAMA3_ROPE, **SMALL)
+    _perturb(root / "llama-scaled")
+    _expect(root / "llama-scaled")
+    return paths | {"llama-scaled": str(root / "llama-scaled")}
 
 
 @pytest.fixture(scope="session")

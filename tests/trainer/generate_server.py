@@ -6,7 +6,6 @@ depend on nothing but the weights and the request. Weights are replaced through 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -30,16 +29,18 @@ class GenerateServer:
         self.failures: list[int] = []
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.follow: Any = None  # called before every request: may load newer weights
+        self._lock = threading.Lock()
         self.app = FastAPI()
         self.app.post("/generate")(self.generate)
         self.url = ""
 
     def load(self, tensors: dict[str, torch.Tensor], version: int) -> None:
+        """Replace the weights between two answers."""
         own = self.model.state_dict()
-        for name, tensor in tensors.items():
-            own[name].copy_(tensor.reshape(own[name].shape))
-        self.version = version
+        with self._lock:
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
+            self.version = version
 
     async def generate(self, request: Request) -> JSONResponse:
         body = await request.json()
@@ -49,9 +50,8 @@ class GenerateServer:
             status = self.failures.pop(0)
             error = {"message": f"made to fail with {status}", "type": "test", "code": "test", "param": None}
             return JSONResponse({"error": error}, status_code=status, headers={"retry-after": "0"})
-        if self.follow is not None:
-            await asyncio.to_thread(self.follow)
-        return JSONResponse(self._answer(body))
+        with self._lock:
+            return JSONResponse(self._answer(body))
 
     @torch.no_grad()
     def _answer(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def check_parity(results: list[dict[str, Any]], path: str) -> None:
     assert results[0]["elements"] == elements  # slices cover every number once
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, "llama-scaled"])
 def test_one_rank_equals_transformers(one_rank: Ranks, small_models: dict[str, str], model: str) -> None:
     check_parity(one_rank.call("parity", path=small_models[model], parallel=SERIAL), small_models[model])
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from tests.trainer.fleet import Fleet, fleet
 from tests.trainer.ranks import Ranks
@@ -75,9 +78,37 @@ def test_a_taken_over_lineage_is_final(one_rank: Ranks, small_models: dict[str, 
         assert "taken over" in message
 
 
+def trained_while_refused(running: Fleet, root: Path, model: str, max_failures: int) -> tuple[int, str, list[str]]:
+    """Exit status, standard error and events of a run whose versions are all refused."""
+    config = {
+        "model": {"path": model},
+        "data": {"kind": "arithmetic"},
+        "algorithm": {"name": "sft"},
+        "steps": 3,
+        "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "max_failures": max_failures},
+    }
+    (root / "config.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "trainer.main", "--config", str(root / "config.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return done.returncode, done.stderr, [json.loads(line)["event"] for line in done.stdout.splitlines()]
+
+
+def test_failed_publishes_are_survived_as_often_as_allowed(small_models: dict[str, str], tmp_path: Path) -> None:
+    with fleet(small_models["qwen2"], tmp_path) as running:
+        running.refuse = True
+        status, _, events = trained_while_refused(running, tmp_path, small_models["qwen2"], max_failures=3)
+        assert status == 0
+        assert events == ["start", *["publish_failed", "step"] * 3, "done"]
+        status, said, events = trained_while_refused(running, tmp_path, small_models["qwen2"], max_failures=1)
+        assert status == 1
+        assert events == ["start", "publish_failed", "step"]
+        assert said.startswith("error: ")
+        assert "made to refuse" in said
+        assert len(said.splitlines()) == 1
+
+
 def test_no_store_says_what_to_do(one_rank: Ranks, small_models: dict[str, str], tmp_path: Path) -> None:
     arguments = {"path": small_models["qwen2"], "parallel": {}, "store": f"sqlite:///{tmp_path}/absent.db"}
     kind, message, _ = one_rank.call("publish_refused", **arguments)[0]
     assert kind == "PublishError"
     assert "hotswap up" in message
-    assert json.dumps(message)

@@ -1,0 +1,103 @@
+"""The trainer's configuration: one frozen dataclass per component. Imports neither torch nor Megatron.
+
+`load(path, overrides)` reads YAML strictly (trainer/strict.py) and checks what can be checked without the model.
+Sizes are counts unless a name ends in `_s` (seconds).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from trainer import strict
+from trainer.config.checks import positive
+from trainer.config.recipes import (
+    ArithmeticData,
+    CallableReward,
+    ExactMatchReward,
+    GrpoConfig,
+    JsonlData,
+    RegexReward,
+    SftConfig,
+)
+from trainer.config.sections import (
+    CheckpointConfig,
+    Dtype,
+    EvalConfig,
+    GatewayConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PublishConfig,
+    RolloutConfig,
+)
+from trainer.errors import ConfigError
+
+__all__ = [
+    "ArithmeticData",
+    "CallableReward",
+    "CheckpointConfig",
+    "Dtype",
+    "EvalConfig",
+    "ExactMatchReward",
+    "GatewayConfig",
+    "GrpoConfig",
+    "JsonlData",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PublishConfig",
+    "RegexReward",
+    "RolloutConfig",
+    "SftConfig",
+    "TrainerConfig",
+    "load",
+]
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Everything one run needs. `batch` counts prompts (records) a step, `micro_batch` sequences a forward pass."""
+
+    model: ModelConfig
+    data: JsonlData | ArithmeticData
+    algorithm: SftConfig | GrpoConfig
+    steps: int
+    batch: int = 16
+    micro_batch: int = 128
+    seed: int = 0
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    rewards: tuple[ExactMatchReward | RegexReward | CallableReward, ...] = (ExactMatchReward(),)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    gateway: GatewayConfig | None = None
+    publish: PublishConfig | None = None
+    checkpoint: CheckpointConfig | None = None
+    eval: EvalConfig | None = None
+    metrics: str = "-"
+    save_to: str | None = None
+
+    def __post_init__(self) -> None:
+        positive(self, "steps", "batch", "micro_batch")
+        needs = "grpo" if self.algorithm.name == "grpo" else "eval" if self.eval else ""
+        if needs and self.gateway is None:
+            raise ConfigError("gateway", f"missing, but {needs} samples through it", "Add gateway: {url: http://...}")
+        if isinstance(self.algorithm, GrpoConfig) and not self.rewards:
+            raise ConfigError("rewards", "empty, but grpo learns from rewards only", "Name at least one reward")
+        if self.publish is not None and not self.publish.store_url:
+            raise ConfigError("publish.store", "missing, and HOTSWAP_STORE is not set", "Set it to the store's URL")
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> TrainerConfig:
+    """Read a YAML file and apply `a.b=c` overrides. Raises ConfigError naming the key that does not fit."""
+    try:
+        data = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError("", f"cannot read {path}: {error.strerror}", "Name an existing YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("", f"{path} is not YAML: {error}", "Correct the file") from None
+    data = {} if data is None else data
+    strict.override(data, overrides or [])
+    return strict.build(TrainerConfig, data)

@@ -1,0 +1,149 @@
+"""The components around the algorithm: model, layout, optimizer, server, publishing, checkpoints."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.config.checks import in_range, positive
+from trainer.errors import ConfigError
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Hugging Face checkpoint directory (config.json, safetensors, tokenizer files) and the training precision.
+
+    `bfloat16` keeps fp32 main weights in the optimizer and casts the model. `random_init` ignores the weight files
+    and starts from Megatron's own initialisation (benchmarks).
+    """
+
+    path: str
+    dtype: Dtype = "float32"
+    random_init: bool = False
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Sizes of the parallel dimensions; their product is the number of processes (ranks)."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+    def __post_init__(self) -> None:
+        positive(self, "tensor", "pipeline", "data")
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Adam with decoupled weight decay, its states sharded over data-parallel ranks, and the learning-rate schedule."""
+
+    lr: float = 1e-4
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(self, "lr", "eps", "clip_grad")
+        in_range(self, "beta1", 0.0, 1.0)
+        in_range(self, "beta2", 0.0, 1.0)
+        in_range(self, "min_lr", 0.0, self.lr)
+        in_range(self, "weight_decay", 0.0, 10.0)
+        in_range(self, "warmup_steps", 0, 10**9)
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """Where `/generate` answers. `api_key_env` names the environment variable that holds the inference key."""
+
+    url: str
+    api_key_env: str | None = None
+    timeout_s: float = 120.0
+    retry_s: float = 30.0
+    concurrency: int = 64
+
+    def __post_init__(self) -> None:
+        positive(self, "timeout_s", "retry_s", "concurrency")
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError("url", f"{self.url!r} is not an HTTP address", "Write http://host:port")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Sampling. Temperature stays 1: the ratio needs log-probs of the distribution that was sampled from. `seeded`
+    sends a seed with every request, so that a resumed run samples the same (engines sample a little slower then)."""
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seeded: bool = True
+
+    def __post_init__(self) -> None:
+        positive(self, "max_tokens")
+        if self.temperature != 1.0:
+            raise ConfigError(
+                "temperature",
+                f"{self.temperature} would make the engine's log-probs those of another distribution",
+                "Leave it at 1.0",
+            )
+
+
+@dataclass(frozen=True)
+class PublishConfig:
+    """Where versions go and how often. `store` defaults to the environment variable HOTSWAP_STORE.
+
+    `dtype` is the published one: it must be what the serving engine was started with. `max_failures` is how many
+    publishes in a row may fail (the old version goes on serving) before the run stops.
+    """
+
+    model: str
+    store: str | None = None
+    lineage: str = "trainer"
+    every: int = 1
+    dtype: Dtype = "bfloat16"
+    timeout_s: float = 60.0
+    max_failures: int = 0
+
+    def __post_init__(self) -> None:
+        positive(self, "every", "timeout_s")
+        in_range(self, "max_failures", 0, 1000)
+
+    @property
+    def store_url(self) -> str:
+        return self.store or os.environ.get("HOTSWAP_STORE", "")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """`resume`: `auto` goes on from the newest whole checkpoint if there is one, `must` insists, `never` starts new."""
+
+    path: str
+    every: int = 100
+    keep: int = 2
+    resume: Literal["auto", "must", "never"] = "auto"
+
+    def __post_init__(self) -> None:
+        positive(self, "every", "keep")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Greedy answers to held-out prompts through the gateway: at the start, every `every` steps and at the end."""
+
+    every: int = 20
+    prompts: int = 100
+
+    def __post_init__(self) -> None:
+        positive(self, "every", "prompts")
