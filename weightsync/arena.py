@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from weightsync.errors import ArenaFull, ArenaUnavailable, SlotBusy
+from weightsync.manifest import PREAMBLE
 
 DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 - shared memory is the point; the directory below it is private
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; not in the mmap module
@@ -140,8 +141,12 @@ class SlotLock:
     def nbytes(self) -> int:
         return os.fstat(self.fd).st_size
 
-    def downgrade(self) -> None:
-        """From exclusive to shared, so that the other ranks can hold the slot too while they write."""
+    def admit_writers(self) -> None:
+        """From exclusive to shared, so that the other ranks can hold the slot too while they write.
+
+        The former version's header goes first: a reader that comes now must not take the slot for that version.
+        """
+        os.pwrite(self.fd, bytes(PREAMBLE), 0)
         fcntl.flock(self.fd, fcntl.LOCK_SH)
 
     def release(self) -> None:

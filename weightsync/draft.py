@@ -12,7 +12,7 @@ from weightsync.arena import SlotLock
 from weightsync.errors import DraftClosed
 from weightsync.manifest import Layout, Manifest, Schema, TensorEntry
 from weightsync.records import VersionRecord
-from weightsync.slot import wipe_header, write_header
+from weightsync.slot import write_header
 from weightsync.writer import SlotWriter, Ticket, assemble
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ class Draft:
         self._manifest = Manifest(record.version, publisher.model, blank, record.base, record.step, dict(metadata))
         self._writer = SlotWriter(claim.lock, claim.mapping, schema, layout, rank=0)
         self._open = True
-        wipe_header(claim.mapping)
 
     @property
     def version(self) -> int:

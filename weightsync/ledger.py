@@ -72,7 +72,7 @@ class Ledger:
                 version = CounterRecord.from_json(counter.value).version + 1 if counter else 1
                 named = replace(record, version=version, slot=str(lock.path), token=self._token)
                 revision = await self._write_claim(named, _revision(counter))
-                lock.downgrade()
+                lock.admit_writers()
                 return named, revision, lock
             except Conflict:
                 lock.release()

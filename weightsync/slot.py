@@ -34,11 +34,6 @@ def write_header(target: mmap.mmap | memoryview, manifest: Manifest, layout: Lay
     target[: _PREAMBLE.size] = _PREAMBLE.pack(MAGIC, FORMAT, len(raw), manifest.digest.encode())
 
 
-def wipe_header(target: mmap.mmap | memoryview) -> None:
-    """The slot holds no version from now on."""
-    target[: _PREAMBLE.size] = bytes(_PREAMBLE.size)
-
-
 def read_header(source: memoryview, where: str) -> tuple[Manifest, str]:
     """The manifest and its digest, verified against each other. Raises ManifestError."""
     if len(source) < PREAMBLE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from weightsync.arena import MAPPINGS, SlotLock
@@ -83,7 +84,7 @@ def join(ticket: Ticket, rank: int) -> SlotWriter:
 
     Raises SlotBusy or ManifestError when that draft is gone.
     """
-    lock = SlotLock.shared(ticket["slot"])
+    lock = SlotLock.shared(Path(ticket["slot"]))
     try:
         mapping = MAPPINGS.get(lock)
         with memoryview(mapping) as view:

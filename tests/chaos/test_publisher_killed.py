@@ -53,7 +53,7 @@ def around(owner, name, step, *, after=False):
 
 around(ledger.Ledger, "_write_claim", "slot locked, no record")
 around(ledger.Ledger, "claim", "claimed", after=True)
-around(draft, "wipe_header", "mapped, header of the former version")
+around(publisher, "Draft", "mapped, nothing written")
 around(draft, "assemble", "all written, no digest list")
 around(draft, "write_header", "no header")
 around(publisher.Publisher, "_make_ready", "header, not ready")
@@ -73,7 +73,7 @@ halt("closed")
 STEPS = [
     "slot locked, no record",
     "claimed",
-    "mapped, header of the former version",
+    "mapped, nothing written",
     "half written",
     "all written, no digest list",
     "no header",

@@ -55,7 +55,7 @@ def test_writers_share_a_slot_that_nobody_else_can_claim(arena: Arena) -> None:
     lock = arena.claim("m", SIZE, set())
     with pytest.raises(SlotBusy):
         SlotLock.shared(lock.path)
-    lock.downgrade()
+    lock.admit_writers()
     other = SlotLock.shared(lock.path)
     lock.release()
     assert SlotLock.try_exclusive(lock.path) is None

@@ -13,6 +13,7 @@ from weightsync.errors import (
     DraftClosed,
     DraftLost,
     DtypeMismatch,
+    ManifestError,
     MissingTensor,
     ShapeMismatch,
     StalePublisher,
@@ -210,6 +211,19 @@ def test_a_slot_that_is_being_read_is_never_reused(publisher: Publisher) -> None
     for _ in range(20):
         publisher.publish(model(), activate=False)
     assert len(publisher.arena.slots("demo")) == slots
+
+
+def test_a_slot_is_never_taken_for_its_former_version(publisher: Publisher) -> None:
+    publisher.publish(model(1.0), activate=False)
+    (former,) = publisher.versions()
+    for i in range(5):
+        publisher.publish(model(i), activate=False)
+    assert publisher.versions()[0].state == "retired"
+    lock = publisher.arena.claim("demo", Path(former.slot).stat().st_size, {v.slot for v in ready(publisher)})
+    assert str(lock.path) == former.slot
+    lock.admit_writers()
+    with pytest.raises(ManifestError, match="wrong magic"):
+        SlotReader.open(former.slot, manifest_digest=former.manifest_digest)
 
 
 def test_mapping_and_file_are_the_same_for_every_version_of_a_slot(publisher: Publisher) -> None:
