@@ -8,8 +8,9 @@
     auth.py       keys and scopes           app.py       FastAPI: health, metrics, admin
     admin.py      /admin/*                  push.py      publishing, in a process of its own
     stats.py      plain counts              metrics.py   the same for Prometheus
-    answers.py    our own answers, as bytes json_check.py is the body a JSON object
+    guard.py      framing, sizes, times     answers.py   our own answers, as bytes
     middleware.py the admin key, ids        error_map.py weightsync errors as HTTP
+    deps.py       what routes ask for       json_check.py is a body a JSON object
     probe.py      health and load of an instance, signals.py what is read of it
 
 Imports neither torch nor vLLM.

@@ -22,7 +22,7 @@ from weightsync.errors import StoreError
 from weightsync.store import Store, open_store
 
 if TYPE_CHECKING:
-    from server.gateway.protocol import GatewayProtocol
+    from server.gateway.guard import GuardedProtocol
 
 log = logging.getLogger("hotswap.gateway")
 
@@ -43,7 +43,7 @@ class Gateway:
         self.pusher = Pusher(config)
         self.registry = build_registry(self.stats, self.fleet)
         self.buffered = 0  # bytes of request bodies held now
-        self.clients: set[GatewayProtocol] = set()
+        self.clients: set[GuardedProtocol] = set()
 
     @classmethod
     @asynccontextmanager
