@@ -20,8 +20,14 @@ PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scr
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    limits = Limits(stalled_client_s=1.0)
-    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=PATIENT, limits=limits) as g:
+    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=PATIENT) as g:
+        yield g
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[RunningGateway]:
+    """A gateway without patience for its clients."""
+    with running_gateway(tmp_path, upstream=PATIENT, limits=Limits(stalled_client_s=0.5)) as g:
         yield g
 
 
@@ -126,7 +132,7 @@ async def test_a_slow_reader_holds_the_instance_back(gateway: RunningGateway) ->
         await eventually(lambda: gateway.gateway.stats.inflight == 0)
 
 
-async def test_a_client_that_never_reads_is_dropped(gateway: RunningGateway) -> None:
+async def test_a_client_that_never_reads_is_dropped(hasty: RunningGateway) -> None:
     async def handler(link: Link, _: Received) -> None:
         await link.send(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000\r\n\r\n")
         with contextlib.suppress(ConnectionError):
@@ -135,27 +141,27 @@ async def test_a_client_that_never_reads_is_dropped(gateway: RunningGateway) -> 
         gone.set()
 
     gone = asyncio.Event()
-    before = gateway.gateway.stats.disconnects["stalled"]
+    before = hasty.gateway.stats.disconnects["stalled"]
     async with upstream(handler) as up:
-        gateway.register(up)
-        _, writer = await gateway.connect()
+        hasty.register(up)
+        _, writer = await hasty.connect()
         writer.write(post())
         await asyncio.wait_for(gone.wait(), 20)
-        assert gateway.gateway.stats.disconnects["stalled"] == before + 1
-        await eventually(lambda: not [c for c in gateway.gateway.clients if c.transport.get_write_buffer_size()], 20)
+        assert hasty.gateway.stats.disconnects["stalled"] == before + 1
+        await eventually(lambda: not [c for c in hasty.gateway.clients if c.transport.get_write_buffer_size()], 20)
         writer.close()
 
 
-async def test_a_slow_instance_is_not_a_stalled_client(gateway: RunningGateway) -> None:
+async def test_a_slow_instance_is_not_a_stalled_client(hasty: RunningGateway) -> None:
     async def handler(link: Link, _: Received) -> None:
         await link.sse_head()
-        await asyncio.sleep(1.6)  # over stalled_client_s
+        await asyncio.sleep(1.2)  # over stalled_client_s
         await link.chunk(b"data: 1\n\n")
         await link.end()
 
     async with upstream(handler) as up:
-        gateway.register(up)
-        answer = await gateway.ask(post())
+        hasty.register(up)
+        answer = await hasty.ask(post())
     assert (answer.body, answer.complete) == (b"data: 1\n\n", True)
 
 

@@ -21,8 +21,6 @@ LIMITS = Limits(
     max_body=1000,
     max_head=4096,
     max_headers=30,
-    request_timeout_s=0.8,
-    keep_alive_s=0.6,
     max_connections=40,
     max_buffered=2000,
 )
@@ -32,6 +30,14 @@ LIMITS = Limits(
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     settings = UpstreamSettings(scrape_interval_s=3600.0)
     with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=settings, limits=LIMITS) as g:
+        yield g
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    """A gateway without patience, for what it ends by itself."""
+    settings, limits = UpstreamSettings(scrape_interval_s=3600.0), Limits(request_timeout_s=0.5, keep_alive_s=0.4)
+    with running_gateway(tmp_path_factory.mktemp("hasty"), upstream=settings, limits=limits) as g:
         yield g
 
 
@@ -289,21 +295,21 @@ async def test_a_long_path_is_431(gateway: RunningGateway) -> None:
 
 
 @pytest.mark.parametrize("part", [b"POST /v1/comp", post(body=b"{}")[:-1], post("/admin/weights", b"{}", ADMIN)[:-1]])
-async def test_a_request_that_never_ends_is_408(gateway: RunningGateway, part: bytes) -> None:
-    answer = await gateway.ask(part)
+async def test_a_request_that_never_ends_is_408(hasty: RunningGateway, part: bytes) -> None:
+    answer = await hasty.ask(part)
     assert (answer.status, code(answer.body)) == (408, "request_timeout")
 
 
-async def test_idle_connections_are_closed(gateway: RunningGateway) -> None:
-    silent, silent_writer = await gateway.connect()
-    reader, writer = await gateway.connect()
+async def test_idle_connections_are_closed(hasty: RunningGateway) -> None:
+    silent, silent_writer = await hasty.connect()
+    reader, writer = await hasty.connect()
     writer.write(get("/healthz"))
     await read_answer(reader)
     for stream in (reader, silent):
         assert await asyncio.wait_for(stream.read(), 10) == b""
     writer.close()
     silent_writer.close()
-    await eventually(lambda: not gateway.gateway.clients)
+    await eventually(lambda: not hasty.gateway.clients)
 
 
 # bodies

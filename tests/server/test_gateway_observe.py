@@ -58,7 +58,7 @@ class Vllm:
 
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    settings = UpstreamSettings(scrape_interval_s=0.05, scrape_timeout_s=0.3, max_idle_s=3600.0)
+    settings = UpstreamSettings(scrape_interval_s=0.05, scrape_timeout_s=10.0, max_idle_s=3600.0)
     # Without a coordinator: the swap records of these tests are their own.
     with running_gateway(tmp_path, upstream=settings, run_coordinator=False) as g:
         yield g
@@ -81,7 +81,10 @@ async def ready(gateway: RunningGateway) -> tuple[int, str]:
     return answer.status, body["error"]["code"] if "error" in body else body["status"]
 
 
-async def test_ready_means_a_committed_version_that_answers(gateway: RunningGateway) -> None:
+async def test_ready_means_a_committed_version_that_answers(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.gateway.app.PROBE_TIMEOUT_S", 10.0)
     vllm = Vllm()
     assert (await gateway.ask(get("/healthz"))).status == 200
     assert await ready(gateway) == (503, "no_instance")
@@ -95,6 +98,7 @@ async def test_ready_means_a_committed_version_that_answers(gateway: RunningGate
         vllm.health = b"503 Service Unavailable"
         assert await ready(gateway) == (503, "not_answering")
         vllm.health, vllm.silent = b"200 OK", True
+        monkeypatch.setattr("server.gateway.app.PROBE_TIMEOUT_S", 0.2)
         assert await ready(gateway) == (503, "not_answering")
         vllm.silent = False
         gateway.register(up, state="TORN")
@@ -164,14 +168,16 @@ async def test_metrics_count_what_happens(gateway: RunningGateway) -> None:
     assert found["hotswap_instance_kv_cache_usage"] == {("i0",): 0.5}
 
 
-async def test_a_silent_instance_loses_its_signals(gateway: RunningGateway) -> None:
+async def test_a_silent_instance_loses_its_signals(tmp_path: Path) -> None:
     vllm = Vllm()
-    async with upstream(vllm) as up:
-        gateway.register(up)
-        await eventually(lambda: gateway.gateway.fleet.instances["i0"].signals is not None)
-        vllm.silent = True
-        await eventually(lambda: gateway.gateway.fleet.instances["i0"].signals is None)
-        assert (await families(gateway))["hotswap_instance_up"] == {("i0",): 0.0}
+    settings = UpstreamSettings(scrape_interval_s=0.05, scrape_timeout_s=0.3)
+    with running_gateway(tmp_path, upstream=settings) as gateway:
+        async with upstream(vllm) as up:
+            gateway.register(up)
+            await eventually(lambda: gateway.gateway.fleet.instances["i0"].signals is not None)
+            vllm.silent = True
+            await eventually(lambda: gateway.gateway.fleet.instances["i0"].signals is None)
+            assert (await families(gateway))["hotswap_instance_up"] == {("i0",): 0.0}
 
 
 async def test_app_errors_have_the_shape_too(gateway: RunningGateway) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import orjson
 import pytest
@@ -14,12 +15,20 @@ from server.gateway import Limits, UpstreamSettings
 from tests.server.gateway_harness import RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, read_answer, upstream
 
-SETTINGS = UpstreamSettings(connect_timeout_s=0.5, read_idle_timeout_s=0.6, scrape_interval_s=3600.0)
+PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0)
+HASTY = UpstreamSettings(connect_timeout_s=0.2, read_idle_timeout_s=0.2, scrape_interval_s=3600.0)
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=SETTINGS, limits=Limits(max_body=100_000)) as g:
+    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=PATIENT, limits=Limits(max_body=100_000)) as g:
+        yield g
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[RunningGateway]:
+    """A gateway without patience for its instances."""
+    with running_gateway(tmp_path, upstream=HASTY) as g:
         yield g
 
 
@@ -196,14 +205,14 @@ async def test_refused_connection_goes_to_the_next_instance(gateway: RunningGate
     assert (answer.status, error(answer.body)["code"]) == (503, "instance_unreachable")
 
 
-async def test_an_instance_that_accepts_nobody_is_503_in_time(gateway: RunningGateway) -> None:
+async def test_an_instance_that_accepts_nobody_is_503_in_time(hasty: RunningGateway) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
         for _ in range(8):  # fills the queue of a listener that never accepts
             filler = stack.enter_context(socket.socket())
             filler.setblocking(False)
             filler.connect_ex(full.getsockname())
-        gateway.register(f"http://127.0.0.1:{full.getsockname()[1]}")
-        answer = await gateway.ask(post())
+        hasty.register(f"http://127.0.0.1:{full.getsockname()[1]}")
+        answer = await hasty.ask(post())
     assert (answer.status, error(answer.body)["code"]) == (503, "instance_unreachable")
 
 
@@ -321,13 +330,13 @@ async def test_a_cut_body_is_recognisable(gateway: RunningGateway, begin: bytes)
     assert answer.status == 502 or not answer.complete
 
 
-async def test_a_silent_instance_is_504(gateway: RunningGateway) -> None:
+async def test_a_silent_instance_is_504(hasty: RunningGateway) -> None:
     async def handler(link: Link, _: Received) -> None:
         await link.gone()
 
     async with upstream(handler) as up:
-        gateway.register(up)
-        answer = await gateway.ask(post())
+        hasty.register(up)
+        answer = await hasty.ask(post())
     assert (answer.status, error(answer.body)["code"]) == (504, "upstream_timeout")
 
 
