@@ -34,8 +34,11 @@ SETTINGS = UpstreamSettings(scrape_interval_s=3600.0)
 
 @pytest.fixture(scope="module")
 def arena() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="hotswap-test-", dir="/dev/shm"))
-    yield directory
+    """Where every push of this module puts its slots, also those that are ended before they ask."""
+    directory = Path(tempfile.mkdtemp(prefix="hotswap-gateway-test-", dir="/dev/shm"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOTSWAP_ARENA", str(directory))
+        yield directory
     shutil.rmtree(directory, ignore_errors=True)
 
 
