@@ -7,7 +7,7 @@ PYTHON ?= python3
 
 .PHONY: demo test check lint types setup clean
 demo: setup
-	$(PY) -m loadtest.demo
+	$(PY) -m loadtest.demo $(if $(KEEP),--keep) $(DEMO_ARGS)
 
 test: setup
 	$(PY) -m pytest tests -m "not gpu and not soak"
