@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 
-from weightsync.errors import SwapAborted, SwapTimeout, UnknownVersion
+from weightsync.errors import StoreUnavailable, SwapAborted, SwapTimeout, UnknownVersion
 from weightsync.records import ActiveRecord, Keys, SwapRecord, TargetRecord, VersionRecord
 from weightsync.store.protocol import Event, Store
+
+RETRY_S = 0.2
 
 
 def new_target(version: int, requested_by: str, deadline_s: float) -> TargetRecord:
@@ -34,7 +36,7 @@ async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int,
     judge = Judge(keys, target)
     with _timeout_as(target.version, timeout_s):
         async with asyncio.timeout(timeout_s):
-            async with contextlib.aclosing(store.watch(keys.root, revision + 1)) as events:
+            async with contextlib.aclosing(_follow(store, keys.root, revision + 1)) as events:
                 async for event in events:
                     if judge.is_active(event):
                         return
@@ -48,7 +50,7 @@ async def become_active(store: Store, keys: Keys, version: int, timeout_s: float
         return
     with _timeout_as(version, timeout_s):
         async with asyncio.timeout(timeout_s):
-            async with contextlib.aclosing(store.watch(keys.root, revision + 1)) as events:
+            async with contextlib.aclosing(_follow(store, keys.root, revision + 1)) as events:
                 async for event in events:
                     if event.kv.key == keys.active and ActiveRecord.from_json(event.kv.value).version == version:
                         return
@@ -63,6 +65,18 @@ async def previous_version(store: Store, keys: Keys) -> int:
     if active is None or active.previous is None:
         raise SwapAborted(active.version if active else 0, "there is no previous version to roll back to")
     return active.previous
+
+
+async def _follow(store: Store, prefix: str, start: int) -> AsyncGenerator[Event, None]:
+    """A watch that outlives outages of the store: what has been asked for may come true all the same."""
+    while True:
+        try:
+            async with contextlib.aclosing(store.watch(prefix, start)) as events:
+                async for event in events:
+                    yield event
+                    start = event.kv.mod_revision + 1
+        except StoreUnavailable:
+            await asyncio.sleep(RETRY_S)
 
 
 class Judge:

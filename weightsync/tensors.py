@@ -10,10 +10,24 @@ from weightsync.sources import copy_digest_address
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Raises UnsupportedDtype for tensors without plain storage (sparse, quantized, on `meta`)."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise UnsupportedDtype(name, f"{tensor.dtype} ({tensor.layout}, on {tensor.device})")
+    """Raises UnsupportedDtype for tensors without plain bytes of their own (sparse, sharded, on `meta`, offloaded)."""
+    if problem := _without_bytes(tensor):
+        raise UnsupportedDtype(name, problem)
     return TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+def _without_bytes(tensor: torch.Tensor) -> str | None:
+    """Why there is nothing to copy; reading such a tensor by its address would kill the process."""
+    if hasattr(tensor, "full_tensor"):
+        return "a DTensor (pass its full_tensor(), or write its local part as a slice)"
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return f"{tensor.dtype} ({tensor.layout}, on {tensor.device})"
+    last = (
+        sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
+    )
+    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + last + 1) * tensor.element_size():
+        return "offloaded (its storage is empty; load it again first)"
+    return None
 
 
 def dtype_name(dtype: object) -> str:

@@ -23,7 +23,7 @@ from weightsync.records import Keys, TargetRecord, VersionRecord
 
 MODEL = "demo"
 LEASE_S = 0.4
-SHAPE = (256, 1024)
+SHAPE = (64, 1024)
 
 # The child publishes one version slowly enough to be killed at a named step: it says the step's name and stops there.
 TRAINER = """
@@ -61,11 +61,11 @@ around(ledger.Ledger, "make_ready", "ready, slot still locked", after=True)
 
 names = [f"model.layers.{i}.weight" for i in range(8)]
 with Publisher(url, model="demo", lease_ttl_s=0.4) as pub:
-    with pub.begin([(name, "float32", (256, 1024)) for name in names], step=2) as new:
+    with pub.begin([(name, "float32", (64, 1024)) for name in names], step=2) as new:
         for i, name in enumerate(names):
             if i == 4:
                 halt("half written")
-            new.write(name, np.full((256, 1024), 2.0, np.float32))
+            new.write(name, np.full((64, 1024), 2.0, np.float32))
         new.commit(activate=True)
 halt("closed")
 """
@@ -91,7 +91,7 @@ rng = np.random.default_rng()
 with Publisher(sys.argv[1], model="demo", lease_ttl_s=0.4) as pub:
     print("go", flush=True)
     while True:
-        tensor = np.full((256, 1024), rng.random(), np.float32)
+        tensor = np.full((64, 1024), rng.random(), np.float32)
         pub.publish({f"model.layers.{i}.weight": tensor for i in range(8)}, activate=False)
 """
 
@@ -170,7 +170,7 @@ def test_killed_at(step: str, url: str) -> None:
 def test_killed_at_moments_nobody_chose(url: str) -> None:
     chance = random.Random(7)
     with Publisher(url, model=MODEL, lineage="observer") as observer:
-        for _ in range(8):
+        for _ in range(6):
             with subprocess.Popen([sys.executable, "-c", BUSY_TRAINER, url], stdout=subprocess.PIPE) as child:
                 assert child.stdout is not None
                 child.stdout.readline()

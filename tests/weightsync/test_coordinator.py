@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +60,22 @@ async def test_a_publisher_waits_for_its_own_swap(fleet: Fleet, publisher: Publi
     await until(lambda: engine.running == version)
     assert await asyncio.to_thread(publisher.rollback, timeout_s=10) == version - 1
     await until(lambda: engine.running == version - 1)
+
+
+async def test_a_publisher_waits_through_an_outage_of_the_store(
+    fleet: Fleet, publisher: Publisher, tmp_path: Path
+) -> None:
+    fleet.coordinator()
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
+    publishing = asyncio.create_task(asyncio.to_thread(publisher.publish, model(), timeout_s=20))
+    await until(lambda: engine.calls)
+    os.rename(tmp_path / "store.db", tmp_path / "away.db")
+    await asyncio.sleep(0.3)
+    os.rename(tmp_path / "away.db", tmp_path / "store.db")
+    assert engine.hang is not None
+    engine.hang.set()
+    assert await publishing == 1
+    await until(lambda: engine.running == 1)
 
 
 async def test_rollback_needs_no_new_bytes_and_loses_no_epoch(fleet: Fleet, publisher: Publisher) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -155,7 +156,7 @@ async def test_events_of_one_transaction_come_in_its_order(store: Store) -> None
 WRITER = """
 import sys
 from weightsync import SyncStore
-store = SyncStore(sys.argv[1], create=False)
+store = SyncStore(sys.argv[1])
 for i in range(int(sys.argv[3])):
     store.put(f"w/{sys.argv[2]}", b"%d" % i)
 store.close()
@@ -171,6 +172,12 @@ async def test_a_watch_misses_nothing_of_several_processes(store: Store, store_u
     for name in ("x", "y"):
         assert [int(e.kv.value) for e in events if e.kv.key == f"w/{name}"] == list(range(150))
     assert [e.kv.mod_revision for e in events] == list(range(revision + 1, revision + 301))
+
+
+async def test_several_processes_may_create_it_at_once(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", WRITER, f"sqlite://{tmp_path}/new/store.db"]
+    writers = [await asyncio.create_subprocess_exec(*arguments, name, "5") for name in "abcd"]
+    assert [await w.wait() for w in writers] == [0] * 4
 
 
 async def test_events_are_kept_for_a_while_only(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

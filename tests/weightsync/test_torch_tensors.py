@@ -63,14 +63,34 @@ def test_publishing_leaves_the_tensor_resizable(publisher: Publisher) -> None:
     tensor.untyped_storage().resize_(0)  # what offloading does; sharing the storage with numpy would forbid it
 
 
+def offloaded() -> torch.Tensor:
+    tensor = torch.zeros(1 << 20)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     "tensor",
-    [torch.empty(2, device="meta"), torch.eye(3).to_sparse(), torch.zeros(2, dtype=torch.complex64)],
-    ids=["meta", "sparse", "complex"],
+    [torch.empty(2, device="meta"), torch.eye(3).to_sparse(), torch.zeros(2, dtype=torch.complex64), offloaded()],
+    ids=["meta", "sparse", "complex", "offloaded"],
 )
 def test_tensors_without_plain_bytes_are_refused(publisher: Publisher, tensor: torch.Tensor) -> None:
     with pytest.raises(UnsupportedDtype, match="'w'"):
         publisher.publish({"w": tensor}, activate=False)
+
+
+def test_a_sharded_tensor_is_refused_with_advice(publisher: Publisher) -> None:
+    from torch import distributed as dist
+    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(torch.zeros(4, 4), DeviceMesh("cpu", [0]), [Shard(0)])
+        with pytest.raises(UnsupportedDtype, match="full_tensor"):
+            publisher.publish({"w": sharded}, activate=False)
+        publisher.publish({"w": sharded.full_tensor()}, activate=False)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_dtypes_of_torch_in_a_schema(publisher: Publisher) -> None:
