@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -36,7 +37,16 @@ def engine(config: dict[str, Any]) -> Iterator[Engine]:
     try:
         yield Engine(parsed, load_shape(parsed.model.path), build_algorithm(parsed.algorithm))
     finally:
-        ps.destroy_model_parallel()
+        unsplit()
+
+
+def unsplit() -> None:
+    """Give up Megatron's groups, most of which `destroy_model_parallel` only forgets: their threads would pile up."""
+    groups = [group for group in ps._global_process_group_list or [] if group is not None]
+    ps.destroy_model_parallel()
+    for group in groups:
+        with contextlib.suppress(ValueError):  # one that it did destroy
+            dist.destroy_process_group(group)
 
 
 def logits(built: Engine, tokens: torch.Tensor) -> torch.Tensor | None:

@@ -1,6 +1,7 @@
 """A few real ranks on gloo, started once and asked for one case after another.
 
-Parent and ranks talk in JSON lines over pipes; a case is a function of tests/trainer/cases.py.
+One process imports Megatron and forks the other ranks. Parent and ranks talk in JSON lines over pipes; a case is a
+function of tests/trainer/cases.py.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
 import traceback
-from typing import Any
+from typing import Any, TextIO
 
 PATIENCE_S = 120.0
 
@@ -24,34 +26,33 @@ class Ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.trainer.ranks"],
-                env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(world)
-        ]
+        requests, answers = [os.pipe() for _ in range(world)], [os.pipe() for _ in range(world)]
+        theirs = [(request[0], answer[1]) for request, answer in zip(requests, answers, strict=True)]
+        self._requests = [os.fdopen(write, "w") for _, write in requests]
+        self._answers = [os.fdopen(read) for read, _ in answers]
+        self._first_rank = subprocess.Popen(
+            [sys.executable, "-m", "tests.trainer.ranks", json.dumps(theirs)],
+            env=os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+            pass_fds=[fd for pair in theirs for fd in pair],
+            start_new_session=True,
+        )
+        for pair in theirs:
+            for fd in pair:
+                os.close(fd)
 
     def call(self, case: str, **arguments: Any) -> list[Any]:
         """Run a case on every rank; their results in rank order. Raises AssertionError with the traceback of the first
         rank that fails, whose peers may then wait for it for ever: the ranks are ended."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
-            process.stdin.flush()
+        for stream in self._requests:
+            stream.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
+            stream.flush()
         results: dict[int, Any] = {}
         with selectors.DefaultSelector() as ready:
-            for rank, process in enumerate(self._processes):
-                assert process.stdout is not None
-                ready.register(process.stdout, selectors.EVENT_READ, rank)
-            while len(results) < len(self._processes):
-                events = ready.select(PATIENCE_S)
-                answers = {key.data: json.loads(key.fileobj.readline() or '{"error": "it died"}') for key, _ in events}
-                for rank, answer in answers.items() or {-1: {"error": "no answer in time"}}.items():
+            for rank, answers in enumerate(self._answers):
+                ready.register(answers, selectors.EVENT_READ, rank)
+            while len(results) < len(self._answers):
+                found = {key.data: _read(self._answers[key.data]) for key, _ in ready.select(PATIENCE_S)}
+                for rank, answer in found.items() or {-1: {"error": "no answer in time"}}.items():
                     if "error" in answer:
                         self._end()
                         raise AssertionError(f"{case} on rank {rank}: {answer['error']}")
@@ -59,40 +60,47 @@ class Ranks:
         return [results[rank] for rank in sorted(results)]
 
     def _end(self) -> None:
-        for process in self._processes:
-            process.kill()
+        os.killpg(self._first_rank.pid, signal.SIGKILL)
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in self._processes:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                self._end()
+        for stream in (*self._requests, *self._answers):
+            stream.close()
+        try:
+            self._first_rank.wait(20)
+        except subprocess.TimeoutExpired:
+            self._end()
 
 
-def serve_cases() -> None:
-    """The ranks' side: read a case, run it, answer, until the parent closes the pipe."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever prints must not spoil the answers
+def _read(answers: TextIO) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(answers.readline() or '{"error": "it died"}')
+    return answer
+
+
+def serve_cases(pipes: list[tuple[int, int]]) -> None:
+    """The ranks' side: import, fork, then read a case, run it and answer, until the parent closes the pipe."""
     from trainer.launch import die_with_parent
     from trainer.main import _quiet
 
-    die_with_parent()
     _quiet()
+    die_with_parent()
     import torch.distributed as dist
 
     from tests.trainer import cases
     from trainer.megatron import shim
 
     shim.install()
+    rank = next((rank for rank in range(1, len(pipes)) if os.fork() == 0), 0)
+    die_with_parent()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(pipes))}
+    for other in [pair for number, pair in enumerate(pipes) if number != rank]:
+        for fd in other:
+            os.close(fd)
+    requests, answers = os.fdopen(pipes[rank][0]), os.fdopen(pipes[rank][1], "w")
     dist.init_process_group("gloo")
-    for line in sys.stdin:
+    for line in requests:
         request = json.loads(line)
         try:
             answer = {"result": getattr(cases, request["case"])(**request["arguments"])}
@@ -100,8 +108,8 @@ def serve_cases() -> None:
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-    dist.destroy_process_group()
+    os._exit(0)  # peers may be gone: nothing is left to take down together
 
 
 if __name__ == "__main__":
-    serve_cases()
+    serve_cases(json.loads(sys.argv[1]))

@@ -64,13 +64,12 @@ def test_grpo_with_a_reference_is_the_same_in_every_layout(
 
 
 def test_four_ranks_cut_both_ways(small_models: dict[str, str], one_rank: Ranks) -> None:
+    path, both = small_models["qwen3-tied"], {"tensor": 2, "pipeline": 2}
+    serial = one_rank.call("losses", path=path, parallel=SERIAL)[0]
     with Ranks(4) as ranks:
-        both = {"tensor": 2, "pipeline": 2}
-        for model in ("qwen2", "qwen3-tied"):
-            check_parity(ranks.call("parity", path=small_models[model], parallel=both), small_models[model])
-        serial = one_rank.call("losses", path=small_models["qwen2"], parallel=SERIAL)[0]
-        trained = ranks.call("losses", path=small_models["qwen2"], parallel=both, micro_batch=3)
-        assert trained[0] == [pytest.approx(step, rel=2e-4) for step in serial]
+        check_parity(ranks.call("parity", path=path, parallel=both), path)
+        trained = ranks.call("losses", path=path, parallel=both, micro_batch=3)
+    assert trained[0] == [pytest.approx(step, rel=2e-4) for step in serial]
 
 
 def test_bfloat16_trains_close_to_float32(one_rank: Ranks, small_models: dict[str, str]) -> None:
