@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.weightsync.test_arena import small_file_system
 from weightsync.vllm_engine.pool import HEADER, LayoutPool, LayoutPoolError
 from weightsync.vllm_engine.skeleton import group_by_layer, layer_of
 
@@ -125,12 +126,13 @@ def test_what_a_killed_builder_left_is_built_again(tmp_path: Path) -> None:
     assert not slot.built
 
 
-def test_a_full_shared_memory_is_a_typed_error(tmp_path: Path) -> None:
-    room = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    pool = LayoutPool(tmp_path, "f", room * 2)
-    with pytest.raises(LayoutPoolError, match="no room"):
-        pool.acquire("v1")
-    assert not list(tmp_path.glob("layout-f-[0-9]*"))
+def test_a_full_shared_memory_is_a_typed_error() -> None:
+    room = 1 << 20
+    with small_file_system(room) as directory:
+        pool = LayoutPool(directory, "f", 2 * room)
+        with pytest.raises(LayoutPoolError, match="no room"):
+            pool.acquire("v1")
+        assert not list(directory.glob("layout-f-[0-9]*"))
 
 
 def test_header_names_the_version(tmp_path: Path) -> None:
