@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import io
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from loadtest.demo.scene import PHASES, Answer, Piece, Scene
 
 BARS = "▁▂▃▄▅▆▇█"
 LINE_EVERY = 20  # steps, without a terminal
+FETCHED = re.compile(r"@font-face \{.*?\}\s*|<!--.*?-->\s*", re.DOTALL)  # a picture in a README asks nobody for fonts
 WIDTH = 110  # of a recorded picture
 HISTORY = 6  # answers of one sum
 GOLDEN = 0.618034
@@ -58,7 +60,8 @@ class Recorder:
 
     def save(self) -> None:
         self._console.print(summary(self._scene))
-        self._console.save_svg(str(self._path), title="make demo")
+        svg = self._console.export_svg(title="make demo")
+        self._path.write_text(FETCHED.sub("", svg))
 
 
 def picture(scene: Scene) -> RenderableType:

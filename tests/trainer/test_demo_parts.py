@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from rich.console import Console
 from loadtest.demo import Demo, DemoFailed, Recipe, Scene
 from loadtest.demo.__main__ import shortcomings
 from loadtest.demo.client import Misattributed, check_spans
-from loadtest.demo.display import colour, picture, summary
+from loadtest.demo.display import Recorder, colour, picture, summary
 from loadtest.demo.scene import Answer, Swap
 from loadtest.demo.stage import MetricsTail
 from trainer import strict
@@ -113,6 +114,19 @@ def test_every_scene_can_be_shown(scene: Scene) -> None:
         console.print(summary(scene))
         assert "+60.0 points" in console.export_text(clear=False)
     assert "hotswap demo" in console.export_text()
+
+
+def test_a_recorded_picture_needs_nothing_from_the_network(tmp_path: Path) -> None:
+    scene = finished()
+    recorder = Recorder(scene, tmp_path / "demo.svg")
+    scene.phase = "improve"
+    recorder()
+    recorder()  # one picture is enough
+    recorder.save()
+    svg = (tmp_path / "demo.svg").read_text()
+    assert svg.count("hotswap") == 1
+    assert "+60.0" in svg
+    assert re.findall(r"https?://[^\s\"]+", svg) == ["http://www.w3.org/2000/svg"]
 
 
 def test_neighbouring_versions_have_different_colours() -> None:
