@@ -136,12 +136,12 @@ async def test_a_swap_it_missed_is_followed_when_the_store_is_back(
 
 
 async def test_an_interrupted_staging_is_begun_again(fleet: Fleet, publisher: Publisher) -> None:
-    """The store went away between "I am staging" and the staging."""
+    """It says "I am staging", but nobody does any more."""
     coordinator = fleet.coordinator()
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
     swap = asyncio.create_task(coordinator.activate(await publish(publisher)))
     participant = fleet.participants["a"]
-    await until(lambda: participant.record.state == "STAGING")
+    await until(lambda: engine.calls == [("stage", 1)])
     assert participant._task is not None
     participant._task.cancel()
     assert engine.hang is not None
