@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.trainer.fleet import Fleet, fleet
@@ -41,6 +42,7 @@ def accuracies(events: list[dict[str, Any]]) -> list[float]:
     return [event["accuracy"] for event in events if event["event"] == "eval"]
 
 
+@pytest.mark.timeout(600)
 def test_fine_tuning_then_grpo_raises_held_out_accuracy(tiny_model: str, tmp_path: Path) -> None:
     tuned, improved = str(tmp_path / "sft"), str(tmp_path / "grpo")
     with fleet(tiny_model, tmp_path) as running:

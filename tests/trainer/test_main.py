@@ -49,6 +49,7 @@ def wait_until_gone(processes: list[psutil.Process]) -> None:
     assert not alive, "ranks outlived their launcher"
 
 
+@pytest.mark.timeout(600)
 def test_a_killed_run_resumes_bit_for_bit(config: dict[str, Any], tmp_path: Path) -> None:
     config |= {"parallel": {"data": 2}, "steps": 120, "checkpoint": config["checkpoint"] | {"every": 15}}
     through = config | {"metrics": str(tmp_path / "through"), "checkpoint": None}
