@@ -89,7 +89,7 @@ class Participant:
         self._task = asyncio.create_task(self.run(), name=f"participant {self._record.id}")
 
     async def serving(self) -> None:
-        """Return when it has been SERVING once."""
+        """Return when the fleet has seen it SERVING once."""
         await self._serving.wait()
 
     async def stop(self) -> None:
@@ -223,10 +223,10 @@ class Participant:
     async def _say(self, **changes: object) -> None:
         """Change the record here, then in the store; if that is away, the next session says it."""
         self._record = replace(self._record, **changes)  # type: ignore[arg-type]
-        if self._record.state == "SERVING":
-            self._serving.set()
         if self._lease is not None:
             await self._store.put(self._keys.instance(self._record.id), self._record.to_json(), self._lease.id)
+        if self._record.state == "SERVING":
+            self._serving.set()
 
 
 def _error_info(error: Exception) -> ErrorInfo:

@@ -22,7 +22,7 @@ from weightsync.arena import SlotLock
 from weightsync.records import Keys, TargetRecord, VersionRecord
 
 MODEL = "demo"
-LEASE_S = 0.4
+LEASE_S = 0.8
 SHAPE = (64, 1024)
 
 # The child publishes one version slowly enough to be killed at a named step: it says the step's name and stops there.
@@ -60,7 +60,7 @@ around(publisher.Publisher, "_make_ready", "header, not ready")
 around(ledger.Ledger, "make_ready", "ready, slot still locked", after=True)
 
 names = [f"model.layers.{i}.weight" for i in range(8)]
-with Publisher(url, model="demo", lease_ttl_s=0.4) as pub:
+with Publisher(url, model="demo", lease_ttl_s=0.8) as pub:
     with pub.begin([(name, "float32", (64, 1024)) for name in names], step=2) as new:
         for i, name in enumerate(names):
             if i == 4:
@@ -88,7 +88,7 @@ import sys
 import numpy as np
 from weightsync import Publisher
 rng = np.random.default_rng()
-with Publisher(sys.argv[1], model="demo", lease_ttl_s=0.4) as pub:
+with Publisher(sys.argv[1], model="demo", lease_ttl_s=0.8) as pub:
     print("go", flush=True)
     while True:
         tensor = np.full((64, 1024), rng.random(), np.float32)

@@ -90,12 +90,15 @@ async def test_one_that_cannot_catch_up_stays_out_and_tries_again(
 
 async def test_it_registers_again_when_its_lease_is_lost(fleet: Fleet, publisher: Publisher) -> None:
     coordinator = fleet.coordinator()
-    await fleet.instance("a", ttl_s=0.3)
+    await fleet.instance("a", ttl_s=1.0)
     await coordinator.activate(await publish(publisher))
     lease = fleet.participants["a"]._lease
     assert lease is not None
-    await fleet.store().revoke(lease.id)
-    assert await record(fleet, "a") is None
+    store = fleet.store()
+    _, revision = await store.list("")
+    await store.revoke(lease.id)
+    events = store.watch(KEYS.instance("a"), revision + 1)
+    assert [(await asyncio.wait_for(anext(events), 10)).kind for _ in range(2)] == ["delete", "put"]
     found = await registered(fleet, "a")
     assert (found.state, found.active_version) == ("SERVING", 1)
     assert (await coordinator.activate(await publish(publisher))).instances["a"].active_version == 2

@@ -292,7 +292,7 @@ def test_a_failed_publish_can_be_repeated_when_the_store_is_back(store_url: str,
 
 
 def test_a_slot_of_a_commit_that_failed_is_free_again(store_url: str, tmp_path: Path) -> None:
-    with Publisher(store_url, model="demo", lease_ttl_s=0.3) as publisher:
+    with Publisher(store_url, model="demo", lease_ttl_s=1.0) as publisher:
         draft = publisher.begin(_schema(model()))
         for name, tensor in model().items():
             draft.write(name, tensor)
