@@ -6,14 +6,13 @@ Exit status: 0 all went well, 1 a phase failed or the promise was not kept, 130 
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
+from loadtest.demo import interrupts
 from loadtest.demo.display import Lines, Recorder, live, summary
 from loadtest.demo.recipe import ENGINE_ARGS, Recipe, prepare_environment
 from loadtest.demo.scene import Scene
@@ -26,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
     args = _parser().parse_args(argv)
     prepare_environment()
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupts.install()
     console, scene = Console(), Scene()
     recorder = Recorder(scene, args.svg) if args.svg else None
     watchers: list[Callable[[], None]] = [recorder] if recorder else []
@@ -45,12 +44,11 @@ def main(argv: list[str] | None = None) -> int:
     except DemoFailed as error:
         print(error, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except interrupts.Interrupted:
         print("interrupted; stopping", file=sys.stderr)
         return 130 if scene.ended is None else 0
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the cleaning up
+        interrupts.ignore()
         demo.close()
 
 
@@ -99,10 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--svg", type=Path, help="also save a picture and the summary here")
     return parser
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

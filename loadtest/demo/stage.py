@@ -20,6 +20,7 @@ import yaml
 
 from loadtest.demo.background import Background
 from loadtest.demo.client import Clients
+from loadtest.demo.interrupts import held
 from loadtest.demo.recipe import ENGINE_ARGS, KV_CACHE_GIB, MODEL, Recipe
 from loadtest.demo.scene import Scene
 from loadtest.demo.swaps import follow_swaps
@@ -88,8 +89,9 @@ class Demo:
         """Start gateway and instance, wait until they answer, then let the clients begin."""
         self.scene.enter("serve")
         try:
-            self.server = server = Server(self._up_config())
-            server.start()
+            with held():
+                self.server = server = Server(self._up_config())
+                server.start()
             server.wait_ready(timeout_s=240.0)
         except CliError as error:
             raise DemoFailed("serve", str(error)) from error
@@ -104,7 +106,8 @@ class Demo:
         path = self.run_dir / f"{name}.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         metrics = MetricsTail(Path(config["metrics"]))
-        trainer = self.server.train(path)
+        with held():
+            trainer = self.server.train(path)
         while trainer.alive:
             self._watch(phase, metrics)
         self._watch(phase, metrics)

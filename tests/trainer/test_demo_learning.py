@@ -139,7 +139,8 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signa
         assert process.returncode == 130, said
         assert "interrupted" in said
         assert not [path for path in arenas if path.exists()]
-        assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive
     finally:
         process.kill()
         process.wait()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from loadtest.demo import Demo, DemoFailed, Recipe, Scene
+from loadtest.demo import Demo, DemoFailed, Recipe, Scene, interrupts
 from loadtest.demo.__main__ import shortcomings
 from loadtest.demo.client import Misattributed, check_spans
 from loadtest.demo.display import Recorder, colour, picture, summary
@@ -145,3 +146,22 @@ def test_two_demos_do_not_share_a_directory(tmp_path: Path) -> None:
         first.close()
         second.close()
     assert not list(tmp_path.glob("state/*"))
+
+
+@pytest.mark.parametrize("number", interrupts.NUMBERS)
+def test_an_interrupt_waits_for_what_must_not_be_interrupted(number: signal.Signals) -> None:
+    former = {n: signal.getsignal(n) for n in interrupts.NUMBERS}
+    started = False
+    try:
+        interrupts.install()
+        with pytest.raises(interrupts.Interrupted), interrupts.held():
+            signal.raise_signal(number)
+            started = True
+        assert started
+        with pytest.raises(interrupts.Interrupted):
+            signal.raise_signal(number)
+        interrupts.ignore()
+        signal.raise_signal(number)
+    finally:
+        for n, handler in former.items():
+            signal.signal(n, handler)
