@@ -5,6 +5,7 @@ Importing this package imports neither torch nor Megatron; `python -m trainer.ma
 
 from trainer.config import TrainerConfig, load
 from trainer.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
     Diverged,
@@ -21,6 +22,7 @@ from trainer.errors import (
 )
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DataError",
     "Diverged",

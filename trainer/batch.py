@@ -24,15 +24,19 @@ class Sequence:
     per_token: dict[str, Seq[float]] = field(default_factory=dict)
     train_on_prompt: bool = False
 
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.continuation)
+
 
 def collate(sequences: Seq[Sequence]) -> Fields:
     """Right-padded tensors: `tokens` int64 [B, T + 1], `mask` and the per-token fields float32 [B, T]."""
-    width = max(len(s.prompt) + len(s.continuation) for s in sequences)
+    width = max(s.length for s in sequences)
     names = sorted({name for s in sequences for name in s.per_token})
     fields = {name: torch.zeros(len(sequences), width - 1) for name in (MASK, *names)}
     fields[TOKENS] = torch.zeros(len(sequences), width, dtype=torch.int64)
     for row, s in enumerate(sequences):
-        end = len(s.prompt) + len(s.continuation)
+        end = s.length
         fields[TOKENS][row, :end] = torch.tensor(s.prompt + s.continuation)
         first = 0 if s.train_on_prompt else len(s.prompt) - 1
         fields[MASK][row, first : end - 1] = 1.0

@@ -11,16 +11,18 @@ the manifest; one that does not match is named in the log and the one before it 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from trainer.errors import ResumeError
+from trainer.errors import CheckpointError, ResumeError
 
 MANIFEST = "MANIFEST"
 log = logging.getLogger(__name__)
@@ -35,13 +37,21 @@ class CheckpointDir:
     def stage(self, step: int) -> Path:
         """An empty directory to write the checkpoint of `step` into, then `commit` it."""
         staged = self._staged(step)
-        for leftover in self.path.glob(".writing-*"):
-            shutil.rmtree(leftover)
-        staged.mkdir(parents=True)
+        with writing(self.path):
+            for leftover in self.path.glob(".writing-*"):
+                shutil.rmtree(leftover)
+            staged.mkdir(parents=True)
         return staged
 
     def commit(self, step: int, state: dict[str, Any]) -> Path:
-        """Seal what is staged for `step` together with `state` (JSON), make it the newest, drop the oldest."""
+        """Seal what is staged for `step` together with `state` (JSON), make it the newest, drop the oldest.
+
+        Raises CheckpointError, here and in `stage`, when the disk does not take it.
+        """
+        with writing(self.path):
+            return self._commit(step, state)
+
+    def _commit(self, step: int, state: dict[str, Any]) -> Path:
         staged, final = self._staged(step), self.path / f"step-{step:08d}"
         files = sorted(f for f in staged.rglob("*") if f.is_file())
         for file in files:
@@ -101,6 +111,17 @@ class CheckpointDir:
 
     def _staged(self, step: int) -> Path:
         return self.path / f".writing-step-{step:08d}"
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """The operating system's refusals become CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path} ({error}). Free space, or set checkpoint.path elsewhere."
+        ) from error
 
 
 def _digest(file: Path) -> str:

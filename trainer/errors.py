@@ -10,7 +10,8 @@ TrainerError                 base: message says what to do, `exit_code` is what 
 ├── RolloutError             the gateway refused a request
 │   └── GatewayUnreachable   nobody answered within the retry budget
 ├── PublishError             a version could not be published or did not become active
-├── ResumeError              a checkpoint is torn, or belongs to another run
+├── CheckpointError          a checkpoint could not be written
+│   └── ResumeError          a checkpoint is torn, or belongs to another run
 ├── Diverged                 the loss or the gradient is no longer a finite number
 └── RankFailed               another rank failed; its own message was printed there
 """
@@ -83,7 +84,11 @@ class PublishError(TrainerError):
         super().__init__(message)
 
 
-class ResumeError(TrainerError):
+class CheckpointError(TrainerError):
+    """A checkpoint could not be written. The ones before it are whole."""
+
+
+class ResumeError(CheckpointError):
     """A checkpoint is torn, or was written by a run that this configuration cannot continue."""
 
     exit_code = 2

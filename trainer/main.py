@@ -10,9 +10,10 @@ import logging
 import os
 import sys
 import warnings
+from pathlib import Path
 
 from trainer.config import TrainerConfig, load
-from trainer.errors import RankFailed, TrainerError
+from trainer.errors import ConfigError, RankFailed, TrainerError
 from trainer.launch import die_with_parent, is_rank, launch
 from trainer.megatron.hf_config import ModelShape, load_shape
 from trainer.megatron.hf_files import HfTensors
@@ -45,7 +46,22 @@ def check(config: TrainerConfig) -> ModelShape:
     shape.check_parallel(config.parallel)
     if not config.model.random_init:
         HfTensors(config.model.path).check(shape.schema("float32"))
+    if config.checkpoint is not None:
+        _check_writable("checkpoint.path", config.checkpoint.path)
+    if config.save_to is not None:
+        _check_writable("save_to", config.save_to)
+    if config.metrics != "-":
+        _check_writable("metrics", str(Path(config.metrics).parent))
     return shape
+
+
+def _check_writable(key: str, path: str) -> None:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(key, f"cannot make the directory {path} ({error.strerror})", "Choose another") from None
+    if not os.access(path, os.W_OK):
+        raise ConfigError(key, f"may not write into {path}", "Change its mode, or choose another directory")
 
 
 def _run_rank(config: TrainerConfig, shape: ModelShape) -> None:

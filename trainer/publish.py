@@ -59,10 +59,11 @@ class WeightPublisher:
 
     def _write(self, draft: Any) -> dict[str, Any]:
         """This rank's share into the slot: what `seal` says of it, or what went wrong."""
-        alone = dist.get_world_size() == 1
+        alone, writer = dist.get_world_size() == 1, draft
         ticket: dict[str, Any] = {} if alone else broadcast_json(draft.ticket if draft is not None else None)
         try:
-            writer = draft or weightsync.join(ticket | {"slot": Path(ticket["slot"])}, dist.get_rank())
+            if draft is None:
+                writer = weightsync.join(ticket | {"slot": Path(ticket["slot"])}, dist.get_rank())
             for name, tensor, dim, start in self._engine.slices(self._config.dtype):
                 if tensor.shape == self._shapes[name]:
                     writer.write(name, tensor)
@@ -70,6 +71,8 @@ class WeightPublisher:
                     writer.write_slice(name, tensor, start, dim)
             return {"problem": "", "part": writer.seal() if draft is None else None}
         except WeightSyncError as error:
+            if draft is None and writer is not None:
+                writer.release()
             return {"problem": str(error), "part": None}
 
     def _commit(self, draft: Any, outcomes: list[dict[str, Any]], began: float) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from trainer.algorithms import build_algorithm
 from trainer.batch import Fields, collate
-from trainer.checkpoint import CheckpointDir
+from trainer.checkpoint import CheckpointDir, writing
 from trainer.config import TrainerConfig
 from trainer.data import Tokenizer, build_dataset, take
-from trainer.errors import ConfigError, PublishError, RankFailed, ResumeError
+from trainer.errors import ConfigError, DataError, PublishError, RankFailed, ResumeError
 from trainer.megatron import state as engine_state
 from trainer.megatron.engine import Engine, StepStats
 from trainer.megatron.hf_config import ModelShape
@@ -119,7 +119,8 @@ class Run:
             return
         began, checkpoints = time.perf_counter(), self._checkpoints
         staged = Path(broadcast_json(str(lead(lambda: checkpoints.stage(state.step)))))
-        engine_state.save(self.engine, staged)
+        with writing(staged):
+            engine_state.save(self.engine, staged)
         saved = {"train": dataclasses.asdict(state), "identity": self._identity()}
         path = lead(lambda: checkpoints.commit(state.step, saved))
         if is_lead():
@@ -160,6 +161,9 @@ class Run:
     def _open_lead(self) -> None:
         c = self.config
         self._tokenizer = Tokenizer(c.model.path)
+        if self._tokenizer.size > self.shape.vocab:
+            problem = f"the tokenizer has {self._tokenizer.size} tokens, the model {self.shape.vocab}"
+            raise DataError(f"{c.model.path}: {problem}. Put the model's own tokenizer.json there.")
         self._dataset = build_dataset(c.data, self._tokenizer, c.seed)
         if c.eval is not None and not self._dataset.held_out:
             raise ConfigError("eval", "there are no held-out records", "Set data.eval_path or data.held_out")
@@ -173,7 +177,12 @@ class Run:
         if self.algorithm.samples_per_prompt:
             assert self._rollouts is not None  # the configuration insists on a gateway
             groups = self._rollouts.sample(records, self.algorithm.samples_per_prompt, state.step)
-        return collate(self.algorithm.sequences(records, groups)), rollout_metrics(groups, state.version)
+        sequences = self.algorithm.sequences(records, groups)
+        for sequence in sequences:
+            if sequence.length > self.shape.max_positions:
+                problem = f"a sequence has {sequence.length} tokens, the model takes {self.shape.max_positions}"
+                raise DataError(f"{problem}. Shorten the records or rollout.max_tokens.")
+        return collate(sequences), rollout_metrics(groups, state.version)
 
     def _evaluate(self, state: TrainState) -> None:
         assert self.config.eval is not None

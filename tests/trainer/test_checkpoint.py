@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.checkpoint import CheckpointDir
-from trainer.errors import ResumeError
+from trainer.errors import CheckpointError, ResumeError
 
 
 def write(directory: CheckpointDir, step: int) -> Path:
@@ -86,6 +86,13 @@ def test_all_torn_is_refused(directory: CheckpointDir, damage: object) -> None:
         damage(path)
     with pytest.raises(ResumeError, match="step-00000003"):
         directory.newest()
+
+
+def test_a_disk_that_refuses_is_reported_and_the_rest_stays_whole(directory: CheckpointDir) -> None:
+    directory.stage(4).rmdir()
+    with pytest.raises(CheckpointError, match="Free space"):
+        directory.commit(4, {})
+    assert newest_step(directory) == 3
 
 
 def test_one_being_written_is_never_seen_and_cleaned_up(directory: CheckpointDir) -> None:

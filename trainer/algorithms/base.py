@@ -37,7 +37,7 @@ class Algorithm(Protocol):
     needs_reference: bool  # whether `loss` wants the field `reference_logprobs` (of the initial weights)
 
     def sequences(self, records: Seq[Record], groups: Seq[Group]) -> list[Sequence]:
-        """What to train on. `groups` is empty when no rollouts are wanted. An empty result skips the step."""
+        """What to train on. `groups` is empty when no rollouts are wanted."""
         ...
 
     def loss(self, logprobs_BT: torch.Tensor, fields: Fields) -> LossOutput:

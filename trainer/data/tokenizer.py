@@ -22,6 +22,11 @@ class Tokenizer:
             raise DataError(f"cannot read {path} ({error}). Put the model's tokenizer.json there.") from None
         self.eos_id = _eos_id(Path(directory))
 
+    @property
+    def size(self) -> int:
+        """Number of tokens it can produce."""
+        return int(self._tokenizer.get_vocab_size())
+
     def prompt(self, text: str) -> tuple[int, ...]:
         """With the special tokens that the model expects at the start (BOS, where it has one)."""
         return tuple(self._tokenizer.encode(text).ids)
