@@ -32,6 +32,7 @@ from server.cli.up import Server, UpConfig
 from server.cli.weights import AdminClient
 
 SETTLE_S = 1.0
+WARM_UP = 4
 VLLM_ARGS = ("--max-model-len", "2048", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(3 << 30))
 
 
@@ -80,25 +81,46 @@ def _hotswap(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[
         server.start()
         server.wait_ready()
         admin = AdminClient(server.state_dir)
-        for i in range(3):  # every slot is faulted in once; a trainer's first three versions do that
-            admin.call("POST", "/admin/weights", {"path": str(models[i % 2].resolve()), "activate": True})
+        with _publisher(server.store, models) as publish:
 
-        def swap(number: int) -> None:
-            path = str(models[number % 2].resolve())
-            started = time.monotonic()
-            version = admin.call("POST", "/admin/weights", {"path": path, "activate": False})["version"]
-            windows.publish_ms.append((time.monotonic() - started) * 1e3)
-            admin.call("POST", "/admin/weights/activate", {"version": version})
-            (record,) = admin.call("GET", "/admin/instances")["instances"]
-            windows.commit_ms.append(record["commit_ms"])
-            windows.staging_gbps.append(record["staging_gbps"])
-            windows.stage_ms.append(record["stage_ms"])
-            windows.kernels = record["path"]
+            def swap(number: int) -> None:
+                published = publish(number % len(models))
+                admin.call("POST", "/admin/weights/activate", {"version": published["version"]})
+                (record,) = admin.call("GET", "/admin/instances")["instances"]
+                windows.publish_ms.append(published["publish_ms"])
+                windows.commit_ms.append(record["commit_ms"])
+                windows.staging_gbps.append(record["staging_gbps"])
+                windows.stage_ms.append(record["stage_ms"])
+                windows.kernels = record["path"]
 
-        gaps, lost = _drive(server.url, "bench", streams, swaps, swap, windows)
+            for number in range(WARM_UP):  # every slot is faulted in once; a trainer's first versions do that
+                swap(number)
+            for figures in (windows.publish_ms, windows.commit_ms, windows.staging_gbps, windows.stage_ms):
+                figures.clear()
+            gaps, lost = _drive(server.url, "bench", streams, swaps, swap, windows)
     finally:
         server.stop()
     return gaps, windows, lost
+
+
+@contextlib.contextmanager
+def _publisher(store: str, models: list[Path]) -> Iterator[Callable[[int], dict[str, Any]]]:
+    """A process that holds the weights, as a trainer does; call it with the number of those to publish."""
+    command = [sys.executable, "-m", "loadtest.publisher", store, "bench", *map(str, models)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        requests, answers = process.stdin, process.stdout
+
+        def publish(number: int) -> dict[str, Any]:
+            requests.write(f"{number}\n")
+            requests.flush()
+            return dict(jsonlib.loads(answers.readline()))
+
+        try:
+            yield publish
+        finally:
+            process.kill()
 
 
 def _stock(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[Gaps, Windows, dict[str, int]]:

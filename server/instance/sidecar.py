@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ SWAPS = Counter("hotswap_instance_swaps", "Commits this instance flipped to")
 STAGE_SECONDS = Gauge("hotswap_instance_stage_seconds", "Duration of the last staging")
 COMMIT_SECONDS = Gauge("hotswap_instance_commit_seconds", "Duration of the last flip, between two batches")
 POLL_S = 0.05
+TORN_LINGER_S = 1.0
 
 
 class Sidecar:
@@ -66,7 +68,12 @@ class Sidecar:
         return StageResult(report["digest"], report["staging_gbps"] or None, path)
 
     async def _commit(self, active: ActiveRecord, _version: VersionRecord) -> CommitResult:
-        times = await self._engine.commit(active.version, active.epoch)
+        try:
+            times = await self._engine.commit(active.version, active.epoch)
+        except Exception:
+            # Torn: what runs now is unknown. The record says so first; then this process ends, to be started anew.
+            asyncio.get_running_loop().call_later(TORN_LINGER_S, os.kill, os.getpid(), signal.SIGTERM)
+            raise
         ACTIVE_VERSION.set(active.version)
         COMMIT_SECONDS.set(times["commit_ms"] / 1e3)
         SWAPS.inc()
