@@ -151,12 +151,17 @@ def test_two_demos_do_not_share_a_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", interrupts.NUMBERS)
 def test_an_interrupt_waits_for_what_must_not_be_interrupted(number: signal.Signals) -> None:
     former = {n: signal.getsignal(n) for n in interrupts.NUMBERS}
-    started = False
+    started = []
+
+    def start() -> None:
+        with interrupts.held():
+            signal.raise_signal(number)
+            started.append("a process")
+
     try:
         interrupts.install()
-        with pytest.raises(interrupts.Interrupted), interrupts.held():
-            signal.raise_signal(number)
-            started = True
+        with pytest.raises(interrupts.Interrupted):
+            start()
         assert started
         with pytest.raises(interrupts.Interrupted):
             signal.raise_signal(number)
