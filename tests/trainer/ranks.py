@@ -1,7 +1,7 @@
-"""A few real ranks on gloo, started once and asked for one case after another.
+"""Real ranks on gloo, asked for one case after another.
 
-One process imports Megatron and forks the other ranks. Parent and ranks talk in JSON lines over pipes; a case is a
-function of tests/trainer/cases.py.
+One process imports Megatron; for every case it forks the ranks, which form a process group, run the case (a function of
+tests/trainer/cases.py), answer and end. Process groups leave threads behind that poll for ever: none outlives its case.
 """
 
 from __future__ import annotations
@@ -14,102 +14,136 @@ import socket
 import subprocess
 import sys
 import traceback
-from typing import Any, TextIO
+from typing import Any
 
 PATIENCE_S = 120.0
 
 
 class Ranks:
-    """`world` processes in one process group. Use as a context."""
+    """Runs cases on `world` processes. Use as a context."""
 
     def __init__(self, world: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        requests, answers = [os.pipe() for _ in range(world)], [os.pipe() for _ in range(world)]
-        theirs = [(request[0], answer[1]) for request, answer in zip(requests, answers, strict=True)]
-        self._requests = [os.fdopen(write, "w") for _, write in requests]
-        self._answers = [os.fdopen(read) for read, _ in answers]
-        self._first_rank = subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer.ranks", json.dumps(theirs)],
-            env=os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
-            pass_fds=[fd for pair in theirs for fd in pair],
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.trainer.ranks", str(world)],
+            env=os.environ | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             start_new_session=True,
         )
-        for pair in theirs:
-            for fd in pair:
-                os.close(fd)
 
     def call(self, case: str, **arguments: Any) -> list[Any]:
         """Run a case on every rank; their results in rank order. Raises AssertionError with the traceback of the first
-        rank that fails, whose peers may then wait for it for ever: the ranks are ended."""
-        for stream in self._requests:
-            stream.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
-            stream.flush()
-        results: dict[int, Any] = {}
-        with selectors.DefaultSelector() as ready:
-            for rank, answers in enumerate(self._answers):
-                ready.register(answers, selectors.EVENT_READ, rank)
-            while len(results) < len(self._answers):
-                found = {key.data: _read(self._answers[key.data]) for key, _ in ready.select(PATIENCE_S)}
-                for rank, answer in found.items() or {-1: {"error": "no answer in time"}}.items():
-                    if "error" in answer:
-                        self._end()
-                        raise AssertionError(f"{case} on rank {rank}: {answer['error']}")
-                    results[rank] = answer["result"]
-        return [results[rank] for rank in sorted(results)]
-
-    def _end(self) -> None:
-        os.killpg(self._first_rank.pid, signal.SIGKILL)
+        rank that fails."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
+        self._server.stdin.flush()
+        answer = json.loads(self._server.stdout.readline() or '{"error": "the server of the ranks died"}')
+        if "error" in answer:
+            raise AssertionError(f"{case}: {answer['error']}")
+        results: list[Any] = answer["results"]
+        return results
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for stream in (*self._requests, *self._answers):
-            stream.close()
+        assert self._server.stdin is not None
+        self._server.stdin.close()
         try:
-            self._first_rank.wait(20)
+            self._server.wait(20)
         except subprocess.TimeoutExpired:
-            self._end()
+            os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.wait()
 
 
-def _read(answers: TextIO) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(answers.readline() or '{"error": "it died"}')
-    return answer
-
-
-def serve_cases(pipes: list[tuple[int, int]]) -> None:
-    """The ranks' side: import, fork, then read a case, run it and answer, until the parent closes the pipe."""
+def serve_cases(world: int) -> None:
+    """Import once, then run each case that comes in until the parent closes the pipe."""
     from trainer.launch import die_with_parent
     from trainer.main import _quiet
 
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not come between the answers
     _quiet()
     die_with_parent()
-    import torch.distributed as dist
-
-    from tests.trainer import cases
+    from tests.trainer import cases  # noqa: F401 - imported before the ranks are forked
     from trainer.megatron import shim
 
     shim.install()
-    rank = next((rank for rank in range(1, len(pipes)) if os.fork() == 0), 0)
-    die_with_parent()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(pipes))}
-    for other in [pair for number, pair in enumerate(pipes) if number != rank]:
-        for fd in other:
-            os.close(fd)
-    requests, answers = os.fdopen(pipes[rank][0]), os.fdopen(pipes[rank][1], "w")
-    dist.init_process_group("gloo")
-    for line in requests:
-        request = json.loads(line)
-        try:
-            answer = {"result": getattr(cases, request["case"])(**request["arguments"])}
-        except BaseException:
-            answer = {"error": traceback.format_exc()}
-        answers.write(json.dumps(answer) + "\n")
+    for line in sys.stdin:
+        answers.write(json.dumps(run_case(world, json.loads(line))) + "\n")
         answers.flush()
-    os._exit(0)  # peers may be gone: nothing is left to take down together
+    os._exit(0)
+
+
+def run_case(world: int, request: dict[str, Any]) -> dict[str, Any]:
+    """Fork the ranks, collect an answer from each, and end them all: one that failed leaves its peers waiting."""
+    port = _free_port()
+    children: dict[int, tuple[int, int]] = {}
+    for rank in range(world):
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(rank, world, port, request, write)
+        os.close(write)
+        children[rank] = (pid, read)
+    try:
+        return _collect({rank: read for rank, (_, read) in children.items()})
+    finally:
+        for pid, read in children.values():
+            os.close(read)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _collect(pipes: dict[int, int]) -> dict[str, Any]:
+    texts: dict[int, bytes] = dict.fromkeys(pipes, b"")
+    results: dict[int, Any] = {}
+    with selectors.DefaultSelector() as ready:
+        for rank, fd in pipes.items():
+            ready.register(fd, selectors.EVENT_READ, rank)
+        while len(results) < len(pipes):
+            found = ready.select(PATIENCE_S)
+            if not found:
+                return {"error": f"no answer from ranks {sorted(set(pipes) - set(results))} in {PATIENCE_S:.0f} s"}
+            for key, _ in found:
+                if piece := os.read(key.fd, 1 << 16):
+                    texts[key.data] += piece
+                    continue
+                ready.unregister(key.fd)
+                answer = json.loads(texts[key.data] or '{"error": "it died"}')
+                if "error" in answer:
+                    return {"error": f"rank {key.data}: {answer['error']}"}
+                results[key.data] = answer["result"]
+    return {"results": [results[rank] for rank in sorted(results)]}
+
+
+def _be_rank(rank: int, world: int, port: int, request: dict[str, Any], answer_fd: int) -> None:
+    """One rank of one case; never returns."""
+    from trainer.launch import die_with_parent
+
+    die_with_parent()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
+    import torch.distributed as dist
+
+    from tests.trainer import cases
+
+    try:
+        dist.init_process_group("gloo")
+        answer = {"result": getattr(cases, request["case"])(**request["arguments"])}
+    except BaseException:
+        answer = {"error": traceback.format_exc()}
+    with os.fdopen(answer_fd, "w") as answers:
+        answers.write(json.dumps(answer))
+    signal.pause()  # peers may still be in a collective with this rank: the server ends all of them together
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 if __name__ == "__main__":
-    serve_cases(json.loads(sys.argv[1]))
+    serve_cases(int(sys.argv[1]))
