@@ -49,29 +49,42 @@ def wait_until_gone(processes: list[psutil.Process]) -> None:
     assert not alive, "ranks outlived their launcher"
 
 
-@pytest.mark.timeout(600)
-def test_a_killed_run_resumes_bit_for_bit(config: dict[str, Any], tmp_path: Path) -> None:
-    config |= {"parallel": {"data": 2}, "steps": 120, "checkpoint": config["checkpoint"] | {"every": 15}}
-    through = config | {"metrics": str(tmp_path / "through"), "checkpoint": None}
-    subprocess.run(command(through, tmp_path, "through.yaml"), check=True, timeout=120)
-
-    running = subprocess.Popen(command(config, tmp_path))
-    deadline = time.monotonic() + 100
-    while len(steps(config["metrics"])) < 35:
+def wait_for_steps(running: subprocess.Popen[bytes], path: str, count: int) -> None:
+    deadline = time.monotonic() + 200
+    while len(steps(path)) < count:
         assert running.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline, "the run did not get going"
         time.sleep(0.02)
-    ranks = psutil.Process(running.pid).children(recursive=True)
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_run_resumes_bit_for_bit(config: dict[str, Any], tmp_path: Path) -> None:
+    config |= {"steps": 120, "checkpoint": config["checkpoint"] | {"every": 15}}
+    through = config | {"metrics": str(tmp_path / "through"), "checkpoint": None}
+    subprocess.run(command(through, tmp_path, "through.yaml"), check=True, timeout=200)
+
+    running = subprocess.Popen(command(config, tmp_path))
+    wait_for_steps(running, config["metrics"], 35)
     running.send_signal(signal.SIGKILL)
     running.wait()
-    wait_until_gone(ranks)
     Path(config["metrics"]).unlink()
 
-    subprocess.run(command(config, tmp_path), check=True, timeout=120)
+    subprocess.run(command(config, tmp_path), check=True, timeout=200)
     resumed, expected = steps(config["metrics"]), steps(through["metrics"])
     assert min(resumed) > 30
     assert max(resumed) == len(expected) == 120
     assert resumed == {step: expected[step] for step in resumed}
+
+
+@pytest.mark.timeout(600)
+def test_ranks_end_with_their_launcher(config: dict[str, Any], tmp_path: Path) -> None:
+    running = subprocess.Popen(command(config | {"parallel": {"data": 2}, "steps": 10**6}, tmp_path))
+    wait_for_steps(running, config["metrics"], 1)
+    ranks = psutil.Process(running.pid).children(recursive=True)
+    assert len(ranks) >= 2
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    wait_until_gone(ranks)
 
 
 def run(capfd: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, str]:

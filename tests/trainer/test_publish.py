@@ -96,9 +96,6 @@ def trained_while_refused(running: Fleet, root: Path, model: str, max_failures: 
 def test_failed_publishes_are_survived_as_often_as_allowed(small_models: dict[str, str], tmp_path: Path) -> None:
     with fleet(small_models["qwen2"], tmp_path) as running:
         running.refuse = True
-        status, _, events = trained_while_refused(running, tmp_path, small_models["qwen2"], max_failures=3)
-        assert status == 0
-        assert events == ["start", *["publish_failed", "step"] * 3, "done"]
         status, said, events = trained_while_refused(running, tmp_path, small_models["qwen2"], max_failures=1)
         assert status == 1
         assert events == ["start", "publish_failed", "step"]
