@@ -8,7 +8,6 @@ background.py  the thread they run in
 swaps.py       every swap, read from the store's records
 scene.py       what is known at this moment: written by all of the above, read by the display and the summary
 display.py     the scene as a live picture, and the summary at the end
-interrupts.py  Ctrl-C and SIGTERM, at a moment when nothing is left behind
 """
 
 from loadtest.demo.recipe import Recipe

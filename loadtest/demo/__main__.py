@@ -12,11 +12,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from loadtest.demo import interrupts
 from loadtest.demo.display import Lines, Recorder, live, summary
 from loadtest.demo.recipe import ENGINE_ARGS, Recipe, prepare_environment
 from loadtest.demo.scene import Scene
 from loadtest.demo.stage import Demo, DemoFailed
+from server.cli import interrupts
 
 LEAST_GAIN = 20.0  # points of held-out accuracy that GRPO alone must bring
 

@@ -20,11 +20,11 @@ import yaml
 
 from loadtest.demo.background import Background
 from loadtest.demo.client import Clients
-from loadtest.demo.interrupts import held
 from loadtest.demo.recipe import ENGINE_ARGS, KV_CACHE_GIB, MODEL, Recipe
 from loadtest.demo.scene import Scene
 from loadtest.demo.swaps import follow_swaps
 from server.cli.errors import CliError
+from server.cli.interrupts import held
 from server.cli.processes import Child
 from server.cli.up import Server, UpConfig
 

@@ -6,17 +6,16 @@ import asyncio
 import os
 import secrets
 import shutil
-import signal
 import socket
 import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 import httpx
 from rich.console import Console
 
+from server.cli import interrupts
 from server.cli.errors import CliError, ProcessFailed
 from server.cli.paths import ServerInfo, default_state_dir, resolve_model
 from server.cli.processes import Child
@@ -88,7 +87,8 @@ class Server:
             for child in [c for c in self.children.values() if c.name in ("gateway", "instance") and not c.alive]:
                 print(f"hotswap: {child.name} ended with {child.process.returncode}; restarting", file=sys.stderr)
                 time.sleep(RESTART_PAUSE_S)
-                child.start()
+                with interrupts.held():
+                    child.start()
             time.sleep(0.2)
 
     def train(self, config: Path) -> Child:
@@ -139,8 +139,9 @@ class Server:
 
     def _spawn(self, name: str, args: list[str]) -> Child:
         environment = {"HOTSWAP_STORE": self.store, "HOTSWAP_ARENA": str(self.arena), "HOTSWAP_URL": self.url}
-        child = Child(name, args, self.state_dir / "logs" / f"{name}.log", environment)
-        self.children[name] = child
+        with interrupts.held():
+            child = Child(name, args, self.state_dir / "logs" / f"{name}.log", environment)
+            self.children[name] = child
         return child
 
     def _gateway_args(self) -> list[str]:
@@ -159,7 +160,7 @@ def run_up(config: UpConfig) -> None:
     """The command: start, report, watch, and stop on SIGINT or SIGTERM."""
     console = Console()
     server = Server(config)
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupts.install()
     try:
         with console.status(f"starting {server.name}: gateway, vLLM, first version"):
             server.start()
@@ -169,9 +170,10 @@ def run_up(config: UpConfig) -> None:
         if config.train is not None:
             server.train(config.train)
         server.watch()
-    except KeyboardInterrupt:
+    except interrupts.Interrupted:
         console.print("stopping")
     finally:
+        interrupts.ignore()
         server.stop()
 
 
@@ -184,7 +186,3 @@ def free_port(host: str) -> int:
 
 def _alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
