@@ -32,13 +32,16 @@ async def request(store: Store, keys: Keys, target: TargetRecord) -> int:
 
 
 async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int, timeout_s: float) -> None:
-    """Return when the request of `revision` is active. Raises SwapAborted (refused, superseded) or SwapTimeout."""
+    """Return when the request of `revision` serves: committed, and every participant has flipped or been given up.
+
+    So a rollout that starts afterwards comes from the new weights. Raises SwapAborted or SwapTimeout.
+    """
     judge = Judge(keys, target)
     with _timeout_as(target.version, timeout_s):
         async with asyncio.timeout(timeout_s):
             async with contextlib.aclosing(_follow(store, keys.root, revision + 1)) as events:
                 async for event in events:
-                    if judge.is_active(event):
+                    if judge.is_done(event):
                         return
 
 
@@ -86,13 +89,13 @@ class Judge:
         self._keys, self._target = keys, target
         self._opened = False
 
-    def is_active(self, event: Event) -> bool:
+    def is_done(self, event: Event) -> bool:
+        """Whether the swap that was asked for has come to its end. Raises SwapAborted."""
         key, value = event.kv.key, event.kv.value
-        if key == self._keys.active:
-            return event.kind == "put" and ActiveRecord.from_json(value).swap_id == self._target.id
         if key == self._keys.swap and (swap := SwapRecord.from_json(value)).id == self._target.id:
             self._opened = True
             _raise_if_aborted(swap, self._target.version)
+            return swap.phase == "done"
         if key == self._keys.target and not self._opened:
             newer = TargetRecord.from_json(value)
             if newer.id != self._target.id:

@@ -145,7 +145,7 @@ async def _report(board: Board, target: TargetRecord, revision: int) -> SwapRepo
             return _report_of(board, swap)
         try:
             if event.kv.mod_revision > revision:
-                judge.is_active(event)
+                judge.is_done(event)
         except SwapAborted as superseded:
             return replace(_report_of(board, _never_opened(target)), reason=superseded.reason)
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from loadtest.demo import Demo, DemoFailed, Recipe, Scene, interrupts
+from loadtest.demo import Demo, DemoFailed, Recipe, Scene
 from loadtest.demo.__main__ import shortcomings
 from loadtest.demo.client import Misattributed, check_spans
 from loadtest.demo.display import Recorder, colour, picture, summary
 from loadtest.demo.scene import Answer, Swap
 from loadtest.demo.stage import MetricsTail
+from server.cli import interrupts
 from trainer import strict
 from trainer.config import TrainerConfig
 
