@@ -1,0 +1,45 @@
+"""What the instance does when its engine cannot flip, on an engine that fails on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.instance import sidecar
+from server.instance.config import InstanceConfig
+from server.instance.sidecar import Sidecar, reference_schema
+from weightsync.records import ActiveRecord, VersionRecord
+
+
+class BrokenEngine:
+    async def commit(self, version: int, epoch: int) -> dict[str, float]:
+        raise RuntimeError("a worker died in the flip")
+
+
+async def test_a_torn_instance_says_so_and_then_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error goes to the participant, which writes TORN; the process ends a moment later, to be started anew."""
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
+    monkeypatch.setattr(sidecar, "TORN_LINGER_S", 0.05)
+    config = InstanceConfig(model_dir=tmp_path, model="m", store="sqlite:///unused.db", instance_id="i")
+    engine: Any = BrokenEngine()
+    torn = Sidecar(config, engine, address="http://127.0.0.1:1")
+    version = VersionRecord(2, "ready", "slot", 1, "d", None, None, "p", 1, 0.0, "", 1)
+    with pytest.raises(RuntimeError, match="died in the flip"):
+        await torn._commit(ActiveRecord(2, 2, 1, "s", 0.0), version)
+    assert not killed, "the record must be written before the process ends"
+    await asyncio.sleep(0.2)
+    assert killed == [(os.getpid(), signal.SIGTERM)]
+
+
+def test_schema_comes_from_the_checkpoint_and_is_empty_without_weights(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    schema = reference_schema(checkpoints["a"])
+    assert ["lm_head.weight", "bfloat16", [512, 128]] in schema
+    assert reference_schema(tmp_path) == []
