@@ -1,0 +1,51 @@
+"""vLLM's other routes through the gateway, with the real SDK: what it parses, and the version fields it keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.live import LiveServer
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def client(live: LiveServer, checkpoints: dict[str, Path]) -> openai.OpenAI:
+    live.push(checkpoints["a"])
+    return openai.OpenAI(base_url=live.url + "/v1", api_key="unused", max_retries=0)
+
+
+def test_models_and_tokens(live: LiveServer, client: openai.OpenAI) -> None:
+    assert [m.id for m in client.models.list()] == [live.name]
+    tokens = live.client.post("/tokenize", json={"model": live.name, "prompt": "3+4="}).json()["tokens"]
+    assert live.client.post("/detokenize", json={"model": live.name, "tokens": tokens}).json()["prompt"] == "3+4="
+
+
+def test_responses_whole_and_streamed(live: LiveServer, client: openai.OpenAI) -> None:
+    version = live.active()
+    whole = client.responses.create(model=live.name, input="hi", max_output_tokens=5, temperature=0)
+    assert (whole.model_extra or {})["weight_versions"] == [{"version": version, "start": 0, "end": 5}]
+    events = list(client.responses.create(model=live.name, input="hi", max_output_tokens=5, temperature=0, stream=True))
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert text == whole.output_text
+    deltas = [e for e in events if e.type == "response.output_text.delta"]
+    assert {(e.model_extra or {})["weight_version"] for e in deltas} == {version}
+
+
+def test_several_samples_and_prompts(live: LiveServer, client: openai.OpenAI) -> None:
+    version = live.active()
+    answer = client.completions.create(
+        model=live.name, prompt=["3+4=", "1+1="], n=2, max_tokens=3, extra_body={"ignore_eos": True}
+    )
+    spans = [(c.model_extra or {})["weight_versions"] for c in answer.choices]
+    assert spans == [[{"version": version, "start": 0, "end": 3}]] * 4
+
+
+def test_header_names_the_version(live: LiveServer, client: openai.OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        model=live.name, messages=[{"role": "user", "content": "hi"}], max_tokens=2
+    )
+    assert raw.headers["x-hotswap-weight-version"] == str(live.active())
