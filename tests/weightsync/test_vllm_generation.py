@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from weightsync.vllm_engine.exchange import DevicePool, ExchangeGeneration
 from weightsync.vllm_engine.generation import Flip, Generation
+from weightsync.vllm_engine.skeleton import UnsupportedModelError, pair_parameters
 
 
 def flips(module: nn.Module, value: float) -> list[Flip]:
@@ -51,3 +53,25 @@ def test_exchange_keeps_addresses_and_can_be_undone() -> None:
     forward.commit()
     assert value(module) == 2
     assert module.weight.data_ptr() == address
+
+
+def test_a_layer_with_processed_weights_is_refused_by_name() -> None:
+    """Quantized layers keep what vLLM made of the checkpoint, which staging would not build."""
+
+    class Fp8LinearMethod:
+        """Stands for any quantization method of vLLM."""
+
+    live, twin = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    assert [s.name for s in pair_parameters(live, twin)] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    twin[1].quant_method = Fp8LinearMethod()
+    with pytest.raises(UnsupportedModelError, match=r"layer '1' uses Fp8LinearMethod.*unquantized"):
+        pair_parameters(live, twin)
+
+
+def test_tied_weights_share_a_source() -> None:
+    live, twin = (nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)) for _ in range(2))
+    twin[1].weight = twin[0].weight
+    assert [(s.name, s.source) for s in pair_parameters(live, twin)] == [
+        ("0.weight", "0.weight"),
+        ("1.weight", "0.weight"),
+    ]

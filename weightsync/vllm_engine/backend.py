@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -137,9 +136,3 @@ class WorkerMethods:
 
     def hotswap_commit(self, version: int) -> float:
         return self.weight_transfer_engine.commit(version)
-
-    def hotswap_state(self) -> dict[str, Any]:
-        """Versions held and threads used, for tests and `hotswap doctor`."""
-        engine = self.weight_transfer_engine
-        held = {"live": engine._live, "previous": engine._previous}
-        return {k: g.version if g else None for k, g in held.items()} | {"threads": torch.get_num_threads()}

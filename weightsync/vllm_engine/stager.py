@@ -23,7 +23,7 @@ from weightsync.receiver import SlotReader
 from .exchange import DevicePool, ExchangeGeneration
 from .generation import Generation, Memory, build_flips
 from .kernels import LinearFn, onednn_linear, pack_into
-from .layout import Layout, plan_layout
+from .layout import plan_layout
 from .pool import LayoutPool
 from .skeleton import Slot, build_skeleton, group_by_layer, layer_of, load_group, pair_parameters
 
@@ -90,10 +90,6 @@ class Stager:
         self._thread: threading.Thread | None = None
         self.report = StageReport(version=0)
         self.generation: Generation | None = None
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
 
     def start(self, order: StageOrder, garbage: Garbage) -> None:
         """Begin staging `order`; `garbage` is freed first, on the same thread."""
