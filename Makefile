@@ -5,12 +5,17 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PYTHON ?= python3
 
-.PHONY: demo test check lint types setup clean
+.PHONY: demo test soak check lint types setup clean
 demo: setup
 	$(PY) -m loadtest.demo $(if $(KEEP),--keep) $(DEMO_ARGS)
 
 test: setup
 	$(PY) -m pytest tests -m "not gpu and not soak"
+
+# About an hour: ten thousand swaps under load, and an hour of random schedules.
+soak: setup
+	OMP_NUM_THREADS=1 $(PY) -m loadtest.soak --json docs/benchmarks/soak.json
+	$(PY) -m pytest tests -m soak --timeout 7200
 
 check: lint types
 lint: setup
@@ -20,10 +25,11 @@ types: setup
 	$(VENV)/bin/mypy
 
 setup: $(STAMP)
-$(STAMP): pyproject.toml requirements/$(ACCEL).txt requirements/dev.txt
+$(STAMP): pyproject.toml requirements/$(ACCEL).txt requirements/dev.txt scripts/etcd.sh
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/$(ACCEL).txt -r requirements/dev.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	scripts/etcd.sh $(VENV)
 	touch $@
 
 clean:

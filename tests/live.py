@@ -19,7 +19,10 @@ VLLM_ARGS = ("--max-model-len", "1024", "--max-num-seqs", "32")
 class LiveServer:
     """`Server` with short-hands. `client` has no key; `admin` holds the admin key."""
 
-    def __init__(self, model: Path, state_dir: Path, vllm_args: tuple[str, ...] = VLLM_ARGS, name: str = "toy") -> None:
+    def __init__(
+        self, model: Path, state_dir: Path, vllm_args: tuple[str, ...] = VLLM_ARGS, name: str = "toy", **more: Any
+    ) -> None:
+        """`more`: fields of UpConfig, such as `instances`."""
         self.processes = Server(
             UpConfig(
                 model=str(model),
@@ -28,6 +31,7 @@ class LiveServer:
                 state_dir=state_dir,
                 kv_cache_gib=0.06,
                 vllm_args=vllm_args,
+                **more,
             )
         )
         self.url, self.name = self.processes.url, name
@@ -44,7 +48,7 @@ class LiveServer:
 
     def _admin(self) -> httpx.Client:
         key = {"authorization": f"Bearer {self.processes.admin_key}"}
-        return httpx.Client(base_url=self.url, headers=key, timeout=120)
+        return httpx.Client(base_url=self.processes.admin_url, headers=key, timeout=120)
 
     def push(self, directory: Path) -> int:
         """Publish and activate a checkpoint through the admin API; its version."""
@@ -60,8 +64,13 @@ class LiveServer:
 
     def instance(self) -> dict[str, Any]:
         """The record of the only instance."""
-        (record,) = self.admin.get("/admin/instances").json()["instances"]
-        return dict(record)
+        (record,) = self.instances()
+        return record
+
+    def instances(self) -> list[dict[str, Any]]:
+        """The records of all instances, by id."""
+        found = self.admin.get("/admin/instances").json()["instances"]
+        return sorted(found, key=lambda record: str(record["id"]))
 
     def generate(self, prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
         """One greedy answer, whole."""
@@ -75,9 +84,9 @@ class LiveServer:
         text = httpx.get(self.instance()["address"] + "/metrics").text
         return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
 
-    def tree(self) -> list[psutil.Process]:
-        """The instance's processes: API server and engine core."""
-        parent = psutil.Process(self.processes.children["instance"].process.pid)
+    def tree(self, index: int = 0) -> list[psutil.Process]:
+        """An instance's processes: API server and engine core."""
+        parent = psutil.Process(self.processes.children[f"instance-{index}"].process.pid)
         return [parent, *parent.children(recursive=True)]
 
 

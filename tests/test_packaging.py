@@ -44,6 +44,10 @@ def test_the_gateway_starts_with_its_manifest_options(pod: dict[str, Any]) -> No
     config = config_from(parser().parse_args(args))
     port = containers(pod)["gateway"]["ports"][0]
     assert (config.host, config.port, port["name"]) == ("0.0.0.0", port["containerPort"], "http")
+    assert config.admin_host == "127.0.0.1"  # not for the service to reach
+    assert config.admin_port not in (None, *(p["containerPort"] for p in containers(pod)["gateway"]["ports"]))
+    assert f"--port={config.admin_port}" not in containers(pod)["instance"]["args"]
+    assert f" {config.admin_port}:{config.admin_port}" in (BASE.parent / "README.md").read_text()
 
 
 def test_the_instance_and_the_publication_use_the_gateways_store_and_model(pod: dict[str, Any]) -> None:

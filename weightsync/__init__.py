@@ -1,6 +1,7 @@
 """The checkpoint engine: versions of a model's weights, published by a trainer, swapped into running servers.
 
     Publisher, Draft, join       write a version              SlotReader         read and verify one
+    RemotePublisher              the same over HTTP
     Coordinator, Participant     the two sides of a swap      open_store, Store  where the records live
 
 Importing this package imports neither torch nor vLLM; each name is loaded when it is first used.
@@ -19,12 +20,16 @@ if TYPE_CHECKING:
     from weightsync.errors import WeightSyncError
     from weightsync.ledger import ensure_arena
     from weightsync.manifest import Layout, Manifest, Schema, TensorEntry, TensorSpec, diff_schema
+    from weightsync.parts import Adapter
+    from weightsync.probe import Probe, ProbeResult
     from weightsync.publisher import Publisher
     from weightsync.receiver import SlotReader
+    from weightsync.remote import RemotePublisher
     from weightsync.store import Store, SyncStore, open_store
     from weightsync.writer import SlotWriter, join
 
 _HOME = {
+    "Adapter": "parts",
     "Arena": "arena",
     "CommitResult": "agent",
     "Coordinator": "coordinator",
@@ -32,7 +37,10 @@ _HOME = {
     "Layout": "manifest",
     "Manifest": "manifest",
     "Participant": "agent",
+    "Probe": "probe",
+    "ProbeResult": "probe",
     "Publisher": "publisher",
+    "RemotePublisher": "remote",
     "Schema": "manifest",
     "SlotReader": "receiver",
     "SlotWriter": "writer",
@@ -50,6 +58,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Adapter",
     "Arena",
     "CommitResult",
     "Coordinator",
@@ -57,7 +66,10 @@ __all__ = [
     "Layout",
     "Manifest",
     "Participant",
+    "Probe",
+    "ProbeResult",
     "Publisher",
+    "RemotePublisher",
     "Schema",
     "SlotReader",
     "SlotWriter",

@@ -15,6 +15,7 @@ import hashlib
 import mmap
 import os
 import stat
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,44 +175,56 @@ os.register_at_fork(after_in_child=_drop_in_child)
 
 
 class Mappings:
-    """Writable maps of slots, kept for the life of the process, so that a page is faulted in once, not per version."""
+    """Maps of slots, kept for the life of the process, so that a page is faulted in once, not per version."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, write: bool) -> None:
+        self._write = write
         self._maps: dict[tuple[int, int], tuple[Path, mmap.mmap]] = {}
+        self._faulted: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
 
-    def get(self, lock: SlotLock) -> mmap.mmap:
-        found = os.fstat(lock.fd)
+    def get(self, path: Path, locked_fd: int, *, populate: bool = True) -> mmap.mmap:
+        """The map of the file that is open as `locked_fd`; `populate` faults its pages in, once."""
+        found = os.fstat(locked_fd)
         key = (found.st_dev, found.st_ino)
-        if key not in self._maps:
-            self._forget_deleted()
-            # Through a description of its own: a map keeps the one it was made from open, and the lock with it.
-            fd = os.open(f"/proc/self/fd/{lock.fd}", os.O_RDWR | os.O_CLOEXEC)
-            try:
-                mapping = mmap.mmap(fd, found.st_size)
-            finally:
-                os.close(fd)
-            prefault(mapping, write=True)
-            self._maps[key] = (lock.path, mapping)
-        return self._maps[key][1]
+        with self._lock:
+            if key not in self._maps or len(self._maps[key][1]) != found.st_size:
+                self._forget_deleted()
+                self._maps[key] = (path, self._map(locked_fd, found.st_size))
+                self._faulted.discard(key)
+            mapping = self._maps[key][1]
+            if populate and key not in self._faulted:
+                prefault(mapping, write=self._write)
+                self._faulted.add(key)
+        return mapping
+
+    def _map(self, locked_fd: int, size: int) -> mmap.mmap:
+        """Through a description of its own: a map keeps the one it was made from open, and the lock with it."""
+        fd = os.open(f"/proc/self/fd/{locked_fd}", (os.O_RDWR if self._write else os.O_RDONLY) | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(fd, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if self._write else 0))
+        finally:
+            os.close(fd)
 
     def _forget_deleted(self) -> None:
         for key, (path, _) in list(self._maps.items()):
             try:
                 found = path.stat()
             except FileNotFoundError:
+                found = None
+            if found is None or (found.st_dev, found.st_ino) != key:
                 del self._maps[key]
-                continue
-            if (found.st_dev, found.st_ino) != key:
-                del self._maps[key]
+                self._faulted.discard(key)
 
 
-MAPPINGS = Mappings()
+MAPPINGS = Mappings(write=True)
+READ_MAPPINGS = Mappings(write=False)
 
 
 def prefault(mapping: mmap.mmap, *, write: bool) -> None:
     """Fault in every page now, off the interpreter lock, instead of one by one in the copy that follows."""
     view = memoryview(mapping)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping)) if write else _address(view)
+    address = address_of(view)
     advice = MADV_POPULATE_WRITE if write else MADV_POPULATE_READ
     for start in range(0, len(mapping), PREFAULT_CHUNK):
         size = min(PREFAULT_CHUNK, len(mapping) - start)
@@ -220,8 +233,8 @@ def prefault(mapping: mmap.mmap, *, write: bool) -> None:
     view.release()
 
 
-def _address(view: memoryview) -> int:
-    """Where a read-only view lies; ctypes itself only takes writable ones."""
+def address_of(view: memoryview) -> int:
+    """Where a view lies, read-only ones too, which ctypes does not take."""
     import numpy as np
 
     return int(np.frombuffer(view, np.uint8).ctypes.data)

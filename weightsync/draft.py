@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from weightsync.arena import SlotLock
 from weightsync.errors import DraftClosed
 from weightsync.manifest import Layout, Manifest, Schema, TensorEntry
-from weightsync.records import VersionRecord
+from weightsync.parts import BASE
+from weightsync.records import PartRecord, VersionRecord
 from weightsync.slot import write_header
 from weightsync.writer import SlotWriter, Ticket, assemble
 
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Claim:
-    """A slot, the `publishing` record that names it, and the store revision of that record."""
+    """A slot, the `publishing` record that names it, and the store revision of that record; which part goes there."""
 
     record: VersionRecord
     revision: int
     lock: SlotLock
     mapping: mmap.mmap
+    part: str = BASE
 
 
 class Draft:
@@ -53,6 +55,11 @@ class Draft:
         return self._claim.record.version
 
     @property
+    def part(self) -> str:
+        """ "" for the base model, "draft" or "lora/NAME"."""
+        return self._claim.part
+
+    @property
     def schema(self) -> Schema:
         return self._writer.schema
 
@@ -61,11 +68,14 @@ class Draft:
         """What the other ranks pass to `weightsync.join`: a small dict that can be sent as JSON."""
         self._require_open()
         write_header(self._claim.mapping, self._manifest, self._layout)
-        return {"slot": self._claim.record.slot, "version": self.version, "draft": self._manifest.digest}
+        return {"slot": str(self._claim.lock.path), "version": self.version, "draft": self._manifest.digest}
 
-    def write(self, name: str, tensor: Any) -> None:
-        """Copy a whole tensor to its place in the slot. Raises TensorMismatch, UnsupportedDtype, DraftClosed."""
-        self._writer.write(name, tensor)
+    def write(self, name: str, tensor: Any) -> str:
+        """Copy a whole tensor to its place in the slot; returns its digest.
+
+        Raises TensorMismatch, UnsupportedDtype, DraftClosed.
+        """
+        return self._writer.write(name, tensor)
 
     def write_slice(self, name: str, tensor: Any, start: int, dim: int = 0) -> None:
         """Copy a part of a tensor to its place; the other parts come from other ranks. Raises as `write`."""
@@ -84,22 +94,18 @@ class Draft:
         waits for it. Returns the version. Raises MissingTensor, PublishError, DraftLost, StalePublisher,
         StoreUnavailable; the draft is then gone.
         """
-        self._require_open()
         others = [parts] if isinstance(parts, Mapping) else list(parts)
-        try:
-            manifest = self._complete(others)
-            write_header(self._claim.mapping, manifest, self._layout)
-            record = replace(self._claim.record, state="ready", manifest_digest=manifest.digest)
-            within_s = timeout_s if activate else None
-            self._publisher._make_ready(record, self._claim.revision, self.schema, within_s)
-        except BaseException:
-            self.abort()
-            raise
-        self._close()
-        return self.version
+        return commit_all([self], others, within_s=timeout_s if activate else None)
+
+    def _finish(self, others: list[Mapping[str, Any]]) -> PartRecord:
+        """Write the slot's header; the slot as the version's record names it."""
+        manifest = self._complete(others)
+        write_header(self._claim.mapping, manifest, self._layout)
+        slot = str(self._claim.lock.path)
+        return PartRecord(self.part, self.version, slot, manifest.digest, manifest.nbytes, manifest.fingerprint)
 
     def _complete(self, others: list[Mapping[str, Any]]) -> Manifest:
-        mine = {"digests": self._writer._digests, "slices": self._writer._slices}
+        mine = self._writer.part()
         with memoryview(self._claim.mapping) as slot:
             return replace(self._manifest, tensors=assemble(self._manifest, self._layout, [mine, *others], slot))
 
@@ -127,3 +133,24 @@ class Draft:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort()
+
+
+def commit_all(drafts: Sequence[Draft], others: list[Mapping[str, Any]], *, within_s: float | None) -> int:
+    """Make the version of `drafts` ready, all of its parts at once; `others`: other ranks' parts of the first.
+
+    With `within_s` the swap is asked for in the same transaction. Returns the version. Raises as `Draft.commit`.
+    """
+    first = drafts[0]
+    for draft in drafts:
+        draft._require_open()
+    try:
+        published = [draft._finish(others if draft is first else []) for draft in drafts]
+        claim, schemas = first._claim, {draft.part: draft.schema for draft in drafts}
+        first._publisher._make_ready(claim.record, claim.revision, published, schemas, within_s)
+    except BaseException:
+        for draft in drafts:
+            draft.abort()
+        raise
+    for draft in drafts:
+        draft._close()
+    return first.version

@@ -3,6 +3,7 @@
 WeightSyncError               base: `code` for machines, a message that says what to do, `tensor` when one is to blame
 ├── StoreError
 │   ├── StoreUnavailable      the store is absent, unwritable, corrupt, locked too long or unreachable
+│   │   └── StoreRefused      it is there and refuses: credentials, certificates, limits
 │   ├── Conflict              a compare failed: somebody else wrote first
 │   ├── LeaseLost             the lease expired; what was kept under it is gone
 │   ├── WatchCompacted        the watch asks for events that are no longer kept; list again
@@ -19,15 +20,23 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   │   ├── ShapeMismatch
 │   │   └── DtypeMismatch
 │   ├── DigestMismatch        its bytes are not those that were published
+│   ├── ChecksumMismatch      what the workers would run is not what was published
+│   ├── PartsMismatch         the parts that the workers hold do not make up the tensor
 │   └── UnsupportedDtype      its element type cannot be carried
+├── PartNotServed             an instance runs no draft model, or no adapters, to swap
 ├── CheckpointError           a checkpoint directory cannot be read
+├── DeltaError                not a delta, or a damaged one
+│   └── DeltaBaseMismatch     it is made against a version that is not here
+├── RemoteError               a server took a version neither as a delta nor in full
 ├── PublishError
 │   ├── StalePublisher        a newer publisher of the lineage has taken over
+│   ├── BadPart               a part that no version can have, or that has nothing to go with
 │   ├── DraftLost             the draft's lease ended before it was committed
 │   └── DraftClosed           the draft was already committed or aborted
 └── SwapError
     ├── SwapAborted           the version was not made active; `reason` says why
     ├── SwapTimeout           no outcome in time
+    ├── FingerprintMismatch   the weights built are not those that were published
     └── UnknownVersion        no such version, or it cannot be activated any more
 """
 
@@ -61,6 +70,12 @@ class StoreUnavailable(StoreError):
     def __init__(self, path: str, reason: str, advice: str) -> None:
         self.path, self.reason, self.advice = path, reason, advice
         super().__init__(f"store {path}: {reason}. {advice}")
+
+
+class StoreRefused(StoreUnavailable):
+    """The store answers and refuses this client or what it asks; trying again helps after somebody has changed it."""
+
+    code = "store_refused"
 
 
 class Conflict(StoreError):
@@ -213,6 +228,31 @@ class DigestMismatch(TensorError):
         )
 
 
+class ChecksumMismatch(TensorError):
+    """What was built from a tensor, or one of two copies of it, does not have the checksum it must have."""
+
+    code = "checksum_mismatch"
+
+    def __init__(self, tensor: str, expected: int, got: int) -> None:
+        self.expected, self.got = expected, got
+        super().__init__(
+            tensor, f"tensor {tensor!r} has checksum {got:08x} as built, {expected:08x} as published: stage it again"
+        )
+
+
+class PartsMismatch(TensorError):
+    """The parts of a tensor on all ranks overlap or leave a gap."""
+
+    code = "parts_mismatch"
+
+    def __init__(self, tensor: str, covered: int, words: int) -> None:
+        self.covered, self.words = covered, words
+        super().__init__(
+            tensor,
+            f"the ranks hold {covered:,} words of tensor {tensor!r}, which has {words:,}: restart the instance",
+        )
+
+
 class UnsupportedDtype(TensorError):
     """The element type of a tensor cannot be carried."""
 
@@ -221,6 +261,16 @@ class UnsupportedDtype(TensorError):
     def __init__(self, tensor: str, dtype: str) -> None:
         self.dtype = dtype
         super().__init__(tensor, f"tensor {tensor!r} is {dtype}, which cannot be carried: convert it before publishing")
+
+
+class PartNotServed(WeightSyncError):
+    """A version has a part that this instance has no place for; nothing changed."""
+
+    code = "part_not_served"
+
+    def __init__(self, part: str, advice: str) -> None:
+        self.part, self.advice = part, advice
+        super().__init__(f"this instance cannot take {part!r}: {advice}")
 
 
 class CheckpointError(WeightSyncError):
@@ -233,10 +283,47 @@ class CheckpointError(WeightSyncError):
         super().__init__(f"{file}: {problem}")
 
 
+class DeltaError(WeightSyncError):
+    """A delta is damaged, cut off, or was never one; nothing of it was published."""
+
+    code = "delta_error"
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(f"not a sound delta: {problem}. Send the version again")
+
+
+class DeltaBaseMismatch(DeltaError):
+    """The base of a delta is retired, was never here, or is another version than the one the delta was made against."""
+
+    code = "unknown_base"
+
+    def __init__(self, version: int, expected: str, got: str | None) -> None:
+        self.version, self.expected, self.got = version, expected, got
+        found = "is not here" if got is None else f"has digest {got} here"
+        super().__init__(f"its base, version {version} with digest {expected}, {found}: send the full version instead")
+
+
+class RemoteError(WeightSyncError):
+    """A server refused a version, or could not be reached. `status` is HTTP's, `answer_code` the server's, if known."""
+
+    code = "remote_error"
+
+    def __init__(self, message: str, *, status: int | None = None, answer_code: str | None = None) -> None:
+        self.status, self.answer_code = status, answer_code
+        super().__init__(message)
+
+
 class PublishError(WeightSyncError):
     """A version could not be published."""
 
     code = "publish_error"
+
+
+class BadPart(PublishError):
+    """A part cannot be published so: its name, an adapter without its configuration, or no base model to go with."""
+
+    code = "bad_part"
 
 
 class StalePublisher(PublishError):
@@ -290,6 +377,19 @@ class SwapTimeout(SwapError):
         super().__init__(
             f"version {version} was neither made active nor refused within {seconds:g} s: is a gateway running on this "
             "store, and are its instances healthy?"
+        )
+
+
+class FingerprintMismatch(SwapError):
+    """An instance built other weights of a version than were committed; it must not serve them."""
+
+    code = "fingerprint_mismatch"
+
+    def __init__(self, version: int, expected: str, got: str) -> None:
+        self.version, self.expected, self.got = version, expected, got
+        super().__init__(
+            f"version {version} was built with fingerprint {got}, committed was {expected}: this instance does not "
+            "serve it; restart the instance, and if that does not help publish the version again"
         )
 
 

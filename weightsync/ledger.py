@@ -2,7 +2,8 @@
 
 take        models/{m}/publishers/{lineage}: token + 1; every later write compares that record's revision
 claim       counter + 1 and the `publishing` record, under the lease, in one transaction
-make_ready  the record loses its lease and becomes `ready`; with it the schema, if it is the first, and the target
+make_ready  the record loses its lease and becomes `ready`, with what it does not publish itself carried on from the
+            version it is based on; with it the schemas, if they are the first, and the target
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +21,16 @@ from weightsync.arena import Arena, SlotLock, default_directory
 from weightsync.errors import ArenaFull, Conflict, DraftLost, LeaseLost, PublishError, StalePublisher, StoreError
 from weightsync.lease import LeaseKeeper
 from weightsync.manifest import Schema, require_same_schema
+from weightsync.parts import BASE, compose, has_schema, slots_of, still_there
 from weightsync.records import (
     ARENA_KEY,
+    ActiveRecord,
     ArenaRecord,
     CounterRecord,
     Keys,
+    PartRecord,
     PublisherRecord,
+    SwapRecord,
     TargetRecord,
     VersionRecord,
 )
@@ -40,7 +46,7 @@ class Ledger:
         self.store, self.keys, self.lineage = store, keys, lineage
         self._lease_ttl_s, self._keep = lease_ttl_s, keep
         self._lease: LeaseKeeper | None = None
-        self._schema: Schema | None = None
+        self._schemas: dict[str, Schema] = {}
         self._token = self._fence = 0
 
     async def take(self) -> None:
@@ -54,55 +60,94 @@ class Ledger:
                 self._fence = await self.store.compare_and_swap(key, _revision(found), mine)
                 return
 
-    async def schema(self) -> Schema | None:
-        """The reference schema of the model, once there is one."""
-        if self._schema is None and (found := await self.store.get(self.keys.schema)) is not None:
-            self._schema = Schema.from_json(found.value)
-        return self._schema
+    async def schema(self, part: str = BASE) -> Schema | None:
+        """The reference schema of the model, or of a part of it, once there is one; adapters have none."""
+        if not has_schema(part):
+            return None
+        if part not in self._schemas and (found := await self.store.get(self.keys.part_schema(part))) is not None:
+            self._schemas[part] = Schema.from_json(found.value)
+        return self._schemas.get(part)
 
-    async def claim(self, arena: Arena, record: VersionRecord, nbytes: int) -> tuple[VersionRecord, int, SlotLock]:
-        """A free slot and a `publishing` record that names it. Raises ArenaFull, StalePublisher."""
+    async def claim(
+        self, arena: Arena, record: VersionRecord, sizes: Mapping[str, int]
+    ) -> tuple[VersionRecord, int, dict[str, SlotLock]]:
+        """A free slot for each part, of `sizes` bytes, and a `publishing` record that names them.
+
+        Raises ArenaFull, StalePublisher.
+        """
         for _ in range(CLAIM_ATTEMPTS):
             counter = await self.store.get(self.keys.counter)  # before the list: every later claim moves it
             known = await self.versions()
             if sum(v.state == "ready" for v in known) > self._keep + 2:  # active and previous besides
                 await retention.retire(self.store, self.keys, spare=self._keep)
-            lock = await self._claim_slot(arena, known, nbytes)
+            locks = await self._claim_slots(arena, known, sizes)
             try:
                 version = CounterRecord.from_json(counter.value).version + 1 if counter else 1
-                named = replace(record, version=version, slot=str(lock.path), token=self._token)
+                named = replace(naming(record, version, locks, sizes), token=self._token)
                 revision = await self._write_claim(named, _revision(counter))
-                lock.admit_writers()
-                return named, revision, lock
+                for lock in locks.values():
+                    lock.admit_writers()
+                return named, revision, locks
             except Conflict:
-                lock.release()
+                _release(locks)
                 await self._require_lineage()
             except BaseException:
-                lock.release()
+                _release(locks)
                 raise
         raise PublishError(
             f"{CLAIM_ATTEMPTS} other claims came first: are hundreds of publishers at work on one model?"
         )
 
     async def make_ready(
-        self, record: VersionRecord, revision: int, schema: Schema, target: TargetRecord | None
+        self,
+        record: VersionRecord,
+        revision: int,
+        published: Sequence[PartRecord],
+        schemas: Mapping[str, Schema],
+        target: TargetRecord | None,
     ) -> int:
-        """Make a claimed version visible, in one step; returns its revision. Raises DraftLost, StalePublisher."""
+        """Make a claimed version visible, in one step; returns its revision.
+
+        `record.base_version` is the version to carry on, if one was asked for. Raises DraftLost, StalePublisher,
+        PublishError.
+        """
         key = self.keys.version(record.version)
         while True:
-            compares = {key: revision, self.keys.publisher(self.lineage): self._fence}
-            puts: dict[str, bytes | None] = {key: record.to_json()}
-            if await self.schema() is None:
-                compares[self.keys.schema], puts[self.keys.schema] = MISSING, schema.to_json()
+            basis, compares = await self._basis(record.base_version)
+            basis = await asyncio.to_thread(still_there, basis, schemas.keys()) if basis is not None else None
+            ready = compose(replace(record, state="ready"), published, basis)
+            compares |= {key: revision, self.keys.publisher(self.lineage): self._fence}
+            puts: dict[str, bytes | None] = {key: ready.to_json()}
+            for part, schema in schemas.items():
+                if has_schema(part) and await self.schema(part) is None:
+                    name = self.keys.part_schema(part)
+                    compares[name], puts[name] = MISSING, schema.to_json()
             if target is not None:
                 puts[self.keys.target] = target.to_json()
             try:
                 done = await self.store.txn(compares, puts)
             except Conflict as conflict:
-                await self._explain(conflict, record, schema)
+                await self._explain(conflict, record, schemas)
                 continue
-            self._schema = schema
+            self._schemas |= {part: schema for part, schema in schemas.items() if has_schema(part)}
             return done
+
+    async def _basis(self, asked: int | None) -> tuple[VersionRecord | None, dict[str, int]]:
+        """The version that a new one carries on, and revisions that must still hold when it does.
+
+        It is the one `asked` for; else the one that is wanted (its swap may be under way); else the active one.
+        """
+        found = {key: await self.store.get(key) for key in (self.keys.target, self.keys.active, self.keys.swap)}
+        compares = {key: _revision(found[key]) for key in (self.keys.target, self.keys.active)}
+        for version in [asked] if asked is not None else wanted(*found.values()):
+            key = self.keys.version(version)
+            kv = await self.store.get(key)
+            record = VersionRecord.from_json(kv.value) if kv else None
+            if record is not None and record.state == "ready":
+                return record, {**(compares if asked is None else {}), key: _revision(kv)}
+        if asked is not None:
+            raise PublishError(f"version {asked} cannot be built upon: it is not ready, or has been retired")
+        return None, compares
 
     async def forget(self, version: int, revision: int) -> None:
         """Remove a `publishing` record that is still ours; if the store is away, let its lease end."""
@@ -123,14 +168,27 @@ class Ledger:
             with contextlib.suppress(StoreError):
                 await lease.end()
 
-    async def _claim_slot(self, arena: Arena, known: list[VersionRecord], nbytes: int) -> SlotLock:
+    async def _claim_slots(
+        self, arena: Arena, known: list[VersionRecord], sizes: Mapping[str, int]
+    ) -> dict[str, SlotLock]:
+        locks: dict[str, SlotLock] = {}
         try:
-            return await asyncio.to_thread(arena.claim, self.keys.model, nbytes, _slots_in_use(known))
+            for part, nbytes in sizes.items():
+                locks[part] = await self._claim_slot(arena, known, part, nbytes)
+        except BaseException:
+            _release(locks)
+            raise
+        return locks
+
+    async def _claim_slot(self, arena: Arena, known: list[VersionRecord], part: str, nbytes: int) -> SlotLock:
+        pool = f"{self.keys.model}/{part}" if part else self.keys.model  # slots of one pool have one size
+        try:
+            return await asyncio.to_thread(arena.claim, pool, nbytes, _slots_in_use(known))
         except ArenaFull:
             if not await retention.retire(self.store, self.keys, spare=0):
                 raise
             in_use = _slots_in_use(await self.versions())
-            return await asyncio.to_thread(arena.claim, self.keys.model, nbytes, in_use)
+            return await asyncio.to_thread(arena.claim, pool, nbytes, in_use)
 
     async def _write_claim(self, record: VersionRecord, counter_revision: int) -> int:
         key = self.keys.version(record.version)
@@ -149,7 +207,7 @@ class Ledger:
             self._lease = await LeaseKeeper.grant(self.store, self._lease_ttl_s)
         return self._lease.id
 
-    async def _explain(self, conflict: Conflict, record: VersionRecord, schema: Schema) -> None:
+    async def _explain(self, conflict: Conflict, record: VersionRecord, schemas: Mapping[str, Schema]) -> None:
         """Raise what a refused commit means; return when it is worth another try."""
         await self._require_lineage()
         if conflict.key == self.keys.version(record.version):
@@ -157,9 +215,9 @@ class Ledger:
                 f"the lease of version {record.version} ended before its commit (was the process stopped for longer "
                 f"than {self._lease_ttl_s:g} s?): publish it again"
             )
-        reference = await self.schema()
-        if reference is not None:
-            require_same_schema(reference, schema)
+        for part, schema in schemas.items():
+            if (reference := await self.schema(part)) is not None:
+                require_same_schema(reference, schema)
 
     async def _require_lineage(self) -> None:
         found = await self.store.get(self.keys.publisher(self.lineage))
@@ -182,7 +240,34 @@ async def ensure_arena(store: Store, directory: Path | str | None = None) -> Are
 
 
 def _slots_in_use(versions: list[VersionRecord]) -> set[str]:
-    return {v.slot for v in versions if v.state != "retired"}
+    return {slot for v in versions if v.state != "retired" for slot in slots_of(v)}
+
+
+def naming(
+    record: VersionRecord, version: int, locks: Mapping[str, SlotLock], sizes: Mapping[str, int]
+) -> VersionRecord:
+    """`record` under its number, naming the slots it is written to, so that nobody else takes them."""
+    parts = tuple(PartRecord(p, version, str(lock.path), "", sizes[p]) for p, lock in locks.items() if p != BASE)
+    slot = str(locks[BASE].path) if BASE in locks else ""
+    return replace(record, version=version, slot=slot, parts=parts)
+
+
+def wanted(target: KeyValue | None, active: KeyValue | None, swap: KeyValue | None) -> list[int]:
+    """What a new version may be based on, best first: the version asked for unless it was refused, the active one."""
+    versions: list[int] = []
+    if target is not None:
+        asked = TargetRecord.from_json(target.value)
+        last = SwapRecord.from_json(swap.value) if swap is not None else None
+        if last is None or last.id != asked.id or last.phase != "aborted":
+            versions.append(asked.version)
+    if active is not None:
+        versions.append(ActiveRecord.from_json(active.value).version)
+    return versions
+
+
+def _release(locks: Mapping[str, SlotLock]) -> None:
+    for lock in locks.values():
+        lock.release()
 
 
 def _revision(found: KeyValue | None) -> int:

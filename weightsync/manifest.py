@@ -26,7 +26,7 @@ from weightsync.errors import (
     UnsupportedDtype,
 )
 
-FORMAT = 1
+FORMAT = 2
 ALIGNMENT = 64  # a cache line, and what the widest vector loads like
 PAGE = 4096
 PREAMBLE = 64  # magic, format, length and digest of the manifest
@@ -56,6 +56,10 @@ class Schema:
             if spec.dtype not in ITEMSIZE:
                 raise UnsupportedDtype(name, spec.dtype)
         object.__setattr__(self, "tensors", dict(sorted(self.tensors.items())))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors.values())
 
     def to_json(self) -> bytes:
         """`[[name, dtype, shape], ...]`."""
@@ -92,7 +96,7 @@ class Layout:
     @classmethod
     def of(cls, schema: Schema) -> Layout:
         """Tensors in name order, 64-byte aligned, the first at a page; room for digests and for a few slices each."""
-        manifest_nbytes = 2 * len(schema.to_json()) + 192 * len(schema.tensors) + METADATA_ROOM
+        manifest_nbytes = 2 * len(schema.to_json()) + 208 * len(schema.tensors) + METADATA_ROOM
         header = _round_up(PREAMBLE + manifest_nbytes, PAGE)
         offsets, end = {}, header
         for name, spec in schema.tensors.items():
@@ -105,6 +109,7 @@ class Layout:
 class TensorEntry:
     """One tensor of a version. `offset` counts from the start of the slot; `digest` is xxh3_128 in hex.
 
+    `checksum` is its part of the version's fingerprint (`weightsync.fingerprint`).
     `slices` lists (rank, first byte, bytes) for tensors that several trainer ranks wrote.
     """
 
@@ -113,6 +118,7 @@ class TensorEntry:
     offset: int
     nbytes: int
     digest: str
+    checksum: int = 0
     slices: tuple[tuple[int, int, int], ...] = ()
 
     @property
@@ -143,13 +149,23 @@ class Manifest:
     def digest(self) -> str:
         return digest_of(self.to_json())
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """What every instance that runs this version must report."""
+        from weightsync.fingerprint import fingerprint_of  # numpy: not for those who only read manifests
+
+        return fingerprint_of({name: entry.checksum for name, entry in self.tensors.items()})
+
     def to_json(self) -> bytes:
         """Canonical: sorted keys, no spaces."""
         return self._json
 
     @cached_property
     def _json(self) -> bytes:
-        tensors = {name: [e.dtype, e.shape, e.offset, e.nbytes, e.digest, e.slices] for name, e in self.tensors.items()}
+        tensors = {
+            name: [e.dtype, e.shape, e.offset, e.nbytes, e.digest, e.checksum, e.slices]
+            for name, e in self.tensors.items()
+        }
         document = {
             "format": FORMAT,
             "version": self.version,
@@ -174,9 +190,13 @@ class Manifest:
             raise ManifestError(f"not a manifest ({error}): publish the version again") from error
 
 
-def _entry(dtype: str, shape: list[int], offset: int, nbytes: int, digest: str, slices: list[list[int]]) -> TensorEntry:
+def _entry(
+    dtype: str, shape: list[int], offset: int, nbytes: int, digest: str, checksum: int, slices: list[list[int]]
+) -> TensorEntry:
+    if type(checksum) is not int or not 0 <= checksum < 1 << 32:
+        raise ValueError(f"a checksum is an unsigned 32-bit number, got {checksum!r}")
     parts = tuple((rank, start, size) for rank, start, size in slices)
-    return TensorEntry(dtype, tuple(shape), offset, nbytes, digest, parts)
+    return TensorEntry(dtype, tuple(shape), offset, nbytes, digest, checksum, parts)
 
 
 def diff_schema(expected: Schema, got: Schema) -> list[TensorMismatch]:

@@ -2,6 +2,7 @@
 
     pub = weightsync.Publisher("sqlite:///run/store.db", model="demo")
     version = pub.publish(model.named_parameters(), step=10)
+    version = pub.publish(Adapter(lora_tensors, adapter_config), part="lora/math")  # the base stays as it is
 
 One publisher holds a lineage at a time: opening a second one fences the first off (StalePublisher). Everything a
 publisher has in the store before a commit hangs on its lease, so a killed trainer leaves nothing behind.
@@ -9,20 +10,22 @@ publisher has in the store before a commit hangs on its lease, so a killed train
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from weightsync import activation
+from weightsync import activation, checksum_kernels
 from weightsync.arena import MAPPINGS
-from weightsync.draft import Claim, Draft
-from weightsync.errors import StoreUnavailable
+from weightsync.draft import Claim, Draft, commit_all
+from weightsync.errors import BadPart, StoreUnavailable
 from weightsync.ledger import Ledger, ensure_arena
 from weightsync.manifest import Layout, Schema, TensorSpec, require_same_schema
-from weightsync.records import ActiveRecord, Keys, TargetRecord, VersionRecord
+from weightsync.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name
+from weightsync.records import ActiveRecord, Keys, PartRecord, SwapMode, TargetRecord, VersionRecord
 from weightsync.sources import spec_of
 from weightsync.store.sync import SyncStore
 
@@ -47,7 +50,7 @@ class Publisher:
         self.model, self.lineage = model, lineage
         self._keys = Keys(model)
         self._asked: dict[int, tuple[TargetRecord, int]] = {}
-        self._layout: tuple[Schema, Layout] | None = None
+        self._layouts: dict[str, tuple[Schema, Layout]] = {}
         self._store = SyncStore(url, create=False)
         self._ledger = Ledger(self._store.store, self._keys, lineage, lease_ttl_s, keep)
         try:
@@ -59,12 +62,16 @@ class Publisher:
 
     def publish(
         self,
-        named_tensors: NamedTensors,
+        named_tensors: NamedTensors | Adapter,
         *,
+        part: str = BASE,
+        parts: Mapping[str, NamedTensors | Adapter] | None = None,
+        onto: int | None = None,
         step: int | None = None,
         activate: bool = True,
         wait: bool = True,
         timeout_s: float = 60.0,
+        mode: SwapMode = "together",
         metadata: Mapping[str, str] | None = None,
         source: str = "",
     ) -> int:
@@ -72,19 +79,25 @@ class Publisher:
 
         `named_tensors` are (Hugging Face name, torch.Tensor | numpy array). A generator is consumed one tensor at a
         time, except for the first version of a model, which defines the schema. With `wait`, returns when the version
-        is active. Raises TensorError (nothing was published), ArenaFull, StalePublisher, DraftLost, StoreUnavailable,
-        and once the version is ready SwapAborted or SwapTimeout.
+        is active. With `part` they are the draft model's ("draft") or an `Adapter` ("lora/NAME"); `parts` adds further
+        ones to the same version. What a version does not bring it takes from version `onto` (default: the one that is
+        active or about to be). `mode` as in `activate`. Raises TensorError (nothing was published), ArenaFull,
+        StalePublisher, DraftLost, PublishError, StoreUnavailable, and once the version is ready SwapAborted or
+        SwapTimeout.
         """
-        items = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-        schema = self._store.run(self._ledger.schema())
-        if schema is None or isinstance(items, (list, tuple)):
-            items = list(items)
-            schema = Schema({name: spec_of(name, tensor) for name, tensor in items})
-        with self.begin(schema, step=step, metadata=metadata, source=source) as draft:
-            for name, tensor in items:
-                draft.write(name, tensor)
-            version = draft.commit(activate=activate, timeout_s=timeout_s)
-        if activate and wait:
+        given = {part: named_tensors, **(parts or {})}
+        contents = {check_name(name): self._content(name, what) for name, what in given.items()}
+        with contextlib.ExitStack() as stack:
+            pieces = {name: (schema, {**(metadata or {}), **more}) for name, (_, schema, more) in contents.items()}
+            drafts = [stack.enter_context(d) for d in self.begin_all(pieces, onto=onto, step=step, source=source)]
+            for draft in drafts:
+                for name, tensor in contents[draft.part][0]:
+                    draft.write(name, tensor)
+            at_once = activate and mode == "together"
+            version = commit_all(drafts, [], within_s=timeout_s if at_once else None)
+        if activate and not at_once:
+            self.activate(version, wait=wait, timeout_s=timeout_s, mode=mode)
+        elif activate and wait:
             self.wait_active(version, timeout_s)
         return version
 
@@ -92,53 +105,108 @@ class Publisher:
         self,
         schema: SchemaLike,
         *,
+        part: str = BASE,
+        onto: int | None = None,
         step: int | None = None,
         base: int | None = None,
         metadata: Mapping[str, str] | None = None,
         source: str = "",
     ) -> Draft:
-        """Claim a slot for a new version; `schema` lists (name, dtype, shape) of every tensor.
+        """Claim a slot for a new version; `schema`: (name, dtype, shape) of every tensor. The rest as in `publish`.
 
-        Raises TensorMismatch against the model's reference schema, ArenaFull, StalePublisher, StoreUnavailable.
+        Raises TensorMismatch against the model's reference schema, ArenaFull, StalePublisher, PublishError,
+        StoreUnavailable.
         """
-        schema = as_schema(schema)
-        if (reference := self._store.run(self._ledger.schema())) is not None:
-            require_same_schema(reference, schema)
-        layout = self._layout_of(schema)
-        blank = VersionRecord(
-            version=0,
-            state="publishing",
-            slot="",
-            nbytes=sum(spec.nbytes for spec in schema.tensors.values()),
-            manifest_digest="",
-            base=base,
-            step=step,
-            publisher=self.lineage,
-            token=0,
-            created_at=time.time(),
-            source=source,
-            tensors=len(schema.tensors),
-        )
-        record, revision, lock = self._store.run(self._ledger.claim(self.arena, blank, layout.total_nbytes))
+        pieces = {check_name(part): (as_schema(schema), metadata or {})}
+        return self.begin_all(pieces, onto=onto, step=step, base=base, source=source)[0]
+
+    def begin_all(
+        self,
+        pieces: Mapping[str, tuple[Schema, Mapping[str, str]]],
+        *,
+        onto: int | None = None,
+        step: int | None = None,
+        base: int | None = None,
+        source: str = "",
+    ) -> list[Draft]:
+        """One draft per part of one version, from {part: (schema, metadata)}; `draft.commit_all` makes it ready.
+
+        Raises as `begin`.
+        """
+        checksum_kernels.warm()
+        for part, (schema, metadata) in pieces.items():
+            if (reference := self._store.run(self._ledger.schema(part))) is not None:
+                require_same_schema(reference, schema)
+            if part.startswith(LORA) and ADAPTER_CONFIG not in metadata:
+                raise BadPart(f"{part} needs PEFT's configuration: publish an `Adapter`")
+        layouts = {part: self._layout_of(part, schema) for part, (schema, _) in pieces.items()}
+        sizes = {part: layout.total_nbytes for part, layout in layouts.items()}
+        blank = self._blank(next(iter(pieces.values()))[0], base_version=onto, step=step, base=base, source=source)
+        record, revision, locks = self._store.run(self._ledger.claim(self.arena, blank, sizes))
         try:
-            return Draft(self, Claim(record, revision, lock, MAPPINGS.get(lock)), schema, layout, metadata or {})
+            drafts = []
+            for part, (schema, metadata) in pieces.items():
+                claim = Claim(record, revision, locks[part], MAPPINGS.get(locks[part].path, locks[part].fd), part)
+                drafts.append(Draft(self, claim, schema, layouts[part], metadata))
+            return drafts
         except BaseException:
-            lock.release()
+            for lock in locks.values():
+                lock.release()
             self._forget(record.version, revision)
             raise
 
-    def activate(self, version: int, *, wait: bool = True, timeout_s: float = 60.0) -> None:
-        """Have a ready version swapped in. Raises UnknownVersion, SwapAborted, SwapTimeout."""
-        target = activation.new_target(version, self._name, timeout_s)
+    def _blank(self, schema: Schema, **about: Any) -> VersionRecord:
+        """A version as it is before it has a number and slots; `base_version` is the one it carries on."""
+        return VersionRecord(
+            version=0,
+            state="publishing",
+            slot="",
+            nbytes=schema.nbytes,
+            manifest_digest="",
+            publisher=self.lineage,
+            token=0,
+            created_at=time.time(),
+            tensors=len(schema.tensors),
+            **about,
+        )
+
+    def _content(
+        self, part: str, what: NamedTensors | Adapter
+    ) -> tuple[Iterable[tuple[str, Any]], Schema, dict[str, str]]:
+        """(named tensors, their schema, metadata) of one part."""
+        given, metadata = (what.tensors, what.metadata) if isinstance(what, Adapter) else (what, {})
+        items = given.items() if isinstance(given, Mapping) else given
+        schema = self._store.run(self._ledger.schema(part))
+        if schema is None or isinstance(items, (list, tuple)):
+            items = list(items)
+            schema = Schema({name: spec_of(name, tensor) for name, tensor in items})
+        return items, schema, metadata
+
+    def activate(
+        self,
+        version: int,
+        *,
+        wait: bool = True,
+        timeout_s: float = 60.0,
+        mode: SwapMode = "together",
+        drain_s: float | None = None,
+    ) -> None:
+        """Have a ready version swapped in; "rolling": one instance first, probed, then one by one, each drained.
+
+        Raises UnknownVersion, SwapAborted, SwapTimeout.
+        """
+        target = activation.new_target(version, self._name, timeout_s, mode=mode, drain_s=drain_s)
         revision = self._store.run(activation.request(self._store.store, self._keys, target))
         self._asked = {version: (target, revision)}
         if wait:
             self.wait_active(version, timeout_s)
 
-    def rollback(self, *, wait: bool = True, timeout_s: float = 60.0) -> int:
+    def rollback(
+        self, *, wait: bool = True, timeout_s: float = 60.0, mode: SwapMode = "together", drain_s: float | None = None
+    ) -> int:
         """Have the previous version swapped in again; returns it. Raises SwapAborted when there is none."""
         version = self._store.run(activation.previous_version(self._store.store, self._keys))
-        self.activate(version, wait=wait, timeout_s=timeout_s)
+        self.activate(version, wait=wait, timeout_s=timeout_s, mode=mode, drain_s=drain_s)
         return version
 
     def wait_active(self, version: int, timeout_s: float = 60.0) -> None:
@@ -172,24 +240,29 @@ class Publisher:
         self.close()
 
     def _make_ready(
-        self, record: VersionRecord, revision: int, schema: Schema, activate_within_s: float | None
+        self,
+        record: VersionRecord,
+        revision: int,
+        published: Sequence[PartRecord],
+        schemas: Mapping[str, Schema],
+        activate_within_s: float | None,
     ) -> None:
-        """Commit a draft; with a deadline, ask for the swap in the same transaction."""
+        """Commit drafts of one version; with a deadline, ask for the swap in the same transaction."""
         target = None
         if activate_within_s is not None:
             target = activation.new_target(record.version, self._name, activate_within_s)
-        done = self._store.run(self._ledger.make_ready(record, revision, schema, target))
+        done = self._store.run(self._ledger.make_ready(record, revision, published, schemas, target))
         if target is not None:
             self._asked = {record.version: (target, done)}
 
     def _forget(self, version: int, revision: int) -> None:
         self._store.run(self._ledger.forget(version, revision))
 
-    def _layout_of(self, schema: Schema) -> Layout:
+    def _layout_of(self, part: str, schema: Schema) -> Layout:
         """The layout depends on the schema alone, which hardly ever changes."""
-        if self._layout is None or self._layout[0] != schema:
-            self._layout = (schema, Layout.of(schema))
-        return self._layout[1]
+        if part not in self._layouts or self._layouts[part][0] != schema:
+            self._layouts[part] = (schema, Layout.of(schema))
+        return self._layouts[part][1]
 
     @property
     def _name(self) -> str:

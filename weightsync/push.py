@@ -1,25 +1,36 @@
 """`python -m weightsync.push --store URL --model NAME DIR`: publish a Hugging Face checkpoint, without torch.
 
+With `--part draft` or `--part lora/NAME` DIR holds the draft model or a PEFT adapter, and the base stays as it is;
+`--with PART=DIR` adds one to the same version.
+
+With `--delta FILE --upload-id ID` instead of DIR: a version sent by a `RemotePublisher`; `-` is standard input.
+
 Exit status 0 when the version is ready (and, unless told otherwise, active), 1 when not. With --json one JSON object
-goes to standard output: {"version", "active", "tensors", "nbytes", "seconds", "gbps"} or {"error": {"code", "message",
-"tensor", and what is known of DETAILS}, "version"} where `version` says which one is ready all the same, if one is.
+goes to standard output: {"version", "manifest_digest", "active", "tensors", "nbytes", "seconds", "gbps"}, of a delta
+also "received" (its bytes) and "duplicate"; or {"error": {"code", "message", "tensor", and what is known of DETAILS},
+"version"} where `version` says which one is ready all the same, if one is.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
 from weightsync.checkpoint import Checkpoint
-from weightsync.errors import WeightSyncError
+from weightsync.draft import commit_all
+from weightsync.errors import CheckpointError, DeltaError, WeightSyncError
+from weightsync.parts import BASE, LORA, Adapter, check_name
 from weightsync.publisher import STORE_ENV, Publisher
+from weightsync.records import VersionRecord
 
 DETAILS = ("expected", "got", "file", "needed", "free")
 
@@ -28,17 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     options = _parser().parse_args(arguments)
     done: dict[str, Any] = {}
+    common = {"store": options.store, "model": options.model, "lineage": options.lineage, "done": done}
+    common |= {"activate": not options.no_activate, "timeout_s": options.timeout}
     try:
-        push(
-            options.directory,
-            store=options.store,
-            model=options.model,
-            lineage=options.lineage,
-            step=options.step,
-            activate=not options.no_activate,
-            timeout_s=options.timeout,
-            done=done,
-        )
+        if options.delta is not None:
+            if options.when_told and not _told_to_go():
+                return 1
+            with _opened(options.delta) as stream:
+                push_delta(stream, upload_id=options.upload_id or uuid.uuid4().hex, **common)
+        else:
+            push(options.directory, part=options.part, parts=dict(options.more), step=options.step, **common)
     except WeightSyncError as error:
         known = {name: getattr(error, name) for name in DETAILS if getattr(error, name, None) is not None}
         done = {"error": {**error.to_json(), **known}, "version": done.get("version")}
@@ -49,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def push(
     directory: Path,
     *,
+    part: str = BASE,
+    parts: Mapping[str, Path] | None = None,
     store: str | None,
     model: str,
     lineage: str = "push",
@@ -59,30 +71,124 @@ def push(
 ) -> int:
     """Publish the checkpoint in `directory`; returns its version. What is known so far is put into `done`.
 
-    Raises CheckpointError before anything is claimed, and whatever `Publisher.publish` raises.
+    `part` says what it is ("draft", "lora/NAME"; the base by default), `parts` what else belongs to the version. Raises
+    CheckpointError before anything is claimed, and whatever `Publisher.publish` raises.
     """
     done = {} if done is None else done
-    checkpoint = Checkpoint(directory)
-    schema = checkpoint.schema
-    nbytes = sum(spec.nbytes for spec in schema.tensors.values())
+    contents = {check_name(name): _opened_checkpoint(name, d) for name, d in {part: directory, **(parts or {})}.items()}
     with Publisher(store, model=model, lineage=lineage) as publisher:
         started = time.perf_counter()
-        with publisher.begin(schema, step=step, source=str(directory.resolve())) as draft:
-            for name, tensor in checkpoint.tensors():
-                draft.write(name, tensor)
-            version = draft.commit(activate=activate, timeout_s=timeout_s)
-        seconds = time.perf_counter() - started
-        done |= {"version": version, "active": False, "tensors": len(schema.tensors), "nbytes": nbytes}
-        done |= {"seconds": round(seconds, 4), "gbps": round(nbytes / seconds / 1e9, 3)}
+        source = str(directory.resolve())
+        pieces = {name: (checkpoint.schema, metadata) for name, (checkpoint, metadata) in contents.items()}
+        with contextlib.ExitStack() as stack:
+            drafts = [stack.enter_context(d) for d in publisher.begin_all(pieces, step=step, source=source)]
+            for draft in drafts:
+                for name, tensor in contents[draft.part][0].tensors():
+                    draft.write(name, tensor)
+            version = commit_all(drafts, [], within_s=timeout_s if activate else None)
+        record = next(v for v in publisher.versions() if v.version == version)
+        nbytes = sum(schema.nbytes for schema, _ in pieces.values())
+        done |= _told(record, time.perf_counter() - started)
+        done |= {"nbytes": nbytes, "tensors": sum(len(schema.tensors) for schema, _ in pieces.values())}
+        done |= {"gbps": round(nbytes / done["seconds"] / 1e9, 3) if done["seconds"] else 0.0}
         if activate:
             publisher.wait_active(version, timeout_s)
             done["active"] = True
     return version
 
 
+def _opened_checkpoint(part: str, directory: Path) -> tuple[Checkpoint, dict[str, str]]:
+    """A directory and what goes into its manifest. Raises CheckpointError."""
+    checkpoint = Checkpoint(directory)
+    if not part.startswith(LORA):
+        return checkpoint, {}
+    try:
+        return checkpoint, Adapter((), orjson.loads((directory / "adapter_config.json").read_bytes())).metadata
+    except (OSError, orjson.JSONDecodeError, TypeError) as error:
+        raise CheckpointError(
+            str(directory), f"has no usable adapter_config.json ({error}): save it with PEFT"
+        ) from error
+
+
+def push_delta(
+    stream: BinaryIO,
+    *,
+    upload_id: str,
+    store: str | None,
+    model: str,
+    lineage: str = "push",
+    activate: bool = True,
+    timeout_s: float = 600.0,
+    done: dict[str, Any] | None = None,
+) -> int:
+    """Publish the version that `stream` holds (delta_format.py); returns its number. `done` as in `push`.
+
+    Raises DeltaError, DeltaBaseMismatch, DigestMismatch, and whatever `Publisher.begin` raises.
+    """
+    from weightsync.delta_publish import publish_delta
+
+    done = {} if done is None else done
+    with Publisher(store, model=model, lineage=lineage) as publisher:
+        started = time.perf_counter()
+        applied = publish_delta(stream, publisher, upload_id=upload_id)
+        version = applied.record.version
+        done |= _told(applied.record, time.perf_counter() - started)
+        done |= {"received": applied.received, "duplicate": applied.duplicate}
+        if activate:
+            publisher.activate(version, timeout_s=timeout_s)
+            done["active"] = True
+    return version
+
+
+def _told_to_go() -> bool:
+    """Get everything ready, then wait for the line that says that the file is whole; False if it never comes."""
+    import weightsync.delta_publish  # noqa: F401
+    from weightsync import checksum_kernels
+
+    checksum_kernels.warm()
+    return sys.stdin.readline() == "go\n"
+
+
+def _told(record: VersionRecord, seconds: float) -> dict[str, Any]:
+    return {
+        "version": record.version,
+        "manifest_digest": record.manifest_digest,
+        "active": False,
+        "tensors": record.tensors,
+        "nbytes": record.nbytes,
+        "seconds": round(seconds, 4),
+        "gbps": round(record.nbytes / seconds / 1e9, 3),
+    }
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[BinaryIO]:
+    """Raises DeltaError."""
+    try:
+        with open(0 if path == "-" else path, "rb", closefd=path != "-") as stream:
+            yield stream
+    except OSError as error:
+        raise DeltaError(f"{path} cannot be read ({error.strerror})") from error
+
+
+def _named(argument: str) -> tuple[str, Path]:
+    part, found, directory = argument.partition("=")
+    if not found:
+        raise argparse.ArgumentTypeError(f"{argument!r} is not PART=DIR")
+    return part, Path(directory)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m weightsync.push", description="Publish a Hugging Face checkpoint.")
-    parser.add_argument("directory", type=Path, metavar="DIR", help="directory with *.safetensors")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("directory", type=Path, nargs="?", metavar="DIR", help="directory with *.safetensors")
+    what.add_argument("--delta", metavar="FILE", help="a version sent by a RemotePublisher; - is standard input")
+    parser.add_argument("--part", default=BASE, help='what DIR is: "draft" or "lora/NAME" (default: the base model)')
+    parser.add_argument(
+        "--with", dest="more", action="append", default=[], type=_named, metavar="PART=DIR", help="one more part of it"
+    )
+    parser.add_argument("--when-told", action="store_true", help="read the delta after the line `go` on standard input")
+    parser.add_argument("--upload-id", help="of the delta: the same id again gives the same version")
     parser.add_argument("--store", default=os.environ.get(STORE_ENV), help=f"store URL (default: {STORE_ENV})")
     parser.add_argument("--model", required=True, help="served model name")
     parser.add_argument("--lineage", default="push", help="who publishes; one at a time per name (default: push)")

@@ -1,16 +1,22 @@
-"""Reads a version out of its slot: mapped, never copied, held against reuse for as long as anything maps it."""
+"""Reads a version out of its slot: mapped, never copied, held against reuse for as long as anybody may read it.
+
+The map itself is kept for the life of the process (`READ_MAPPINGS`). What holds the slot is a lock of each reader's
+own, which ends with the reader and the last view that was taken through it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
 import time
+import weakref
 from pathlib import Path
 from types import TracebackType
 
-from weightsync.arena import prefault
+from weightsync.arena import READ_MAPPINGS, address_of
 from weightsync.errors import DigestMismatch, ManifestError, MissingTensor, SlotBusy
 from weightsync.manifest import Manifest, Schema, TensorEntry, digest_of, require_same_schema
 from weightsync.slot import read_header
@@ -21,37 +27,47 @@ LOCK_PATIENCE_S = 1.0  # a publisher that looks for a free slot may hold this on
 class SlotReader:
     """A version, read-only. The slot stays locked until the reader is closed and the last view of it is gone."""
 
-    def __init__(self, path: Path, mapping: mmap.mmap, manifest: Manifest, manifest_digest: str) -> None:
-        self.path, self.manifest, self.manifest_digest = path, manifest, manifest_digest
-        self._mapping: mmap.mmap | None = mapping
-        self._view = memoryview(mapping)
+    def __init__(self, path: Path, fd: int, mapping: mmap.mmap) -> None:
+        """`fd` holds the shared lock, and goes with the last view."""
+        self.path = path
+        self.manifest: Manifest
+        self._fd = fd
+        window = _window(mapping)
+        weakref.finalize(window, _unlock, fd, os.getpid()).atexit = False
+        self._view: memoryview | None = memoryview(window).cast("B").toreadonly()
+        self.manifest_digest = ""
 
     @classmethod
     def open(
         cls, path: str | Path, *, manifest_digest: str | None = None, version: int | None = None, populate: bool = True
     ) -> SlotReader:
-        """Lock and map the slot at `path`; `populate` faults its pages in now.
+        """Lock and map the slot at `path`; `populate` faults its pages in, if this process has not done so before.
 
         Raises ManifestError when it is not a slot or holds another version, SlotBusy when it is being reused.
         """
         path = Path(path)
-        mapping = _map_shared(path)
-        reader = None
+        fd = _open_shared(path)
         try:
-            with memoryview(mapping) as view:
-                manifest, found = read_header(view, str(path))
-            _check_identity(path, manifest, found, manifest_digest, version)
-            if populate:
-                prefault(mapping, write=False)
-            reader = cls(path, mapping, manifest, found)
+            mapping = READ_MAPPINGS.get(path, fd, populate=False)
+        except BaseException:
+            os.close(fd)
+            raise
+        reader = cls(path, fd, mapping)
+        try:
+            assert reader._view is not None
+            reader.manifest, reader.manifest_digest = read_header(reader._view, str(path))
+            _check_identity(path, reader.manifest, reader.manifest_digest, manifest_digest, version)
             reader._check_bounds()
+            if populate:
+                reader.populate()
             return reader
         except BaseException:
-            if reader is not None:
-                reader.close()
-            else:
-                mapping.close()
+            reader.close()
             raise
+
+    def populate(self) -> None:
+        """Fault in every page, unless this process has done so before."""
+        READ_MAPPINGS.get(self.path, self._fd)
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +83,7 @@ class SlotReader:
     def buffer(self, name: str) -> memoryview:
         """The bytes of a tensor, in the slot itself, uint8 [nbytes]. Raises MissingTensor."""
         entry = self.entry(name)
+        assert self._view is not None, "the reader is closed"
         return self._view[entry.offset : entry.offset + entry.nbytes]
 
     def verify(self, name: str) -> None:
@@ -85,12 +102,10 @@ class SlotReader:
 
     def close(self) -> None:
         """Let go. Views that others still hold stay valid, and keep the slot locked until they are dropped."""
-        if self._mapping is None:
-            return
-        mapping, self._mapping = self._mapping, None
-        self._view.release()
-        with contextlib.suppress(BufferError):  # somebody's view: the map, and with it the lock, goes with that
-            mapping.close()
+        if self._view is not None:
+            view, self._view = self._view, None
+            with contextlib.suppress(BufferError):  # somebody's view: the lock goes with that
+                view.release()
 
     def __enter__(self) -> SlotReader:
         return self
@@ -101,13 +116,15 @@ class SlotReader:
         self.close()
 
     def _check_bounds(self) -> None:
+        assert self._view is not None
+        size = len(self._view)
         for name, entry in self.manifest.tensors.items():
-            if entry.nbytes != entry.spec.nbytes or entry.offset < 0 or entry.offset + entry.nbytes > len(self._view):
+            if entry.nbytes != entry.spec.nbytes or entry.offset < 0 or entry.offset + entry.nbytes > size:
                 raise ManifestError(f"{self.path}: tensor {name!r} lies outside the slot: publish the version again")
 
 
-def _map_shared(path: Path) -> mmap.mmap:
-    """Map read-only under LOCK_SH. The map keeps the file description, and with it the lock, until it is gone."""
+def _open_shared(path: Path) -> int:
+    """Open under LOCK_SH."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -116,9 +133,24 @@ def _map_shared(path: Path) -> mmap.mmap:
         _lock_shared(fd, path)
         if os.fstat(fd).st_size == 0:
             raise ManifestError(f"{path} is empty: publish the version again")
-        return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-    finally:
+        return fd
+    except BaseException:
         os.close(fd)
+        raise
+
+
+def _window(mapping: mmap.mmap) -> ctypes.Array[ctypes.c_uint8]:
+    """The bytes of a map as an object of this reader's own, whose end can be waited for. It keeps the map."""
+    with memoryview(mapping) as view:
+        window = (ctypes.c_uint8 * len(mapping)).from_address(address_of(view))
+    window.mapping = mapping  # type: ignore[attr-defined]
+    return window
+
+
+def _unlock(fd: int, owner: int) -> None:
+    if os.getpid() == owner:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that was forked and has not closed its copy yet
+    os.close(fd)
 
 
 def _lock_shared(fd: int, path: Path) -> None:

@@ -13,7 +13,8 @@ import orjson
 from weightsync.errors import RecordError
 
 VersionState = Literal["publishing", "ready", "retired"]
-SwapPhase = Literal["prepare", "commit", "done", "aborted"]
+SwapMode = Literal["together", "rolling"]
+SwapPhase = Literal["prepare", "canary", "commit", "done", "aborted"]
 InstanceState = Literal["STOPPED", "STARTING", "SERVING", "STAGING", "STAGED", "COMMITTING", "TORN", "DRAINING"]
 
 ARENA_KEY = "arena"
@@ -59,9 +60,22 @@ class Keys:
         return f"{self.root}schema"
 
     @property
+    def leader(self) -> str:
+        """Who coordinates swaps now; under a lease."""
+        return f"{self.root}leader"
+
+    @property
+    def pauses(self) -> str:
+        return f"{self.root}pauses/"
+
+    @property
     def counter(self) -> str:
         """The last version number given out; changes with every draft, so comparing it fences concurrent drafts."""
         return f"{self.root}counter"
+
+    def part_schema(self, part: str) -> str:
+        """The tensors every version of a part must have."""
+        return f"{self.root}schemas/{part}" if part else self.schema
 
     def version(self, version: int) -> str:
         return f"{self.versions}{version:08d}"
@@ -71,6 +85,9 @@ class Keys:
 
     def publisher(self, lineage: str) -> str:
         return f"{self.root}publishers/{lineage}"
+
+    def pause(self, pause_id: str) -> str:
+        return f"{self.pauses}{pause_id}"
 
 
 class Record:
@@ -98,8 +115,28 @@ class ArenaRecord(Record):
 
 
 @dataclass(frozen=True)
+class PartRecord(Record):
+    """Weights beside the base model's: `name` is "draft" (the speculative model) or "lora/NAME".
+
+    `version` is the one that published it: a version that changes only other parts carries it on.
+    """
+
+    name: str
+    version: int
+    slot: str
+    manifest_digest: str
+    nbytes: int
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True)
 class VersionRecord(Record):
-    """One version. `nbytes` counts tensor bytes, `created_at` is unix seconds, `publisher` is the lineage."""
+    """One version. `nbytes` counts tensor bytes, `created_at` is unix seconds, `publisher` is the lineage.
+
+    `fingerprint` is what every instance must arrive at when it has built the version ("": none was computed).
+    `slot`, `manifest_digest` and `nbytes` are the base model's; `base_version` is the version that published them, if
+    another, and `base_fingerprint` its own fingerprint where `fingerprint` is over base and parts.
+    """
 
     version: int
     state: VersionState
@@ -113,13 +150,19 @@ class VersionRecord(Record):
     created_at: float
     source: str
     tensors: int
+    fingerprint: str = ""
+    parts: tuple[PartRecord, ...] = ()
+    base_version: int | None = None
+    base_fingerprint: str = ""
 
 
 @dataclass(frozen=True)
 class SwapRecord(Record):
     """The transaction in flight, or the last one. `id` is the id of the target record that asked for it.
 
-    `deadline` and `opened_at` are unix seconds; the deadline bounds prepare, and commit again after it.
+    `deadline` and `opened_at` are unix seconds; the deadline is that of the phase prepare, and then of canary. `canary`
+    names the participant that flips ahead of a rolling commit, `drain_s` how long each may wait for its streams to end
+    before its flip.
     """
 
     id: str
@@ -130,6 +173,9 @@ class SwapRecord(Record):
     opened_at: float
     reason: str | None = None
     tensor: str | None = None
+    mode: SwapMode = "together"
+    drain_s: float = 0.0
+    canary: str | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +187,7 @@ class ActiveRecord(Record):
     previous: int | None
     swap_id: str
     committed_at: float
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,6 +198,8 @@ class TargetRecord(Record):
     id: str
     requested_by: str
     deadline_s: float
+    mode: SwapMode = "together"
+    drain_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -164,7 +213,10 @@ class ErrorInfo(Record):
 
 @dataclass(frozen=True)
 class InstanceRecord(Record):
-    """One serving instance, written by itself under its lease. `swap_id` is the last swap it answered for."""
+    """One serving instance, written by itself under its lease. `swap_id` is the last swap it answered for.
+
+    `fingerprint` is that of the weights it runs, `staged_fingerprint` that of what it has staged.
+    """
 
     id: str
     address: str
@@ -174,6 +226,7 @@ class InstanceRecord(Record):
     staged_version: int | None = None
     swap_id: str | None = None
     fingerprint: str | None = None
+    staged_fingerprint: str | None = None
     error: ErrorInfo | None = None
     stage_ms: float | None = None
     staging_gbps: float | None = None
@@ -190,6 +243,24 @@ class PublisherRecord(Record):
     token: int
     pid: int
     host: str
+
+
+@dataclass(frozen=True)
+class LeaderRecord(Record):
+    """The coordinator that takes the steps; `since` is unix seconds."""
+
+    holder: str
+    since: float
+
+
+@dataclass(frozen=True)
+class PauseRecord(Record):
+    """Generation is paused while this record exists. It hangs on a lease of `ttl_s`: who paused it may die."""
+
+    id: str
+    requested_by: str
+    ttl_s: float
+    since: float
 
 
 @dataclass(frozen=True)
@@ -224,8 +295,8 @@ def _convert(cls: type, name: str, hint: Any, value: Any) -> Any:
         return None if value is None else _convert(cls, name, inner, value)
     if origin is Literal and value in get_args(hint):
         return value
-    if origin is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return tuple(value)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_convert(cls, name, get_args(hint)[0], item) for item in value)
     if dataclasses.is_dataclass(hint):
         return _build(hint, value)  # type: ignore[arg-type]
     if hint is float and type(value) is int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from weightsync.errors import Conflict
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, SwapRecord, TargetRecord, VersionRecord
 from weightsync.store.protocol import MISSING, Store
+from weightsync.swap_state import in_flight
 
 TOMBSTONES_KEPT = 64  # retired records, for whoever wants to see what became of a version
 
@@ -23,7 +24,7 @@ def needed_versions(
     needed: set[int | None] = set()
     if active is not None:
         needed |= {active.version, active.previous}
-    if swap is not None and swap.phase in ("prepare", "commit"):
+    if swap is not None and in_flight(swap):
         needed.add(swap.target)
     if target is not None and (swap is None or swap.id != target.id):
         needed.add(target.version)

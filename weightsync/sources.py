@@ -10,16 +10,24 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from weightsync.dtypes import ITEMSIZE
 from weightsync.errors import CheckpointError, UnsupportedDtype
+from weightsync.fingerprint import Running
 from weightsync.manifest import TensorSpec
 
 CHUNK = 512 << 10
+
+
+class Sums(NamedTuple):
+    """Of the bytes of one tensor: xxh3_128 in hex, and the checksum that `weightsync.fingerprint` is made of."""
+
+    digest: str
+    checksum: int
 
 
 @dataclass(frozen=True)
@@ -32,9 +40,18 @@ class FileTensor:
     path: str
 
 
+@dataclass(frozen=True)
+class FilledTensor:
+    """A tensor made while it is written: `fill(target, start)` is asked for every `chunk` bytes of it, in order."""
+
+    spec: TensorSpec
+    fill: Callable[[memoryview, int], object]
+    chunk: int = CHUNK
+
+
 def spec_of(name: str, tensor: Any) -> TensorSpec:
-    """Element type and shape of a torch tensor, numpy array or FileTensor. Raises UnsupportedDtype."""
-    if isinstance(tensor, FileTensor):
+    """Element type and shape of a torch tensor, numpy array, FileTensor or FilledTensor. Raises UnsupportedDtype."""
+    if isinstance(tensor, (FileTensor, FilledTensor)):
         return tensor.spec
     if isinstance(tensor, (np.ndarray, np.generic)):
         dtype = str(tensor.dtype)
@@ -48,33 +65,42 @@ def spec_of(name: str, tensor: Any) -> TensorSpec:
     raise UnsupportedDtype(name, f"a {type(tensor).__name__}, not a tensor")
 
 
-def copy_digest(target: memoryview, tensor: Any) -> str:
-    """Copy all of `tensor` to `target` (uint8 [nbytes]); returns the xxh3_128 of the bytes as they now are there."""
+def copy_sums(target: memoryview, tensor: Any, spec: TensorSpec) -> Sums:
+    """Copy all of `tensor` to `target` (uint8 [nbytes]); returns the sums of the bytes as they now are there."""
     if _is_torch(tensor):
         from weightsync import tensors
 
-        return tensors.copy_digest(target, tensor)
+        return tensors.copy_sums(target, tensor, spec)
     if isinstance(tensor, FileTensor):
-        return _digest_chunks(target, lambda chunk, start: _read_into(chunk, tensor, start))
+        return _sum_chunks(target, spec, lambda chunk, start: _read_into(chunk, tensor, start))
+    if isinstance(tensor, FilledTensor):
+        return _sum_chunks(target, spec, tensor.fill, tensor.chunk)
     array = np.ascontiguousarray(tensor)
-    return copy_digest_address(target, array.ctypes.data)
+    return copy_sums_address(target, array.ctypes.data, spec)
 
 
-def copy_digest_address(target: memoryview, source: int) -> str:
-    """As `copy_digest`, from contiguous memory at the address `source`; releases the interpreter lock."""
+def copy_sums_address(target: memoryview, source: int, spec: TensorSpec) -> Sums:
+    """As `copy_sums`, from contiguous memory at the address `source`; releases the interpreter lock."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(target)) if len(target) else 0
-    return _digest_chunks(target, lambda chunk, start: ctypes.memmove(address + start, source + start, len(chunk)))
+    return _sum_chunks(target, spec, lambda chunk, start: ctypes.memmove(address + start, source + start, len(chunk)))
 
 
-def _digest_chunks(target: memoryview, fill: Callable[[memoryview, int], object]) -> str:
-    """Have `target` filled piece by piece, and digest each piece while it is still in the second-level cache."""
-    hasher = xxhash.xxh3_128()
-    for start in range(0, len(target), CHUNK):
-        chunk = target[start : start + CHUNK]
+def sums_of(data: memoryview, spec: TensorSpec) -> Sums:
+    """The sums of a tensor that lies in `data` already."""
+    return _sum_chunks(data, spec, lambda _chunk, _start: None)
+
+
+def _sum_chunks(
+    target: memoryview, spec: TensorSpec, fill: Callable[[memoryview, int], object], size: int = CHUNK
+) -> Sums:
+    """Have `target` filled piece by piece, and sum each piece while it is still in the second-level cache."""
+    hasher, running = xxhash.xxh3_128(), Running(spec.dtype, spec.shape)
+    for start in range(0, len(target), size):
+        chunk = target[start : start + size]
         fill(chunk, start)
         hasher.update(chunk)
-    digest: str = hasher.hexdigest()
-    return digest
+        running.update(chunk)
+    return Sums(hasher.hexdigest(), running.sum)
 
 
 def copy_slice(target: memoryview, tensor: Any, shape: tuple[int, ...], dim: int, start: int) -> None:

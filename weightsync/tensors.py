@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from weightsync.errors import UnsupportedDtype
-from weightsync.manifest import TensorSpec, digest_of
-from weightsync.sources import copy_digest_address
+from weightsync.manifest import TensorSpec
+from weightsync.sources import Sums, copy_sums_address, sums_of
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -34,14 +34,14 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def copy_digest(target: memoryview, tensor: torch.Tensor) -> str:
-    """Copy all of `tensor` to `target` (uint8 [nbytes], in a slot); returns the xxh3_128 of what was written there."""
+def copy_sums(target: memoryview, tensor: torch.Tensor, spec: TensorSpec) -> Sums:
+    """Copy all of `tensor` to `target` (uint8 [nbytes], in a slot); returns the sums of what was written there."""
     source = tensor.detach()
     if source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg():
         # By address: to share a storage with numpy would forbid the trainer to resize, and so to offload, it.
-        return copy_digest_address(target, source.data_ptr())
+        return copy_sums_address(target, source.data_ptr(), spec)
     copy_strided(target, source, tuple(source.shape), 0, 0)
-    return digest_of(target)
+    return sums_of(target, spec)
 
 
 def copy_strided(target: memoryview, tensor: torch.Tensor, shape: tuple[int, ...], dim: int, start: int) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from weightsync.arena import MAPPINGS, SlotLock
 from weightsync.errors import DraftClosed, ManifestError, MissingTensor, PublishError, ShapeMismatch, UnexpectedTensor
-from weightsync.manifest import Layout, Manifest, Schema, TensorEntry, TensorSpec, check_spec, digest_of
+from weightsync.manifest import Layout, Manifest, Schema, TensorEntry, TensorSpec, check_spec
 from weightsync.slot import read_header
-from weightsync.sources import copy_digest, copy_slice, spec_of
+from weightsync.sources import Sums, copy_slice, copy_sums, spec_of, sums_of
 
 Ticket = dict[str, Any]
 SealedPart = dict[str, Any]
@@ -24,19 +24,20 @@ class SlotWriter:
         self.schema, self.layout, self.rank = schema, layout, rank
         self._lock = lock
         self._view = memoryview(mapping)
-        self._digests: dict[str, str] = {}
+        self._sums: dict[str, Sums] = {}
         self._slices: dict[str, list[tuple[int, int, int]]] = {}
         self._sealed = False
 
-    def write(self, name: str, tensor: Any) -> None:
-        """Copy a whole tensor (torch, on any device, any strides; numpy; FileTensor) to its place.
+    def write(self, name: str, tensor: Any) -> str:
+        """Copy a whole tensor (torch, on any device, any strides; numpy; FileTensor) to its place; returns its digest.
 
         Raises UnexpectedTensor, ShapeMismatch, DtypeMismatch, UnsupportedDtype, DraftClosed.
         """
         spec = self._expected(name)
         if mismatch := check_spec(name, spec, spec_of(name, tensor)):
             raise mismatch
-        self._digests[name] = copy_digest(self._target(name, spec), tensor)
+        self._sums[name] = sums = copy_sums(self._target(name, spec), tensor, spec)
+        return sums.digest
 
     def write_slice(self, name: str, tensor: Any, start: int, dim: int = 0) -> None:
         """Copy this rank's part of a tensor to its place: `tensor.shape[dim]` rows from `start` on along `dim`.
@@ -57,9 +58,13 @@ class SlotWriter:
 
     def seal(self) -> SealedPart:
         """Finish this rank's share: a small JSON-able dict that goes to `Draft.commit`. Lets go of the slot."""
-        part = {"rank": self.rank, "digests": self._digests, "slices": self._slices}
+        part = self.part()
         self.release()
         return part
+
+    def part(self) -> SealedPart:
+        """What this rank wrote so far: the sums of whole tensors, and where its slices lie."""
+        return {"rank": self.rank, "sums": {name: [*sums] for name, sums in self._sums.items()}, "slices": self._slices}
 
     def release(self) -> None:
         self._sealed = True
@@ -86,7 +91,7 @@ def join(ticket: Ticket, rank: int) -> SlotWriter:
     """
     lock = SlotLock.shared(Path(ticket["slot"]))
     try:
-        mapping = MAPPINGS.get(lock)
+        mapping = MAPPINGS.get(lock.path, lock.fd)
         with memoryview(mapping) as view:
             manifest, digest = read_header(view, ticket["slot"])
         if digest != ticket["draft"]:
@@ -104,36 +109,36 @@ def assemble(
 
     Raises MissingTensor for one that nobody wrote, or not wholly; PublishError when two ranks wrote different bytes.
     """
-    digests: dict[str, str] = {}
+    known: dict[str, Sums] = {}
     slices: dict[str, list[tuple[int, int, int]]] = {}
     for part in parts:
-        for name, digest in part["digests"].items():
-            if digests.setdefault(name, digest) != digest:
+        for name, (digest, checksum) in part["sums"].items():
+            if known.setdefault(name, Sums(digest, checksum)).digest != digest:
                 raise PublishError(f"two ranks wrote different bytes of tensor {name!r}: let one rank write it")
         for name, found in part["slices"].items():
             slices.setdefault(name, []).extend(tuple(piece) for piece in found)
-    return {name: _entry(name, spec, layout, digests, slices, slot) for name, spec in manifest.schema.tensors.items()}
+    return {name: _entry(name, spec, layout, known, slices, slot) for name, spec in manifest.schema.tensors.items()}
 
 
 def _entry(
     name: str,
     spec: TensorSpec,
     layout: Layout,
-    digests: Mapping[str, str],
+    known: Mapping[str, Sums],
     slices: Mapping[str, list[tuple[int, int, int]]],
     slot: memoryview,
 ) -> TensorEntry:
     offset, pieces = layout.offsets[name], sorted(slices.get(name, []))
-    digest = digests.get(name)
-    if digest is None:
+    sums = known.get(name)
+    if sums is None:
         if (
             not pieces
             or sum(size for _, _, size in pieces) != spec.nbytes
             or len({p[1] for p in pieces}) != len(pieces)
         ):
             raise MissingTensor(name, spec)
-        digest = digest_of(slot[offset : offset + spec.nbytes])
-    return TensorEntry(spec.dtype, spec.shape, offset, spec.nbytes, digest, tuple(pieces))
+        sums = sums_of(slot[offset : offset + spec.nbytes], spec)
+    return TensorEntry(spec.dtype, spec.shape, offset, spec.nbytes, *sums, tuple(pieces))
 
 
 def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:

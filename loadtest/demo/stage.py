@@ -141,7 +141,7 @@ class Demo:
         for event in metrics.read() if metrics is not None else []:
             self.scene.read(event)
         self._background.check()
-        for name in ("gateway", "instance"):
+        for name in ("gateway", "instance-0"):
             if not self.server.children[name].alive:
                 raise DemoFailed(phase, self._post_mortem(self.server.children[name]))
         for watcher in self._watchers:

@@ -17,7 +17,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(weights.app, name="weights", help="Publish, list, activate and roll back weight versions.")
+app.add_typer(weights.app, name="weights", help="Publish, activate, roll back, verify and compare weight versions.")
 app.add_typer(bench.app, name="bench", help="Benchmarks; each prints a table and writes JSON.")
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -36,14 +36,25 @@ def up(
         Path | None, typer.Option(help="file with API keys, one a line; default: none asked")
     ] = None,
     train: Annotated[Path | None, typer.Option(help="also run this trainer configuration")] = None,
-    kv_cache_gib: Annotated[float, typer.Option(help="KV cache on CPU, GiB")] = 1.0,
+    kv_cache_gib: Annotated[float, typer.Option(help="KV cache on CPU, GiB, of each instance")] = 1.0,
+    instances: Annotated[int, typer.Option(help="vLLM instances; they share the weights' memory")] = 1,
+    store: Annotated[str | None, typer.Option(help="etcd://HOST:PORT/...; default: a SQLite file made anew")] = None,
+    keep_versions: Annotated[int, typer.Option(help="versions kept staged, the active one included")] = 2,
+    probes: Annotated[Path | None, typer.Option(help="prompts that the canary of a rolling swap is asked")] = None,
+    max_logprob_drift: Annotated[float | None, typer.Option(help="drift of its log-probabilities let pass")] = None,
+    cache_scope: Annotated[str, typer.Option(help="who shares prefix cache blocks: key or shared")] = "key",
+    hold: Annotated[float, typer.Option(help="seconds a request waits while no instance can be asked")] = 5.0,
 ) -> None:
-    """Start a gateway and one vLLM instance on this host. Further options go to vLLM as they are."""
+    """Start a gateway and vLLM instances on this host. Further options go to vLLM as they are."""
     from server.cli.up import UpConfig, run_up
 
+    gateway_args = ["--keep-versions", str(keep_versions), "--cache-scope", cache_scope, "--hold", str(hold)]
+    gateway_args += ["--probes", str(probes.resolve())] if probes is not None else []
+    gateway_args += ["--max-logprob-drift", str(max_logprob_drift)] if max_logprob_drift is not None else []
     config = UpConfig(
         model=model, name=name, host=host, port=port, state_dir=state_dir, admin_key_file=admin_key_file,
-        api_key_file=api_key_file, train=train, kv_cache_gib=kv_cache_gib, vllm_args=tuple(context.args),
+        api_key_file=api_key_file, train=train, kv_cache_gib=kv_cache_gib, instances=instances, store=store,
+        gateway_args=tuple(gateway_args), vllm_args=tuple(context.args),
     )  # fmt: skip
     run_up(config)
 

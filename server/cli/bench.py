@@ -25,6 +25,31 @@ def swap(
 
 
 @app.command()
+def fleet(
+    json: Json = None,
+    streams: Annotated[int, typer.Option(help="concurrent streams")] = 8,
+    swaps: Annotated[int, typer.Option(help="single swaps measured per case")] = 6,
+    small: Annotated[bool, typer.Option(help="a tiny model: checks the benchmark, says nothing of speed")] = False,
+) -> None:
+    """Swaps of 1, 2 and 4 instances and of two ranks, together and rolling; goodput with a swap every second."""
+    from loadtest.swap_fleet import run
+
+    run(json, streams=streams, swaps=swaps, small=small)
+
+
+@app.command()
+def soak(
+    json: Json = None,
+    swaps: Annotated[int, typer.Option(help="how many")] = 10_000,
+    instances: Annotated[int, typer.Option(help="vLLM instances")] = 2,
+) -> None:
+    """Thousands of swaps under load: wrong tokens, failed requests, leaked memory."""
+    from loadtest.soak import run
+
+    run(json, swaps=swaps, instances=instances)
+
+
+@app.command()
 def gateway(json: Json = None) -> None:
     """What the gateway adds: time to first token, CPU per request and per streamed chunk."""
     from loadtest.gateway_overhead import run

@@ -17,6 +17,7 @@ class ServerInfo:
     """What `up` writes to server.json: where the gateway listens, its store, and which file holds the admin key."""
 
     url: str
+    admin_url: str
     model: str
     store: str
     admin_key_file: str

@@ -1,9 +1,10 @@
-"""`hotswap weights`: the admin API of a running gateway, from the shell."""
+"""`hotswap weights`: the admin API of a running gateway, from the shell; `verify` and `diff` read this host's slots."""
 
 from __future__ import annotations
 
 import os
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +13,29 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from server.cli.errors import RequestFailed
+from server.cli.errors import CliError, RequestFailed
 from server.cli.paths import ServerInfo, default_state_dir
+from server.cli.weights_report import show_diff, show_report
+from weightsync.errors import WeightSyncError
+
+
+class SwapMode(StrEnum):
+    """How a fleet takes a version."""
+
+    together = "together"
+    rolling = "rolling"
+
 
 SWAP_TIMEOUT_S = 900.0  # a push reads a whole checkpoint
 app = typer.Typer(no_args_is_help=True)
 StateDir = Annotated[Path | None, typer.Option(help="state directory of `up`; default: the latest server started here")]
-Url = Annotated[str | None, typer.Option(envvar="HOTSWAP_URL", help="gateway; default: from the state directory")]
+Url = Annotated[
+    str | None, typer.Option(envvar="HOTSWAP_ADMIN_URL", help="admin port; default: from the state directory")
+]
+Mode = Annotated[SwapMode, typer.Option(help="the whole fleet at once, or one instance after the other")]
+Drain = Annotated[float | None, typer.Option(help="rolling: seconds an instance may wait for its streams to end")]
+Deadline = Annotated[float | None, typer.Option(help="seconds to stage everywhere; default: the gateway's")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 KeyFile = Annotated[Path | None, typer.Option(envvar="HOTSWAP_ADMIN_KEY_FILE", help="file with the admin key")]
 
 
@@ -28,7 +45,7 @@ class AdminClient:
     def __init__(self, state_dir: Path | None, url: str | None = None, key_file: Path | None = None) -> None:
         if url is None or key_file is None:
             info = ServerInfo.read(state_dir or default_state_dir(None))
-            url, key_file = url or info.url, key_file or Path(info.admin_key_file)
+            url, key_file = url or info.admin_url, key_file or Path(info.admin_key_file)
         try:
             key = os.environ.get("HOTSWAP_ADMIN_KEY") or key_file.read_text().strip()
         except OSError as error:
@@ -50,14 +67,28 @@ class AdminClient:
 @app.command()
 def push(
     directory: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory")],
+    part: Annotated[str, typer.Option(help='what it is: "draft" or "lora/NAME" (default: the base model)')] = "",
+    more: Annotated[list[str], typer.Option("--with", help="PART=DIR: one more part of the same version")] = [],  # noqa: B006
     activate: Annotated[bool, typer.Option(help="also swap it in")] = True,
+    mode: Mode = SwapMode.together,
+    drain: Drain = None,
+    deadline: Deadline = None,
     state_dir: StateDir = None,
     url: Url = None,
     admin_key_file: KeyFile = None,
 ) -> None:
     """Publish a checkpoint as a new version and, unless --no-activate, swap it in."""
-    body = {"path": str(directory.expanduser().resolve()), "activate": activate}
+    body: dict[str, Any] = {"path": str(directory.expanduser().resolve()), "activate": activate}
+    body |= ({"part": part} if part else {}) | ({"parts": dict(map(_part, more))} if more else {})
+    body |= _swap_options(mode, drain, deadline)
     _show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights", body))
+
+
+def _part(argument: str) -> tuple[str, str]:
+    name, found, directory = argument.partition("=")
+    if not found:
+        raise CliError(f"--with {argument}: write PART=DIR, such as draft=/models/small")
+    return name, str(Path(directory).expanduser().resolve())
 
 
 @app.command("list")
@@ -77,31 +108,85 @@ def list_versions(state_dir: StateDir = None, url: Url = None, admin_key_file: K
 @app.command()
 def activate(
     version: Annotated[int, typer.Argument(help="a version from `hotswap weights list`")],
+    mode: Mode = SwapMode.together,
+    drain: Drain = None,
+    deadline: Deadline = None,
     state_dir: StateDir = None,
     url: Url = None,
     admin_key_file: KeyFile = None,
 ) -> None:
     """Swap a published version in."""
     client = AdminClient(state_dir, url, admin_key_file)
-    _show_swap(client.call("POST", "/admin/weights/activate", {"version": version}))
+    body = {"version": version, **_swap_options(mode, drain, deadline)}
+    _show_swap(client.call("POST", "/admin/weights/activate", body))
 
 
 @app.command()
-def rollback(state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
-    """Go back to the version that served before the active one."""
-    _show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights/rollback"))
+def rollback(
+    version: Annotated[int | None, typer.Argument(help="default: the one that served before the active one")] = None,
+    mode: Mode = SwapMode.together,
+    drain: Drain = None,
+    deadline: Deadline = None,
+    state_dir: StateDir = None,
+    url: Url = None,
+    admin_key_file: KeyFile = None,
+) -> None:
+    """Go back to the version that served before the active one, or to another that is still held."""
+    body = {"version": version, **_swap_options(mode, drain, deadline)}
+    _show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights/rollback", body))
+
+
+@app.command()
+def verify(
+    version: Annotated[int | None, typer.Argument(help="default: the active one")] = None,
+    as_json: AsJson = False,
+    state_dir: StateDir = None,
+) -> None:
+    """Read every byte of a version on this host again, and compare what each instance runs. Status 1 on a mismatch."""
+    from weightsync.verify import verify as verify_version
+
+    server = ServerInfo.read(state_dir or default_state_dir(None))
+    try:
+        report = verify_version(server.store, server.model, version)
+    except WeightSyncError as error:
+        raise CliError(str(error)) from error
+    show_report(report, as_json=as_json)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def diff(
+    a: Annotated[int, typer.Argument(help="a version that is still held")],
+    b: Annotated[int, typer.Argument(help="another one")],
+    as_json: AsJson = False,
+    state_dir: StateDir = None,
+) -> None:
+    """Show which tensors two versions on this host differ in, and by how much."""
+    from weightsync.diff import diff as diff_versions
+
+    server = ServerInfo.read(state_dir or default_state_dir(None))
+    try:
+        found = diff_versions(server.store, server.model, a, b)
+    except WeightSyncError as error:
+        raise CliError(str(error)) from error
+    show_diff(found, as_json=as_json)
 
 
 def show_instances(state_dir: Path) -> None:
     """Print every instance with its state, versions and last swap times."""
     rows = AdminClient(state_dir).call("GET", "/admin/instances")["instances"]
-    table = Table("instance", "state", "version", "staged", "kernels", "staging ms", "commit ms", "error")
+    table = Table("instance", "state", "version", "epoch", "weights", "load", "stage, flip ms", "error")
     for r in rows:
-        error = (r.get("error") or {}).get("message", "")
-        times = [f"{r[k]:.2f}" if r.get(k) else "" for k in ("stage_ms", "commit_ms")]
-        cells = [r["id"], r["state"], r.get("active_version"), r.get("staged_version"), r.get("path"), *times, error]
-        table.add_row(*(str(c) if c is not None else "" for c in cells))
+        state = r["state"] if r["eligible"] else f"{r['state']} (not asked)"
+        times = " ".join(f"{r[k]:.2f}" for k in ("stage_ms", "commit_ms") if r.get(k))
+        cells = [r["id"], state, r["active_version"], r["active_epoch"], (r["fingerprint"] or "")[:8], r["in_flight"]]
+        table.add_row(*(str(c) if c is not None else "" for c in cells), times, (r["error"] or {}).get("message", ""))
     Console().print(table)
+
+
+def _swap_options(mode: SwapMode, drain_s: float | None, deadline_s: float | None) -> dict[str, Any]:
+    return {"mode": mode.value, "drain_s": drain_s, "deadline_s": deadline_s}
 
 
 def _show_swap(answer: dict[str, Any]) -> None:

@@ -21,12 +21,19 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", required=True, help="served model name")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on")
     p.add_argument("--port", type=int, default=8000, help="port to listen on")
+    p.add_argument("--admin-host", default="127.0.0.1", help="address of the admin port; keep it private")
+    p.add_argument("--admin-port", type=int, help="port of /admin/* (default: the one after --port, or any free one)")
     p.add_argument("--admin-key-file", type=Path, help="file with the admin key, made (0600) if it does not exist")
     p.add_argument("--api-key-file", type=Path, help="file with inference keys, one a line; without it none is asked")
     p.add_argument("--max-body", type=int, default=limits.max_body, help="largest request body, bytes")
     p.add_argument("--request-timeout", type=float, default=limits.request_timeout_s, help="to receive a request, s")
     p.add_argument("--connect-timeout", type=float, default=upstream.connect_timeout_s, help="to an instance, s")
     p.add_argument("--read-timeout", type=float, default=upstream.read_idle_timeout_s, help="silent instance, s")
+    p.add_argument("--hold", type=float, default=upstream.hold_s, help="to wait for an instance before 503, s")
+    p.add_argument("--cache-scope", choices=("key", "shared"), default="key", help="who shares prefix cache blocks")
+    p.add_argument("--keep-versions", type=int, default=GatewayConfig.keep_versions, help="versions kept staged")
+    p.add_argument("--probes", type=Path, help="file with prompts that a canary is asked in rolling swaps")
+    p.add_argument("--max-logprob-drift", type=float, help="mean drift of a canary's log-probabilities let pass")
     p.add_argument("--swap-deadline", type=float, default=GatewayConfig.swap_deadline_s, help="to stage everywhere, s")
     p.add_argument("--no-coordinator", action="store_true", help="leave swaps to another gateway of this model")
     p.add_argument("--ssl-certfile", type=Path, help="serve TLS with this certificate chain")
@@ -44,11 +51,19 @@ def config_from(args: argparse.Namespace) -> GatewayConfig:
         model=args.model,
         host=args.host,
         port=args.port,
+        admin_host=args.admin_host,
+        admin_port=args.admin_port,
         admin_key=os.environ.get("HOTSWAP_ADMIN_KEY") or None,
         admin_key_file=args.admin_key_file,
         api_key_file=args.api_key_file,
         limits=Limits(max_body=args.max_body, request_timeout_s=args.request_timeout),
-        upstream=UpstreamSettings(connect_timeout_s=args.connect_timeout, read_idle_timeout_s=args.read_timeout),
+        upstream=UpstreamSettings(
+            connect_timeout_s=args.connect_timeout, read_idle_timeout_s=args.read_timeout, hold_s=args.hold
+        ),
+        cache_scope=args.cache_scope,
+        keep_versions=args.keep_versions,
+        probes_file=args.probes,
+        max_logprob_drift=args.max_logprob_drift,
         swap_deadline_s=args.swap_deadline,
         run_coordinator=not args.no_coordinator,
         ssl_certfile=args.ssl_certfile,

@@ -7,35 +7,42 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from server.gateway import swaps
 from server.gateway.deps import GatewayDep
 from server.gateway.gateway import Gateway
 from server.gateway.signals import FIELDS
-from weightsync.coordinator import SwapReport
-from weightsync.errors import SwapAborted
+from server.gateway.swaps import SwapOptions
 from weightsync.records import ActiveRecord, Keys, VersionRecord
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 
-Deadline = Annotated[float | None, Field(default=None, gt=0, le=3600, description="seconds to stage everywhere")]
+Version = Annotated[int, Field(ge=1, lt=2**63)]
 
 
-class Push(BaseModel):
-    """A Hugging Face checkpoint directory on the gateway's host."""
+class Push(SwapOptions):
+    """A Hugging Face checkpoint directory on the gateway's host: the base model, or the `part` ("draft", "lora/NAME").
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    `parts` adds more directories to the same version, by part.
+    """
+
     path: str = Field(min_length=1, max_length=4096)
+    part: str = Field(default="", max_length=200)
+    parts: dict[str, str] = Field(default={}, max_length=256)
     activate: bool = True
-    deadline_s: Deadline = None
 
 
-class Activate(BaseModel):
+class Activate(SwapOptions):
     """A published version to swap in."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-    version: int = Field(ge=1, lt=2**63)
-    deadline_s: Deadline = None
+    version: Version
+
+
+class Rollback(SwapOptions):
+    """Where to go back to: any version that is still ready; by default the one before the active one."""
+
+    version: Version | None = None
 
 
 @router.get("/weights")
@@ -52,22 +59,32 @@ async def push(gateway: GatewayDep, body: Push) -> dict[str, Any]:
     """Publishes a checkpoint; with `activate`, swaps it in and reports the swap."""
 
     async def then(version: int) -> dict[str, Any]:
-        swap = await _activate(gateway, version, body.deadline_s) if body.activate else None
+        swap = await swaps.activate(gateway, version, body) if body.activate else None
         return {"version": version, "swap": swap}
 
-    return await gateway.pusher.push(Path(body.path), then)
+    return await gateway.pusher.push(Path(body.path), then, part=body.part, parts=body.parts)
 
 
 @router.post("/weights/activate")
 async def activate(gateway: GatewayDep, body: Activate) -> dict[str, Any]:
     """Swaps a published version in; answers when every instance has it, or says why none does."""
-    return await _activate(gateway, body.version, body.deadline_s)
+    return await swaps.activate(gateway, body.version, body)
 
 
 @router.post("/weights/rollback")
-async def rollback(gateway: GatewayDep) -> dict[str, Any]:
-    """Goes back to the version before the active one."""
-    return _checked(await gateway.coordinator.rollback(gateway.config.swap_deadline_s))
+async def rollback(gateway: GatewayDep, body: Rollback | None = None) -> dict[str, Any]:
+    """Goes back to the version before the active one, or to the one that is named."""
+    body = body or Rollback()
+    if body.version is not None:
+        return await swaps.activate(gateway, body.version, body)
+    return await swaps.rollback(gateway, body)
+
+
+@router.get("/swap")
+async def swap(gateway: GatewayDep) -> dict[str, Any]:
+    """The swap in flight, or the last one; null before the first."""
+    record = await swaps.last_swap(gateway)
+    return {"model": gateway.config.model, "swap": swaps.described(record) if record is not None else None}
 
 
 @router.get("/weights/active")
@@ -83,21 +100,11 @@ async def instances(gateway: GatewayDep) -> dict[str, Any]:
     rows = []
     for i in gateway.fleet.instances.values():
         signals = {name: getattr(i.signals, name) for name in FIELDS} if i.signals is not None else None
-        rows.append({**asdict(i.record), "in_flight": i.inflight, "signals": signals})
+        seen = {"eligible": i in gateway.fleet.serving, "in_flight": i.inflight, "signals": signals}
+        rows.append({**asdict(i.record), **seen})
     return {"model": gateway.config.model, "instances": rows}
 
 
 async def _active(gateway: Gateway) -> dict[str, Any] | None:
     found = await gateway.store.get(Keys(gateway.config.model).active)
     return asdict(ActiveRecord.from_json(found.value)) if found is not None else None
-
-
-async def _activate(gateway: Gateway, version: int, deadline_s: float | None) -> dict[str, Any]:
-    return _checked(await gateway.coordinator.activate(version, deadline_s or gateway.config.swap_deadline_s))
-
-
-def _checked(report: SwapReport) -> dict[str, Any]:
-    """The report of a swap that was done. Raises SwapAborted for one that was not."""
-    if not report.ok:
-        raise SwapAborted(report.version, report.reason or "no reason given", report.tensor)
-    return asdict(report)

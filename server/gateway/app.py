@@ -1,4 +1,4 @@
-"""The FastAPI side: health, metrics, admin, and a 404 in OpenAI's shape for everything else."""
+"""The FastAPI side: health and metrics, on the admin port the rest, and a 404 in OpenAI's shape for everything else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound, Unavailable
-from server.gateway import admin
+from server.gateway import control
 from server.gateway.config import GatewayConfig
 from server.gateway.deps import GatewayDep
 from server.gateway.error_map import to_http
@@ -41,7 +41,8 @@ def build_app(config: GatewayConfig) -> FastAPI:
     app.add_middleware(AdminGate)
     app.add_middleware(RequestIdMiddleware)
     _add_probes(app)
-    app.include_router(admin.router)
+    for router in control.routers:
+        app.include_router(router)
     return app
 
 

@@ -29,10 +29,11 @@ _HASHED = re.compile(r"sha256:([0-9a-f]{64})")
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who a key belongs to and what it may do."""
+    """Who a key belongs to and what it may do. `digest` is the key's, empty for nobody's."""
 
     name: str
     scopes: frozenset[str]
+    digest: bytes = b""
 
 
 ANONYMOUS = Principal("anonymous", frozenset({INFER}))
@@ -63,7 +64,8 @@ class KeyRing:
 def load_keys(config: GatewayConfig) -> KeyRing:
     """The keys of `config`; writes a new admin key to `config.key_path` (0600) if there is none. Raises ConfigError."""
     keys = _read_keys(config.api_key_file) if config.api_key_file is not None else {}
-    keys[_admin_digest(config)] = Principal("admin", frozenset({ADMIN, INFER}))
+    digest = _admin_digest(config)
+    keys[digest] = Principal("admin", frozenset({ADMIN, INFER}), digest)
     return KeyRing(keys, open_inference=config.api_key_file is None)
 
 
@@ -125,7 +127,7 @@ def _read_keys(path: Path) -> dict[bytes, Principal]:
         if hashed is None and len(key) < MIN_KEY_LENGTH:
             raise ConfigError(f"{path}, line {number}: use {MIN_KEY_LENGTH} characters or more, or `sha256:HEX`.")
         digest = bytes.fromhex(hashed[1]) if hashed else hashlib.sha256(key.encode()).digest()
-        keys[digest] = Principal(name.strip() or f"key-{number}", frozenset({INFER}))
+        keys[digest] = Principal(name.strip() or f"key-{number}", frozenset({INFER}), digest)
     if not keys:
         raise ConfigError(f"{path} holds no key, so nobody could ask anything; add one a line.")
     return keys

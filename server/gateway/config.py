@@ -34,6 +34,8 @@ class UpstreamSettings:
     max_idle_s: float = 4.0
     scrape_interval_s: float = 2.0
     scrape_timeout_s: float = 0.5
+    hold_s: float = 5.0  # for which a request waits while no instance can be asked
+    max_held: int = 1024
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class GatewayConfig:
     model: str
     host: str = "127.0.0.1"
     port: int = 8000
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None  # None: the one after `port` if it is free, else any
     admin_key: str | None = None  # the key itself, or "sha256:<hex>"; None: see admin_key_file
     admin_key_file: Path | None = None  # None: `admin.key` beside the SQLite store
     api_key_file: Path | None = None  # None: no key is asked for inference
@@ -52,6 +56,10 @@ class GatewayConfig:
     swap_deadline_s: float = 120.0
     push_timeout_s: float = 3600.0
     run_coordinator: bool = True
+    keep_versions: int = 2
+    probes_file: Path | None = None  # prompts asked of the canary of a rolling swap
+    max_logprob_drift: float | None = None
+    cache_scope: str = "key"  # whose prefix cache a request may hit: its "key"'s, or "shared" by all
     log_level: str = "info"
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
@@ -59,8 +67,15 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("--model: give the served model name.")
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"--port {self.port}: must be between 0 (any free port) and 65535.")
+        for option, port in (("--port", self.port), ("--admin-port", self.admin_port or 0)):
+            if not 0 <= port < 65536:
+                raise ConfigError(f"{option} {port}: must be between 0 (any free port) and 65535.")
+        if self.port and self.port == self.admin_port:
+            raise ConfigError("--admin-port must differ from --port: what it serves is not for the public.")
+        if self.upstream.hold_s < 0:
+            raise ConfigError(f"--hold {self.upstream.hold_s:g}: must be 0 (answer 503 at once) or more seconds.")
+        if self.keep_versions < 2:
+            raise ConfigError("--keep-versions: at least 2, the active version and the one to roll back to.")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both or neither.")
         if self.limits.max_body <= 0 or self.limits.max_head <= 0:

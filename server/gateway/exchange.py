@@ -1,10 +1,12 @@
 """One forwarded request, from the client's last byte to the instance's.
 
-start -> CONNECTING -> WAITING (sent, nothing back) -> STREAMING -> done
-   `----- pooled ------^
+start -> [HELD] -> CONNECTING -> WAITING (sent, nothing back) -> STREAMING -> done
+             `----- pooled ------^
 
 client leaves, any state      -> the upstream connection is dropped in the same loop iteration
-connect fails                 -> next instance, else 503
+nobody to ask                 -> held (waiting.py), then 503; 409 or 504 if it was for the version asked for
+connect fails                 -> next instance, else held, then 503
+refused for its version       -> next instance, else held, then 409 or 504 (nothing of the answer had been passed on)
 pooled connection was stale   -> once more on a fresh one (nothing of the answer had been seen)
 upstream fails, nothing sent  -> 502/504 as JSON
 upstream fails, mid-answer    -> an error event where one fits, then the connection is cut
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from server.errors import BadUpstream, HttpError, Unavailable, UpstreamTimeout
+from server.gateway.admission import Need
 from server.gateway.fleet import Fleet, Instance
 from server.gateway.head import RequestHead, upstream_head
 from server.gateway.relay import ResponseRelay
@@ -50,6 +53,7 @@ class Request:
     target: Target
     head: RequestHead
     body: bytes
+    need: Need | None  # which versions may answer
     http10: bool
     keep_alive: bool
 
@@ -61,10 +65,13 @@ class Exchange:
         "_client",
         "_connecting",
         "_fleet",
+        "_held_at",
+        "_held_for",
         "_link",
         "_paused",
         "_pooled",
         "_relay",
+        "_second_try",
         "_stats",
         "_tried",
         "done",
@@ -86,6 +93,9 @@ class Exchange:
         self._tried: list[Instance] = []
         self._pooled = False
         self._paused = False
+        self._held_at = 0.0  # 0.0: it is not held
+        self._held_for = ""
+        self._second_try = True  # until the head of an answer that is no refusal
         self.request = request
         self.instance: Instance | None = None
         self.done = False
@@ -104,6 +114,12 @@ class Exchange:
             self._stats.disconnects[self.phase] += 1
             self._end(status=499)
 
+    def wake(self) -> None:
+        """It was held, and something has changed or its time is up (waiting.Waiter)."""
+        self._fleet.room.leave(self)
+        self._tried.clear()
+        self._try_next(None)
+
     def pause(self) -> None:
         """The client's write buffer is full."""
         self._paused = True
@@ -120,9 +136,9 @@ class Exchange:
 
     @property
     def phase(self) -> str:
-        """CONNECTING, WAITING or STREAMING, in lower case, for metrics."""
+        """HELD, CONNECTING, WAITING or STREAMING, in lower case, for metrics."""
         if self._link is None:
-            return "connecting"
+            return "held" if self._held_at else "connecting"
         return "streaming" if self.first_byte else "waiting"
 
     @property
@@ -154,14 +170,30 @@ class Exchange:
 
     def _try_next(self, failure: HttpError | None) -> None:
         self._drop_instance()
-        instance = self._fleet.pick(self._tried)
+        instance = self._fleet.pick(self._tried, self.request.need)
         if instance is None:
-            error = failure or self._fleet.unavailable()
+            self._hold(failure)
+            return
+        self._hold_ended("served")
+        self._tried.append(instance)
+        self._use(instance)
+
+    def _hold(self, failure: HttpError | None) -> None:
+        patience = self._fleet.patience(self.request.need, failure)
+        try:
+            self._fleet.room.enter(self, patience, soon=bool(self._tried))
+        except HttpError as error:
             self._end(status=error.status)
             self._client.refuse(error)
             return
-        self._tried.append(instance)
-        self._use(instance)
+        if not self._held_at:
+            self._held_at, self._held_for = time.monotonic(), patience.kind
+
+    def _hold_ended(self, outcome: str) -> None:
+        if self._held_at:
+            self._fleet.room.leave(self)
+            self._stats.held(self._held_for, outcome, time.monotonic() - self._held_at)
+            self._held_at = 0.0
 
     def _use(self, instance: Instance) -> None:
         self.instance = instance
@@ -199,17 +231,35 @@ class Exchange:
     def upstream_data(self, data: bytes) -> None:
         self.last_progress = time.monotonic()
         relay = self._relay
-        if not relay.seen:  # from here on there is no second try
-            self.request.body = b""
-            self._client.body_done()
         try:
             out = relay.feed(data)
         except BadUpstream as exc:
             self._upstream_failed(exc)
             return
+        if self._second_try and relay.status:
+            if relay.refused:
+                self._refused()
+                return
+            self._no_second_try()
         self._forward(out)
         if relay.complete:
             self._complete()
+
+    def _no_second_try(self) -> None:
+        self._second_try = False
+        self.request.need = None
+        self.request.body = b""
+        self._client.body_done()
+
+    def _refused(self) -> None:
+        """Its weights changed on the way there, or before this gateway knew: somebody else may have the right ones."""
+        assert self.instance is not None
+        self.instance.refusals += 1
+        self._give_back()
+        self._relay = self._new_relay(self.request)
+        self._try_next(None)
+        if self.instance is not None:
+            self._stats.refusal_retries += 1
 
     def upstream_lost(self, exc: Exception | None) -> None:
         if self.done:
@@ -241,15 +291,19 @@ class Exchange:
             self._client.write(out)
 
     def _complete(self) -> None:
-        relay, link = self._relay, self._link
-        self._link = None
+        relay = self._relay
+        self._give_back()
+        self._end(status=relay.status)
+        self._client.answered(keep_alive=relay.keep_alive)
+
+    def _give_back(self) -> None:
+        """The upstream connection goes to the pool, if its answer ended in order."""
+        link, self._link = self._link, None
         if link is not None and not link.closed:
-            if relay.reusable:
+            if self._relay.reusable:
                 link.release()
             else:
                 link.abort()
-        self._end(status=relay.status)
-        self._client.answered(keep_alive=relay.keep_alive)
 
     def _upstream_failed(self, error: HttpError) -> None:
         log.warning("%s: %s", self.request.head.request_id.decode(), error)
@@ -269,6 +323,7 @@ class Exchange:
             return
         self.done = True
         self.status = status
+        self._hold_ended("left" if status == 499 else "refused")
         if self._connecting is not None:
             self._connecting.cancel()
             self._connecting = None

@@ -13,12 +13,14 @@ import time
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from server.errors import Unavailable
+from server.errors import HttpError, Unavailable
 from server.gateway import routing
+from server.gateway.admission import Need
 from server.gateway.config import UpstreamSettings
 from server.gateway.signals import Signals
 from server.gateway.stats import Stats
 from server.gateway.upstream import Pool
+from server.gateway.waiting import Patience, WaitingRoom
 from weightsync.errors import RecordError, StoreError
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, SwapRecord
 from weightsync.store import KeyValue, Store
@@ -26,6 +28,7 @@ from weightsync.store import KeyValue, Store
 log = logging.getLogger("hotswap.gateway")
 
 RETRY_STORE_S = 0.5
+REMEMBERED_S = 60.0  # an instance that has gone is expected back for so long
 
 
 class Instance:
@@ -38,6 +41,7 @@ class Instance:
         self.signals: Signals | None = None  # the last scrape, None when it failed
         self.inflight = 0
         self.connect_errors = 0
+        self.refusals = 0  # requests it refused for the version it runs
         self.failed_at = 0.0
         self.picked_at = 0
 
@@ -58,6 +62,9 @@ class Fleet:
         self.instances: dict[str, Instance] = {}
         self.active: ActiveRecord | None = None
         self.swap: SwapRecord | None = None
+        self.serving: list[Instance] = []  # those that may be asked; made anew with every change of the view
+        self.room = WaitingRoom(settings.max_held)
+        self._last_seen = -REMEMBERED_S  # monotonic, of any instance
         self._store = store
         self._keys = Keys(model)
         self._settings = settings
@@ -66,13 +73,25 @@ class Fleet:
 
     # choosing
 
-    def pick(self, tried: Sequence[Instance] = ()) -> Instance | None:
-        """The instance for the next request, none of `tried`."""
-        candidates = [i for i in self.instances.values() if i not in tried] if tried else list(self.instances.values())
+    def pick(self, tried: Sequence[Instance] = (), need: Need | None = None) -> Instance | None:
+        """The instance for the next request, none of `tried`, running a version that meets `need`."""
+        candidates = [i for i in self.serving if i not in tried] if tried else self.serving
+        if need is not None:
+            candidates = [i for i in candidates if need.met_by(i.record.active_version)]
         instance = routing.pick(candidates, time.monotonic())
         if instance is not None:
             instance.picked_at = next(self._serial)
         return instance
+
+    def patience(self, need: Need | None, failure: HttpError | None) -> Patience:
+        """How long a request waits that nobody takes now. `failure` is what came of asking, if anybody was asked."""
+        if need is not None and failure is None and self.serving:
+            return Patience("version", need.wait_s, need.unmet(self.active))
+        expected = self.instances or time.monotonic() - self._last_seen < REMEMBERED_S
+        hold_s = self._settings.hold_s if expected else 0.0
+        if need is not None and need.wait_s:
+            return Patience("fleet", max(hold_s, need.wait_s), need.unmet(self.active))
+        return Patience("fleet", hold_s, failure or self.unavailable())
 
     def connect_failed(self, instance: Instance) -> None:
         """It refused a connection: ask others first for a moment."""
@@ -86,13 +105,12 @@ class Fleet:
                 f"No instance of {self.model!r} is registered: start one (`hotswap instance`) or wait for it to load.",
                 retry_after_s=5,
             )
-        states = ", ".join(f"{i.id} is {i.state}" for i in self.instances.values())
+        states = ", ".join(f"{i.id} is {i.state}{self._lag(i)}" for i in self.instances.values())
         return Unavailable(f"No instance of {self.model!r} takes requests now ({states}); try again.", retry_after_s=2)
 
-    @property
-    def serving(self) -> list[Instance]:
-        """Instances that may be asked."""
-        return [i for i in self.instances.values() if routing.routable(i)]
+    def is_fresh(self, instance: Instance) -> bool:
+        """Whether it runs the weights of the commit record, as far as this gateway knows."""
+        return routing.fresh(instance.record, self.active, self.swap)
 
     # keeping the view
 
@@ -117,6 +135,7 @@ class Fleet:
             self.active = None
         for kv in items:
             self._put(kv)
+        self._changed()
         self._stats.store_up = True
         return revision
 
@@ -134,6 +153,14 @@ class Fleet:
                 self._remove(event.kv.key.removeprefix(self._keys.instances))
             elif event.kv.key == self._keys.active:
                 self.active = None
+            self._changed()
+
+    def _changed(self) -> None:
+        self.serving = [i for i in self.instances.values() if routing.eligible(i.record, self.active, self.swap)]
+        self.room.wake()
+
+    def _lag(self, instance: Instance) -> str:
+        return "" if self.is_fresh(instance) else " with other weights than the active version's"
 
     def _put(self, kv: KeyValue) -> None:
         try:
@@ -158,6 +185,7 @@ class Fleet:
     def _remove(self, instance_id: str) -> None:
         instance = self.instances.pop(instance_id, None)
         if instance is not None:
+            self._last_seen = time.monotonic()
             instance.pool.close()
 
     def _put_swap(self, record: SwapRecord) -> None:

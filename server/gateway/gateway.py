@@ -15,8 +15,11 @@ from server.gateway.config import GatewayConfig
 from server.gateway.fleet import Fleet
 from server.gateway.metrics import build_registry
 from server.gateway.probe import scrape_forever
+from server.gateway.probes import ProbeSettings, build_probe
 from server.gateway.push import Pusher
+from server.gateway.scope import CacheScopes
 from server.gateway.stats import Stats
+from server.gateway.updates import Updates
 from weightsync.coordinator import Coordinator
 from weightsync.errors import StoreError
 from weightsync.store import Store, open_store
@@ -39,8 +42,11 @@ class Gateway:
         self.keys = keys
         self.stats = Stats()
         self.fleet = Fleet(store, config.model, config.upstream, self.stats)
-        self.coordinator = Coordinator(store, config.model)
+        self.scopes = CacheScopes(shared=config.cache_scope == "shared")
+        probe = build_probe(ProbeSettings.of(config), lambda: [i.record for i in self.fleet.instances.values()])
+        self.coordinator = Coordinator(store, config.model, keep=config.keep_versions, probe=probe)
         self.pusher = Pusher(config)
+        self.updates = Updates()
         self.registry = build_registry(self.stats, self.fleet)
         self.buffered = 0  # bytes of request bodies held now
         self.clients: set[GuardedProtocol] = set()
@@ -56,6 +62,7 @@ class Gateway:
         try:
             with contextlib.suppress(StoreError, TimeoutError):  # then `Fleet.run` goes on trying
                 async with asyncio.timeout(FIRST_VIEW_TIMEOUT_S):
+                    await gateway.scopes.adopt(store)
                     await gateway.fleet.refresh()
             tasks = [asyncio.create_task(_outlive(name, work)) for name, work in gateway._work().items()]
             yield gateway
@@ -64,6 +71,7 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await gateway.pusher.close()
+            gateway.updates.drop()
             gateway.fleet.close()
             await store.close()
 
@@ -72,6 +80,7 @@ class Gateway:
             "fleet": self.fleet.run(),
             "scraper": scrape_forever(self.fleet, self.config.upstream),
             "sweeper": self._sweep_forever(),
+            "cache scopes": self.scopes.keep_adopting(self.store),
         }
         if self.config.run_coordinator:
             work["coordinator"] = self.coordinator.run()

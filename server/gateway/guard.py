@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httptools
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hotswap.gateway")
 
 LINGER_S = 2.0
+STREAMED = b"/admin/weights/upload"  # a body as large as a model, which the app takes as it comes (upload.py)
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -46,6 +49,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._deaf = False  # whatever still arrives is thrown away
         self._close_after = False
         self._keep_alive = False
+        self._streamed = False
 
     # for the subclass
 
@@ -149,6 +153,10 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         if self._deaf:
             return
+        if self._streamed and self.busy:  # held back by flow control, not by a size; it must not stand still, though
+            self.deadline = time.monotonic() + self.limits.request_timeout_s
+            self.body_read(body)
+            return
         self._body_size += len(body)
         self.gateway.buffered += len(body)
         if self._body_size > self.limits.max_body:
@@ -184,7 +192,9 @@ class GuardedProtocol(HttpToolsProtocol):
             raise BadRequest("Protocol upgrades are not served here.", code="upgrade_refused")
         if len(self.url) > self.limits.max_head:
             raise head_too_large(self.limits)
-        return read_head(self.headers, version, self.limits)
+        self._streamed = self.method == b"POST" and self.url.partition(b"?")[0] == STREAMED
+        limits = replace(self.limits, max_body=sys.maxsize) if self._streamed else self.limits
+        return read_head(self.headers, version, limits)
 
     # the end of an answer, or of the connection
 

@@ -7,12 +7,16 @@ Content-Length beside Transfer-Encoding, bare line feeds, folded headers and con
 
 from __future__ import annotations
 
+import base64
+import binascii
+import contextlib
 import itertools
 import re
 import secrets
 from dataclasses import dataclass
 
 from server.errors import BadRequest, HeadersTooLarge
+from server.gateway import admission
 from server.gateway.answers import head_too_large, too_large
 from server.gateway.config import Limits
 from server.gateway.routes import Target
@@ -50,6 +54,7 @@ class RequestHead:
     content_length: int | None = None
     chunked: bool = False
     expect_continue: bool = False
+    asked: dict[bytes, bytes] | None = None  # x-hotswap-* headers, for admission.read
 
 
 def new_request_id() -> bytes:
@@ -72,6 +77,8 @@ def read_head(headers: Headers, http_version: str, limits: Limits) -> RequestHea
             hosts += 1
         elif name in _READERS:
             _READERS[name](head, value.strip(), http_version)
+        elif name.startswith(admission.PREFIX):
+            _read_asked(head, name, value.strip())
     if size > limits.max_head:
         raise head_too_large(limits)
     if hosts != 1 and (hosts > 1 or http_version != "1.0"):
@@ -118,8 +125,14 @@ def _expect(head: RequestHead, value: bytes, http_version: str) -> None:
 
 
 def _authorization(head: RequestHead, value: bytes, _: str) -> None:
+    """A bearer key, or one as password of Basic: clients without a key setting take it in a URL (http://:KEY@host)."""
     scheme, _space, key = value.partition(b" ")
-    head.key = key.strip() if scheme.lower() == b"bearer" else b""
+    head.key = b""
+    if scheme.lower() == b"bearer":
+        head.key = key.strip()
+    elif scheme.lower() == b"basic":
+        with contextlib.suppress(binascii.Error):
+            head.key = base64.b64decode(key.strip(), validate=True).partition(b":")[2]
 
 
 def _api_key(head: RequestHead, value: bytes, _: str) -> None:
@@ -130,6 +143,17 @@ def _api_key(head: RequestHead, value: bytes, _: str) -> None:
 def _request_id(head: RequestHead, value: bytes, _: str) -> None:
     if _REQUEST_ID.fullmatch(value):
         head.request_id = value
+
+
+def _read_asked(head: RequestHead, name: bytes, value: bytes) -> None:
+    """Strict, for what is overlooked here is not what the client asked for."""
+    word = name.decode("latin-1")
+    if name not in admission.HEADERS:
+        raise BadRequest(f"There is no request header {word}; leave it out.", code="invalid_parameter", param=word)
+    head.asked = {} if head.asked is None else head.asked
+    if name in head.asked:
+        raise BadRequest(f"{word} was sent twice; send it once.", code="invalid_parameter", param=word)
+    head.asked[name] = value
 
 
 _READERS = {

@@ -9,18 +9,21 @@ from server.errors import BadRequest
 
 
 class _Object(msgspec.Struct):
-    """Any object: its fields are skipped, but checked."""
+    """Any object: its fields are skipped, but checked. `hotswap` is for admission.py."""
+
+    hotswap: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 _decoder = msgspec.json.Decoder(_Object)
 
 
-def check_object(body: bytes) -> None:
-    """Raises BadRequest if `body` is not a JSON object in UTF-8."""
+def check_object(body: bytes) -> bool:
+    """Whether `body` has a field `hotswap`. Raises BadRequest if it is not a JSON object in UTF-8."""
     try:
-        _decoder.decode(body)
+        found = _decoder.decode(body)
         if not body.isascii():
             body.decode()
+        return found.hotswap is not msgspec.UNSET
     except msgspec.ValidationError as exc:
         raise BadRequest("The body must be a JSON object.", code="invalid_json") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
+from dataclasses import replace
 from typing import cast
 
 import uvicorn
 
+from server.errors import ConfigError
 from server.gateway.app import build_app
 from server.gateway.auth import load_keys
 from server.gateway.config import GatewayConfig
+from server.gateway.probes import ProbeSettings
 from server.gateway.protocol import GatewayProtocol
 from weightsync.store import open_store
+
+log = logging.getLogger("hotswap.gateway")
 
 SHUTDOWN_GRACE_S = 30
 
@@ -39,14 +45,48 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
     )
 
 
+def bind(config: GatewayConfig) -> tuple[GatewayConfig, list[socket.socket]]:
+    """The public and the admin listener, and the settings with the ports they got. Raises ConfigError."""
+    public = _listen("--port", config.host, config.port)
+    port = public.getsockname()[1]
+    try:
+        if config.admin_port is not None:
+            admin = _listen("--admin-port", config.admin_host, config.admin_port)
+        else:
+            admin = _listen_beside(config.admin_host, port)
+    except ConfigError:
+        public.close()
+        raise
+    return replace(config, port=port, admin_port=admin.getsockname()[1]), [public, admin]
+
+
 def run(config: GatewayConfig) -> None:
     """Serves until SIGINT or SIGTERM, then lets answers in progress finish. Raises ConfigError, StoreUnavailable."""
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    ProbeSettings.of(config)
     load_keys(config)  # what cannot work is said here, in one line, rather than by a server that fails to start
     asyncio.run(_try_store(config.store))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection takes two descriptors while it is forwarded
-    uvicorn.Server(uvicorn_config(config)).run()
+    config, listeners = bind(config)
+    log.info("admin routes on %s, port %d", config.admin_host, config.admin_port)
+    uvicorn.Server(uvicorn_config(config)).run(listeners)
+
+
+def _listen(option: str, host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as exc:
+        raise ConfigError(f"{option} {port}: cannot listen on {host} ({exc.strerror or exc}).") from exc
+
+
+def _listen_beside(host: str, port: int) -> socket.socket:
+    if port < 65535:
+        try:
+            return _listen("--admin-port", host, port + 1)
+        except ConfigError:
+            pass
+    return _listen("--admin-port", host, 0)
 
 
 async def _try_store(url: str) -> None:

@@ -58,9 +58,26 @@ class GatewayCollector(Collector):  # type: ignore[misc]
         yield _labelled("hotswap_gateway_upstream_connect_errors", "Failed connects", "instance", failed)
         yield _labelled("hotswap_gateway_upstream_failures", "Answers an instance broke", "code", s.upstream_failures)
         yield CounterMetricFamily("hotswap_gateway_stale_retries", "Pooled connections found closed", s.stale_retries)
+        yield from self._holds()
         yield CounterMetricFamily("hotswap_gateway_received_bytes", "Request body bytes from clients", s.bytes_in)
         yield CounterMetricFamily("hotswap_gateway_sent_bytes", "Answer body bytes to clients", s.bytes_out)
         yield GaugeMetricFamily("hotswap_gateway_store_up", "1 if the store answered last time", value=int(s.store_up))
+
+    def _holds(self) -> Iterator[Metric]:
+        s = self._stats
+        holds = CounterMetricFamily(
+            "hotswap_gateway_holds", "Requests that waited for an instance", labels=["for", "outcome"]
+        )
+        for (kind, outcome), count in s.holds.items():
+            holds.add_metric([kind, outcome], count)
+        yield holds
+        yield GaugeMetricFamily("hotswap_gateway_held", "Requests waiting for an instance", value=len(self._fleet.room))
+        yield _histogram("hotswap_gateway_hold_seconds", "How long they waited", s.hold_seconds)
+        refusals = {i.id: i.refusals for i in self._fleet.instances.values()}
+        yield _labelled("hotswap_gateway_version_refusals", "Refused for the version it runs", "instance", refusals)
+        yield CounterMetricFamily(
+            "hotswap_gateway_refusal_retries", "Refused requests sent on to another instance", s.refusal_retries
+        )
 
     def _swaps(self) -> Iterator[Metric]:
         active = self._fleet.active
@@ -74,6 +91,9 @@ class GatewayCollector(Collector):  # type: ignore[misc]
     def _instances(self) -> Iterator[Metric]:
         state = GaugeMetricFamily("hotswap_instance_state", "1 for the state it is in", labels=["instance", "state"])
         version = GaugeMetricFamily("hotswap_instance_active_version", "Version it serves", labels=["instance"])
+        epoch = GaugeMetricFamily("hotswap_instance_active_epoch", "Commit it has carried out", labels=["instance"])
+        fresh = GaugeMetricFamily("hotswap_instance_fresh", "1 if it runs the committed weights", labels=["instance"])
+        asked = GaugeMetricFamily("hotswap_instance_eligible", "1 if requests are routed to it", labels=["instance"])
         inflight = GaugeMetricFamily("hotswap_instance_in_flight", "Requests there from here", labels=["instance"])
         idle = GaugeMetricFamily("hotswap_instance_idle_connections", "Pooled connections", labels=["instance"])
         up = GaugeMetricFamily("hotswap_instance_up", "1 if its last scrape worked", labels=["instance"])
@@ -81,10 +101,13 @@ class GatewayCollector(Collector):  # type: ignore[misc]
             for name in STATES:
                 state.add_metric([i.id, name], float(i.state == name))
             version.add_metric([i.id], i.record.active_version or 0)
+            epoch.add_metric([i.id], i.record.active_epoch)
+            fresh.add_metric([i.id], float(self._fleet.is_fresh(i)))
+            asked.add_metric([i.id], float(i in self._fleet.serving))
             inflight.add_metric([i.id], i.inflight)
             idle.add_metric([i.id], i.pool.idle)
             up.add_metric([i.id], float(i.signals is not None))
-        yield from (state, version, inflight, idle, up)
+        yield from (state, version, epoch, fresh, asked, inflight, idle, up)
 
     def _signals(self) -> Iterator[Metric]:
         for field in FIELDS:

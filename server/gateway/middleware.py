@@ -1,4 +1,4 @@
-"""Plain ASGI around the app: the admin key, and the request id on every answer."""
+"""Plain ASGI around the app: what each port shows, the admin key, and the request id on every answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import Response
 
-from server.errors import HttpError
+from server.errors import HttpError, NotFound
 from server.gateway.auth import ADMIN
 
 Scope = dict[str, Any]
@@ -36,20 +36,30 @@ class RequestIdMiddleware:
         await self._app(scope, receive, send_with_id)
 
 
+OPEN = frozenset({"/healthz", "/readyz", "/metrics"})
+
+
 class AdminGate:
-    """Nothing under /admin is reached, and no body read for it, without an admin key."""
+    """Health and metrics are for everybody, on both ports. Everything else is on the admin port alone, and is not
+    reached, and no body read for it, without an admin key."""
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (scope["path"] == "/admin" or scope["path"].startswith("/admin/")):
+        if scope["type"] == "http" and scope["path"] not in OPEN:
             try:
-                scope["state"]["gateway"].keys.authorize(scope["state"]["key"], ADMIN)
+                _check(scope)
             except HttpError as error:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _check(scope: Scope) -> None:
+    if not scope["state"]["admin_port"]:
+        raise NotFound(f"There is no public route {scope['method']} {scope['path']}.")
+    scope["state"]["gateway"].keys.authorize(scope["state"]["key"], ADMIN)
 
 
 def error_response(error: HttpError) -> Response:

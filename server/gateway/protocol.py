@@ -6,11 +6,13 @@ instance's answer back. Everything else goes to the FastAPI app as uvicorn does 
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httptools
 
 from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound
+from server.gateway import admission
 from server.gateway.auth import INFER
 from server.gateway.exchange import Exchange, Request
 from server.gateway.guard import GuardedProtocol
@@ -27,8 +29,13 @@ class GatewayProtocol(GuardedProtocol):
         self.exchange: Exchange | None = None
         self._target: Target | None = None  # None: the request is the app's
         self._body: list[bytes] = []
+        self._on_admin_port = False
 
     # transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._on_admin_port = self.server is not None and self.server[1] == self.gateway.config.admin_port
 
     def data_received(self, data: bytes) -> None:
         if self.exchange is None:
@@ -72,12 +79,13 @@ class GatewayProtocol(GuardedProtocol):
         return self.exchange is not None or super().busy
 
     def head_read(self, head: RequestHead) -> None:
-        targets = find(self.url)
+        targets = () if self._on_admin_port else find(self.url)
         if not targets:
             self._target = None
             self._hand_to_app(head)
             return
-        self.gateway.keys.authorize(head.key, INFER)
+        principal = self.gateway.keys.authorize(head.key, INFER)
+        head.forward += self.gateway.scopes.line(principal)
         target = next((t for t in targets if t.route.method == self.method), None)
         if target is None:
             allow = ", ".join(t.route.method.decode() for t in targets)
@@ -107,7 +115,7 @@ class GatewayProtocol(GuardedProtocol):
     def _hand_to_app(self, head: RequestHead) -> None:
         if not self.url.startswith(b"/"):
             raise NotFound("Only paths are served, not absolute URLs.")
-        self.scope["state"] |= {"request_id": head.request_id, "key": head.key}
+        self.scope["state"] |= {"request_id": head.request_id, "key": head.key, "admin_port": self._on_admin_port}
         try:
             super().head_read(head)
         except (httptools.HttpParserInvalidURLError, UnicodeDecodeError) as exc:
@@ -117,12 +125,18 @@ class GatewayProtocol(GuardedProtocol):
         assert self.head is not None
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body = []
+        in_body = False
         if target.route.json_body:
-            check_object(body)
+            in_body = check_object(body)
         elif target.route.method == b"GET":
             body = b""
+        need = None
+        if in_body or self.head.asked:
+            asked, body = admission.read(self.head.asked or {}, body, in_body=in_body)
+            self.head.forward += asked.lines
+            need = asked.need
         http10 = self.parser.get_http_version() == "1.0"
-        request = Request(target, self.head, body, http10=http10, keep_alive=self._keep_alive)
+        request = Request(target, self.head, body, need, http10=http10, keep_alive=self._keep_alive)
         self.exchange = Exchange(self, request, self.gateway.fleet, self.gateway.stats)
         if self.flow.write_paused:  # the client has not taken the previous answer yet
             self.exchange.pause()

@@ -20,7 +20,7 @@ MAX_HEAD = 64 * 2**10
 _HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 )
-_OURS = frozenset({b"x-request-id"})
+_OURS = frozenset({b"x-request-id", b"x-hotswap-refused"})
 STATUS_LINES = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in http.HTTPStatus}
 
 
@@ -49,6 +49,7 @@ class ResponseRelay:
         "body_bytes",
         "complete",
         "keep_alive",
+        "refused",
         "reusable",
         "seen",
         "status",
@@ -71,6 +72,7 @@ class ResponseRelay:
         self.complete = False
         self.keep_alive = keep_alive  # the client's connection may carry another request
         self.reusable = False  # the upstream connection may carry another request
+        self.refused = False  # for the version it runs, or a dead engine: another instance may answer
         self.body_bytes = 0
 
     def feed(self, data: bytes) -> bytes:
@@ -141,6 +143,8 @@ class ResponseRelay:
             return
         if status > 599:
             self._fail(f"status {status}")
+        if status in (409, 503):
+            self.refused = any(name == b"x-hotswap-refused" for name, _ in self._headers)
         self._head = self._build_head(status)
         self.status = status
 

@@ -9,6 +9,8 @@ from typing import Protocol
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
+PHASES = ("held", "connecting", "waiting", "streaming", "stalled")
+
 
 class Histogram:
     """Counts per bucket; `le` bounds as Prometheus has them."""
@@ -57,9 +59,14 @@ class Stats:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.refused: Counter[str] = Counter()  # by error code
-        self.disconnects: Counter[str] = Counter(dict.fromkeys(("connecting", "waiting", "streaming", "stalled"), 0))
+        self.disconnects: Counter[str] = Counter(
+            dict.fromkeys(("held", "connecting", "waiting", "streaming", "stalled"), 0)
+        )
         self.upstream_failures: Counter[str] = Counter()  # by error code
         self.stale_retries = 0
+        self.holds: Counter[tuple[str, str]] = Counter()  # by kind (fleet, version) and outcome (served, refused, left)
+        self.hold_seconds = Histogram()
+        self.refusal_retries = 0
         self.inflight = 0
         self.bytes_in = 0
         self.bytes_out = 0
@@ -68,6 +75,11 @@ class Stats:
         self.swaps: Counter[str] = Counter({"done": 0, "aborted": 0})  # by outcome
         self.swap_duration = Histogram()
         self.store_up = True
+
+    def held(self, kind: str, outcome: str, seconds: float) -> None:
+        """A request waited for an instance."""
+        self.holds[kind, outcome] += 1
+        self.hold_seconds.observe(seconds)
 
     def begin(self, exchange: Measured) -> None:
         """A request is being forwarded."""

@@ -5,5 +5,6 @@ engine.py      vLLM's arguments, the engine, and the swap calls into it
 sidecar.py     the participant in swap transactions: stages, flips, reports through the store
 generate.py    POST /generate
 provenance.py  which weights wrote which token, on every route
+inflight.py    who is generating here, and which of them a flip has to wait for
 config.py      what can be set
 """

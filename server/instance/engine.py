@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
 
 from weightsync.errors import WeightSyncError
+from weightsync.parts import combined
+from weightsync.records import VersionRecord
 
+from .adapters import Adapters
 from .config import InstanceConfig
-from .provenance import traced
+from .inflight import Inflight
+from .provenance import pooled, traced
+
+T = TypeVar("T")
+WATCH_S = 0.1
+FLIP_TIMEOUT_S = 10.0  # a flip takes milliseconds, and waits for at most one batch
 
 
 class StagingFailed(WeightSyncError):
@@ -22,45 +30,100 @@ class StagingFailed(WeightSyncError):
         self.code, self.tensor = code, tensor
 
 
+class EngineDied(WeightSyncError):
+    """The engine's processes have ended, or answer no more; this instance cannot serve."""
+
+    code = "engine_died"
+
+
 class Engine:
     """vLLM's `AsyncLLM` with the swap calls. `active` is (version, epoch) of the last commit, or None before it."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
         self.active: tuple[int, int] | None = None
-        client.generate = traced(client.generate)
+        self.adapters = Adapters()
+        self.inflight = Inflight()
+        client.generate = traced(client.generate, self.inflight)
+        client.encode = pooled(client.encode, self.inflight)
 
     def active_version(self) -> int | None:
         return self.active[0] if self.active else None
 
     async def prepare(self, schema: list[list[Any]]) -> None:
         """Build the staging side in every worker. `schema`: [name, dtype, shape] of each tensor a version must have."""
-        await self.client.collective_rpc("init_weight_transfer_engine", args=({"schema": schema},))
+        await self._answer(self.client.collective_rpc("init_weight_transfer_engine", args=({"schema": schema},)))
+        await self._answer(self.client.collective_rpc("hotswap_attach"))
 
-    async def stage(self, version: int, slot: str, manifest_digest: str, timeout_s: float) -> dict[str, Any]:
-        """Stage on every worker while decoding goes on; the slowest worker's report.
+    async def stage(self, version: VersionRecord, timeout_s: float) -> dict[str, Any]:
+        """Stage base and parts on every worker while decoding goes on; the slowest worker's report.
 
-        Raises StagingFailed with the tensor to blame when a worker refuses the version.
+        Its "fingerprint" is that of what all workers built ("" if they cannot say). Raises StagingFailed with the
+        tensor to blame when a worker refuses the version.
         """
-        order = {"version": version, "slot": slot, "manifest_digest": manifest_digest}
-        reports = await self.client.collective_rpc("hotswap_stage", args=(order,))
+        order = {
+            "version": version.version,
+            "slot": version.slot,
+            "manifest_digest": version.manifest_digest,
+            "base_version": version.base_version or version.version,
+            "parts": self.adapters.orders(version),
+        }
+        reports = await self._answer(self.client.collective_rpc("hotswap_stage", args=(order,)))
         deadline = time.monotonic() + timeout_s
         while any(r["running"] for r in reports):
             if time.monotonic() > deadline:
-                raise StagingFailed(f"staging version {version} took longer than {timeout_s:.0f} s")
+                raise StagingFailed(f"staging version {version.version} took longer than {timeout_s:.0f} s")
             await asyncio.sleep(0.002)
-            reports = await self.client.collective_rpc("hotswap_report")
+            reports = await self._answer(self.client.collective_rpc("hotswap_report"))
         for report in reports:
             if error := report["error"]:
                 raise StagingFailed(error["message"], error["code"], error["tensor"])
         slowest: dict[str, Any] = max(reports, key=lambda r: r["stage_ms"])
-        return slowest
+        return {**slowest, "fingerprint": await asyncio.to_thread(combined, reports)}
 
     async def commit(self, version: int, epoch: int) -> dict[str, float]:
-        """Flip between two batches, label and cache namespace included; {"flip_ms", "commit_ms"}."""
-        times: dict[str, float] = await self.client.engine_core.call_utility_async("hotswap_commit", version, epoch)
-        self.active = (version, epoch)
+        """Flip between two batches, label and cache namespace included; {"flip_ms", "commit_ms"}.
+
+        Waits first for the requests that must not cross it. Raises EngineDied.
+        """
+        async with self.inflight.closing(version):
+            self.adapters.withdraw(version)
+            flip = self.client.engine_core.call_utility_async("hotswap_commit", version)
+            times: dict[str, float] = await self._answer(flip, FLIP_TIMEOUT_S)
+            self.active, self.inflight.active = (version, epoch), version
+            self.adapters.offer(version)
         return times
+
+    async def drop(self, version: int, *, previous: bool) -> None:
+        """Have the workers build `version` anew when it is next asked for, unless it runs.
+
+        `previous`: even if it is what a rollback flips to.
+        """
+        await self._answer(self.client.collective_rpc("hotswap_drop", args=(version, previous)))
+
+    async def pause(self) -> None:
+        """Generate nothing until `resume`; requests stay where they are, and so do their KV blocks."""
+        await self.client.pause_generation(mode="keep", clear_cache=False)
+
+    async def resume(self) -> None:
+        """Generate on."""
+        await self.client.resume_generation()
+
+    async def died(self) -> None:
+        """Return when the engine has ended behind our back."""
+        while not self.client.errored:  # noqa: ASYNC110 - vLLM has a flag, and no event
+            await asyncio.sleep(WATCH_S)
+
+    async def _answer(self, call: Awaitable[T], timeout_s: float = float("inf")) -> T:
+        """What the engine answers. Raises EngineDied: vLLM leaves the calls of a dead engine waiting for ever."""
+        task = asyncio.ensure_future(call)
+        deadline = time.monotonic() + timeout_s
+        while not task.done():
+            await asyncio.wait({task}, timeout=WATCH_S)
+            if not task.done() and (self.client.errored or time.monotonic() > deadline):
+                task.cancel()
+                raise EngineDied(f"the engine has ended, or has not answered for {timeout_s:g} s; see this log above")
+        return task.result()
 
 
 def parse_vllm_args(config: InstanceConfig, port: int) -> Any:
@@ -92,4 +155,5 @@ async def build_vllm_app(engine: Engine, args: Any) -> Any:
     tasks = await engine.client.get_supported_tasks()
     app = build_app(args, tasks, engine.client.model_config)
     await init_app_state(engine.client, app.state, args, tasks)
+    engine.adapters.bind(app.state.openai_serving_models.lora_requests)
     return app

@@ -13,7 +13,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from .provenance import Span, to_spans
+from .inflight import VersionMismatch, WeightsChanged
+from .provenance import Span, problem_body, prompt_spans, to_spans
 
 router = APIRouter()
 T = TypeVar("T")
@@ -61,9 +62,10 @@ class Choice:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.spans: list[Span] = []
+        self.prompt: list[Span] = []
         self.finish_reason: str | None = None
 
-    def add(self, output: Any, *, logprobs: bool) -> dict[str, Any]:
+    def add(self, output: Any, prompt_tokens: int, *, logprobs: bool) -> dict[str, Any]:
         """Take in an engine delta and return the `token` event for it."""
         token_ids = list(output.token_ids)
         new = [_chosen(p, t) for p, t in zip(output.logprobs or (), token_ids, strict=False)] if logprobs else []
@@ -71,6 +73,8 @@ class Choice:
         self.token_ids += token_ids
         self.logprobs += new
         self.spans = to_spans(output.weight_versions or ())
+        if self.spans and not self.prompt:
+            self.prompt = prompt_spans(output, self.spans[0]["version"], prompt_tokens)
         self.finish_reason = output.finish_reason or self.finish_reason
         return {
             "index": self.index,
@@ -81,7 +85,8 @@ class Choice:
         }
 
     def summary(self) -> dict[str, Any]:
-        return {"index": self.index, "finish_reason": self.finish_reason, "weight_versions": self.spans}
+        spans = {"weight_versions": self.spans, "prompt_weight_versions": self.prompt}
+        return {"index": self.index, "finish_reason": self.finish_reason, **spans}
 
     def whole(self, *, logprobs: bool) -> dict[str, Any]:
         body = {"text": self.text, "token_ids": self.token_ids, "logprobs": self.logprobs if logprobs else None}
@@ -100,6 +105,8 @@ async def generate(raw: Request) -> Response:
         if request.stream:
             return EventSourceResponse(run.events(), headers={"cache-control": "no-store"}, ping=3600)
         return JSONResponse(await unless_gone(raw, run.whole()))
+    except (VersionMismatch, WeightsChanged) as ended:
+        return JSONResponse(problem_body(ended), status_code=409)
     except RequestProblem as problem:
         return JSONResponse(problem.body, status_code=problem.status)
 
@@ -142,7 +149,8 @@ def parse(body: bytes) -> GenerateRequest:
 def check_model(request: GenerateRequest, state: Any) -> None:
     """Refuse a model this instance does not serve, and prompts or tokens it cannot take."""
     config = state.engine_client.model_config
-    if request.model is not None and request.model not in state.hotswap_models:
+    served = request.model in state.hotswap_models or state.hotswap_adapters.find(request.model) is not None
+    if request.model is not None and not served:
         raise RequestProblem(
             f"model {request.model!r} is not served here; ask for {state.hotswap_models[0]!r}",
             status=404,
@@ -186,7 +194,8 @@ class Run:
             )  # fmt: skip
             prompt = {"prompt": r.prompt} if r.prompt is not None else {"prompt_token_ids": r.prompt_token_ids}
             client = self._state.engine_client
-            self._outputs = client.generate(prompt, params, self._id, priority=r.priority)
+            adapter = self._state.hotswap_adapters.find(r.model)
+            self._outputs = client.generate(prompt, params, self._id, priority=r.priority, lora_request=adapter)
             self._first = await anext(self._outputs)
         except (ValueError, VLLMValidationError) as error:
             raise RequestProblem(str(error), param="prompt") from error
@@ -198,6 +207,8 @@ class Run:
                 yield ServerSentEvent(orjson.dumps(event).decode(), event="token", sep="\n")
             done = {**self._envelope(), "choices": [c.summary() for c in self._choices]}
             yield ServerSentEvent(orjson.dumps(done).decode(), event="done", sep="\n")
+        except WeightsChanged as ended:
+            yield ServerSentEvent(orjson.dumps(problem_body(ended)).decode(), event="error", sep="\n")
         except Exception as error:
             message = f"generation failed: {error or type(error).__name__}; the request can be retried"
             problem = RequestProblem(message, status=500, code="engine_error")
@@ -215,7 +226,7 @@ class Run:
             while output is not None:
                 self._prompt_tokens = len(output.prompt_token_ids or ())
                 for delta in output.outputs:
-                    yield self._choices[delta.index].add(delta, logprobs=self._request.logprobs)
+                    yield self._choices[delta.index].add(delta, self._prompt_tokens, logprobs=self._request.logprobs)
                 output = await anext(self._outputs, None)
         finally:
             await self._outputs.aclose()
@@ -224,7 +235,7 @@ class Run:
         completion = sum(len(c.token_ids) for c in self._choices)
         total = self._prompt_tokens + completion
         usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": completion, "total_tokens": total}
-        return {"id": self._id, "model": self._state.hotswap_models[0], "usage": usage}
+        return {"id": self._id, "model": self._request.model or self._state.hotswap_models[0], "usage": usage}
 
 
 def _chosen(position: Any, token: int) -> float:

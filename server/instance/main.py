@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from .admission import Admission
 from .config import InstanceConfig
 
 
@@ -41,10 +42,10 @@ async def serve(config: InstanceConfig) -> None:
     port = int(listener.getsockname()[1])
     args = parse_vllm_args(config, port)
     async with start_engine(args) as engine:
-        app = await build_app(engine, args, config)
+        app = Admission(await build_app(engine, args, config), dead=lambda: engine.client.errored)
         await warm_up(app, config.model)
         server = uvicorn.Server(_uvicorn_config(app))
-        sidecar = Sidecar(config, engine, address=f"http://{config.host}:{port}")
+        sidecar = Sidecar(config, engine, app, address=f"http://{config.host}:{port}")
         async with sidecar.running():
             await server.serve(sockets=[listener])
 
@@ -57,6 +58,7 @@ async def build_app(engine: Any, args: Any, config: InstanceConfig) -> Any:
 
     app = await build_vllm_app(engine, args)
     app.state.hotswap_models = [config.model]
+    app.state.hotswap_adapters = engine.adapters
     app.include_router(router)
     return ProvenanceMiddleware(app, engine.active_version)
 

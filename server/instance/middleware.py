@@ -7,7 +7,8 @@ from typing import Any
 
 import orjson
 
-from .provenance import Trace, annotate, annotate_chunk, current_trace
+from .inflight import VersionMismatch, Wish
+from .provenance import Trace, annotate, annotate_chunk, current_trace, problem_body
 
 HEADER = b"x-hotswap-weight-version"
 TRACED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
@@ -24,10 +25,14 @@ class ProvenanceMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        trace = Trace()
+        trace = Trace(Wish.of(scope.get("headers", ())))
         current_trace.set(trace)
         answer = _Answer(trace, send, self._active, annotated=scope["path"] in TRACED)
-        await self._app(scope, receive, answer.send)
+        try:
+            await self._app(scope, receive, answer.send)
+        except Exception:
+            if not await answer.ended_by_a_swap():
+                raise
 
 
 class _Answer:
@@ -36,6 +41,7 @@ class _Answer:
         self._start: dict[str, Any] | None = None
         self._kind = b""
         self._body = b""
+        self._over = False
 
     async def send(self, message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":
@@ -46,9 +52,25 @@ class _Answer:
         else:
             await self._send(message)
 
+    async def ended_by_a_swap(self) -> bool:
+        """The app broke off; if a swap is why, the client gets the typed error, as an event where its stream runs."""
+        if self._trace.problem is None:
+            return False
+        if self._start is None and not self._over:
+            self._over = True
+            event = orjson.dumps({"type": "error", **problem_body(self._trace.problem)})
+            await self._send({"type": "http.response.body", "body": b"event: error\ndata: " + event + b"\n\n"})
+        return True
+
     async def _send_body(self, message: dict[str, Any]) -> None:
+        if self._over:
+            return
+        if self._trace.problem is not None and self._start is not None:
+            await self._refuse()
+            return
         body = message.get("body", b"")
-        if self._annotated and self._kind.startswith(b"text/event-stream"):
+        annotated = self._annotated or self._trace.problem is not None
+        if annotated and self._kind.startswith(b"text/event-stream"):
             message = {**message, "body": annotate_chunk(body, self._trace)}
         elif self._annotated and self._kind.startswith(b"application/json"):
             self._body += body
@@ -57,6 +79,17 @@ class _Answer:
             message = {**message, "body": self._whole(self._body)}
         await self._send_start(message)
         await self._send(message)
+
+    async def _refuse(self) -> None:
+        """Nothing was sent yet: the typed error, whatever the route made of it."""
+        assert self._trace.problem is not None
+        self._over = True
+        body = orjson.dumps(problem_body(self._trace.problem))
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        if isinstance(self._trace.problem, VersionMismatch):
+            headers.append((b"x-hotswap-refused", b"version"))
+        await self._send({"type": "http.response.start", "status": 409, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
 
     def _whole(self, body: bytes) -> bytes:
         payload = orjson.loads(body) if body else None

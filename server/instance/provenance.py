@@ -8,24 +8,33 @@ extras:
     "weight_version": 7                             top level of a body or stream chunk: wrote its last token
     "weight_versions": [{"version", "start", "end"}]   per choice, over its output tokens: on the last chunk, on whole
                                                     bodies, and on a chunk whose tokens two versions wrote
+    "prompt_weight_versions": [{"version", "start", "end"}]   beside it on whole bodies and last chunks: the versions
+                                                    that computed the prompt's keys and values for the first token
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
 import orjson
 
+from .inflight import Inflight, VersionMismatch, WeightsChanged, Wish
+
 Span = dict[str, int]
+MESSAGES = ("message", "message_delta")
 current_trace: ContextVar[Trace | None] = ContextVar("current_trace", default=None)
 
 
 class Trace:
     """Version spans of one HTTP request, by choice index. Several prompts in one body number their choices on."""
 
-    def __init__(self) -> None:
+    def __init__(self, wish: Wish | None = None) -> None:
+        self.wish = wish or Wish()
+        self.problem: WeightsChanged | VersionMismatch | None = None
+        self._prompts: dict[int, list[Span]] = {}
         self._spans: dict[int, list[Span]] = {}
         self._sent: dict[int, int] = {}
         self._calls = 0
@@ -36,11 +45,18 @@ class Trace:
         self._calls += 1
         return base
 
-    def record(self, base: int, outputs: Iterable[Any]) -> None:
+    def record(self, base: int, outputs: Iterable[Any], prompt_tokens: int = 0) -> None:
         """Note the spans of an engine output (`RequestOutput.outputs`)."""
         for output in outputs:
+            choice = base + output.index
             if output.weight_versions:
-                self._spans[base + output.index] = to_spans(output.weight_versions)
+                self._spans[choice] = to_spans(output.weight_versions)
+            if self._spans.get(choice) and choice not in self._prompts:
+                self._prompts[choice] = prompt_spans(output, self._spans[choice][0]["version"], prompt_tokens)
+
+    def prompt(self, choice: int) -> list[Span]:
+        """The versions that computed the prompt's keys and values, over its tokens."""
+        return self._prompts.get(choice, [])
 
     def spans(self, choice: int) -> list[Span]:
         return self._spans.get(choice, [])
@@ -68,24 +84,86 @@ def to_spans(spans: Iterable[Any]) -> list[Span]:
     return [{"version": int(s.version), "start": s.start, "end": s.end} for s in spans if s.end > s.start]
 
 
-def traced(generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
-    """`AsyncLLM.generate`, feeding the current request's trace."""
+def prompt_spans(output: Any, version: int, prompt_tokens: int) -> list[Span]:
+    """Spans over the prompt: `version` computed what follows the parts that the engine says others computed."""
+    spans, start = [], 0
+    for end, label in [*getattr(output, "hotswap_prompt", ()), (prompt_tokens, str(version))]:
+        if end > start and label.isdecimal():
+            spans.append({"version": int(label), "start": start, "end": end})
+        start = max(start, end)
+    return spans
+
+
+def traced(generate: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> Callable[..., AsyncIterator[Any]]:
+    """`AsyncLLM.generate`, feeding the current request's trace and doing at swaps what its headers ask for.
+
+    Raises VersionMismatch before anything is generated, WeightsChanged when a swap ended the request.
+    """
 
     def wrapper(prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
-        outputs = generate(prompt, sampling_params, request_id, **kwargs)
-        trace = current_trace.get()
-        return outputs if trace is None else _follow(trace, trace.open(sampling_params.n or 1), outputs)
+        trace = current_trace.get() or Trace()
+        # Always written: what a client puts there itself (vllm_xargs) must not reach the engine.
+        sampling_params.extra_args = {**(sampling_params.extra_args or {}), "hotswap": trace.wish.for_engine()}
+        base = trace.open(sampling_params.n or 1)
+        return _follow(trace, base, inflight, lambda: generate(prompt, sampling_params, request_id, **kwargs))
 
     return wrapper
 
 
-async def _follow(trace: Trace, base: int, outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+def pooled(encode: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> Callable[..., AsyncIterator[Any]]:
+    """`AsyncLLM.encode`, in the caller's cache scope, and never over a swap that the request says it must not cross.
+
+    Raises VersionMismatch before anything is computed, WeightsChanged when a swap came between.
+    """
+
+    async def wrapper(prompt: Any, pooling_params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
+        trace = current_trace.get() or Trace()
+        wish = trace.wish
+        pooling_params.extra_kwargs = {**(pooling_params.extra_kwargs or {}), "hotswap": {"scope": wish.scope}}
+        try:
+            await inflight.admit(wish)
+            with inflight.running(wish):
+                began = inflight.active
+                outputs = encode(prompt, pooling_params, request_id, **kwargs)
+                async with contextlib.aclosing(outputs):  # type: ignore[type-var]
+                    async for output in outputs:
+                        crossed = inflight.active != began and wish.policy in ("abort", "finish")
+                        if crossed or not wish.allows(inflight.active):
+                            raise WeightsChanged
+                        yield output
+        except (VersionMismatch, WeightsChanged) as problem:
+            trace.problem = problem
+            raise
+
+    return wrapper
+
+
+async def _follow(
+    trace: Trace, base: int, inflight: Inflight, begin: Callable[[], AsyncIterator[Any]]
+) -> AsyncIterator[Any]:
     try:
-        async for output in outputs:
-            trace.record(base, output.outputs)
-            yield output
-    finally:
-        await outputs.aclose()  # type: ignore[attr-defined]  # abort in the engine now, not when collected
+        await inflight.admit(trace.wish)
+        with inflight.running(trace.wish):
+            outputs = begin()
+            try:
+                async for output in _uncut(outputs, trace.wish, inflight):
+                    trace.record(base, output.outputs, len(output.prompt_token_ids or ()))
+                    yield output
+            finally:
+                await outputs.aclose()  # type: ignore[attr-defined]  # abort in the engine now, not when collected
+    except (VersionMismatch, WeightsChanged) as problem:
+        trace.problem = problem
+        raise
+
+
+async def _uncut(outputs: AsyncIterator[Any], wish: Wish, inflight: Inflight) -> AsyncIterator[Any]:
+    """The engine's outputs; an end that the engine chose itself at a swap becomes the error it stands for."""
+    begun = False
+    async for output in outputs:
+        if any(o.finish_reason == "abort" for o in output.outputs):
+            raise WeightsChanged if begun or wish.allows(inflight.active) else VersionMismatch(inflight.active)
+        begun = begun or any(o.token_ids for o in output.outputs)
+        yield output
 
 
 def annotate_chunk(body: bytes, trace: Trace) -> bytes:
@@ -98,8 +176,8 @@ def _annotate_event(event: bytes, trace: Trace) -> bytes:
     if not found or not data.startswith(b"{"):
         return event
     payload = orjson.loads(data)
-    if payload.get("object") == "error" or ("error" in payload and payload["error"] is not None):
-        return event
+    if payload.get("object") == "error" or payload.get("error") is not None:
+        return event if trace.problem is None else head + b"data: " + orjson.dumps(problem_body(trace.problem))
     annotate(payload, trace, last=_is_last(payload))
     return head + b"data: " + orjson.dumps(payload)
 
@@ -114,16 +192,21 @@ def annotate(payload: dict[str, Any], trace: Trace, *, last: bool) -> None:
     """Add the version fields to one JSON object: a whole body (`last`) or one chunk of a stream."""
     choices = payload.get("choices")
     if choices is None and isinstance(payload.get("response"), dict) and last:
-        payload["response"]["weight_versions"] = trace.spans(0)
-    elif choices is None and payload.get("object") == "response":
-        payload["weight_versions"] = trace.spans(0)
+        payload["response"] |= {"weight_versions": trace.spans(0), "prompt_weight_versions": trace.prompt(0)}
+    elif choices is None and (payload.get("object") == "response" or payload.get("type") in MESSAGES):
+        payload |= {"weight_versions": trace.spans(0), "prompt_weight_versions": trace.prompt(0)}
     for choice in choices or ():
         index = choice.get("index", 0)
         new = trace.take_new(index)
         if last and (choice.get("finish_reason") or "message" in choice):
-            choice["weight_versions"] = trace.spans(index)
+            choice |= {"weight_versions": trace.spans(index), "prompt_weight_versions": trace.prompt(index)}
         elif len(new) > 1:
             choice["weight_versions"] = new
     version = trace.version(choices[-1].get("index", 0) if choices else 0)
     if version is not None:
         payload["weight_version"] = version
+
+
+def problem_body(problem: WeightsChanged | VersionMismatch) -> dict[str, Any]:
+    """The OpenAI-shaped error of a request that a swap ended or kept out."""
+    return {"error": {"message": str(problem), "type": "conflict_error", "param": None, "code": problem.code}}

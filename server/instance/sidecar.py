@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -12,13 +13,17 @@ from pathlib import Path
 from prometheus_client import Counter, Gauge
 
 from weightsync.agent import CommitResult, Participant, StageResult
+from weightsync.agent_state import same
 from weightsync.checkpoint import Checkpoint
 from weightsync.errors import CheckpointError, StoreUnavailable
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.store import Store, open_store
 
+from .admission import Admission
 from .config import InstanceConfig
 from .engine import Engine
+
+log = logging.getLogger("hotswap.instance")
 
 ACTIVE_VERSION = Gauge("hotswap_instance_active_version", "Weight version this instance runs")
 SWAPS = Counter("hotswap_instance_swaps", "Commits this instance flipped to")
@@ -31,8 +36,9 @@ TORN_LINGER_S = 1.0
 class Sidecar:
     """Connects one engine to the swap transactions of its model."""
 
-    def __init__(self, config: InstanceConfig, engine: Engine, address: str) -> None:
-        self._config, self._engine = config, engine
+    def __init__(self, config: InstanceConfig, engine: Engine, admission: Admission, address: str) -> None:
+        self._config, self._engine, self._admission = config, engine, admission
+        self._suspect: int | None = None  # the version built last, or one that was not as published
         self._record = InstanceRecord(
             id=config.instance_id, address=address, pid=os.getpid(), model_dir=str(config.model_dir)
         )
@@ -42,13 +48,25 @@ class Sidecar:
         """Take part while the context is open; leave the fleet before it closes."""
         await self._engine.prepare(reference_schema(self._config.model_dir))
         store = open_store(self._config.store)
-        participant = Participant(store, self._config.model, self._record, self._stage, self._commit)
-        joining = asyncio.create_task(self._join(store, participant))
+        participant = Participant(
+            store,
+            self._config.model,
+            self._record,
+            self._stage,
+            self._commit,
+            drop=self._drop,
+            drain=self._admission.idle,
+            pause=self._engine.pause,
+            resume=self._engine.resume,
+        )
+        self._admission.admits = lambda: participant.admits
+        tasks = [asyncio.create_task(self._join(store, participant)), asyncio.create_task(self._end_with_engine())]
         try:
             yield
         finally:
-            joining.cancel()
-            await asyncio.gather(joining, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             with contextlib.suppress(StoreUnavailable):
                 await participant.stop()
             await store.close()
@@ -59,13 +77,27 @@ class Sidecar:
             await asyncio.sleep(POLL_S)
         participant.start()
 
+    async def _end_with_engine(self) -> None:
+        """An instance without its engine must leave the fleet at once, to be started anew."""
+        await self._engine.died()
+        log.error("the engine has ended; this instance ends too")
+        os.kill(os.getpid(), signal.SIGTERM)
+
     async def _stage(self, version: VersionRecord) -> StageResult:
-        report = await self._engine.stage(
-            version.version, version.slot, version.manifest_digest, self._config.stage_timeout_s
-        )
+        report = await self._engine.stage(version, self._config.stage_timeout_s)
         STAGE_SECONDS.set(report["stage_ms"] / 1e3)
+        fingerprint = report.get("fingerprint") or None
+        if report["path"] != "retained" or not same(fingerprint, version.fingerprint):
+            self._suspect = version.version
         path = None if report["path"] == "retained" else report["path"]  # as it was when it was built
-        return StageResult(report["digest"], report["staging_gbps"] or None, path)
+        return StageResult(fingerprint, report["staging_gbps"] or None, path)
+
+    async def _drop(self, version: VersionRecord) -> None:
+        """What an aborted swap had staged is not taken for that version again.
+
+        A version that was held before it, and is as published, stays: a rollback to it is a flip.
+        """
+        await self._engine.drop(version.version, previous=version.version == self._suspect)
 
     async def _commit(self, active: ActiveRecord, _version: VersionRecord) -> CommitResult:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ import uvicorn
 
 from server.gateway import GatewayConfig
 from server.gateway.gateway import Gateway
-from server.gateway.main import uvicorn_config
+from server.gateway.main import bind, uvicorn_config
 from tests.server.gateway_upstream import Answer, Upstream, read_answer
 from weightsync.records import InstanceRecord, Keys
 from weightsync.store.sync import SyncStore
@@ -33,6 +32,7 @@ class RunningGateway:
 
     host: str
     port: int
+    admin_port: int
     store: SyncStore
     gateway: Gateway
 
@@ -56,12 +56,12 @@ class RunningGateway:
         self.store.delete(KEYS.instance(instance_id))
         wait_for(lambda: instance_id not in self.gateway.fleet.instances)
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection(self.host, self.port)
+    async def connect(self, *, admin: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(self.host, self.admin_port if admin else self.port)
 
-    async def ask(self, raw: bytes) -> Answer:
-        """Sends `raw` on a new connection and reads one answer."""
-        reader, writer = await self.connect()
+    async def ask(self, raw: bytes, *, admin: bool = False) -> Answer:
+        """Sends `raw` on a new connection, to the admin port if `admin`, and reads one answer."""
+        reader, writer = await self.connect(admin=admin)
         try:
             writer.write(raw)
             return await asyncio.wait_for(read_answer(reader), 10)
@@ -101,16 +101,16 @@ def running_gateway(directory: Path, **settings: Any) -> Iterator[RunningGateway
     """A gateway on a free port with its store in `directory`; `settings` are fields of GatewayConfig."""
     url = f"sqlite://{directory / 'store.db'}"
     config = GatewayConfig(**{"store": url, "model": MODEL, "port": 0, "admin_key": ADMIN_KEY, **settings})
-    listener = socket.create_server(("127.0.0.1", 0))
+    config, listeners = bind(config)
     server = uvicorn.Server(uvicorn_config(config))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="gateway")
+    thread = threading.Thread(target=server.run, kwargs={"sockets": listeners}, name="gateway")
     thread.start()
     wait_for(lambda: server.started or not thread.is_alive())
     assert server.started, "the gateway did not start"
     store = SyncStore(url)
-    host, port = listener.getsockname()
+    assert config.admin_port is not None
     try:
-        yield RunningGateway(host, port, store, server.lifespan.state["gateway"])
+        yield RunningGateway(config.host, config.port, config.admin_port, store, server.lifespan.state["gateway"])
     finally:
         server.should_exit = True
         thread.join(10)

@@ -110,7 +110,7 @@ def test_unknown_version(live: LiveServer, serving: tuple[int, list[int]]) -> No
 
 def test_admin_needs_the_admin_key(live: LiveServer) -> None:
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": live.processes.admin_key}):
-        answer = httpx.get(live.url + "/admin/weights", headers=headers)
+        answer = httpx.get(live.processes.admin_url + "/admin/weights", headers=headers)
         assert answer.status_code in (401, 403)
         assert "error" in answer.json()
 

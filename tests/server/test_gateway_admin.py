@@ -22,7 +22,7 @@ from server.errors import HttpError
 from server.gateway import UpstreamSettings
 from server.gateway.error_map import STATUS, from_fields, to_http
 from tests.server.gateway_harness import ADMIN_KEY, RunningGateway, eventually, get, post, running_gateway
-from tests.server.gateway_upstream import Answer
+from tests.server.gateway_upstream import Answer, Handler, Link, Received, upstream
 from weightsync import ensure_arena, open_store
 from weightsync.agent import CommitResult, Participant, StageResult
 from weightsync.errors import ArenaFull, ShapeMismatch, StoreUnavailable, WeightSyncError
@@ -67,17 +67,34 @@ class Toy:
             await self.hold.wait()
         if self.refuse is not None:
             raise self.refuse
-        return StageResult(fingerprint="f", path="toy")
+        return StageResult(fingerprint=version.fingerprint, path="toy")
 
     async def commit(self, active: ActiveRecord, _: VersionRecord) -> CommitResult:
         self.committed.append(active.version)
         return CommitResult()
 
 
+def answering_as(toy: Toy) -> Handler:
+    """Answers probes as an instance whose engine is `toy`."""
+
+    async def answer(link: Link, _: Received) -> None:
+        spans = [{"start": 0, "end": 1, "version": toy.committed[-1]}]
+        choice = {"text": "x", "token_ids": [5], "logprobs": [-0.5], "weight_versions": spans}
+        await link.json(orjson.dumps({"choices": [choice]}))
+
+    return answer
+
+
+async def answers_nothing(link: Link, _: Received) -> None:
+    await link.json(b"{}", status=b"500 Internal Server Error")
+
+
 @contextlib.asynccontextmanager
-async def participating(gateway: RunningGateway, toy: Toy, name: str = "i0") -> AsyncIterator[Participant]:
+async def participating(
+    gateway: RunningGateway, toy: Toy, name: str = "i0", address: str = "http://127.0.0.1:1"
+) -> AsyncIterator[Participant]:
     store = open_store(gateway.gateway.config.store)
-    record = InstanceRecord(name, "http://127.0.0.1:1")
+    record = InstanceRecord(name, address)
     member = Participant(store, gateway.gateway.config.model, record, toy.stage, toy.commit)
     member.start()
     try:
@@ -100,7 +117,7 @@ async def admin(
 ) -> tuple[int, dict[str, Any]]:
     auth = f"Authorization: Bearer {key}\r\n"
     raw = get(path, auth) if method == "GET" else post(path, b"" if body is None else orjson.dumps(body), auth)
-    answer = await gateway.ask(raw)
+    answer = await gateway.ask(raw, admin=True)
     return answer.status, orjson.loads(answer.body)
 
 
@@ -140,10 +157,43 @@ async def test_push_activate_list_and_roll_back(gateway: RunningGateway, tmp_pat
         await eventually(lambda: gateway.gateway.stats.swaps["done"] == 3)
 
 
+async def test_a_rolling_swap_and_a_rollback_to_a_named_version(gateway: RunningGateway, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "model")
+    assert (await admin(gateway, "GET", "/admin/swap"))[1] == {"model": "toy", "swap": None}
+    toy = Toy()
+    async with upstream(answering_as(toy)) as instance, participating(gateway, toy, address=instance.address):
+        for version in (1, 2, 3):
+            body = {"path": path, "mode": "rolling", "drain_s": 0, "deadline_s": 10}
+            status, pushed = await admin(gateway, "POST", "/admin/weights", body)
+            assert (status, pushed["swap"]["version"]) == (200, version), pushed
+        swap = pushed["swap"]
+        assert (swap["mode"], swap["canary"], swap["probe"]) == ("rolling", "i0", "passed")
+        status, found = await admin(gateway, "GET", "/admin/swap")
+        last = found["swap"]
+        assert (last["id"], last["phase"], last["in_flight"]) == (swap["id"], "done", False)
+        status, back = await admin(gateway, "POST", "/admin/weights/rollback", {"version": 2, "mode": "together"})
+        assert (status, back["version"], back["mode"], back["probe"]) == (200, 2, "together", None)
+
+
+async def test_a_failed_probe_is_in_the_answer_and_in_the_swap(gateway: RunningGateway, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "model")
+    async with upstream(answers_nothing) as instance, participating(gateway, Toy(), address=instance.address):
+        assert (await admin(gateway, "POST", "/admin/weights", {"path": path}))[0] == 200
+        status, answer = await admin(gateway, "POST", "/admin/weights", {"path": path, "mode": "rolling"})
+        assert (status, answer["error"]["code"]) == (409, "swap_aborted")
+        reason = answer["error"]["reason"]
+        assert reason.startswith("the probe of canary i0 failed: prompt default 1 was answered with status 500")
+        status, found = await admin(gateway, "GET", "/admin/swap")
+        assert (found["swap"]["phase"], found["swap"]["probe"]) == ("aborted", "failed")
+        assert found["swap"]["drain_s"] == 30, "unless told otherwise, streams may end before a canary tries anything"
+        assert found["swap"]["reason"] == reason
+        assert (await admin(gateway, "GET", "/admin/weights/active"))[1]["version"] == 1
+
+
 async def test_a_push_outlives_the_client_that_asked(gateway: RunningGateway, tmp_path: Path) -> None:
     toy = Toy(hold=asyncio.Event())
     async with participating(gateway, toy):
-        _, writer = await gateway.connect()
+        _, writer = await gateway.connect(admin=True)
         body = orjson.dumps({"path": checkpoint(tmp_path / "model")})
         writer.write(post("/admin/weights", body, f"Authorization: Bearer {ADMIN_KEY}\r\n"))
         await eventually(lambda: toy.staged == [1], 30)
@@ -214,7 +264,7 @@ async def test_unknown_versions_and_no_way_back(gateway: RunningGateway) -> None
     ],
 )
 async def test_bad_bodies_are_400(gateway: RunningGateway, path: str, body: bytes) -> None:
-    answer = await gateway.ask(post(path, body, f"Authorization: Bearer {ADMIN_KEY}\r\n"))
+    answer = await gateway.ask(post(path, body, f"Authorization: Bearer {ADMIN_KEY}\r\n"), admin=True)
     assert (answer.status, orjson.loads(answer.body)["error"]["code"]) == (400, "invalid_parameter")
 
 
@@ -228,7 +278,7 @@ async def test_a_push_that_takes_too_long_is_ended(tmp_path: Path, arena: Path) 
 
 async def test_stopping_the_gateway_ends_its_push(tmp_path: Path, arena: Path) -> None:
     with running_gateway(tmp_path, upstream=SETTINGS) as gateway:
-        _, writer = await gateway.connect()
+        _, writer = await gateway.connect(admin=True)
         body = orjson.dumps({"path": checkpoint(tmp_path / "model")})
         writer.write(post("/admin/weights", body, f"Authorization: Bearer {ADMIN_KEY}\r\n"))
         await eventually(lambda: any("weightsync.push" in p.cmdline() for p in psutil.Process().children()))
@@ -286,14 +336,31 @@ async def test_nothing_under_admin_without_an_admin_key(gateway: RunningGateway,
 
     for headers, status, code in (
         ("", 401, "missing_api_key"),
-        ("Authorization: Basic eDp5\r\n", 401, "missing_api_key"),
+        ("Authorization: Basic eDp5\r\n", 401, "invalid_api_key"),  # the password is the key
+        ("Authorization: Basic e\r\n", 401, "missing_api_key"),
         ("Authorization: Bearer wrong-wrong-wrong-wrong\r\n", 401, "invalid_api_key"),
         (f"Authorization: Bearer {ADMIN_KEY}x\r\n", 401, "invalid_api_key"),
         (f"Authorization: Bearer {API_KEY}\r\n", 403, "insufficient_scope"),
     ):
-        answer = await gateway.ask(ask(headers))
+        answer = await gateway.ask(ask(headers), admin=True)
         assert (answer.status, code_of(answer)) == (status, code), headers
         assert ("www-authenticate" in answer.headers) == (status == 401)
+
+
+@pytest.mark.parametrize(("method", "path"), [*ADMIN_ROUTES, ("GET", "/openapi.json"), ("POST", "/pause")])
+async def test_the_public_port_has_none_of_it(gateway: RunningGateway, method: str, path: str) -> None:
+    for key in ("", f"Authorization: Bearer {ADMIN_KEY}\r\n"):
+        answer = await gateway.ask(get(path, key) if method == "GET" else post(path, b"{}", key))
+        assert (answer.status, code_of(answer)) == (404, "not_found")
+
+
+async def test_the_admin_port_has_health_and_metrics_but_no_inference(gateway: RunningGateway) -> None:
+    key = f"Authorization: Bearer {ADMIN_KEY}\r\n"
+    for path in ("/healthz", "/metrics"):
+        assert (await gateway.ask(get(path), admin=True)).status == 200
+    assert (await gateway.ask(get("/v1/models", key), admin=True)).status == 404
+    assert (await gateway.ask(post(headers=key), admin=True)).status == 404
+    assert (await gateway.ask(post(), admin=True)).status == 401
 
 
 async def test_inference_asks_for_a_key_where_there_are_some(gateway: RunningGateway) -> None:

@@ -15,7 +15,7 @@ from tests.server.gateway_harness import RunningGateway, eventually, get, post, 
 from tests.server.gateway_upstream import Link, Received, read_answer, upstream
 
 # Far above what a test may take: nothing here is ended by a time-out of the gateway unless it says so.
-PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0)
+PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0, hold_s=0.0)
 
 
 @pytest.fixture(scope="module")

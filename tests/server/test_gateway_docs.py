@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from server.errors import HttpError
-from server.gateway import GatewayConfig, __main__
+from server.gateway import GatewayConfig, UpstreamSettings, __main__
 from server.gateway.app import build_app
 from server.gateway.error_map import DETAILS, STATUS
 from server.gateway.fleet import Fleet
@@ -17,19 +17,20 @@ from server.gateway.stats import Stats
 
 ROOT = Path(__file__).parents[2]
 API = (ROOT / "docs" / "api.md").read_text()
+ADAPTERS = (ROOT / "docs" / "adapters.md").read_text()
 SOURCES = "".join(p.read_text() for p in [*(ROOT / "server" / "gateway").glob("*.py"), ROOT / "server" / "errors.py"])
 
 
 def test_every_route_is_documented() -> None:
     app = build_app(GatewayConfig(store="sqlite:///nowhere/store.db", model="toy"))
     admin = set(app.openapi()["paths"])
-    documented = set(re.findall(r"`(?:GET|POST) (/\S+)`", API))
+    documented = set(re.findall(r"`(?:GET|POST|DELETE) (/\S+)`", API + ADAPTERS))
     assert documented == {*public_names(), *admin}
 
 
 def test_every_metric_is_documented() -> None:
     metrics = set()
-    for family in GatewayCollector(Stats(), Fleet(None, "toy", None, Stats())).collect():  # type: ignore[arg-type]
+    for family in GatewayCollector(Stats(), Fleet(None, "toy", UpstreamSettings(), Stats())).collect():  # type: ignore[arg-type]
         metrics.add(family.name + ("_total" if family.type == "counter" else ""))
     assert set(re.findall(r"`(hotswap_\w+)`", API)) == metrics
 
@@ -38,7 +39,7 @@ def test_every_code_in_the_table_exists() -> None:
     table = API.partition("## Errors")[2].partition("## Connections")[0]
     documented = {
         code
-        for row in re.findall(r"^\| \d+ \| ([^|]+) \|", table, re.MULTILINE)
+        for row in re.findall(r"^\| \d+ \| ([^|]+) \|", table + ADAPTERS, re.MULTILINE)
         for code in re.findall(r"`(\w+)`", row)
     }
     own = set(re.findall(r'code="(\w+)"|default_code[^=]*= "(\w+)"', SOURCES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,11 @@ class Bench:
         self.gateway = Gateway(config, open_store(config.store), load_keys(config))
         self.uvicorn = uvicorn.Config(build_app(config), access_log=False, log_config=None)
         self.uvicorn.load()
-        instance = Instance(InstanceRecord("i0", "http://127.0.0.1:1", "SERVING"), config.upstream)
+        instance = Instance(InstanceRecord("i0", "http://127.0.0.1:1", "SERVING", active_version=2), config.upstream)
         self.pool = RecordingPool("127.0.0.1", 1, config.upstream)
         instance.pool = self.pool
         self.gateway.fleet.instances["i0"] = instance
+        self.gateway.fleet.serving = [instance]
 
     def feed(self, pieces: list[bytes], reply: bytes = b"") -> tuple[bytes, list[bytes]]:
         """What a client sends, in pieces; returns what it gets and what goes to the instance."""
@@ -163,6 +165,15 @@ def check_upstream(sent: list[bytes]) -> None:
         plain += [b"/tokenize", b"/detokenize", b"/generate"] if method == b"POST" else []
         assert path in plain or path.startswith(b"/v1/responses/"), raw
         assert not [name for name, _ in seen.headers if name.lower() in (b"authorization", b"x-api-key", b"cookie")]
+        ours = [(name, value) for name, value in seen.headers if name.lower().startswith(b"x-hotswap")]
+        assert ours.count((b"x-hotswap-cache-scope", b"public")) == 1
+        assert len({name for name, _ in ours}) == len(ours)
+        assert all(INTERNAL.fullmatch(name + b": " + value) for name, value in ours), raw
+
+
+INTERNAL = re.compile(
+    rb"x-hotswap-(cache-scope: public|policy: (keep|recompute|finish|abort)|(min-)?version: [1-9]\d*|finish-s: [\d.]+)"
+)
 
 
 def check_client(written: bytes) -> None:
@@ -182,15 +193,31 @@ targets = words(
 ) | st.text("/v1.%2efcompltins;?#\\ ", max_size=20).map("/".__add__)
 names = words(
     """Host Content-Length Transfer-Encoding Connection Expect Upgrade Authorization X-Request-Id Cookie Content-Type
-    Keep-Alive TE Trailer content-length"""
+    Keep-Alive TE Trailer content-length X-Hotswap-Version X-Hotswap-Min-Version X-Hotswap-Policy X-Hotswap-Finish-S
+    X-Hotswap-Wait-S X-Hotswap-Cache-Scope X-Hotswap-Refused x-hotswap-version"""
 )
 values = (
     words("t 2 3 0 chunked identity close keep-alive upgrade 100-continue websocket content-length 999999 -1")
+    | words("1.5 keep finish abort public")
     | st.sampled_from(["gzip, chunked", "Bearer x", f"Bearer {ADMIN_KEY}", "a b", "", "\t", "2, 2"])
     | st.text("abc\r\n\t\0:,;=\xe9", max_size=8)
 )
+asked = st.tuples(
+    words("Version Min-Version Policy Finish-S Wait-S").map("X-Hotswap-".__add__), words("1 2 abort keep")
+)
 bodies = st.sampled_from(
-    [b"", b"{}", b"{}x", b'{"a":1}', b"2\r\n{}\r\n0\r\n\r\n", b"5\r\n{}\r\n", b"GET /pause HTTP/1.1\r\nHost: t\r\n\r\n"]
+    [
+        b"",
+        b"{}",
+        b"{}x",
+        b'{"a":1}',
+        b'{"hotswap":{"version":2}}',
+        b'{"hotswap":{"policy":"abort"}}',
+        b'{"hotswap":0}',
+        b"2\r\n{}\r\n0\r\n\r\n",
+        b"5\r\n{}\r\n",
+        b"GET /pause HTTP/1.1\r\nHost: t\r\n\r\n",
+    ]
 ) | st.binary(max_size=40)
 
 
@@ -201,7 +228,7 @@ def requests(draw: st.DrawFn) -> bytes:
     headers = draw(st.lists(st.tuples(names, values), max_size=5))
     body = draw(bodies)
     if draw(st.booleans()):
-        headers = [("Host", "t"), ("Content-Length", str(len(body)))]
+        headers = [("Host", "t"), ("Content-Length", str(len(body))), *draw(st.lists(asked, max_size=2))]
     head = f"{method} {draw(targets)} {version}\r\n" + "".join(f"{n}: {v}\r\n" for n, v in headers) + "\r\n"
     return head.encode("latin-1") + body
 
@@ -225,6 +252,7 @@ REPLIES = st.sampled_from(
         b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok",
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok",
+        b"HTTP/1.1 409 Conflict\r\nx-hotswap-refused: version\r\ncontent-length: 2\r\n\r\nno",
         b"nonsense",
     ]
 )
@@ -234,6 +262,10 @@ REPLIES = st.sampled_from(
 @given(pieces(), REPLIES)
 @example([b"POST /generate HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\n\r\n{}" * 3], b"")
 @example([b"\0"], b"")
+@example(
+    [b"POST /generate HTTP/1.1\r\nHost: t\r\nX-Hotswap-Version: 2\r\n", b'Content-Length: 14\r\n\r\n{"hotswap":{}}'],
+    b"HTTP/1.1 409 Conflict\r\nx-hotswap-refused: version\r\ncontent-length: 2\r\n\r\nno",
+)
 def test_any_bytes_from_a_client(bench: Bench, raw: list[bytes], reply: bytes) -> None:
     written, sent = bench.feed(raw, reply)
     check_upstream(sent)

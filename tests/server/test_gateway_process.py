@@ -26,7 +26,7 @@ from cryptography.x509.oid import NameOID
 
 from loadtest.gateway_overhead import Load, run, servers
 from server.errors import ConfigError
-from server.gateway import GatewayConfig
+from server.gateway import GatewayConfig, UpstreamSettings
 from server.gateway.__main__ import main
 from server.gateway.auth import ADMIN, INFER, load_keys
 from tests.server.gateway_harness import RunningGateway, running_gateway
@@ -80,7 +80,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway
     keys = directory / "api.keys"
     keys.write_text("the-key-of-the-sdk-tests\n")
     keys.chmod(0o600)
-    with running_gateway(directory, api_key_file=keys) as g:
+    with running_gateway(directory, api_key_file=keys, upstream=UpstreamSettings(hold_s=0.0)) as g:
         yield g
 
 
@@ -176,15 +176,15 @@ def wait_up(url: str, verify: bool = True) -> None:
 
 
 def test_a_generated_admin_key_works_and_is_private(tmp_path: Path) -> None:
-    port = free_port()
-    options = ("--store", f"sqlite://{tmp_path}/store.db", "--model", "toy", "--port", str(port))
-    process = gateway_command(*options)
+    port, admin_port = free_port(), free_port()
+    options = ["--store", f"sqlite://{tmp_path}/store.db", "--model", "toy", "--port", str(port)]
+    process = gateway_command(*options, "--admin-port", str(admin_port))
     try:
         wait_up(f"http://127.0.0.1:{port}")
         path = tmp_path / "admin.key"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         key = path.read_text().strip()
-        answer = httpx.get(f"http://127.0.0.1:{port}/admin/weights", headers={"authorization": f"Bearer {key}"})
+        answer = httpx.get(f"http://127.0.0.1:{admin_port}/admin/weights", headers={"authorization": f"Bearer {key}"})
         assert answer.json() == {"model": "toy", "active": None, "versions": []}
     finally:
         process.send_signal(signal.SIGTERM)
@@ -230,6 +230,8 @@ def test_tls(tmp_path: Path) -> None:
         (["--model", "toy", "--store", "redis://x"], "redis"),
         (["--model", "", "--store", "sqlite:///tmp/x.db"], "--model"),
         (["--model", "toy", "--store", "sqlite:///tmp/x.db", "--port", "70000"], "--port"),
+        (["--model", "toy", "--store", "sqlite:///tmp/x.db", "--admin-port", "70000"], "--admin-port"),
+        (["--model", "toy", "--store", "sqlite:///tmp/x.db", "--admin-port", "8000"], "--admin-port"),
         (["--model", "toy", "--store", "sqlite:///tmp/x.db", "--ssl-certfile", "/x"], "--ssl-keyfile"),
         (["--model", "toy", "--store", "sqlite:///tmp/x.db", "--api-key-file", "/nowhere/keys"], "/nowhere/keys"),
     ],

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
+import pytest
 
+from server.instance.inflight import Inflight, VersionMismatch, WeightsChanged, Wish
 from server.instance.middleware import ProvenanceMiddleware
-from server.instance.provenance import Trace, annotate, annotate_chunk, current_trace
+from server.instance.provenance import Trace, annotate, annotate_chunk, current_trace, pooled
 
 
 @dataclass
@@ -122,3 +126,35 @@ async def test_error_bodies_are_passed_through() -> None:
     body = b'{"error":{"message":"no"}}'
     _, answer = await run(body, b"application/json")
     assert answer["body"] == body
+
+
+async def embed(wish: Wish, *, swapped_to: int = 1, active: int = 1) -> tuple[list[str], dict[str, Any]]:
+    """What one embedding request gives under `wish`, and what the engine is told; a swap may come while it runs."""
+    inflight, told = Inflight(), SimpleNamespace(extra_kwargs={"hotswap": {"scope": "a client's own"}, "other": 1})
+    inflight.active = active
+
+    async def encode(prompt: str, params: Any, request_id: str) -> AsyncIterator[str]:
+        inflight.active = swapped_to
+        yield prompt + request_id
+
+    current_trace.set(Trace(wish))
+    found = [output async for output in pooled(encode, inflight)("vector of ", told, "r")]
+    return found, told.extra_kwargs
+
+
+async def test_embeddings_are_computed_in_the_callers_cache_scope() -> None:
+    found, told = await embed(Wish(scope="s", policy="keep"), swapped_to=2)
+    assert found == ["vector of r"]
+    assert told == {"hotswap": {"scope": "s"}, "other": 1}
+
+
+@pytest.mark.parametrize("wish", [Wish(policy="abort"), Wish(policy="finish"), Wish(version=1)])
+async def test_embeddings_that_must_not_cross_a_swap_do_not(wish: Wish) -> None:
+    assert (await embed(wish))[0]
+    with pytest.raises(WeightsChanged):
+        await embed(wish, swapped_to=2)
+
+
+async def test_embeddings_of_a_version_that_is_not_here_are_refused() -> None:
+    with pytest.raises(VersionMismatch):
+        await embed(Wish(min_version=3))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from server.instance import sidecar
+from server.instance.admission import Admission
 from server.instance.config import InstanceConfig
 from server.instance.sidecar import Sidecar, reference_schema
 from weightsync.records import ActiveRecord, VersionRecord
@@ -28,7 +29,7 @@ async def test_a_torn_instance_says_so_and_then_ends(tmp_path: Path, monkeypatch
     monkeypatch.setattr(sidecar, "TORN_LINGER_S", 0.05)
     config = InstanceConfig(model_dir=tmp_path, model="m", store="sqlite:///unused.db", instance_id="i")
     engine: Any = BrokenEngine()
-    torn = Sidecar(config, engine, address="http://127.0.0.1:1")
+    torn = Sidecar(config, engine, Admission(None), address="http://127.0.0.1:1")
     version = VersionRecord(2, "ready", "slot", 1, "d", None, None, "p", 1, 0.0, "", 1)
     with pytest.raises(RuntimeError, match="died in the flip"):
         await torn._commit(ActiveRecord(2, 2, 1, "s", 0.0), version)
@@ -43,3 +44,34 @@ def test_schema_comes_from_the_checkpoint_and_is_empty_without_weights(
     schema = reference_schema(checkpoints["a"])
     assert ["lm_head.weight", "bfloat16", [512, 128]] in schema
     assert reference_schema(tmp_path) == []
+
+
+class StagingEngine:
+    """Says `path` and `fingerprint` of what it stages; notes what it is told to drop."""
+
+    def __init__(self) -> None:
+        self.path, self.fingerprint = "pointer", "f2"
+        self.dropped: list[tuple[int, bool]] = []
+
+    async def stage(self, version: VersionRecord, timeout_s: float) -> dict[str, Any]:
+        return {"stage_ms": 1.0, "staging_gbps": 1.0, "path": self.path, "fingerprint": self.fingerprint}
+
+    async def drop(self, version: int, *, previous: bool) -> None:
+        self.dropped.append((version, previous))
+
+
+@pytest.mark.parametrize(
+    ("path", "fingerprint", "previous"),
+    [("pointer", "f2", True), ("retained", "f2", False), ("retained", "other", True), ("retained", "", False)],
+)
+async def test_an_aborted_swap_leaves_only_what_was_held_before_it_and_is_as_published(
+    tmp_path: Path, path: str, fingerprint: str, previous: bool
+) -> None:
+    config = InstanceConfig(model_dir=tmp_path, model="m", store="sqlite:///unused.db", instance_id="i")
+    engine: Any = StagingEngine()
+    staging = Sidecar(config, engine, Admission(None), address="http://127.0.0.1:1")
+    version = VersionRecord(2, "ready", "slot", 1, "d", None, None, "p", 1, 0.0, "", 1, fingerprint="f2")
+    engine.path, engine.fingerprint = path, fingerprint
+    await staging._stage(version)
+    await staging._drop(version)
+    assert engine.dropped == [(2, previous)]

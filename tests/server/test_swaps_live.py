@@ -112,16 +112,16 @@ import json, sys
 from vllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], enforce_eager=True, max_model_len=1024, kv_cache_memory_bytes=64 << 20)
 prompts = [{"prompt_token_ids": p} for p in json.loads(sys.argv[2])]
-out = llm.generate(prompts, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), use_tqdm=False)
+out = llm.generate(prompts, SamplingParams(max_tokens=int(sys.argv[3]), temperature=0, ignore_eos=True), use_tqdm=False)
 print("REFERENCE" + json.dumps([list(o.outputs[0].token_ids) for o in out]))
 """
 PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(20 + 17 * i)] for i in range(6)]
 
 
-def stock_vllm(model: Path) -> list[list[int]]:
+def stock_vllm(model: Path, prompts: list[list[int]] = PROMPTS, tokens: int = 40) -> list[list[int]]:
     """Greedy answers of a fresh, stock vLLM engine that loaded `model` from disk itself."""
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
-    command = [sys.executable, "-c", REFERENCE, str(model), orjson.dumps(PROMPTS).decode()]
+    command = [sys.executable, "-c", REFERENCE, str(model), orjson.dumps(prompts).decode(), str(tokens)]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True)
     (line,) = [x for x in run.stdout.splitlines() if x.startswith("REFERENCE")]
     return list(orjson.loads(line.removeprefix("REFERENCE")))

@@ -129,7 +129,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signa
     command = [sys.executable, "-m", "loadtest.demo", "--dir", str(tmp_path), "--no-keep"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
-        wait_for(lambda: (tmp_path / "state/logs/instance.log").exists(), process)
+        wait_for(lambda: (tmp_path / "state/logs/instance-0.log").exists(), process)
         wait_for(lambda: len(psutil.Process(process.pid).children()) >= 2, process)
         children = psutil.Process(process.pid).children(recursive=True)
         arenas = set(Path("/dev/shm").glob(f"hotswap-{MODEL}-*")) - before

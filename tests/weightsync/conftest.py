@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.etcd import MIN_LEASE_S, Etcd
 from weightsync import Publisher, Store, SyncStore, open_store
 
 
@@ -21,12 +24,44 @@ def arena_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The tests of a module that names its STORES run on each of them; all others on SQLite."""
+    stores = getattr(metafunc.module, "STORES", None)
+    if stores and "store_url" in metafunc.fixturenames:
+        metafunc.parametrize("store_url", stores, indirect=True)
+
+
+@pytest.fixture(scope="session")
+def etcd() -> Iterator[Etcd]:
+    """One etcd for the session; each test has a namespace of its own in it."""
+    server = Etcd()
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def store_url(tmp_path: Path, arena_directory: Path) -> str:
+def store_url(request: pytest.FixtureRequest, tmp_path: Path, arena_directory: Path) -> Iterator[str]:
     """An empty store."""
-    url = f"sqlite://{tmp_path / 'store.db'}"
-    SyncStore(url).close()
-    return url
+    if getattr(request, "param", "sqlite") == "etcd":
+        url = request.getfixturevalue("etcd").url(f"test-{uuid.uuid4().hex}")
+        yield url
+        asyncio.run(_delete_all(url))  # what hangs on leases too: a lease that ends later then moves no revision
+    else:
+        url = f"sqlite://{tmp_path / 'store.db'}"
+        SyncStore(url).close()
+        yield url
+
+
+async def _delete_all(url: str) -> None:
+    store = open_store(url)
+    for kv in (await store.list(""))[0]:
+        await store.delete(kv.key)
+    await store.close()
+
+
+@pytest.fixture
+def shortest_lease_s(store_url: str) -> float:
+    return MIN_LEASE_S if store_url.startswith("etcd") else 0.05
 
 
 @pytest.fixture

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from weightsync import CommitResult, Coordinator, Participant, SlotReader, StageResult, Store, open_store
+from weightsync.coordinator import Probe
+from weightsync.leader import LEADER_TTL_S
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 
 MODEL = "demo"
@@ -24,6 +27,9 @@ class Engine:
     on_stage: Callable[[VersionRecord], object] | None = None
     on_commit: Callable[[], object] | None = None
     hang: asyncio.Event | None = None
+    builds: str | None = None  # a fingerprint other than the published one
+    streams: asyncio.Event | None = None  # set when the last of its streams has ended
+    paused: bool = False
 
     async def stage(self, version: VersionRecord) -> StageResult:
         self.calls.append(("stage", version.version))
@@ -34,12 +40,14 @@ class Engine:
         with SlotReader.open(version.slot, manifest_digest=version.manifest_digest, version=version.version) as reader:
             reader.verify_all()
         self.staged.add(version.version)
-        return StageResult(fingerprint=version.manifest_digest, path="toy")
+        built = self.builds or version.fingerprint or version.manifest_digest
+        return StageResult(fingerprint=built, path="toy")
 
     async def commit(self, active: ActiveRecord, version: VersionRecord) -> CommitResult:
         self.calls.append(("commit", version.version))
         assert version.version == active.version
         assert version.version in self.staged
+        assert version.state == "ready"
         if self.on_commit is not None:
             self.on_commit()
         self.running = version.version
@@ -48,6 +56,20 @@ class Engine:
     async def drop(self, version: VersionRecord) -> None:
         self.calls.append(("drop", version.version))
         self.staged.discard(version.version)
+
+    async def drain(self, seconds: float) -> None:
+        self.calls.append(("drain", int(seconds)))
+        if self.streams is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.streams.wait(), seconds)
+
+    async def pause(self) -> None:
+        self.calls.append(("pause", 0))
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.calls.append(("resume", 0))
+        self.paused = False
 
 
 class Fleet:
@@ -63,8 +85,10 @@ class Fleet:
         self._stack.push_async_callback(store.close)
         return store
 
-    def coordinator(self, *, keep: int = 2) -> Coordinator:
-        coordinator = Coordinator(self.store(), MODEL, keep=keep)
+    def coordinator(
+        self, *, keep: int = 2, probe: Probe | None = None, leader_ttl_s: float = LEADER_TTL_S
+    ) -> Coordinator:
+        coordinator = Coordinator(self.store(), MODEL, keep=keep, probe=probe, leader_ttl_s=leader_ttl_s)
         coordinator.start()
         self._stack.push_async_callback(coordinator.stop)
         return coordinator
@@ -75,7 +99,16 @@ class Fleet:
         engine = engine or Engine()
         record = InstanceRecord(name, f"http://{name}", active_version=engine.running)
         participant = Participant(
-            self.store(), MODEL, record, engine.stage, engine.commit, drop=engine.drop, lease_ttl_s=ttl_s
+            self.store(),
+            MODEL,
+            record,
+            engine.stage,
+            engine.commit,
+            drop=engine.drop,
+            drain=engine.drain,
+            pause=engine.pause,
+            resume=engine.resume,
+            lease_ttl_s=ttl_s,
         )
         participant.start()
         self._stack.push_async_callback(participant.stop)

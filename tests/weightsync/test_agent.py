@@ -203,7 +203,8 @@ async def test_it_reports_how_it_staged(fleet: Fleet, publisher: Publisher) -> N
     assert found.stage_ms > 0
     assert found.staging_gbps is not None
     assert found.staging_gbps > 0
-    assert found.fingerprint == (await asyncio.to_thread(publisher.versions))[0].manifest_digest
+    version = (await asyncio.to_thread(publisher.versions))[0]
+    assert found.fingerprint == (version.fingerprint or version.manifest_digest)
     swap = await fleet.store().get(KEYS.swap)
     assert swap is not None
     assert SwapRecord.from_json(swap.value).id == found.swap_id

@@ -70,28 +70,28 @@ def test_models_have_slots_of_their_own(arena: Arena) -> None:
 
 def test_a_slot_of_another_size_is_replaced_while_old_maps_live_on(arena: Arena) -> None:
     old = arena.claim("m", SIZE, set())
-    mapping = MAPPINGS.get(old)
+    mapping = MAPPINGS.get(old.path, old.fd)
     mapping[:3] = b"old"
     old.release()
     new = arena.claim("m", 2 * SIZE, set())
     assert new.path == old.path
-    assert len(MAPPINGS.get(new)) == 2 * SIZE
+    assert len(MAPPINGS.get(new.path, new.fd)) == 2 * SIZE
     assert mapping[:3] == b"old"
     assert len(arena.slots("m")) == 1
 
 
 def test_mappings_are_kept_and_hold_no_lock(arena: Arena) -> None:
     lock = arena.claim("m", SIZE, set())
-    mapping = MAPPINGS.get(lock)
+    mapping = MAPPINGS.get(lock.path, lock.fd)
     lock.release()
     again = arena.claim("m", SIZE, set())
     assert again.path == lock.path
-    assert MAPPINGS.get(again) is mapping
+    assert MAPPINGS.get(again.path, again.fd) is mapping
 
 
 def test_pages_are_resident_before_they_are_used(arena: Arena) -> None:
     lock = arena.claim("m", 1 << 20, set())
-    mapping = MAPPINGS.get(lock)
+    mapping = MAPPINGS.get(lock.path, lock.fd)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for page in range(0, len(mapping), 4096):
         mapping[page] = 1
@@ -99,7 +99,8 @@ def test_pages_are_resident_before_they_are_used(arena: Arena) -> None:
 
 
 def test_prefaulting_keeps_what_is_there(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    mapping = MAPPINGS.get(arena.claim("m", SIZE, set()))
+    lock = arena.claim("m", SIZE, set())
+    mapping = MAPPINGS.get(lock.path, lock.fd)
     mapping[:] = bytes(range(256)) * (SIZE // 256)
     prefault(mapping, write=True)
     monkeypatch.setattr("weightsync.arena._libc.madvise", lambda *_: -1)  # a kernel before 5.14

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from weightsync import Publisher, SwapReport
-from weightsync.errors import DigestMismatch, SwapAborted, UnknownVersion
-from weightsync.records import ActiveRecord, SwapRecord, TargetRecord
+from weightsync import CommitResult, Publisher, SwapReport, activation
+from weightsync.errors import DigestMismatch, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
+from weightsync.records import ActiveRecord, SwapRecord, TargetRecord, VersionRecord
+from weightsync.store.protocol import Event
 
 from .fleet import KEYS, Engine, Fleet, running_fleet, until
 from .tensors import model
@@ -277,3 +278,103 @@ def kill(fleet: Fleet, name: str) -> None:
     assert participant._lease._task is not None
     participant._task.cancel()
     participant._lease._task.cancel()
+
+
+async def test_whoever_waits_for_a_version_waits_until_the_fleet_has_flipped(
+    fleet: Fleet, publisher: Publisher
+) -> None:
+    """Another process than the one that asked: it sees the commit record first, and must not take it for the end."""
+
+    class Slow(Engine):
+        flip: asyncio.Event
+
+        async def commit(self, active: ActiveRecord, version: VersionRecord) -> CommitResult:
+            await self.flip.wait()
+            return await super().commit(active, version)
+
+    Slow.flip = asyncio.Event()
+    coordinator = fleet.coordinator()
+    slow = await fleet.instance("a", Slow())
+    version = await publish(publisher)
+    swap = asyncio.create_task(coordinator.activate(version))
+    keys, store = KEYS, fleet.store()
+    early = asyncio.create_task(activation.become_active(store, keys, version, 20))
+    async with asyncio.timeout(10):
+        while await active(fleet) is None:  # noqa: ASYNC110 - asks a store, not a task of ours
+            await asyncio.sleep(0.01)
+    late = asyncio.create_task(activation.become_active(store, keys, version, 20))
+    await asyncio.sleep(0.1)
+    assert not early.done()
+    assert not late.done()
+    Slow.flip.set()
+    await asyncio.gather(early, late)
+    assert slow.running == version
+    assert (await swap).ok
+    await activation.become_active(store, keys, version, 20)
+    with pytest.raises(SwapTimeout):
+        await activation.become_active(store, keys, 99, 0.1)
+
+
+async def test_whoever_waits_for_a_version_hears_that_it_was_aborted(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    await fleet.instance("a", Engine(on_stage=refuse))
+    version = await publish(publisher)
+    waiting = asyncio.create_task(activation.become_active(fleet.store(), KEYS, version, 20))
+    await asyncio.sleep(0.1)
+    assert not (await coordinator.activate(version)).ok
+    with pytest.raises(SwapAborted, match=r"model\.norm\.weight"):
+        await waiting
+
+
+async def test_rollback_and_retained_versions_are_a_matter_of_the_callback_alone(
+    fleet: Fleet, publisher: Publisher
+) -> None:
+    """A coordinator that keeps more than two versions can go back to any of them; what it keeps is never retired."""
+    coordinator = fleet.coordinator(keep=4)
+    engine = await fleet.instance("a")
+    for value in range(5):
+        assert (await coordinator.activate(await publish(publisher, value))).ok
+    for version in (2, 5, 3):
+        assert (await coordinator.activate(version)).ok
+        assert engine.running == version
+    with pytest.raises(UnknownVersion, match="retired"):
+        await coordinator.activate(1)
+
+
+@pytest.mark.parametrize("mode", ["together", "rolling"])
+async def test_a_publisher_chooses_the_mode(fleet: Fleet, publisher: Publisher, mode: str) -> None:
+    fleet.coordinator()
+    await fleet.instance("a")
+    await asyncio.to_thread(publisher.publish, model(), timeout_s=10)
+    version = await publish(publisher)
+    options = {"mode": mode, "drain_s": 1.0, "timeout_s": 10}
+    await asyncio.to_thread(publisher.activate, version, **options)  # type: ignore[arg-type]
+    found = await fleet.store().get(KEYS.swap)
+    assert found is not None
+    swap = SwapRecord.from_json(found.value)
+    assert (swap.phase, swap.mode, swap.drain_s) == ("done", mode, 1.0)
+    assert swap.canary == ("a" if mode == "rolling" else None)
+    assert await asyncio.to_thread(publisher.rollback, **options) == 1  # type: ignore[arg-type]
+
+
+async def test_whoever_waits_learns_the_outcome_though_the_events_are_gone(
+    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut off for so long that the store no longer keeps what happened."""
+    coordinator = fleet.coordinator()
+    await fleet.instance("a")
+    store, target = fleet.store(), activation.new_target(await publish(publisher), "test", 10)
+    revision = await activation.request(store, KEYS, target)
+    await until(lambda: fleet.engines["a"].running == 1)
+    await activation.become_active(store, KEYS, 1, 10)
+    real, compacted = store.watch, [True]
+
+    def watch(prefix: str, start_revision: int | None = None) -> AsyncGenerator[Event, None]:
+        if compacted.pop() if compacted else False:
+            raise WatchCompacted(start_revision or 0, revision)
+        return real(prefix, start_revision)
+
+    monkeypatch.setattr(store, "watch", watch)
+    await activation.outcome(store, KEYS, target, revision, 10)
+    assert not compacted
+    assert (await coordinator.activate(1)).ok

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from weightsync import Publisher, Schema, SlotReader
-from weightsync.arena import SlotLock
+from weightsync.arena import READ_MAPPINGS, Mappings, SlotLock
 from weightsync.errors import DigestMismatch, ManifestError, MissingTensor, ShapeMismatch, SlotBusy
 from weightsync.manifest import TensorSpec
 from weightsync.records import VersionRecord
@@ -131,3 +131,50 @@ def test_readers_do_not_exclude_each_other(record: VersionRecord) -> None:
     fd = os.open(record.slot, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(fd)
+
+
+def test_a_map_is_kept_and_its_lock_is_not(record: VersionRecord) -> None:
+    with open_(record) as first:
+        kept = READ_MAPPINGS.get(first.path, first._fd, populate=False)
+    assert free(record.slot)
+    with open_(record) as again:
+        assert READ_MAPPINGS.get(again.path, again._fd, populate=False) is kept
+    assert free(record.slot)
+
+
+def test_a_kept_map_shows_what_is_written_later(publisher: Publisher, record: VersionRecord) -> None:
+    with open_(record):
+        pass
+    fd = os.open(record.slot, os.O_RDWR)
+    with SlotReader.open(record.slot) as reader:
+        offset = reader.entry("model.norm.weight").offset
+        os.pwrite(fd, np.float32(7).tobytes(), offset)
+        assert np.frombuffer(reader.buffer("model.norm.weight"), np.float32)[0] == 7.0
+    os.close(fd)
+
+
+def test_a_view_in_a_forked_child_does_not_unlock_the_parents_slot(record: VersionRecord) -> None:
+    reader = open_(record)
+    child = os.fork()
+    if child == 0:
+        reader.close()
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not free(record.slot)
+    reader.close()
+    assert free(record.slot)
+
+
+def test_the_map_of_a_slot_that_is_gone_is_dropped(tmp_path: Path) -> None:
+    mappings = Mappings(write=False)
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.write_bytes(b"x" * 4096)
+    fds = [os.open(path, os.O_RDONLY) for path in paths]
+    mappings.get(paths[0], fds[0])
+    paths[0].unlink()
+    mappings.get(paths[1], fds[1])
+    assert len(mappings._maps) == 1
+    for fd in fds:
+        os.close(fd)

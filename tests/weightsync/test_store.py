@@ -12,6 +12,8 @@ import pytest
 from weightsync.errors import Conflict, LeaseLost, StoreUnavailable, WatchCompacted
 from weightsync.store import MISSING, Event, Store, SyncStore, open_store
 
+STORES = ("sqlite", "etcd")
+
 
 async def take(store: Store, prefix: str, start: int, count: int) -> list[Event]:
     async with asyncio.timeout(20), contextlib.aclosing(store.watch(prefix, start)) as events:
@@ -84,8 +86,8 @@ async def test_increments_by_several_clients_are_never_lost(store: Store, store_
     assert (await store.get("n")).value == b"80"  # type: ignore[union-attr]
 
 
-async def test_a_lease_takes_its_keys_along(store: Store) -> None:
-    lease = await store.grant_lease(1.0)
+async def test_a_lease_takes_its_keys_along(store: Store, shortest_lease_s: float) -> None:
+    lease = await store.grant_lease(max(1.0, shortest_lease_s))
     start = await store.put("leased/a", b"1", lease)
     await store.put("leased/b", b"2", lease)
     await store.put("leased/free", b"3")
@@ -95,18 +97,19 @@ async def test_a_lease_takes_its_keys_along(store: Store) -> None:
     assert [kv.key for kv in (await store.list("leased/"))[0]] == ["leased/free"]
 
 
-async def test_a_lease_that_is_kept_alive_stays(store: Store) -> None:
-    lease = await store.grant_lease(1.0)
+async def test_a_lease_that_is_kept_alive_stays(store: Store, shortest_lease_s: float) -> None:
+    ttl_s = max(1.0, shortest_lease_s)
+    lease = await store.grant_lease(ttl_s)
     await store.put("a", b"1", lease)
-    for _ in range(12):
-        await asyncio.sleep(0.1)
+    for _ in range(15):  # etcd looks for ended leases twice a second
+        await asyncio.sleep(ttl_s / 10)
         await store.keep_alive(lease)
     assert await store.get("a") is not None
 
 
-async def test_an_ended_lease_stays_ended(store: Store) -> None:
-    lease = await store.grant_lease(0.05)
-    await asyncio.sleep(0.1)
+async def test_an_ended_lease_stays_ended(store: Store, shortest_lease_s: float) -> None:
+    lease = await store.grant_lease(shortest_lease_s)
+    await asyncio.sleep(shortest_lease_s + 0.05)
     with pytest.raises(LeaseLost):
         await store.keep_alive(lease)
     with pytest.raises(LeaseLost):
@@ -180,14 +183,26 @@ async def test_several_processes_may_create_it_at_once(tmp_path: Path) -> None:
     assert [await w.wait() for w in writers] == [0] * 4
 
 
-async def test_events_are_kept_for_a_while_only(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_are_kept_for_a_while_only(
+    store: Store, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.setattr("weightsync.store.sqlite_db.EVENTS_KEPT", 100)
     for _ in range(520):
         revision = await store.put("a", b"")
+    if store.url.startswith("etcd"):
+        request.getfixturevalue("etcd").compact(revision - 100)
     with pytest.raises(WatchCompacted) as gone:
-        await take(store, "a", 1, 1)
+        await take(store, "a", revision - 519, 1)
     assert await take(store, "a", gone.value.oldest, 1)
     assert gone.value.oldest > revision - 520
+    with pytest.raises(WatchCompacted):
+        await take(store, "a", gone.value.oldest - 1, 1)
+
+
+async def test_a_revision_that_is_not_there_yet_is_of_another_store(store: Store) -> None:
+    revision = await store.put("a", b"")
+    with pytest.raises(WatchCompacted):
+        await take(store, "a", revision + 2, 1)
 
 
 async def test_a_watch_ends_with_its_store(store_url: str) -> None:

@@ -29,7 +29,6 @@ async def test_the_file_is_private(tmp_path: Path) -> None:
     ("url", "problem"),
     [
         ("sqlite://relative.db", "not an absolute path"),
-        ("etcd://127.0.0.1:2379", "no etcd client"),
         ("redis://x", "unknown scheme 'redis'"),
         ("/tmp/x.db", "not a URL"),
         ("", "not a URL"),

@@ -45,7 +45,17 @@ def test_engine_core() -> None:
     source = inspect.getsource(EngineCore)
     for name in ("self._weight_version", "self.batch_queue", "batch_queue.pop()", "self._attach_weight_version("):
         assert name in source
-    assert "self.waiting = " in inspect.getsource(Scheduler)
+    source = inspect.getsource(Scheduler)
+    for name in (
+        "self.waiting = ",
+        "self.kv_holding_waiting = ",
+        "self.running: list",
+        "self.hash_block_size = ",
+        "self.prev_step_scheduled_req_ids",
+    ):
+        assert name in source
+    preempt = parameters(inspect.unwrap(Scheduler._preempt_request))
+    assert preempt == ["self", "request", "timestamp", "drop_stale_output"]
 
 
 def test_requests_and_outputs() -> None:
@@ -57,7 +67,15 @@ def test_requests_and_outputs() -> None:
     assert parameters(RequestState._weight_version_spans) == ["self"]
     assert "new_completion_output" in RequestState._new_completion_output.__name__
     source = inspect.getsource(Request)
-    for name in ("self.cache_salt", "self.block_hashes", "def update_block_hashes", "num_computed_tokens"):
+    for name in (
+        "self.cache_salt",
+        "self.block_hashes",
+        "def update_block_hashes",
+        "self._block_hasher(self)",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_tokens",
+    ):
         assert name in source
 
 
@@ -95,3 +113,86 @@ def test_serving() -> None:
     assert parameters(build_async_engine_client)[0] == "args"
     assert parameters(AsyncLLM.generate)[:4] == ["self", "prompt", "sampling_params", "request_id"]
     assert parameters(AsyncMPClient.call_utility_async)[:2] == ["self", "method"]
+
+
+def test_draft_models() -> None:
+    from vllm.v1.spec_decode.draft_model import DraftModelProposer
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert parameters(DraftModelProposer._create_draft_vllm_config) == ["self"]
+    assert "pass" in inspect.getsource(DraftModelProposer._maybe_share_embeddings)  # nothing shared with the target
+    assert "pass" in inspect.getsource(DraftModelProposer._maybe_share_lm_head)
+    assert "self.model = self._get_model()" in inspect.getsource(SpecDecodeBaseProposer.load_model)
+    assert '"drafter"' in inspect.getsource(GPUModelRunner.get_draft_model)
+
+
+def test_adapters() -> None:
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    assert parameters(LRUCacheWorkerLoRAManager._load_adapter) == ["self", "lora_request"]
+    assert "self._load_adapter(lora_request)" in inspect.getsource(LRUCacheWorkerLoRAManager.add_adapter)
+    assert "self.lora_manager = " in inspect.getsource(LoRAModelRunnerMixin.load_lora_model)
+    source = inspect.getsource(LoRAModelManager)
+    for name in (
+        "_registered_adapters[",
+        "_active_adapters[",
+        "lora_index_to_id[",
+        "self.packed_modules",
+        "self.modules",
+    ):
+        assert name in source
+    assert parameters(LoRAModelManager._create_merged_loras_inplace) == ["self", "lora_model"]
+    assert parameters(LoRAModelManager._get_lora_layer_weights) == ["self", "lora_model", "module_name"]
+    assert parameters(LoRAModelManager._validate_moe_lora_format) == ["self", "lora_model"]
+    assert issubclass(LRUCacheLoRAModelManager, LoRAModelManager)
+    assert {"lora_model_id", "tensors", "peft_helper", "weights_mapper"} <= set(parameters(LoRAModel.from_lora_tensors))
+    assert parameters(PEFTHelper.from_dict) == ["config_dict"]
+    assert parameters(PEFTHelper.get_rank_and_scaling) == ["self", "module_name"]
+    assert parameters(parse_fine_tuned_lora_name) == ["name", "weights_mapper"]
+    assert parameters(BaseLinearLayerWithLoRA.set_lora) == ["self", "index", "lora_a", "lora_b"]
+    assert "self.base_layer" in inspect.getsource(BaseLinearLayerWithLoRA.__init__)
+    assert {"lora_name", "lora_int_id", "lora_path"} <= set(LoRARequest.__struct_fields__)
+    assert "self.lora_requests: dict" in inspect.getsource(OpenAIServingModels.__init__)
+
+
+def test_placement() -> None:
+    """Loaders fill parameters with copies of views; the blocks of a packed weight are 32 rows of pairs of columns."""
+    import torch
+    import vllm._custom_ops  # noqa: F401 - loads the kernels
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader import get_model_loader, utils
+
+    assert hasattr(parallel_state, "_TP")
+    assert hasattr(parallel_state, "_PP")
+    assert "fill_(0)" in inspect.getsource(VocabParallelEmbedding.weight_loader)
+    assert parameters(get_model_loader) == ["load_config"]
+    assert parameters(utils.process_weights_after_loading)[:3] == ["model", "model_config", "target_device"]
+    weight = torch.arange(64 * 32).view(64, 32).bfloat16()
+    packed = torch.ops._C.convert_weight_packed(weight)
+    pairs = weight.view(torch.int32).view(2, 32, 16).transpose(1, 2).contiguous()
+    assert torch.equal(packed.view(torch.int32).flatten(), pairs.flatten())
+
+
+def test_requests_ended_by_commits() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    assert parameters(EngineCoreProc._send_abort_outputs_to_client) == ["self", "req_ids", "client_index"]
+    assert hasattr(EngineCoreProc, "_send_abort_outputs")
+    from vllm.pooling_params import PoolingParams
+
+    assert PoolingParams(extra_kwargs={"hotswap": {}}).extra_kwargs == {"hotswap": {}}
+    assert parameters(Scheduler.finish_requests)[:3] == ["self", "request_ids", "finished_status"]
+    names = ["self", "engine_core_outputs", "engine_core_timestamp", "iteration_stats", "weight_version"]
+    assert parameters(inspect.unwrap(OutputProcessor.process_outputs)) == names

@@ -88,10 +88,11 @@ def test_slot_is_built_once_and_shared(tmp_path: Path) -> None:
     slot = pool.acquire("v1")
     assert not slot.built
     slot.data.fill_(7)
-    slot.seal("v1")
+    slot.seal("v1", {"w": [[1, 2, 0, 1, 0, 2, 7]]})
     again = other.acquire("v1")
     assert again.built
     assert int(again.data.sum()) == 7000
+    assert again.sums == {"w": [[1, 2, 0, 1, 0, 2, 7]]}
     assert len(list(tmp_path.glob("layout-f-[0-9]*"))) == 1
 
 
@@ -100,7 +101,7 @@ def test_slots_in_use_are_kept_and_released_ones_reused(tmp_path: Path) -> None:
     slots = []
     for key in ("v1", "v2", "v3"):
         slots.append(pool.acquire(key))
-        slots[-1].seal(key)
+        slots[-1].seal(key, {})
     assert len({s.path for s in slots}) == 3
     slots[0].release()
     fourth = pool.acquire("v4")

@@ -1,9 +1,12 @@
 """Where records live: one protocol, chosen by URL.
 
-sqlite:///absolute/path.db    one host, nothing to install
+sqlite:///absolute/path.db                           one host, nothing to install
+etcd://host:port[,host2:port2][/namespace][?ca=...]   several hosts (etcd_url.py has the options)
 """
 
 from __future__ import annotations
+
+import os
 
 from weightsync.errors import StoreUnavailable
 from weightsync.store.protocol import MISSING, Event, KeyValue, Store
@@ -12,9 +15,9 @@ __all__ = ["MISSING", "Event", "KeyValue", "Store", "SyncStore", "open_store"]
 
 
 def open_store(url: str, *, create: bool = True) -> Store:
-    """Open the store at `url`; a SQLite file that does not exist is made if `create`.
+    """Open the store at `url`; a SQLite file that does not exist is made if `create` (an etcd is never made).
 
-    Raises StoreUnavailable, also for a URL this build has no implementation for.
+    Raises StoreUnavailable: not a URL of a store, no such file, nobody listens there.
     """
     scheme, separator, rest = url.partition("://")
     if scheme == "sqlite" and rest.startswith("/"):
@@ -22,11 +25,16 @@ def open_store(url: str, *, create: bool = True) -> Store:
 
         return SqliteStore("/" + rest.lstrip("/"), create=create)
     if scheme == "etcd":
-        raise StoreUnavailable(url, "this build has no etcd client yet", "Use sqlite:///absolute/path.db")
+        # gRPC's fork handlers now and then crash the child that is about to become another program (a publication that
+        # the gateway starts), and the store refuses to work in any other child.
+        os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+        from weightsync.store.etcd import EtcdStore
+
+        return EtcdStore(url)
     problem = (
         "not an absolute path" if scheme == "sqlite" else f"unknown scheme {scheme!r}" if separator else "not a URL"
     )
-    raise StoreUnavailable(url, problem, "Write it as sqlite:///absolute/path.db")
+    raise StoreUnavailable(url, problem, "Write it as sqlite:///absolute/path.db or etcd://host:port/namespace")
 
 
 def __getattr__(name: str) -> object:

@@ -1,8 +1,9 @@
 """The `hotswap` weight-transfer backend: what vLLM creates in each worker, and the worker methods the instance calls.
 
 It speaks vLLM's four-phase protocol (`start_weight_update`, `update_weights`, `finish_weight_update`), and, for the
-swap transaction, `hotswap_stage`, `hotswap_report` and `hotswap_commit` as worker RPCs. Staging returns at once;
-a commit only changes references, so it fits between two batches.
+swap transaction, `hotswap_attach` (once), `hotswap_stage`, `hotswap_report`, `hotswap_commit` and `hotswap_drop` as
+worker RPCs. Staging returns at once; a commit only changes references (and copies adapters), so it fits between two
+batches.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from vllm.distributed.weight_transfer.base import (
 
 from weightsync.manifest import schema_of
 
-from .generation import Generation
-from .stager import Garbage, StageOrder, Stager, StageReport
+from .bundle import BASE, Bundle, PartOrder, Shelf
+from .bundle_stager import BundleReport, BundleStager
+from .stager import Garbage, Stager
 
 
 class NotStagedError(RuntimeError):
@@ -36,15 +38,26 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One published version: its slot file and the digest of its manifest."""
+    """One published version: the slot file of its base model and the digest of its manifest; the same of its parts.
+
+    `base_version` published the base (0: `version` did). `parts`: {"name", "version", "slot", "manifest_digest",
+    "lora_id"} each.
+    """
 
     version: int = 0
     slot: str = ""
     manifest_digest: str = ""
+    base_version: int = 0
+    parts: list[dict[str, Any]] = field(default_factory=list)
+
+    def orders(self) -> list[PartOrder]:
+        """The base first."""
+        base = PartOrder(BASE, self.base_version or self.version, self.slot, self.manifest_digest)
+        return [base, *(PartOrder(**part) for part in self.parts)]
 
 
 class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Keeps three generations: live, previous (a rollback is one more commit) and the one being staged."""
+    """Keeps three bundles: live, previous (a rollback is one more commit) and the one being staged."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -53,11 +66,15 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._schema = schema_of((n, d, s) for n, d, s in init_info.schema) if init_info.schema else None
-        self._stager = Stager(self.model, self.vllm_config, self.model_config, self.device)
-        self._live: Generation | None = None
-        self._previous: Generation | None = None
-        self._garbage: list[Generation] = []
-        self._replaced: list[Any] = []
+        self.attach(None)
+        self._shelf = Shelf()
+        self._unwanted: int | None = None
+
+    def attach(self, runner: Any) -> None:
+        """`runner`: vLLM's model runner, which holds what else can be swapped here: a draft model, LoRA adapters."""
+        if not hasattr(self, "_base"):
+            self._base = Stager(self.model, self.vllm_config, self.model_config, self.device)
+        self._stager = BundleStager(self._base, runner, self.device)
 
     # vLLM's four-phase protocol -------------------------------------------------------------------------------
 
@@ -83,49 +100,70 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     # the swap transaction ---------------------------------------------------------------------------------------
 
-    def stage(self, info: UpdateInfo) -> StageReport:
+    def stage(self, info: UpdateInfo) -> BundleReport:
         """Begin staging; a version that is live, previous or already staged is ready at once."""
-        held = [g for g in (self._live, self._previous, self._stager.generation) if g is not None]
-        if any(g.version == info.version and g.digest == info.manifest_digest for g in held):
-            self._stager.report = StageReport(info.version, digest=info.manifest_digest, path="retained")
-        else:
-            garbage = Garbage(self._garbage, self._replaced)
-            self._garbage, self._replaced = [], []
-            order = StageOrder(info.version, info.slot, info.manifest_digest, self._schema)
-            self._stager.start(order, garbage)
+        self._stager.wait()
+        if self._unwanted is not None:
+            self._give_up(self._unwanted)
+        orders = info.orders()
+        held = self._shelf.held(self._stager.bundle)
+        for bundle in held:
+            if bundle.version == info.version and all(bundle.find(order) for order in orders):
+                self._stager.retain(bundle)
+                return self._stager.report
+        self._shelf.give_up(self._stager.bundle, orders)
+        self._stager.start(info.version, orders, self._schema, held, Garbage(*self._shelf.sweep()))  # type: ignore[arg-type]
         return self._stager.report
 
-    def report(self) -> StageReport:
+    def drop(self, version: int, *, previous: bool) -> None:
+        """What was staged as `version` is not offered again; with `previous`, nor what a rollback would flip to.
+
+        What runs stays. A staging that is under way is not waited for: the next one begins by giving it up.
+        """
+        if self._stager.report.running:
+            self._unwanted = version
+        else:
+            self._give_up(version)
+        if previous:
+            self._shelf.forget(version, self._stager.bundle)
+
+    def _give_up(self, version: int) -> None:
+        self._unwanted = None
+        staged = self._stager.bundle
+        if staged is not None and staged.version == version:
+            self._stager.bundle = None
+            self._shelf.give_up(staged, ())
+
+    def report(self) -> BundleReport:
         return self._stager.report
 
     def commit(self, version: int) -> float:
         """Flip to `version`; returns the flip's time in ms. Raises NotStagedError, and then nothing has changed."""
         started = time.perf_counter()
-        if self._live is not None and self._live.version == version:
+        if self._shelf.live is not None and self._shelf.live.version == version:
             return 0.0
-        target = self._take(version)
-        self._replaced += target.commit()
-        if self._previous is not None:
-            self._garbage.append(self._previous)
-        self._live, self._previous = target, target.displaced(self._live)
+        target = self._find(version)
+        staged, self._stager.bundle = self._stager.bundle, None
+        self._shelf.commit(target, staged)
         return (time.perf_counter() - started) * 1e3
 
-    def _take(self, version: int) -> Generation:
+    def _find(self, version: int) -> Bundle:
+        for bundle in (self._shelf.previous, self._stager.bundle):
+            if bundle is not None and bundle.version == version:
+                return bundle
         report = self._stager.report
-        if self._previous is not None and self._previous.version == version:
-            generation, self._previous = self._previous, None
-            return generation
-        staged = self._stager.generation
-        if report.running or staged is None or staged.version != version:
-            reason = (report.error or {}).get("message") or f"version {report.version} is what was staged last"
-            raise NotStagedError(f"version {version} is not staged: {reason}")
-        return self._stager.take()
+        reason = (report.error or {}).get("message") or f"version {report.version} is what was staged last"
+        raise NotStagedError(f"version {version} is not staged: {reason}")
 
 
 class WorkerMethods:
     """Worker RPCs, mixed into vLLM's worker by `worker_extension_cls`."""
 
     weight_transfer_engine: HotswapWeightTransferEngine
+    model_runner: Any
+
+    def hotswap_attach(self) -> None:
+        self.weight_transfer_engine.attach(self.model_runner)
 
     def hotswap_stage(self, info: dict[str, Any]) -> dict[str, Any]:
         engine = self.weight_transfer_engine
@@ -133,6 +171,9 @@ class WorkerMethods:
 
     def hotswap_report(self) -> dict[str, Any]:
         return self.weight_transfer_engine.report().to_dict()
+
+    def hotswap_drop(self, version: int, previous: bool) -> None:
+        self.weight_transfer_engine.drop(version, previous=previous)
 
     def hotswap_commit(self, version: int) -> float:
         return self.weight_transfer_engine.commit(version)

@@ -3,9 +3,13 @@
 * `EngineCore.hotswap_commit`: flip the workers and relabel, in one call that the core runs between two steps, so the
   first token of the new weights is the first one labelled so. Stock vLLM labels in a second call.
 * Batches already computed when a commit arrives (asynchronous scheduling) keep the label they were computed under.
-* Prefix-cache keys carry the commit epoch. A request that has not begun when a commit lands is moved to the new
-  epoch; one that has begun stays in its own, so no later request ever hits blocks that other weights computed.
-* Version spans are attached to every partial output, not to the last one only.
+* Prefix-cache keys carry the version (namespaces.py). A request of which nothing is computed when a commit lands moves
+  to the new version; one that has begun goes on with the blocks it has, and shares none from then on.
+* A request that asked for it (`extra_args["hotswap"]["policy"] == "recompute"`) is preempted in the commit, and its KV
+  rebuilt under the new weights.
+* A request that must see no token of the new version is ended by the commit, or not let in (policies.py).
+* Version spans are attached to every partial output, not to the last one only; those over a prompt that a commit fell
+  into travel with the label of the first output.
 """
 
 from __future__ import annotations
@@ -16,13 +20,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import orjson
+
+from . import policies
+from .namespaces import enter, go_private, namespace, version_of
+
 _MARK = "_hotswap_installed"
 
 
 def install() -> None:
     """Patch the classes once per process."""
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.engine.output_processor import RequestState
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
     if getattr(EngineCore, _MARK, False):
         return
@@ -30,26 +40,29 @@ def install() -> None:
     EngineCore._attach_weight_version = attach_weight_version
     EngineCore.preprocess_add_request = _salted(EngineCore.preprocess_add_request)
     EngineCore.add_request = _resalted(EngineCore.add_request)
+    Scheduler._preempt_request = _started_over(Scheduler._preempt_request)
+    OutputProcessor.process_outputs = _unpacked(OutputProcessor.process_outputs)
     RequestState._new_completion_output = _with_spans(RequestState._new_completion_output)
     setattr(EngineCore, _MARK, True)
 
 
-def commit(self: Any, version: int, epoch: int) -> dict[str, float]:
-    """Flip every worker to `version` and label what follows with it. Returns {"flip_ms", "commit_ms"}.
+def commit(self: Any, version: int) -> dict[str, Any]:
+    """Flip every worker to `version` and label what follows with it.
 
-    Raises what a worker raised; with one worker the old version is then still live, with several the caller must
-    treat the instance as torn.
+    Returns {"flip_ms", "commit_ms", "crossed": {request id: prompt tokens computed before, of those that are not
+    through with their prompt}}. Raises what a worker raised; with one worker the old version is then still live, with
+    several the caller must treat the instance as torn.
     """
     started = time.perf_counter()
     flips = self.collective_rpc("hotswap_commit", args=(version,))
     computed = len(self.batch_queue or ())
     _labels(self).extend([self._weight_version] * (computed - len(_labels(self))))
+    changed = _version(self) != str(version)
+    if changed:
+        policies.end(self, str(version))
     self.set_weight_version(str(version))
-    self._hotswap_epoch = epoch
-    for request in _waiting(self.scheduler):
-        if request.num_computed_tokens == 0 and not request.num_output_tokens:
-            resalt(request, epoch)
-    return {"flip_ms": max(flips), "commit_ms": (time.perf_counter() - started) * 1e3}
+    crossed = _move_requests(self.scheduler, str(version)) if changed else {}
+    return {"flip_ms": max(flips), "commit_ms": (time.perf_counter() - started) * 1e3, "crossed": crossed}
 
 
 def attach_weight_version(self: Any, outputs: dict[int, Any]) -> None:
@@ -57,20 +70,45 @@ def attach_weight_version(self: Any, outputs: dict[int, Any]) -> None:
     labels = _labels(self)
     version = labels.popleft() if labels else self._weight_version
     for output in outputs.values():
-        output.weight_version = version
+        output.weight_version = _with_prompts(self.scheduler, output.outputs, version)
 
 
-def epoch_salt(epoch: int, salt: str | None) -> str:
-    """The cache namespace of a request that starts in `epoch` and asked for `salt` itself."""
-    return f"{epoch}|{salt or ''}"
+def _with_prompts(scheduler: Any, outputs: list[Any], version: str) -> str:
+    """The label, and behind it {request id: [[end, version], ...]} of prompts that older weights computed in part."""
+    crossed = {}
+    for output in outputs:
+        request = scheduler.requests.get(output.request_id)
+        if output.new_token_ids and getattr(request, "_hotswap_prompt", None):
+            crossed[output.request_id], request._hotswap_prompt = request._hotswap_prompt, []
+    return f"{version}|{orjson.dumps(crossed).decode()}" if crossed else version
 
 
-def resalt(request: Any, epoch: int) -> None:
-    """Move a request that has computed nothing yet to the cache namespace of `epoch`."""
-    own = (request.cache_salt or "|").split("|", 1)[1]
-    request.cache_salt = epoch_salt(epoch, own)
-    request.block_hashes.clear()
-    request.update_block_hashes()
+def _move_requests(scheduler: Any, version: str) -> dict[str, int]:
+    """Settle what every request's blocks belong to from this commit on; what is not through with its prompt."""
+    before, scheduler._hotswap_version = getattr(scheduler, "_hotswap_version", ""), version
+    crossed: dict[str, int] = {}
+    for request in reversed(list(scheduler.running)):  # the last one first: each is put before those that wait
+        if policies.wish_of(request).get("policy") == "recompute":
+            _start_over(scheduler, request)
+            continue
+        go_private(request, scheduler.hash_block_size)
+        if 0 < request.num_computed_tokens < request.num_prompt_tokens:
+            crossed[request.request_id] = request.num_computed_tokens
+            parts = getattr(request, "_hotswap_prompt", [])
+            request._hotswap_prompt = [*parts, (request.num_computed_tokens, before)]
+    for request in _waiting(scheduler):
+        if request.num_computed_tokens == 0:
+            enter(request, version)
+        else:  # its blocks are on their way from elsewhere
+            go_private(request, scheduler.hash_block_size)
+    return crossed
+
+
+def _start_over(scheduler: Any, request: Any) -> None:
+    """As `Scheduler.reset_prefix_cache(reset_running_requests=True)` does with every request."""
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
 
 def _labels(core: Any) -> deque[str]:
@@ -81,18 +119,20 @@ def _labels(core: Any) -> deque[str]:
     return labels
 
 
-def _epoch(core: Any) -> int:
-    return int(getattr(core, "_hotswap_epoch", 0))
+def _version(core: Any) -> str:
+    return str(core._weight_version)
 
 
 def _waiting(scheduler: Any) -> list[Any]:
-    return [*scheduler.waiting, *getattr(scheduler, "skipped_waiting", ())]
+    return [*scheduler.waiting, *scheduler.kv_holding_waiting]
 
 
 def _salted(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def preprocess_add_request(self: Any, request: Any) -> Any:
-        request.cache_salt = epoch_salt(_epoch(self), request.cache_salt)
+        # The length stands first: no salt of a client's own spells another scope.
+        scope = policies.wish_of(request).get("scope", policies.PUBLIC)
+        request.cache_salt = namespace(_version(self), f"{len(scope)}:{scope}|{request.cache_salt or ''}")
         return original(self, request)
 
     return preprocess_add_request
@@ -101,12 +141,43 @@ def _salted(original: Callable[..., Any]) -> Callable[..., Any]:
 def _resalted(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def add_request(self: Any, request: Any, request_wave: int = 0) -> None:
+        if not policies.allows(policies.wish_of(request), _version(self)):
+            self._send_abort_outputs_to_client([request.request_id], request.client_index)
+            return
         # Salted on the input thread; a commit may have come between that and here.
-        if not (request.cache_salt or "").startswith(f"{_epoch(self)}|"):
-            resalt(request, _epoch(self))
+        if version_of(request) != _version(self):
+            enter(request, _version(self))
         original(self, request, request_wave)
 
     return add_request
+
+
+def _started_over(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def preempt_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, request, *args, **kwargs)
+        request._hotswap_prompt = []
+        # All of its blocks will be computed again, by the weights that are live then.
+        version = getattr(self, "_hotswap_version", None)
+        if version is not None and version_of(request) != version:
+            enter(request, version)
+
+    return preempt_request
+
+
+def _unpacked(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def process_outputs(
+        self: Any, outputs: list[Any], timestamp: Any = None, stats: Any = None, weight_version: str | None = None
+    ) -> Any:
+        if weight_version is not None and "|" in weight_version:
+            weight_version, _, crossed = weight_version.partition("|")
+            for request_id, parts in orjson.loads(crossed).items():
+                if (state := self.request_states.get(request_id)) is not None:
+                    state.hotswap_prompt = parts
+        return original(self, outputs, timestamp, stats, weight_version)
+
+    return process_outputs
 
 
 def _with_spans(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,6 +186,7 @@ def _with_spans(original: Callable[..., Any]) -> Callable[..., Any]:
         output = original(self, *args, **kwargs)
         if output.weight_versions is None:
             output.weight_versions = self._weight_version_spans()
+        output.hotswap_prompt = getattr(self, "hotswap_prompt", ())
         return output
 
     return new_completion_output

@@ -6,7 +6,7 @@ two batches. What the buffer holds afterwards is the version before, so a rollba
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ class DeviceBuffer:
 
     data: torch.Tensor
     built: bool = False
+    sums: dict[str, list[list[int]]] = field(default_factory=dict)
 
-    def seal(self, _key: str) -> None:
+    def seal(self, _key: str, _sums: dict[str, list[list[int]]]) -> None:
         """The copies were queued by the staging thread; the commit must find them done."""
         if self.data.is_cuda:
             torch.cuda.synchronize(self.data.device)
@@ -60,4 +61,4 @@ class ExchangeGeneration(Generation):
         if live is None:
             self.release()  # the weights the model was started with are nobody's version
             return None
-        return ExchangeGeneration(live.version, live.digest, self.flips, self.slot, self.private)
+        return ExchangeGeneration(live.version, live.digest, self.flips, self.slot, self.private, live.sums)

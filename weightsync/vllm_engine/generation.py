@@ -19,8 +19,12 @@ class Memory(Protocol):
     data: torch.Tensor
     built: bool
 
-    def seal(self, key: str, /) -> None:
-        """The version `key` is complete."""
+    @property
+    def sums(self) -> dict[str, list[list[int]]]:
+        """Those that `seal` was given, by whoever built it."""
+
+    def seal(self, key: str, sums: dict[str, list[list[int]]], /) -> None:
+        """The version `key` is complete; `sums` are those of its parts."""
 
     def release(self) -> None:
         """Nobody runs on it any more."""
@@ -44,6 +48,7 @@ class Generation:
     flips: list[Flip]
     slot: Memory | None = None
     private: dict[str, LinearFn] = field(default_factory=dict)
+    sums: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def commit(self) -> list[Any]:
         """Point the live model at this version. Runs between two batches; only references change.

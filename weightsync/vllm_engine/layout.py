@@ -12,6 +12,7 @@ from .kernels import Kernel, choose_kernel
 from .skeleton import Slot
 
 ALIGN = 64
+FORMAT = 2  # of the files in the pool
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def plan_layout(slots: list[Slot], device: torch.device, rank: int, world: int) 
         if kernels[slot.name] == "plain" or hasattr(slot.live, "org_vocab_size"):
             wanted.setdefault((slot.source, False), (slot, dtype))
     entries, nbytes = _place(wanted)
-    key = json.dumps([[e.source, e.packed, e.dtype, e.shape] for e in entries] + [rank, world])
+    key = json.dumps([FORMAT] + [[e.source, e.packed, e.dtype, e.shape] for e in entries] + [rank, world])
     return Layout(entries, kernels, nbytes, hashlib.sha256(key.encode()).hexdigest()[:12])
 
 

@@ -1,8 +1,9 @@
 """Layout slots: files in shared memory that hold one version in kernel layout, built once per host and mapped by all.
 
-A slot is a header page and the data. Who builds it holds an exclusive `flock`, who runs on it a shared one; the
-kernel drops both when a process dies, so a slot whose builder or users were killed is simply free again. Mappings
-are kept for the life of the process: a page is faulted in once, not once per version.
+A slot is a header page, the data, and notes: the sums of its parts, for the fingerprint of whoever maps it. Who builds
+it holds an exclusive `flock`, who runs on it a shared one; the kernel drops both when a process dies, so a slot whose
+builder or users were killed is simply free again. Mappings are kept for the life of the process: a page is faulted in
+once, not once per version.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import mmap
 import os
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,9 @@ import torch
 from weightsync.arena import prefault
 from weightsync.errors import ArenaError
 
+Sums = dict[str, list[list[int]]]
 HEADER = 4096
+NOTES = 256 << 10  # compressed: about 20 bytes a tensor
 
 
 class LayoutPoolError(ArenaError):
@@ -41,9 +45,21 @@ class LayoutSlot:
     built: bool
     _mapping: mmap.mmap
 
-    def seal(self, key: str) -> None:
-        """Mark the slot as holding `key` and let other instances map it."""
-        _write_header(self._mapping, {"key": key, "complete": True})
+    @property
+    def sums(self) -> Sums:
+        """As they were when the slot was sealed; empty if there was no room for them."""
+        header = _read_header(self._mapping[:HEADER])
+        begin, size = HEADER + len(self.data), header.get("notes", 0)
+        assert isinstance(size, int)
+        return dict(json.loads(zlib.decompress(self._mapping[begin : begin + size]))) if size else {}
+
+    def seal(self, key: str, sums: Sums) -> None:
+        """Mark the slot as holding `key`, whose parts have `sums`, and let other instances map it."""
+        notes = zlib.compress(json.dumps(sums).encode(), 1)
+        notes = notes if len(notes) <= NOTES else b""
+        begin = HEADER + len(self.data)
+        self._mapping[begin : begin + len(notes)] = notes
+        _write_header(self._mapping, {"key": key, "complete": True, "notes": len(notes)})
         fcntl.flock(self.fd, fcntl.LOCK_SH)
         self.built = True
 
@@ -61,7 +77,23 @@ class LayoutPool:
         self._directory = directory
         self._prefix = f"layout-{fingerprint}-"
         self._nbytes = nbytes
+        self._file_nbytes = HEADER + nbytes + NOTES
         self._maps: dict[str, mmap.mmap] = {}
+
+    def reserve(self, count: int) -> None:
+        """Make `count` slots in all, and fault in all there are: the first swaps are then as fast as later ones.
+
+        Those that do not fit into shared memory are left for the moment they are needed, if it comes.
+        """
+        with self._lock():
+            while len(self._files()) < count:
+                try:
+                    self._create()
+                except LayoutPoolError:
+                    break
+            paths = self._files()
+        for path in paths:
+            self._mapped(path, write=not self._busy(path))
 
     def acquire(self, key: str, timeout_s: float = 120.0) -> LayoutSlot:
         """The slot that holds `key`, shared, or a free one, exclusive, to build it in.
@@ -123,7 +155,7 @@ class LayoutPool:
         path = self._directory / f"{self._prefix}{number:03d}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, HEADER + self._nbytes)
+            os.posix_fallocate(fd, 0, self._file_nbytes)
         except OSError as error:
             path.unlink()
             raise LayoutPoolError(
@@ -135,25 +167,28 @@ class LayoutPool:
         return path
 
     def _held(self, path: Path, fd: int, *, built: bool) -> LayoutSlot:
+        mapping = self._mapped(path, write=not built)
+        data = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER, count=self._nbytes)
+        return LayoutSlot(path, fd, data, built, mapping)
+
+    def _mapped(self, path: Path, *, write: bool) -> mmap.mmap:
         mapping = self._maps.get(path.name)
         if mapping is None:
             mapping = self._maps[path.name] = self._map(path)
-            prefault(mapping, write=not built)
-        data = torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER, count=self._nbytes)
-        return LayoutSlot(path, fd, data, built, mapping)
+            prefault(mapping, write=write)
+        return mapping
 
     def _map(self, path: Path) -> mmap.mmap:
         """A mapping with a descriptor of its own: one made from the locked descriptor would keep the lock for ever."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            return mmap.mmap(fd, HEADER + self._nbytes)
+            return mmap.mmap(fd, self._file_nbytes)
         finally:
             os.close(fd)
 
     def _peek(self, path: Path) -> dict[str, object]:
         with path.open("rb") as file:
-            raw = file.read(512).split(b"\0", 1)[0]
-        return dict(json.loads(raw)) if raw else {}
+            return _read_header(file.read(512))
 
     def _files(self) -> list[Path]:
         return sorted(self._directory.glob(f"{self._prefix}*[0-9]"))
@@ -171,3 +206,8 @@ class LayoutPool:
 def _write_header(mapping: mmap.mmap, header: dict[str, object]) -> None:
     raw = json.dumps(header).encode()
     mapping[:HEADER] = raw + b"\0" * (HEADER - len(raw))
+
+
+def _read_header(page: bytes) -> dict[str, object]:
+    raw = page.split(b"\0", 1)[0]
+    return dict(json.loads(raw)) if raw else {}

@@ -77,7 +77,7 @@ def build_skeleton(vllm_config: Any, model_config: Any, device: torch.device) ->
 
 def pair_parameters(live: nn.Module, twin: nn.Module) -> list[Slot]:
     """Every parameter of the twin with its live counterpart, in module order; tied ones share a `source`."""
-    modules = dict(live.named_modules())
+    modules = {n: getattr(m, "base_layer", m) for n, m in live.named_modules()}  # LoRA wraps the layers it may change
     heads = {id(m) for n, m in live.named_modules(remove_duplicate=False) if n.rsplit(".", 1)[-1] == "lm_head"}
     slots: list[Slot] = []
     first: dict[int, str] = {}

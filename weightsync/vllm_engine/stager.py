@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from weightsync.errors import MissingTensor, WeightSyncError
+from weightsync import checksum_kernels
+from weightsync.errors import WeightSyncError
 from weightsync.manifest import Schema, require_same_schema
 from weightsync.receiver import SlotReader
 
+from .build import Builder, Built, Sums
 from .exchange import DevicePool, ExchangeGeneration
 from .generation import Generation, Memory, build_flips
-from .kernels import LinearFn, onednn_linear, pack_into
 from .layout import plan_layout
 from .pool import LayoutPool
-from .skeleton import Slot, build_skeleton, group_by_layer, layer_of, load_group, pair_parameters
+from .skeleton import build_skeleton, pair_parameters
 
-# Decoding goes first. The stager gives the memory bus and the interpreter back for a moment with every large tensor,
-# and the decode thread need not wait Python's usual 5 ms for a lock the stager holds. Staging takes half as long again;
-# what it adds to the longest gap between tokens fell from about 30 ms to 12-21 ms (loadtest/swap_stall.py, 0.4 B).
+# Decoding goes first. The stager gives the memory bus and the interpreter back for a moment with every piece (1 MB),
+# and the decode thread need not wait Python's usual 5 ms for a lock the stager holds. The work takes 0.16 s of a core
+# for 0.8 GB, the pauses about 0.5 s: staging goes at 1 GB/s beside 16 streams (loadtest/swap_stall.py, 0.4 B).
 SWITCH_INTERVAL_S = 0.0002
 YIELD_BYTES = 64 << 10
 YIELD_RATE = 2e9  # bytes per second of pause
 LONGEST_YIELD_S = 0.002
+VERSIONS_HELD = 3  # live, previous and staged: one layout slot each, shared by all instances of the host
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,10 @@ class StageOrder:
 
 @dataclass(frozen=True)
 class StageReport:
-    """How a staging went. `error`: None or {"code", "message", "tensor"}; times in ms, rate in GB/s of tensor bytes."""
+    """How a staging went. `error`: None or {"code", "message", "tensor"}; times in ms, rate in GB/s of tensor bytes.
+
+    `sums` goes to `weightsync.fingerprint.combine`: {tensor: [Part.to_row(), ...]} of what this worker will run.
+    """
 
     version: int
     running: bool = False
@@ -57,6 +62,7 @@ class StageReport:
     stage_ms: float = 0.0
     staging_gbps: float = 0.0
     error: dict[str, str | None] | None = None
+    sums: Sums = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,14 +86,17 @@ class Stager:
     """Turns published slots into generations. One staging at a time; `wait` returns its report."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any, device: torch.device) -> None:
+        checksum_kernels.warm()
         self._twin = build_skeleton(vllm_config, model_config, device)
         self._slots = pair_parameters(model, self._twin)
         parallel = vllm_config.parallel_config
         self._layout = plan_layout(self._slots, device, parallel.rank, parallel.world_size)
-        self._scratch: dict[str, torch.Tensor] = {}
+        self._builder = Builder(self._twin, self._slots, self._layout, device)
+        self._owed = 0
         self._pool: LayoutPool | DevicePool | None = None
         self._device = device
         self._thread: threading.Thread | None = None
+        self._spares: threading.Thread | None = None
         self.report = StageReport(version=0)
         self.generation: Generation | None = None
 
@@ -118,6 +127,8 @@ class Stager:
         started = time.perf_counter()
         try:
             garbage.free()
+            if self._spares is not None:
+                self._spares.join()
             self.generation, nbytes = self._build(order)
         except Exception as error:  # reported to the coordinator: the old version goes on serving
             self.report = StageReport(order.version, error=describe(error))
@@ -129,33 +140,54 @@ class Stager:
             path="+".join(sorted({k for s, k in self._layout.kernels.items() if self._is_linear(s)})) or "plain",
             stage_ms=seconds * 1e3,
             staging_gbps=nbytes / 1e9 / seconds,
+            sums=self.generation.sums,
         )
+        if self._spares is None:
+            self._spares = threading.Thread(target=self._reserve, name="hotswap-spares", daemon=True)
+            self._spares.start()
+
+    def _reserve(self) -> None:
+        """After the first version, which an instance loads before it serves: the memory that its first swaps need."""
+        use_one_core()
+        if isinstance(self._pool, LayoutPool):
+            with contextlib.suppress(OSError):  # the directory went: so does this process
+                self._pool.reserve(VERSIONS_HELD)
 
     def _is_linear(self, name: str) -> bool:
         return any(s.name == name and s.role == "linear" for s in self._slots)
 
     def _build(self, order: StageOrder) -> tuple[Generation, int]:
-        reader = SlotReader.open(Path(order.slot), manifest_digest=order.manifest_digest, version=order.version)
+        reader = SlotReader.open(
+            Path(order.slot), manifest_digest=order.manifest_digest, version=order.version, populate=False
+        )
         try:
             if order.schema is not None:
                 require_same_schema(order.schema, reader.manifest.schema)
-            slot: Memory = self._memory(Path(order.slot).parent).acquire(order.manifest_digest)
-            private: dict[str, LinearFn] = {}
+            slot = self._acquire(Path(order.slot).parent, order.manifest_digest)
             try:
-                if not slot.built or self._needs_private():
-                    private = self._fill(reader, slot)
+                built, sums = self._complete(reader, slot)
                 if not slot.built:
-                    slot.seal(order.manifest_digest)
+                    slot.seal(order.manifest_digest, sums)
             except BaseException:
                 slot.release()
                 raise
-            flips = build_flips(self._slots, self._layout, slot.data, private)
+            flips = build_flips(self._slots, self._layout, slot.data, built.private)
             kind = Generation if self._device.type == "cpu" else ExchangeGeneration
-            return kind(order.version, order.manifest_digest, flips, slot, private), reader.nbytes
+            return kind(order.version, order.manifest_digest, flips, slot, built.private, sums), reader.nbytes
         finally:
             reader.close()
 
-    def _memory(self, directory: Path) -> LayoutPool | DevicePool:
+    def _complete(self, reader: SlotReader, slot: Memory) -> tuple[Built, Sums]:
+        """Build what is not there yet; what another instance built is taken with the sums it noted."""
+        if slot.built and not self._builder.has_private:
+            return Built(), slot.sums or self._builder.check(reader, slot.data)
+        reader.populate()
+        built = self._builder.build(reader, None if slot.built else slot.data, self._pace)
+        if slot.built:
+            return built, joined(slot.sums or self._builder.check(reader, slot.data), built.sums())
+        return built, built.sums()
+
+    def _acquire(self, directory: Path, key: str) -> Memory:
         if self._pool is None:
             layout = self._layout
             host = self._device.type == "cpu"
@@ -164,80 +196,19 @@ class Stager:
                 if host
                 else DevicePool(layout.nbytes, self._device)
             )
-        return self._pool
+        return self._pool.acquire(key)
 
-    def _needs_private(self) -> bool:
-        return "onednn" in self._layout.kernels.values()
-
-    def _fill(self, reader: SlotReader, slot: Memory) -> dict[str, LinearFn]:
-        """Load every tensor into `slot`, one decoder layer at a time, so that raw weights stay in the cache."""
-        self._point_parameters(slot)
-        private: dict[str, LinearFn] = {}
-        loaded: set[str] = set()
-        done: set[str] = set()
-        for names in group_by_layer(reader.manifest.tensors):
-            loaded |= load_group(self._twin, verified_tensors(reader, names))
-            ready = self._ready(layer_of(names[0]), done)
-            private |= self._process(ready, slot)
-            done |= {s.source for s in ready}
-        missing = sorted({s.source for s in self._slots} - loaded)
-        if missing:
-            raise MissingTensor(missing[0])
-        return private
-
-    def _ready(self, layer: str, done: set[str]) -> list[Slot]:
-        """Sources whose tensors have all been loaded once `layer` is; the last group ("") completes the rest."""
-        own = [s for s in self._slots if s.name == s.source and s.source not in done]
-        return own if not layer else [s for s in own if layer_of(s.name) == layer]
-
-    def _point_parameters(self, slot: Memory) -> None:
-        """Aim each twin parameter at its place in the slot, or at scratch where its bytes are reordered afterwards."""
-        plain = self._layout.plain
-        for s in self._slots:
-            if s.name != s.source:
-                continue
-            entry = plain.get(s.source)
-            if entry is not None and not slot.built and entry.dtype == dtype_name(s.parameter):
-                s.parameter.data = entry.view(slot.data)
-            else:
-                s.parameter.data = self._scratch_for(s)
-
-    def _scratch_for(self, slot: Slot) -> torch.Tensor:
-        """Raw weights of one decoder layer; the next layer reuses them."""
-        role = re.sub(r"\.\d+(?=\.)", ".*", slot.name)
-        parameter = slot.parameter
-        if role not in self._scratch or self._scratch[role].shape != parameter.shape:
-            self._scratch[role] = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
-        return self._scratch[role]
-
-    def _process(self, ready: list[Slot], slot: Memory) -> dict[str, LinearFn]:
-        """Reorder what was loaded into what the kernels want."""
-        plain, packed = self._layout.plain, self._layout.packed
-        private: dict[str, LinearFn] = {}
-        users = {s.source: self._layout.kernels[s.name] for s in self._slots if s.role == "linear"}
-        for s in ready:
-            raw = s.parameter.data
-            if s.source in packed and not slot.built:
-                pack_into(packed[s.source].view(slot.data), raw)
-            if users.get(s.source) == "onednn":
-                private[s.source] = onednn_linear(raw)
-            entry = plain.get(s.source)
-            if entry is not None and not slot.built and entry.dtype != dtype_name(raw):
-                entry.view(slot.data).copy_(raw)
-        return private
+    def _pace(self, nbytes: int) -> None:
+        """Give the memory bus and the interpreter back for a moment before more bytes are read."""
+        self._owed += nbytes
+        if self._owed >= YIELD_BYTES:
+            time.sleep(min(LONGEST_YIELD_S, self._owed / YIELD_RATE))
+            self._owed = 0
 
 
-def verified_tensors(reader: SlotReader, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) views on the published slot, each checked against its digest just before it is read."""
-    for name in names:
-        reader.verify(name)
-        entry = reader.manifest.tensors[name]
-        if entry.nbytes >= YIELD_BYTES:
-            time.sleep(min(LONGEST_YIELD_S, entry.nbytes / YIELD_RATE))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the mapping is read-only, and nothing here writes to it
-            flat = torch.frombuffer(reader.buffer(name), dtype=getattr(torch, entry.dtype)) if entry.nbytes else None
-        yield name, (torch.empty(entry.shape) if flat is None else flat.view(entry.shape))
+def joined(first: Sums, second: Sums) -> Sums:
+    """The parts of both, by tensor."""
+    return {name: [*first.get(name, []), *second.get(name, [])] for name in first.keys() | second.keys()}
 
 
 def describe(error: Exception) -> dict[str, str | None]:
@@ -245,11 +216,6 @@ def describe(error: Exception) -> dict[str, str | None]:
     if isinstance(error, WeightSyncError):
         return error.to_json()
     return {"code": "staging_failed", "message": str(error) or type(error).__name__, "tensor": None}
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """ "bfloat16" for torch.bfloat16, as manifests and layouts write it."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def use_one_core() -> None:

@@ -1,0 +1,96 @@
+"""Who may generate here now: nobody but the probes while this instance drains, or tries a version as a canary; nobody
+at all once its engine has died.
+
+The gateway routes nothing to such an instance, but it hears of it a moment later; what it has sent by then is refused
+here, and the gateway asks another instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+GENERATING = frozenset(
+    {"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"}
+)
+PROBE = b"x-hotswap-probe"  # set by the gateway's own probes; from clients the gateway lets no such header through
+
+
+def _refusal(message: str, kind: str, code: str) -> bytes:
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+REFUSAL = _refusal(
+    "This instance takes no requests while its weights are changed; ask another one.",
+    "conflict_error",
+    "version_mismatch",
+)
+DEAD = _refusal(
+    "The engine of this instance has died, and nothing was generated; ask another instance.",
+    "server_error",
+    "engine_died",
+)
+
+
+class Admission:
+    """Wraps the app; `admits` is asked before every request that generates, `dead` when one has failed."""
+
+    def __init__(self, app: Any, dead: Callable[[], bool] = lambda: False) -> None:
+        self._app, self._dead = app, dead
+        self.admits: Callable[[], bool] = lambda: True
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def idle(self, seconds: float) -> None:
+        """Return when no client's request is generating, or when the time is up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] not in GENERATING or _is_probe(scope):
+            await self._app(scope, receive, send)
+        elif not self.admits():
+            await _refuse(send, 409, REFUSAL, b"version")
+        else:
+            await self._count(scope, receive, send)
+
+    async def _count(self, scope: Any, receive: Any, send: Any) -> None:
+        self._running += 1
+        self._idle.clear()
+        try:
+            await self._app(scope, receive, self._unless_dead(send))
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    def _unless_dead(self, send: Any) -> Any:
+        """`send`, but what fails because the engine has died is refused, so that the gateway asks another instance."""
+        refused = False
+
+        async def checked(message: dict[str, Any]) -> None:
+            nonlocal refused
+            if message["type"] == "http.response.start" and message["status"] >= 500 and self._dead():
+                refused = True
+                await _refuse(send, 503, DEAD, b"engine")
+            elif not refused:
+                await send(message)
+
+        return checked
+
+
+def _is_probe(scope: Any) -> bool:
+    return any(name == PROBE for name, _ in scope["headers"])
+
+
+async def _refuse(send: Any, status: int, body: bytes, why: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    headers.append((b"x-hotswap-refused", why))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

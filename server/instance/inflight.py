@@ -1,0 +1,128 @@
+"""The requests in flight here, what each asked of a swap, and the wait of a flip for those it must not cross."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from weightsync.swap_state import CONFIRM_S
+
+FINISH_S = 30.0
+# A swap is over for those who have not flipped by CONFIRM_S, and they get no requests until they have: whatever a
+# client asks for, a flip is done before that.
+LONGEST_FINISH_S = CONFIRM_S - 5.0
+PUBLIC = "public"
+
+
+class WeightsChanged(Exception):
+    """The request was ended by a swap, as it asked, rather than answered by two versions."""
+
+    code = "weights_changed"
+
+    def __init__(self) -> None:
+        super().__init__("the weights changed before the answer was complete; send the request again")
+
+
+class VersionMismatch(Exception):
+    """The weights here are not among those the request is bound to; nothing was generated."""
+
+    code = "version_mismatch"
+
+    def __init__(self, version: int | None) -> None:
+        super().__init__(f"this instance runs version {version}; ask another one, or wait with x-hotswap-wait-s")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a request asked for, by the headers that the gateway sets. `finish_s` in seconds."""
+
+    scope: str = PUBLIC
+    policy: str = "keep"
+    finish_s: float = FINISH_S
+    version: int | None = None
+    min_version: int | None = None
+
+    @classmethod
+    def of(cls, headers: Iterable[tuple[bytes, bytes]]) -> Wish:
+        """Raises ValueError for a number that is none."""
+        given = {k: v.decode("latin-1") for k, v in headers if k.startswith(b"x-hotswap-")}
+        exact, least = given.get(b"x-hotswap-version"), given.get(b"x-hotswap-min-version")
+        return cls(
+            given.get(b"x-hotswap-cache-scope", PUBLIC),
+            given.get(b"x-hotswap-policy", "keep"),
+            min(float(given.get(b"x-hotswap-finish-s", FINISH_S)), LONGEST_FINISH_S),
+            int(exact) if exact is not None else None,
+            int(least) if least is not None else None,
+        )
+
+    def for_engine(self) -> dict[str, Any]:
+        """As weightsync/vllm_engine/policies.py reads it."""
+        fields = {"version": self.version, "min_version": self.min_version}
+        return {"scope": self.scope, "policy": self.policy, **{k: v for k, v in fields.items() if v is not None}}
+
+    def allows(self, version: int | None) -> bool:
+        number = version or 0
+        return self.version in (None, number) and (self.min_version is None or number >= self.min_version)
+
+    def stops(self, version: int) -> bool:
+        """Whether a flip to `version` has to wait for it."""
+        return self.policy == "finish" or not self.allows(version)
+
+    @property
+    def bound(self) -> bool:
+        """Whether it is held while a flip waits."""
+        return self.policy == "finish" or self.version is not None or self.min_version is not None
+
+
+class Inflight:
+    """Counts the requests of one instance. `active` is the version that answers."""
+
+    def __init__(self) -> None:
+        self.active: int | None = None
+        self._wishes: dict[object, Wish] = {}
+        self._open = asyncio.Event()
+        self._open.set()
+        self._changed = asyncio.Event()
+
+    async def admit(self, wish: Wish) -> None:
+        """Return when it may begin. Raises VersionMismatch."""
+        while wish.bound and not self._open.is_set():
+            await self._open.wait()
+        if not wish.allows(self.active):
+            raise VersionMismatch(self.active)
+
+    @contextlib.contextmanager
+    def running(self, wish: Wish) -> Iterator[None]:
+        """The request is in the engine."""
+        key = object()
+        self._wishes[key] = wish
+        try:
+            yield
+        finally:
+            del self._wishes[key]
+            self._changed.set()
+
+    @contextlib.asynccontextmanager
+    async def closing(self, version: int) -> AsyncIterator[None]:
+        """Enter when no request must end before a flip to `version`, or its patience (`finish_s`) is over."""
+        self._open.clear()
+        try:
+            await self._wait(version)
+            yield
+        finally:
+            self._open.set()
+
+    async def _wait(self, version: int) -> None:
+        started = time.monotonic()
+        while True:
+            self._changed.clear()
+            waited = time.monotonic() - started
+            left = [w.finish_s - waited for w in self._wishes.values() if w.stops(version) and w.finish_s > waited]
+            if not left or version == self.active:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), max(left))

@@ -1,0 +1,332 @@
+"""The failure contract on a whole fleet: two vLLM instances, two gateways, a real etcd. Each test kills something real
+and says what the clients saw of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from server.cli.processes import Child
+from server.cli.up import free_port
+from tests.chaos.clients import Clients, Seen
+from tests.etcd import Etcd
+from tests.live import LiveServer, eventually
+from weightsync import SyncStore
+from weightsync.records import Keys, SwapRecord
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+# What a client may see whose answer was under way on the instance that died; all of them can be asked again.
+CUT = {"upstream_died", "instance_unreachable", "engine_error", "engine_died", "RemoteProtocolError", "ReadError"}
+
+
+class Fleet:
+    """The server under test, a second gateway, and which checkpoint each version is."""
+
+    def __init__(self, live: LiveServer, checkpoints: dict[str, Path], etcd: Etcd, second: Child, url: str) -> None:
+        self.live, self.checkpoints, self.etcd = live, checkpoints, etcd
+        self.second, self.second_url = second, url
+        self.version_of: dict[int, int] = {}
+        self._turn = 0
+
+    def publish(self, *, activate: bool = True) -> int:
+        """A new version that says something else than the one before it."""
+        self._turn = (self._turn + 1) % 4
+        body = {"path": str(self.checkpoints[f"say-{self._turn}"]), "activate": activate}
+        answer = self.live.admin.post("/admin/weights", json=body)
+        assert answer.status_code == 200, answer.text
+        version = int(answer.json()["version"])
+        self.version_of[version] = self._turn
+        return version
+
+    def states(self) -> dict[str, str]:
+        return {
+            r["id"].rsplit("-", 2)[-2] + "-" + r["id"].rsplit("-", 1)[-1]: r["state"] for r in self.live.instances()
+        }
+
+    def both_serve(self, version: int) -> bool:
+        try:
+            records = self.live.instances()
+        except httpx.TransportError:  # the gateway is being started again
+            return False
+        return [(r["eligible"], r["active_version"]) for r in records] == [(True, version)] * 2
+
+    def engine_core(self, index: int) -> psutil.Process:
+        (core,) = [p for p in self.live.tree(index)[1:] if "EngineCore" in p.name() or "EngineCore" in str(p.cmdline())]
+        return core
+
+    def revive(self) -> None:
+        """What `hotswap up` does all the time: start again what has ended."""
+        self.live.processes.restart_ended()
+
+    def whole_again(self, version: int) -> bool:
+        def look() -> bool:
+            self.revive()
+            return self.both_serve(version)
+
+        return eventually(look, 200)
+
+    def swap(self) -> SwapRecord:
+        store = SyncStore(self.live.processes.store)
+        try:
+            found = store.get(Keys(self.live.name).swap)
+            assert found is not None
+            return SwapRecord.from_json(found.value)
+        finally:
+            store.close()
+
+
+@pytest.fixture(scope="module")
+def fleet(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    etcd = Etcd()
+    store = etcd.url("contract")
+    live = LiveServer(checkpoints["say-0"], tmp_path_factory.mktemp("contract"), instances=2, store=store)
+    with live.running():
+        port = free_port("127.0.0.1")
+        args = ["server.gateway", "--store", store, "--model", live.name, "--port", str(port), "--admin-port", "0"]
+        args += ["--admin-key-file", str(live.processes.admin_key_file)]
+        second = Child("gateway-2", args, live.processes.state_dir / "logs" / "gateway-2.log", {})
+        url = f"http://127.0.0.1:{port}"
+        try:
+            assert eventually(lambda: ready(url), 30), second.tail()
+            found = Fleet(live, checkpoints, etcd, second, url)
+            found.version_of[live.active()] = 0
+            yield found
+        finally:
+            second.stop()
+    etcd.close()
+
+
+def ready(url: str) -> bool:
+    try:
+        return httpx.get(url + "/readyz", timeout=2).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
+    thread.start()
+    return thread, results
+
+
+def assert_clean(seen: Seen, fleet: Fleet, *, faults: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    """No token came from other weights than its label says, and no fault but those that are allowed."""
+    assert seen.wrong(fleet.version_of) == []
+    assert set(seen.faults) <= faults
+    assert seen.answers > 0
+
+
+PUBLISHER = """
+import sys
+from safetensors.torch import load_file
+from weightsync import Publisher
+tensors = load_file(sys.argv[3])
+publisher = Publisher(sys.argv[1], model=sys.argv[2])
+print("publishing", flush=True)
+while True:
+    publisher.publish(tensors.items(), activate=False)
+"""
+
+
+def test_trainer_killed_while_publishing(fleet: Fleet) -> None:
+    """Clients see nothing; no half-written version appears; the next trainer publishes."""
+    version = fleet.publish()
+    weights = fleet.checkpoints["say-3"] / "model.safetensors"
+    command = [sys.executable, "-c", PUBLISHER, fleet.live.processes.store, fleet.live.name, str(weights)]
+    with Clients([fleet.live.url, fleet.second_url]).streaming() as seen:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline() == "publishing\n"
+            os.kill(trainer.pid, signal.SIGKILL)
+        assert fleet.live.active() == version
+
+        def none_half_written() -> bool:
+            versions = fleet.live.admin.get("/admin/weights").json()["versions"]
+            return all(v["state"] != "publishing" for v in versions)
+
+        assert eventually(none_half_written, 20)
+        assert fleet.both_serve(fleet.publish())
+    assert_clean(seen, fleet)
+
+
+def test_instance_killed_while_staging(fleet: Fleet) -> None:
+    """Its streams fail over or end with a typed fault; the swap aborts; the other instance serves on; it comes back."""
+    version = fleet.publish()
+    target = fleet.publish(activate=False)
+    victim = fleet.live.tree(1)
+    with Clients([fleet.live.url]).streaming() as seen:
+        assert eventually(lambda: seen.answers > 4)
+        victim[0].suspend()  # so that it does not stage before it is killed
+        swapping, results = in_background(lambda: fleet.live.activate(target))
+        assert eventually(lambda: "STAGED" in fleet.states().values())
+        os.kill(victim[0].pid, signal.SIGKILL)
+        swapping.join(60)
+        assert results[0].status_code == 409, results[0].text
+        assert "instance-1" in results[0].json()["error"]["message"]
+        before = seen.answers
+        assert eventually(lambda: seen.answers > before + 4)
+        assert fleet.whole_again(version)
+        assert fleet.live.activate(target).status_code == 200
+        assert fleet.both_serve(target)
+    assert_clean(seen, fleet, faults=CUT)
+
+
+def test_worker_dies_in_the_flip(fleet: Fleet) -> None:
+    """The commit stands; that instance is fenced, started anew with dummy weights, and catches up."""
+    fleet.publish()
+    target = fleet.publish(activate=False)
+    first, core = fleet.live.tree(0)[0], fleet.engine_core(1)
+    with Clients([fleet.live.url]).streaming() as seen:
+        first.suspend()  # the commit waits for it
+        try:
+            swapping, results = in_background(lambda: fleet.live.activate(target))
+            assert eventually(lambda: fleet.states().get("instance-1") == "STAGED")
+            core.suspend()  # the flip reaches an engine that does not answer ...
+        finally:
+            first.resume()
+        assert eventually(lambda: fleet.live.active() == target, 30)
+        os.kill(core.pid, signal.SIGKILL)  # ... and then dies
+        assert eventually(lambda: fleet.states().get("instance-1") not in ("SERVING", "STAGED", "STAGING"), 20)
+        swapping.join(90)
+        assert results[0].status_code == 200, results[0].text
+        assert fleet.whole_again(target)
+    assert_clean(seen, fleet, faults=CUT)
+    assert {v for v, _ in seen.tokens} & {target}
+
+
+def test_coordinator_killed_after_prepare(fleet: Fleet) -> None:
+    """The other gateway's coordinator finishes the swap from the record; its clients see nothing."""
+    version = fleet.publish()
+    target = fleet.publish(activate=False)
+    held = fleet.live.tree(1)[0]
+    gateway = fleet.live.processes.children["gateway"]
+    with Clients([fleet.second_url]).streaming() as seen:
+        held.suspend()  # prepare cannot end
+        try:
+            in_background(lambda: _ignoring(lambda: fleet.live.activate(target)))
+            assert eventually(lambda: fleet.swap().target == target and fleet.swap().phase == "prepare")
+            os.kill(gateway.process.pid, signal.SIGKILL)
+            gateway.process.wait(10)
+        finally:
+            held.resume()
+
+        def finished() -> bool:
+            swap = fleet.swap()
+            return swap.target == target and swap.phase in ("done", "aborted")
+
+        assert eventually(finished, 60)
+        swap = fleet.swap()
+        assert fleet.whole_again(target if swap.phase == "done" else version)
+    assert swap.phase == "done", swap.reason
+    assert_clean(seen, fleet)
+
+
+def _ignoring(work: Callable[[], Any]) -> None:
+    with contextlib.suppress(httpx.HTTPError):  # the gateway that was asked is killed on purpose
+        work()
+
+
+def test_gateway_killed(fleet: Fleet) -> None:
+    """Its connections end; the other replica serves on; no state is lost."""
+    version = fleet.publish()
+    gateway = fleet.live.processes.children["gateway"]
+    with Clients([fleet.second_url]).streaming() as seen, Clients([fleet.live.url], 2).streaming() as cut:
+        assert eventually(lambda: seen.answers > 2 and cut.answers > 2)
+        os.kill(gateway.process.pid, signal.SIGKILL)
+        before = seen.answers
+        assert eventually(lambda: seen.answers > before + 4)
+        assert fleet.whole_again(version)
+        before = cut.answers
+        assert eventually(lambda: cut.answers > before)
+    assert_clean(seen, fleet)
+    assert set(cut.faults) <= {"RemoteProtocolError", "ReadError", "ConnectError", "no_instance"}
+
+
+@pytest.mark.parametrize("fault", ["frozen", "killed"])
+def test_store_away(fleet: Fleet, fault: str) -> None:
+    """Clients see nothing; swaps are refused with a typed error; when the store is back, swaps are back."""
+    version = fleet.publish()
+    target = fleet.publish(activate=False)
+    with Clients([fleet.live.url, fleet.second_url]).streaming() as seen:
+        _ = fleet.etcd.freeze() if fault == "frozen" else fleet.etcd.kill()
+        try:
+            refused = fleet.live.activate(target)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "store_unavailable"
+            before = seen.answers
+            assert eventually(lambda: seen.answers > before + 8, 20)
+        finally:
+            _ = fleet.etcd.thaw() if fault == "frozen" else fleet.etcd.restart()
+        assert eventually(lambda: fleet.both_serve(version), 30)
+        assert eventually(lambda: fleet.live.activate(target).status_code == 200, 30)
+    assert_clean(seen, fleet)
+
+
+def test_flipped_byte(fleet: Fleet) -> None:
+    """The digest names the tensor; the swap aborts on every instance; clients see nothing."""
+    version = fleet.publish()
+    target = fleet.publish(activate=False)
+    records = {v["version"]: v for v in fleet.live.admin.get("/admin/weights").json()["versions"]}
+    with Path(records[target]["slot"]).open("r+b") as slot:
+        slot.seek(-8192, os.SEEK_END)
+        byte = slot.read(1)[0]
+        slot.seek(-1, os.SEEK_CUR)
+        slot.write(bytes([byte ^ 1]))
+    with Clients([fleet.live.url]).streaming() as seen:
+        refused = fleet.live.activate(target)
+        assert refused.status_code == 409
+        assert refused.json()["error"]["tensor"]
+        assert fleet.both_serve(version)
+    assert_clean(seen, fleet)
+    assert {v for v, _ in seen.tokens} == {version}
+
+
+SECOND_TRAINER = """
+import sys
+from safetensors.torch import load_file
+from weightsync import Publisher
+from weightsync.errors import StalePublisher
+tensors = load_file(sys.argv[3])
+publisher = Publisher(sys.argv[1], model=sys.argv[2])
+print("holding", flush=True)
+sys.stdin.readline()
+try:
+    publisher.publish(tensors.items())
+except StalePublisher as error:
+    print(error.code, flush=True)
+"""
+
+
+def test_two_trainers(fleet: Fleet) -> None:
+    """The one that was replaced is refused; what it would have published is never seen."""
+    weights = str(fleet.checkpoints["say-1"] / "model.safetensors")
+    command = [sys.executable, "-c", SECOND_TRAINER, fleet.live.processes.store, fleet.live.name, weights]
+    with Clients([fleet.live.url]).streaming() as seen:
+        trainers = []
+        for _ in range(2):
+            trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline() == "holding\n"
+            trainers.append(trainer)
+        before = fleet.live.active()
+        refused, _ = trainers[0].communicate("go\n", timeout=60)
+        assert refused == "stale_publisher\n"
+        assert fleet.live.active() == before
+        accepted, _ = trainers[1].communicate("go\n", timeout=60)
+        assert accepted == ""
+        assert fleet.live.active() > before
+        fleet.version_of[fleet.live.active()] = 1
+    assert_clean(seen, fleet)

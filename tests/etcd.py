@@ -1,0 +1,223 @@
+"""A real etcd on loopback, for tests: killed, restarted, frozen; with TLS and users where wanted."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # as in weightsync/store/etcd_members.py: tests fork
+
+import grpc
+import pytest
+from aetcd import rpc
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+MIN_LEASE_S = 2.0  # what etcd makes of a shorter one, with its default election time-out
+MISSING = "no etcd: run scripts/etcd.sh (`make setup` does), or install Debian's etcd-server"
+
+
+def binary() -> str | None:
+    """etcd from PATH, or where scripts/etcd.sh unpacks it."""
+    unpacked = Path(sys.prefix) / "etcd/usr/bin/etcd"
+    return shutil.which("etcd") or (str(unpacked) if unpacked.exists() else None)
+
+
+def require() -> str:
+    """Skips the test where there is no etcd; in CI that is a failure."""
+    found = binary()
+    if found is None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(MISSING)
+    return str(found)
+
+
+class Etcd:
+    """A cluster of `members` processes. Its data are in memory, so that a write does not wait for a disk."""
+
+    def __init__(self, members: int = 1, *, tls: Tls | None = None) -> None:
+        self._binary, self._tls = require(), tls
+        self._scheme = "https" if tls else "http"
+        self.directory = Path(tempfile.mkdtemp(prefix="hotswap-etcd-", dir="/dev/shm"))
+        self._ports = free_ports(2 * members)
+        self.hosts = [f"127.0.0.1:{port}" for port in self._ports[:members]]
+        self._processes: list[subprocess.Popen[bytes] | None] = [None] * members
+        self._root_password = ""
+        self.start()
+
+    def url(self, namespace: str = "", **options: object) -> str:
+        query = "&".join(f"{name}={value}" for name, value in options.items())
+        return f"etcd://{','.join(self.hosts)}/{namespace}" + (f"?{query}" if query else "")
+
+    def start(self) -> None:
+        """Start the members that are not running, and wait until all of them listen."""
+        for index, process in enumerate(self._processes):
+            if process is None:
+                self._processes[index] = self._spawn(index)
+        deadline = time.monotonic() + 60
+        for host, process in zip(self.hosts, self._processes, strict=True):
+            while not _listens(host):
+                assert process is not None
+                assert process.poll() is None, (self.directory / "log").read_text()[-2000:]
+                assert time.monotonic() < deadline, "etcd did not start"
+                time.sleep(0.02)
+
+    def _spawn(self, index: int) -> subprocess.Popen[bytes]:
+        peers = [f"http://127.0.0.1:{port}" for port in self._ports[len(self.hosts) :]]
+        client = f"{self._scheme}://{self.hosts[index]}"
+        arguments = {
+            "name": f"m{index}",
+            "data-dir": str(self.directory / f"m{index}"),
+            "listen-client-urls": client,
+            "advertise-client-urls": client,
+            "listen-peer-urls": peers[index],
+            "initial-advertise-peer-urls": peers[index],
+            "initial-cluster": ",".join(f"m{i}={peer}" for i, peer in enumerate(peers)),
+            "logger": "zap",
+            "log-level": "error",
+        }
+        command = [self._binary, "--unsafe-no-fsync", *(f"--{name}={value}" for name, value in arguments.items())]
+        with (self.directory / "log").open("ab") as log:
+            return subprocess.Popen(command + (self._tls.server_flags() if self._tls else []), stdout=log, stderr=log)
+
+    def kill(self, *which: int) -> None:
+        for index in which or range(len(self._processes)):
+            if (process := self._processes[index]) is not None:
+                process.kill()
+                process.wait()
+                self._processes[index] = None
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def lose_data(self) -> None:
+        """Kill, and start with nothing."""
+        self.kill()
+        for data in self.directory.glob("m*"):
+            shutil.rmtree(data)
+        self.start()
+
+    def freeze(self, *which: int) -> None:
+        self._signal(signal.SIGSTOP, *which)
+
+    def thaw(self, *which: int) -> None:
+        self._signal(signal.SIGCONT, *which)
+
+    def _signal(self, number: signal.Signals, *which: int) -> None:
+        for index in which or range(len(self._processes)):
+            if (process := self._processes[index]) is not None:
+                process.send_signal(number)
+
+    def compact(self, revision: int) -> None:
+        """Forget the history before `revision`."""
+        self.ask("KV", "Compact", rpc.CompactionRequest(revision=revision, physical=True))
+
+    def require_users(self, **passwords: str) -> None:
+        """Turn authentication on; `root` must be one of the users. Each may use the prefix `name/`, root everything."""
+        for name, password in passwords.items():
+            self.ask("Auth", "UserAdd", rpc.AuthUserAddRequest(name=name, password=password))
+            self.ask("Auth", "RoleAdd", rpc.AuthRoleAddRequest(name=name))
+            start, end = f"{name}/".encode(), f"{name}0".encode()
+            granted = rpc.Permission(permType=rpc.Permission.READWRITE, key=start, range_end=end)
+            self.ask("Auth", "RoleGrantPermission", rpc.AuthRoleGrantPermissionRequest(name=name, perm=granted))
+            self.ask("Auth", "UserGrantRole", rpc.AuthUserGrantRoleRequest(user=name, role=name))
+        self.ask("Auth", "AuthEnable", rpc.AuthEnableRequest())
+        self._root_password = passwords["root"]
+
+    def change_password(self, user: str, password: str) -> None:
+        self.ask("Auth", "UserChangePassword", rpc.AuthUserChangePasswordRequest(name=user, password=password))
+
+    def ask(self, service: str, method: str, request: Any) -> Any:
+        """An administrator's request, without TLS."""
+        with grpc.insecure_channel(self.hosts[0]) as channel:
+            metadata = ()
+            if self._root_password:
+                login = rpc.AuthenticateRequest(name="root", password=self._root_password)
+                metadata = (("token", rpc.AuthStub(channel).Authenticate(login, timeout=30).token),)
+            stub = getattr(rpc, f"{service}Stub")(channel)
+            return getattr(stub, method)(request, timeout=30, metadata=metadata)
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self.directory)
+
+
+class Tls:
+    """An authority, a server certificate for 127.0.0.1 and a client certificate, in PEM files under `directory`."""
+
+    def __init__(self, directory: Path, *, client_certificates: bool = False) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._client_certificates = client_certificates
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._directory = directory
+        self.ca = directory / "ca.pem"
+        self.ca.write_bytes(_pem(_certificate("authority", self._key, self._key, authority=True)))
+        self.server_cert, self.server_key = self._issue("server")
+        self.cert, self.key = self._issue("client")
+
+    def _issue(self, name: str) -> tuple[Path, Path]:
+        key = ec.generate_private_key(ec.SECP256R1())
+        cert_path, key_path = self._directory / f"{name}.pem", self._directory / f"{name}-key.pem"
+        cert_path.write_bytes(_pem(_certificate(name, key, self._key)))
+        encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+        key_path.write_bytes(key.private_bytes(encoding, form, serialization.NoEncryption()))
+        return cert_path, key_path
+
+    def server_flags(self) -> list[str]:
+        flags = [f"--cert-file={self.server_cert}", f"--key-file={self.server_key}"]
+        return flags + ([f"--trusted-ca-file={self.ca}", "--client-cert-auth"] if self._client_certificates else [])
+
+
+def _certificate(
+    name: str, key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey, *, authority: bool = False
+) -> x509.Certificate:
+    now = datetime.datetime.now(datetime.UTC)
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority")]))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+    )
+    if not authority:
+        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+    return builder.sign(signer, hashes.SHA256())
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def _listens(host: str) -> bool:
+    address, _, port = host.rpartition(":")
+    try:
+        socket.create_connection((address, int(port)), 1).close()
+    except OSError:
+        return False
+    return True

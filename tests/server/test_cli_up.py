@@ -1,0 +1,226 @@
+"""What `hotswap up` gives each process: cores, ids, ports; and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from server.cli import up
+from server.cli.cores import share_of_cores
+from server.cli.errors import CliError
+from server.cli.paths import ServerInfo
+from server.cli.up import Server, UpConfig, draft_dir, free_port
+from weightsync import ensure_arena, open_store
+from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("index", "instances", "args", "env", "bind", "threads"),
+    [
+        (0, 1, (), {}, None, None),
+        (0, 2, (), {}, "0,1,2,3", "4"),
+        (1, 2, (), {}, "4,5,6,7", "4"),
+        (2, 3, (), {}, "5,6,7", "3"),
+        (1, 2, (), {"OMP_NUM_THREADS": "1"}, "4,5,6,7", "1"),
+        (1, 2, (), {"VLLM_CPU_OMP_THREADS_BIND": "auto"}, None, None),
+        (1, 2, ("--tensor-parallel-size", "2"), {}, "4,5|6,7", "2"),
+        (0, 2, ("--tensor-parallel-size=4",), {}, "0|1|2|3", "1"),
+        (0, 8, ("-tp", "2"), {}, "0|0", "1"),
+        (9, 16, (), {}, "1", "1"),
+        (0, 2, ("--tensor-parallel-size", "auto"), {}, "0,1,2,3", "4"),
+    ],
+)
+def test_share_of_cores(
+    monkeypatch: pytest.MonkeyPatch,
+    index: int,
+    instances: int,
+    args: tuple[str, ...],
+    env: Mapping[str, str],
+    bind: str | None,
+    threads: str | None,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    got = share_of_cores(index, instances, args, env)
+    assert (got.get("VLLM_CPU_OMP_THREADS_BIND"), got.get("OMP_NUM_THREADS")) == (bind, threads)
+
+
+def test_all_cores_are_shared_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5, 6, 7, 11, 12, 13})
+    parts = [share_of_cores(i, 3, (), {})["VLLM_CPU_OMP_THREADS_BIND"] for i in range(3)]
+    assert ",".join(parts) == "3,5,6,7,11,12,13"
+
+
+@pytest.mark.parametrize("settings", [{"instances": 0}, {"store": "sqlite:///x.db"}, {"store": "http://x"}])
+def test_what_cannot_work_is_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(CliError, match=r"--instances|--store"):
+        UpConfig(model="m", **settings)  # type: ignore[arg-type]
+
+
+def test_every_instance_has_its_own_name(model: Path, tmp_path: Path) -> None:
+    alone = Server(UpConfig(model=str(model), state_dir=tmp_path, instances=2))
+    assert [alone.instance_id(i) for i in range(2)] == ["instance-0", "instance-1"]
+    shared = Server(UpConfig(model=str(model), state_dir=tmp_path, port=8000, store="etcd://127.0.0.1:2379"))
+    assert shared.instance_id(1) == f"{socket.gethostname()}-8000-instance-1"
+    assert shared.store == "etcd://127.0.0.1:2379"
+
+
+def test_the_admin_port_is_the_next_one_if_it_is_free(model: Path, tmp_path: Path) -> None:
+    port = free_port("127.0.0.1")
+    with socket.socket() as taken:
+        server = Server(UpConfig(model=str(model), state_dir=tmp_path, port=port))
+        if server.admin_port != port + 1:
+            pytest.skip("somebody else has the next port")
+        taken.bind(("127.0.0.1", port + 1))
+        server = Server(UpConfig(model=str(model), state_dir=tmp_path, port=port))
+        assert server.admin_port not in (port, port + 1)
+    assert Server(UpConfig(model=str(model), state_dir=tmp_path, port=65535)).admin_port < 65535
+    assert server.admin_url.endswith(f":{server.admin_port}")
+
+
+def test_server_json_says_where_the_admin_port_is(tmp_path: Path) -> None:
+    info = ServerInfo("http://h:1", "http://127.0.0.1:2", "toy", "sqlite:///x", "/key", 1)
+    info.write(tmp_path)
+    assert ServerInfo.read(tmp_path) == info
+    assert json.loads((tmp_path / "server.json").read_text())["admin_url"] == "http://127.0.0.1:2"
+
+
+class Process:
+    """A child that never runs."""
+
+    def __init__(self, name: str, *_: object) -> None:
+        self.name, self.alive, self.process, self.calls = name, True, self, list[str]()
+        self.returncode = -9
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+    def start(self) -> None:
+        self.calls.append("start")
+        self.alive = True
+
+
+@pytest.fixture
+def server(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(up, "Child", Process)
+    monkeypatch.setenv("HOTSWAP_STATE_DIR", str(tmp_path))
+    server = Server(UpConfig(model=str(model), name="toy", state_dir=tmp_path / "state", instances=2))
+    server.arena = tmp_path / "slots"
+    yield server
+    server.stop()
+    assert not server.arena.exists()
+
+
+def test_what_ends_is_started_again_after_a_pause_of_its_own(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.start()
+    assert list(server.children) == ["gateway", "publish", "instance-0", "instance-1"]
+    now = 100.0
+    monkeypatch.setattr(up.time, "monotonic", lambda: now)
+    for name in ("publish", "instance-0"):
+        server.children[name].alive = False  # type: ignore[misc]
+    server.restart_ended()
+    now += up.RESTART_PAUSE_S / 2
+    server.children["gateway"].alive = False  # type: ignore[misc]
+    server.restart_ended()
+    now += up.RESTART_PAUSE_S / 2
+    server.restart_ended()
+    calls = {name: child.calls for name, child in server.children.items()}  # type: ignore[attr-defined]
+    assert calls == {"gateway": [], "publish": [], "instance-0": ["stop", "start"], "instance-1": []}
+    now += up.RESTART_PAUSE_S
+    server.restart_ended()
+    assert calls["gateway"] == ["stop", "start"]
+    assert capsys.readouterr().err.count("restarting") == 2
+
+
+@pytest.mark.parametrize(("slot", "published"), [(None, True), ("gone", True), ("here", False)])
+def test_a_shared_store_keeps_its_active_version_while_its_bytes_are_there(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slot: str | None, published: bool
+) -> None:
+    url = f"sqlite://{tmp_path}/shared.db"  # in the place of etcd
+    server.store = url
+    server.config = replace(server.config, store="etcd://stands-for-it")
+    (tmp_path / "here").touch()
+
+    async def prepare() -> None:
+        store = open_store(url)
+        if slot is not None:
+            record = VersionRecord(3, "ready", str(tmp_path / slot), 1, "d", None, None, "p", 1, 0.0, "s", 1)
+            await store.put(Keys("toy").version(3), record.to_json())
+            await store.put(Keys("toy").active, ActiveRecord(3, 1, None, "s", 0.0).to_json())
+        await ensure_arena(store, tmp_path / "arena")
+        await store.close()
+
+    asyncio.run(prepare())
+    server.start()
+    assert ("publish" in server.children) is published
+    assert server.arena == tmp_path / "arena"  # where it is recorded, whatever port this one has
+
+
+def test_records_of_instances_killed_here_are_ended(server: Server) -> None:
+    dead, alive, elsewhere = f"{socket.gethostname()}-1-instance-0", f"{socket.gethostname()}-1-instance-1", "far-1"
+    server.state_dir.mkdir()
+    server.config = replace(server.config, store="etcd://stands-for-it")
+    server.store = f"sqlite://{server.state_dir}/shared.db"
+
+    async def after_start() -> set[str]:
+        store = open_store(server.store)
+        for name, pid in ((dead, 2**22 + 1), (alive, os.getpid()), (elsewhere, 2**22 + 1)):
+            await store.put(Keys("toy").instance(name), InstanceRecord(name, "http://h:1", pid=pid).to_json())
+        await asyncio.to_thread(server.start)
+        found, _ = await store.list(Keys("toy").instances)
+        await store.close()
+        return {kv.key.rsplit("/", 1)[1] for kv in found}
+
+    assert asyncio.run(after_start()) == {alive, elsewhere}
+
+
+def test_a_description_that_cannot_be_read_is_no_running_server(server: Server) -> None:
+    server.state_dir.mkdir()
+    description = server.state_dir / "server.json"
+    description.write_text(json.dumps({"url": "http://h:1", "pid": os.getpid()}))
+    server.start()
+    ServerInfo("http://h:1", "http://h:2", "toy", "sqlite:///x", "/key", os.getpid()).write(server.state_dir)
+    with pytest.raises(CliError, match="already runs"):
+        server.start()
+
+
+def test_a_store_that_cannot_be_reached_is_one_line(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    server.store = f"sqlite://{tmp_path}/file/x.db"
+    with pytest.raises(CliError, match="cannot be used"):
+        server.start()
+    assert server.children == {}
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_draft_model_with_weights_of_its_own_is_published(tmp_path: Path, joined: bool) -> None:
+    (tmp_path / "a=b").mkdir()
+    (tmp_path / "a=b" / "config.json").write_text("{}")
+
+    def found(**config: object) -> Path | None:
+        value = json.dumps(config)
+        return draft_dir([f"--speculative-config={value}"] if joined else ["-x", "--speculative-config", value])
+
+    model = str(tmp_path / "a=b")
+    assert found(model=model, num_speculative_tokens=3) == found(model=model, method="draft_model") == tmp_path / "a=b"
+    assert found(method="ngram", num_speculative_tokens=3) is None
+    assert found(method="eagle", model=model) is None
+    assert draft_dir(["--max-model-len", "64"]) is None
+    with pytest.raises(CliError, match="not JSON"):
+        draft_dir(["--speculative-config", "{"])

@@ -1,0 +1,117 @@
+"""`hotswap weights` against a real store and real slots, and its options against what the admin API takes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from server.cli.app import app
+from server.cli.errors import CliError
+from server.cli.paths import ServerInfo
+from server.cli.weights import AdminClient
+from weightsync import Publisher, SlotReader, SyncStore
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A server's state directory with two versions in its store, as `up` leaves it."""
+    arena = tempfile.mkdtemp(prefix="hotswap-cli-test-", dir="/dev/shm")
+    monkeypatch.setenv("HOTSWAP_ARENA", arena)
+    store = f"sqlite://{tmp_path / 'store.db'}"
+    SyncStore(store).close()
+    key_file = tmp_path / "admin.key"
+    key_file.write_text("a-key-of-the-cli-tests")
+    url = "http://127.0.0.1:1"
+    ServerInfo(url=url, admin_url=url, model="demo", store=store, admin_key_file=str(key_file), pid=1).write(tmp_path)
+    with Publisher(store, model="demo") as publisher:
+        for value in (1.0, 1.5):
+            tensors = {"a.weight": np.full((4, 8), value, np.float32), "b.weight": np.ones(5, np.float32)}
+            publisher.publish(tensors, activate=False)
+    yield tmp_path
+    shutil.rmtree(arena)
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["weights", *map(str, arguments)], terminal_width=200)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def slot_of(state_dir: Path, version: int) -> Path:
+    with Publisher(f"sqlite://{state_dir / 'store.db'}", model="demo", lineage="test") as publisher:
+        return Path(next(v.slot for v in publisher.versions() if v.version == version))
+
+
+def test_verify_says_what_was_read(state_dir: Path) -> None:
+    status, out = run("verify", "--state-dir", state_dir)
+    assert (status, "version 2 is as published: 2 tensors, 148 bytes" in out) == (0, True)
+    status, out = run("verify", "1", "--json", "--state-dir", state_dir)
+    report = json.loads(out)
+    assert (status, report["ok"], report["version"], report["problems"]) == (0, True, 1, [])
+
+
+def test_verify_fails_and_names_the_tensor(state_dir: Path) -> None:
+    path = slot_of(state_dir, 2)
+    with SlotReader.open(path) as slot:
+        place = slot.entry("b.weight").offset + 3
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(b"\x7f")
+    status, out = run("verify", "--state-dir", state_dir)
+    assert status == 1
+    assert "digest_mismatch: tensor 'b.weight'" in out
+    status, out = run("verify", "--json", "--state-dir", state_dir)
+    assert (status, json.loads(out)["problems"][0]["tensor"]) == (1, "b.weight")
+    assert run("verify", "1", "--state-dir", state_dir)[0] == 0
+
+
+def test_diff_shows_what_changed(state_dir: Path) -> None:
+    status, out = run("diff", 1, 2, "--state-dir", state_dir)
+    assert status == 0
+    assert "1 of 2 tensors differ, 32 of 37 elements" in out
+    _, out = run("diff", 1, 2, "--json", "--state-dir", state_dir)
+    first = json.loads(out)["tensors"][0]
+    assert (first["name"], first["changed"], first["max_abs"]) == ("a.weight", 32, 0.5)
+    _, out = run("diff", 1, 1, "--state-dir", state_dir)
+    assert "0 of 2 tensors differ" in out
+
+
+def test_a_version_that_is_not_held_is_said_so(state_dir: Path) -> None:
+    for arguments in (("verify", 9), ("diff", 1, 9)):
+        with pytest.raises(CliError, match="version 9 does not exist"):
+            run(*arguments, "--state-dir", state_dir)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "body"),
+    [
+        (("push", ".", "--no-activate"), "/admin/weights", {"activate": False, "path": str(Path.cwd())}),
+        (("activate", 3), "/admin/weights/activate", {"version": 3}),
+        (("rollback",), "/admin/weights/rollback", {"version": None}),
+        (("rollback", 4), "/admin/weights/rollback", {"version": 4}),
+    ],
+)
+def test_how_a_fleet_takes_a_version_is_passed_on(
+    arguments: tuple[Any, ...], path: str, body: dict[str, Any], state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def call(_: AdminClient, *what: Any) -> dict[str, Any]:
+        asked.append(what)
+        return {"version": 3}
+
+    monkeypatch.setattr(AdminClient, "call", call)
+    run(*arguments, "--state-dir", state_dir)
+    assert asked.pop() == ("POST", path, {**body, "mode": "together", "drain_s": None, "deadline_s": None})
+    run(*arguments, "--mode", "rolling", "--drain", 5, "--deadline", 60, "--state-dir", state_dir)
+    assert asked.pop() == ("POST", path, {**body, "mode": "rolling", "drain_s": 5.0, "deadline_s": 60.0})
+    assert run(*arguments, "--mode", "sideways", "--state-dir", state_dir)[0] == 2

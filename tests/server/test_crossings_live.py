@@ -1,0 +1,220 @@
+"""What a commit finds half done: prefills, samples, grammars, log-probabilities. Real vLLM, through the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from tests.live import LiveServer
+from tests.server.test_swaps_live import stock_vllm
+
+pytestmark = pytest.mark.engine
+Streamed = tuple[list[int], dict[str, Any]]
+
+
+@asynccontextmanager
+async def swapping(live: LiveServer, *directories: Path) -> AsyncIterator[dict[int, Path]]:
+    """Publishes both, and goes from one to the other and back while the context is open; {version: directory}."""
+    versions = {await asyncio.to_thread(live.push, directory): directory for directory in directories}
+    over = asyncio.Event()
+
+    async def swap() -> None:
+        while not over.is_set():
+            assert (await asyncio.to_thread(live.admin.post, "/admin/weights/rollback")).status_code == 200
+
+    task = asyncio.create_task(swap())
+    try:
+        yield versions
+    finally:
+        over.set()
+        await task
+
+
+def by_token(spans: list[dict[str, int]]) -> list[int]:
+    """The version of every token; the spans begin at 0, follow on one another, and each is of another version."""
+    assert spans[0]["start"] == 0
+    for one, following in itertools.pairwise(spans):
+        assert one["end"] == following["start"]
+        assert one["version"] != following["version"]
+    return [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+
+
+# recompute, and what an engine says that has never seen the old weights -------------------------------------------
+
+
+async def streamed(
+    client: httpx.AsyncClient, prompt: list[int], tokens: int, policy: str, begun: asyncio.Event
+) -> Streamed:
+    seen: list[int] = []
+    last: dict[str, Any] = {}
+    body = {"prompt_token_ids": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    async with client.stream("POST", "/generate", json=body, headers={"x-hotswap-policy": policy}) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                last = orjson.loads(line.removeprefix("data: "))
+                seen += last.get("token_ids", [])
+                if len(seen) >= 30:
+                    begun.set()
+    return seen, last["choices"][0]
+
+
+async def test_recompute_equals_a_fresh_stock_engine_of_the_new_weights(
+    live: LiveServer, checkpoints: dict[str, Path]
+) -> None:
+    """Streams of several lengths cross one swap; what follows is what stock vLLM writes after the tokens so far."""
+    for name in ("b", "a"):
+        await asyncio.to_thread(live.push, checkpoints[name])
+    prompts = [[(13 * i + 5 * j) % 480 + 9 for j in range(15 + 40 * i)] for i in range(5)]
+    begun = asyncio.Event()
+    async with httpx.AsyncClient(base_url=live.url, timeout=60) as client:
+        streams = [asyncio.create_task(streamed(client, p, 600, "recompute", begun)) for p in prompts]
+        await begun.wait()
+        assert (await asyncio.to_thread(live.admin.post, "/admin/weights/rollback")).status_code == 200
+        answers = await asyncio.gather(*streams)
+    starts, expected_of = [], []
+    for prompt, (seen, choice) in zip(prompts, answers, strict=True):
+        old, new = choice["weight_versions"]
+        assert [old["start"], new["start"], new["end"]] == [0, old["end"], 600]
+        assert old["end"] > 0
+        starts.append(prompt + seen[: old["end"]])
+        expected_of.append(seen[old["end"] :])
+    reference = await asyncio.to_thread(stock_vllm, checkpoints["b"], starts, max(map(len, expected_of)))
+    for found, expected in zip(expected_of, reference, strict=True):
+        assert found == expected[: len(found)]
+
+
+# prefills in chunks --------------------------------------------------------------------------------------------------
+
+
+async def test_a_prefill_that_a_swap_falls_into_says_which_weights_computed_which_part(
+    live: LiveServer, checkpoints: dict[str, Path]
+) -> None:
+    """Constant-answer weights predict the same token everywhere: the prompt's own log-probabilities tell who ran."""
+    split = 0
+    async with (
+        swapping(live, checkpoints["say-0"], checkpoints["say-1"]) as versions,
+        httpx.AsyncClient(base_url=live.url, timeout=60) as client,
+    ):
+        says = {version: 100 + i for i, version in enumerate(versions)}
+
+        async def ask(i: int) -> None:
+            nonlocal split
+            prompt = [(i * 17 + 7 * j) % 90 + 5 for j in range(1000)]
+            body = {"model": live.name, "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+            more = {"prompt_logprobs": 1, "return_token_ids": True}
+            answer = await client.post("/v1/completions", json=body | more)
+            assert answer.status_code == 200, answer.text
+            (choice,) = answer.json()["choices"]
+            ran = by_token(choice["prompt_weight_versions"])
+            assert len(ran) == 1000
+            assert choice["weight_versions"][0]["version"] == ran[-1]
+            # Position j is predicted by what was computed at j - 1.
+            firsts = [next(t for t, p in e.items() if p["rank"] == 1) for e in choice["prompt_logprobs"][1:]]
+            assert [int(token) for token in firsts] == [says[version] for version in ran[:-1]]
+            split += len(set(ran)) > 1
+
+        for start in range(0, 600, 12):
+            await asyncio.gather(*(ask(i) for i in range(start, start + 12)))
+            if split > 1:
+                break
+    assert split > 0, "no swap fell into a prefill"
+
+
+def test_a_prompt_found_in_the_cache_names_the_one_version_that_computed_it(
+    live: LiveServer, checkpoints: dict[str, Path]
+) -> None:
+    prompt = [(19 * j) % 430 + 5 for j in range(500)]
+    versions = [live.push(checkpoints[name]) for name in ("a", "b")]
+    for round_ in range(3):
+        for version in reversed(versions):
+            before = live.engine_metric("vllm:prefix_cache_hits_total")
+            (choice,) = live.generate(prompt, 3)["choices"]
+            assert choice["prompt_weight_versions"] == [{"version": version, "start": 0, "end": 500}]
+            assert (live.engine_metric("vllm:prefix_cache_hits_total") > before) is (round_ > 0)
+            assert live.admin.post("/admin/weights/rollback").status_code == 200
+
+
+# samples, log-probabilities, grammars --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "finish", "abort"])
+async def test_several_samples_with_log_probabilities(
+    live: LiveServer, checkpoints: dict[str, Path], policy: str
+) -> None:
+    await samples_keep_their_terms(live, checkpoints, policy)
+
+
+async def samples_keep_their_terms(
+    live: LiveServer, checkpoints: dict[str, Path], policy: str, samples: int = 3
+) -> None:
+    """Each sample has its own labels, true to the token, and one log-probability per token."""
+    whole = crossed = ended = 0
+    async with (
+        swapping(live, checkpoints["say-0"], checkpoints["say-1"]) as versions,
+        httpx.AsyncClient(base_url=live.url, timeout=60, headers={"x-hotswap-policy": policy}) as client,
+    ):
+        says = {version: 100 + i for i, version in enumerate(versions)}
+        body = {"prompt_token_ids": [4, 5, 6], "n": samples, "max_tokens": 60, "ignore_eos": True, "logprobs": True}
+        for i in range(12):
+            answer = await client.post(
+                "/generate", json=body | {"stream": False, "temperature": 0.01 if samples > 1 else 0, "seed": i}
+            )
+            if answer.status_code == 409:
+                assert (policy, answer.json()["error"]["code"]) == ("abort", "weights_changed")
+                ended += 1
+                continue
+            choices = answer.json()["choices"]
+            assert [c["index"] for c in choices] == list(range(samples))
+            for choice in choices:
+                assert len(choice["logprobs"]) == len(choice["token_ids"]) == 60
+                assert all(value <= 0 for value in choice["logprobs"])
+                ran = by_token(choice["weight_versions"])
+                assert choice["token_ids"] == [says[version] for version in ran]
+                crossed += len(set(ran)) > 1
+            whole += 1
+    assert whole or policy == "abort"
+    assert (crossed > 0) is (policy in ("keep", "recompute"))
+    assert (ended > 0) is (policy == "abort")
+
+
+SCHEMA = {"type": "string", "pattern": "[xyz]" * 200}  # leaves no room for blanks, which random weights like
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "finish"])
+async def test_an_answer_after_a_grammar_stays_in_it(
+    live: LiveServer, checkpoints: dict[str, Path], policy: str
+) -> None:
+    crossed = 0
+    async with (
+        swapping(live, checkpoints["a"], checkpoints["b"]),
+        httpx.AsyncClient(base_url=live.url, timeout=60, headers={"x-hotswap-policy": policy}) as client,
+    ):
+        for _ in range(5):
+            body = {
+                "model": live.name,
+                "messages": [{"role": "user", "content": "hi"}],
+                "max_tokens": 400,
+                "temperature": 0,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
+                "return_token_ids": True,
+            }
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            (choice,) = answer.json()["choices"]
+            assert choice["finish_reason"] == "stop", choice
+            found = json.loads(choice["message"]["content"])
+            assert len(found) == 200
+            assert set(found) <= set("xyz")
+            ran = by_token(choice["weight_versions"])
+            assert len(ran) == len(choice["token_ids"])
+            crossed += len(set(ran)) > 1
+    assert (crossed > 0) is (policy != "finish")

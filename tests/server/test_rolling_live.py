@@ -1,0 +1,142 @@
+"""Rolling swaps of two real instances, guarded by probes: what the canary is asked, and that bad weights stop there."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.live import LiveServer, eventually
+
+pytestmark = pytest.mark.engine
+
+BODY = {"prompt_token_ids": [3, 4, 5], "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": False}
+# say-0, say-1 and say-3 answer these words, as tests/conftest.py and the tokenizer of loadtest/checkpoints.py have it.
+PROBES = """
+- {name: words, prompt: [3, 4, 5], max_tokens: 4, expect: {regex: "^(w100|w101|w103)+$"}, min_mean_logprob: -5}
+- {name: text, prompt: "abc", max_tokens: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Two instances that serve say-0 at first; tests leave them serving some version."""
+    probes = tmp_path_factory.mktemp("probes") / "probes.yaml"
+    probes.write_text(PROBES)
+    state = tmp_path_factory.mktemp("rolling")
+    arguments = ("--probes", str(probes))
+    live = LiveServer(checkpoints["say-0"], state, name="rolling", instances=2, gateway_args=arguments)
+    with live.running():
+        yield live
+
+
+@dataclass
+class Clients:
+    """Asks the public port again and again; what came back."""
+
+    url: str
+    tokens: set[int] = field(default_factory=set)
+    versions: set[int] = field(default_factory=set)
+    failures: list[str] = field(default_factory=list)
+    asked: int = 0
+
+    def __enter__(self) -> Clients:
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(3)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _ask(self) -> None:
+        with httpx.Client(base_url=self.url, timeout=60) as client:
+            while not self._stop.is_set():
+                answer = client.post("/generate", json=BODY)
+                if answer.status_code != 200:
+                    self.failures.append(answer.text)
+                    continue
+                (choice,) = answer.json()["choices"]
+                self.tokens |= set(choice["token_ids"])
+                self.versions |= {span["version"] for span in choice["weight_versions"]}
+                self.asked += 1
+
+
+def push(server: LiveServer, directory: Path, **how: Any) -> httpx.Response:
+    return server.admin.post("/admin/weights", json={"path": str(directory), **how})
+
+
+def everywhere(server: LiveServer, version: int) -> bool:
+    found = [(i["state"], i["active_version"], i["eligible"]) for i in server.instances()]
+    return found == [("SERVING", version, True)] * 2
+
+
+def test_a_sound_version_goes_round(server: LiveServer, checkpoints: dict[str, Path]) -> None:
+    with Clients(server.url) as clients:
+        answer = push(server, checkpoints["say-1"], mode="rolling", drain_s=5)
+        assert answer.status_code == 200, answer.text
+        swap = answer.json()["swap"]
+        assert (swap["ok"], swap["mode"], swap["probe"]) == (True, "rolling", "passed")
+        assert swap["canary"] in {i["id"] for i in server.instances()}
+        version = answer.json()["version"]
+        assert eventually(lambda: version in clients.versions)
+    assert not clients.failures
+    assert clients.tokens <= {100 + i for i in range(4)}
+    assert everywhere(server, version)
+    found = server.admin.get("/admin/swap").json()["swap"]
+    assert (found["phase"], found["mode"], found["probe"], found["in_flight"]) == ("done", "rolling", "passed", False)
+
+
+@pytest.mark.parametrize("bad", ["unexpected", "nan"])
+def test_bad_weights_stop_at_the_canary(
+    server: LiveServer, checkpoints: dict[str, Path], tmp_path: Path, bad: str
+) -> None:
+    """No client ever sees a token of them, and the canary is back on the old weights when the answer comes."""
+    assert push(server, checkpoints["say-1"]).status_code == 200
+    before = server.active()
+    directory = checkpoints["say-2"] if bad == "unexpected" else with_nan(checkpoints["say-3"], tmp_path / "nan")
+    with Clients(server.url) as clients:
+        answer = push(server, directory, mode="rolling")
+        problem = answer.json()["error"]
+        assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
+        assert "prompt words" in problem["reason"], "it says which prompt failed"
+        assert eventually(lambda: everywhere(server, before))
+        asked = clients.asked
+        assert eventually(lambda: clients.asked > asked + 10)
+    assert not clients.failures
+    assert (clients.tokens, clients.versions) == ({101}, {before})
+    assert server.active() == before
+    found = server.admin.get("/admin/swap").json()["swap"]
+    assert (found["phase"], found["probe"]) == ("aborted", "failed")
+    assert found["reason"] == problem["reason"]
+
+
+def test_rollback_to_any_ready_version(server: LiveServer, checkpoints: dict[str, Path]) -> None:
+    versions = [push(server, checkpoints[name]).json()["version"] for name in ("say-0", "say-1")]
+    answer = server.admin.post("/admin/weights/rollback", json={"version": versions[0], "mode": "rolling"})
+    assert answer.status_code == 200, answer.text
+    assert server.active() == versions[0]
+    assert server.generate([5, 6], 3)["choices"][0]["token_ids"] == [100] * 3
+    answer = server.admin.post("/admin/weights/rollback")
+    assert answer.json()["version"] == versions[1]
+    answer = server.admin.post("/admin/weights/rollback", json={"version": 10**6})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_version")
+
+
+def with_nan(source: Path, target: Path) -> Path:
+    """The checkpoint with one NaN in its output matrix."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    tensors["lm_head.weight"][7, 7] = float("nan")
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target

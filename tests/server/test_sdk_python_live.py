@@ -1,0 +1,129 @@
+"""The OpenAI Python SDK and what a request may ask of swaps: extra fields in, typed errors and extra fields out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.live import LiveServer
+
+pytestmark = pytest.mark.engine
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def client(live: LiveServer, checkpoints: dict[str, Path]) -> openai.OpenAI:
+    live.push(checkpoints["say-1"])
+    live.push(checkpoints["say-2"])
+    return openai.OpenAI(base_url=live.url + "/v1", api_key="unused", max_retries=0)
+
+
+def chat(client: openai.OpenAI, live: LiveServer, wish: dict[str, Any], tokens: int = 4, **more: Any) -> Any:
+    extra = {"ignore_eos": True, "hotswap": wish}
+    return client.chat.completions.create(
+        model=live.name, messages=MESSAGES, max_tokens=tokens, temperature=0, extra_body=extra, **more
+    )
+
+
+def completion(client: openai.OpenAI, live: LiveServer, wish: dict[str, Any], tokens: int = 4, **more: Any) -> Any:
+    extra = {"ignore_eos": True, "hotswap": wish}
+    return client.completions.create(
+        model=live.name, prompt="3+4=", max_tokens=tokens, temperature=0, extra_body=extra, **more
+    )
+
+
+def response(client: openai.OpenAI, live: LiveServer, wish: dict[str, Any], tokens: int = 4, **more: Any) -> Any:
+    return client.responses.create(
+        model=live.name, input="hi", max_output_tokens=tokens, temperature=0, extra_body={"hotswap": wish}, **more
+    )
+
+
+ROUTES = [chat, completion, response]
+Call = Callable[..., Any]
+
+
+@pytest.mark.parametrize("call", ROUTES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_version_that_nobody_runs_is_a_conflict(
+    live: LiveServer, client: openai.OpenAI, call: Call, stream: bool
+) -> None:
+    with pytest.raises(openai.ConflictError) as refused:
+        call(client, live, {"version": 999999}, stream=stream)
+    assert refused.value.code == "version_unavailable"
+    with pytest.raises(openai.InternalServerError) as waited:
+        call(client, live, {"min_version": 999999, "wait_s": 0.1}, stream=stream)
+    assert (waited.value.status_code, waited.value.code) == (504, "version_wait_timeout")
+
+
+@pytest.mark.parametrize("call", ROUTES)
+def test_a_bad_wish_is_a_bad_request(live: LiveServer, client: openai.OpenAI, call: Call) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        call(client, live, {"policy": "never"})
+    assert (refused.value.code, refused.value.param) == ("invalid_parameter", "hotswap.policy")
+
+
+@pytest.mark.parametrize("call", ROUTES)
+def test_what_is_asked_of_swaps_changes_nothing_without_one(
+    live: LiveServer, client: openai.OpenAI, call: Call
+) -> None:
+    version = live.active()
+    for wish in ({"policy": "finish", "finish_s": 5}, {"policy": "recompute"}, {"version": version}):
+        answer = call(client, live, wish)
+        choice = answer if call is response else answer.choices[0]
+        assert choice.model_extra["weight_versions"] == [{"version": version, "start": 0, "end": 4}]
+        (prompt,) = choice.model_extra["prompt_weight_versions"]
+        tokens = answer.usage.input_tokens if call is response else answer.usage.prompt_tokens
+        assert prompt == {"version": version, "start": 0, "end": tokens}
+
+
+def texts(call: Call, events: Iterable[Any]) -> Iterable[str]:
+    """The pieces of text in a stream."""
+    for event in events:
+        if call is response:
+            if event.type == "response.output_text.delta":
+                yield event.delta
+        elif event.choices:
+            yield (event.choices[0].delta.content if call is chat else event.choices[0].text) or ""
+
+
+def cut(live: LiveServer, call: Call, events: Iterable[Any]) -> tuple[openai.APIError | None, int]:
+    """What a stream ends with when the weights are swapped after its first token, and how much came before."""
+    seen = 0
+    try:
+        for text in texts(call, events):
+            if text and not seen:
+                assert live.admin.post("/admin/weights/rollback").status_code == 200
+            seen += bool(text)
+    except openai.APIError as error:
+        return error, seen
+    return None, seen
+
+
+@pytest.mark.parametrize("call", ROUTES)
+def test_a_stream_cut_by_a_swap_raises_a_typed_error(live: LiveServer, client: openai.OpenAI, call: Call) -> None:
+    for _ in range(8):  # on a busy machine the swap may come when everything is said
+        error, seen = cut(live, call, call(client, live, {"policy": "abort"}, tokens=900, stream=True))
+        if error is not None:
+            break
+    assert error is not None
+    assert 0 < seen < 900
+    assert (error.code, error.type) == ("weights_changed", "conflict_error")
+
+
+@pytest.mark.parametrize("call", ROUTES)
+async def test_a_whole_answer_cut_by_a_swap_raises_a_typed_error(
+    live: LiveServer, client: openai.OpenAI, call: Call
+) -> None:
+    for _ in range(8):
+        asked = asyncio.create_task(asyncio.to_thread(call, client, live, {"policy": "abort"}, tokens=900))
+        while not asked.done():
+            assert (await asyncio.to_thread(live.admin.post, "/admin/weights/rollback")).status_code == 200
+        if (error := asked.exception()) is not None:
+            break
+    assert isinstance(error, openai.ConflictError)
+    assert (error.code, error.type) == ("weights_changed", "conflict_error")

@@ -1,0 +1,136 @@
+"""Clients with different terms at once, through the gateway, while the weights change all the time.
+
+Constant-answer weights: every token says which checkpoint wrote it, so each label is checked against the token itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from tests.live import LiveServer
+
+pytestmark = pytest.mark.engine
+PROMPT = [7, 8, 9]
+TERMS = ("finish", "exact", "min", "abort", "recompute", "keep")
+SWAPS = 150
+
+
+class Swaps:
+    """The four checkpoints in turn, with rollbacks between: which of them every version is, and which is active."""
+
+    def __init__(self, live: LiveServer, checkpoints: dict[str, Path]) -> None:
+        self._live, self._checkpoints = live, checkpoints
+        self.says: dict[int, int] = {}
+        self.active = 0
+        self.over = False
+
+    def push(self, i: int) -> None:
+        version = self._live.push(self._checkpoints[f"say-{i % 4}"])
+        self.says[version], self.active = 100 + i % 4, version
+
+    async def run(self, count: int) -> None:
+        try:
+            for i in range(count):
+                if i % 25 == 0:  # a process of its own, and slow on a machine that is busy
+                    await asyncio.to_thread(self.push, i // 25)
+                else:  # back, and forth again
+                    answer = await asyncio.to_thread(self._live.admin.post, "/admin/weights/rollback")
+                    assert answer.status_code == 200, answer.text
+                    self.active = int(answer.json()["version"])
+        finally:
+            self.over = True
+
+
+def headers_of(terms: str, active: int) -> dict[str, str]:
+    bound = {"exact": {"x-hotswap-version": str(active)}, "min": {"x-hotswap-min-version": str(active)}}
+    return bound.get(terms, {"x-hotswap-policy": terms})
+
+
+async def ask(
+    client: httpx.AsyncClient, model: str, route: str, stream: bool, headers: dict[str, str], tokens: int
+) -> tuple[list[int], dict[str, Any], str]:
+    """(tokens, last choice, error code): "" if there was no error."""
+    body = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
+    openai = {"model": model, "prompt": PROMPT, "return_token_ids": True}
+    body |= openai if route == "/v1/completions" else {"prompt_token_ids": PROMPT}
+    seen: list[int] = []
+    last: dict[str, Any] = {}
+    async with client.stream("POST", route, json=body, headers=headers) as answer:
+        if answer.status_code != 200 or not stream:
+            payload = orjson.loads(await answer.aread())
+            if answer.status_code != 200:
+                assert answer.status_code == 409, payload
+                return [], {}, payload["error"]["code"]
+            return payload["choices"][0]["token_ids"], payload["choices"][0], ""
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = orjson.loads(line.removeprefix("data: "))
+            if event.get("error"):
+                return seen, {}, event["error"]["code"]
+            choice = event["choices"][0] if "choices" in event else event
+            seen += choice.get("token_ids") or []
+            last = choice if "weight_versions" in choice else last
+    return seen, last, ""
+
+
+def check(terms: str, asked: int, tokens: list[int], choice: dict[str, Any], swaps: Swaps) -> int:
+    """Every label is true, and the terms are kept; how many versions wrote the answer."""
+    spans = choice["weight_versions"]
+    assert [spans[0]["start"], spans[-1]["end"]] == [0, len(tokens)]
+    assert all(a["end"] == b["start"] for a, b in itertools.pairwise(spans))
+    written = [swaps.says[span["version"]] for span in spans for _ in range(span["start"], span["end"])]
+    assert tokens == written
+    (prompt,) = choice["prompt_weight_versions"]
+    assert prompt == {"version": spans[0]["version"], "start": 0, "end": len(PROMPT)}
+    versions = [span["version"] for span in spans]
+    if terms in ("finish", "exact", "abort"):
+        assert len(versions) == 1, f"{terms}: {spans}"
+    if terms == "exact":
+        assert versions == [asked]
+    if terms == "min":
+        assert min(versions) >= asked
+    return len(versions)
+
+
+async def test_every_client_gets_its_terms_while_the_weights_change_all_the_time(
+    live: LiveServer, checkpoints: dict[str, Path]
+) -> None:
+    swaps = Swaps(live, checkpoints)
+    for i in (2, 3):
+        await asyncio.to_thread(swaps.push, i)
+    whole, cut, mixed = Counter[str](), Counter[tuple[str, str]](), Counter[str]()
+
+    async def client_of(terms: str, client: httpx.AsyncClient) -> None:
+        kinds = itertools.cycle(itertools.product(("/generate", "/v1/completions"), (True, False)))
+        while not swaps.over:
+            route, stream = next(kinds)
+            asked = swaps.active
+            length = 25 if terms in ("finish", "exact", "min") else 120
+            tokens, choice, code = await ask(client, live.name, route, stream, headers_of(terms, asked), length)
+            if code:
+                cut[terms, code] += 1
+                # All it saw before the end is of one version; nothing at all if it was not let in.
+                assert len(set(tokens)) <= 1 if code == "weights_changed" else not tokens
+                continue
+            while choice["weight_versions"][-1]["version"] not in swaps.says:  # noqa: ASYNC110 - until its push answers
+                await asyncio.sleep(0.01)
+            assert len(tokens) == length
+            mixed[terms] += check(terms, asked, tokens, choice, swaps) > 1
+            whole[terms] += 1
+
+    async with httpx.AsyncClient(base_url=live.url, timeout=60) as client:
+        await asyncio.gather(swaps.run(SWAPS), *(client_of(terms, client) for terms in TERMS))
+    print(dict(whole), dict(cut), dict(mixed))
+    assert all(whole[terms] for terms in TERMS), whole
+    assert set(cut) <= {("abort", "weights_changed"), ("exact", "version_unavailable"), ("min", "version_unavailable")}
+    assert cut["abort", "weights_changed"] > 0
+    assert mixed["keep"] > 0 < mixed["recompute"], "no answer crossed a swap"

@@ -1,0 +1,115 @@
+"""What an instance does next: each rule by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from weightsync import agent_state
+from weightsync.agent_state import Drain, Flip, Rest, Serve, Stage, StandDown, View, decide
+from weightsync.records import ActiveRecord, ErrorInfo, InstanceRecord, SwapRecord
+
+ACTIVE = ActiveRecord(1, 5, None, "old", 0.0, "f1")
+SWAP = SwapRecord("new", 2, "prepare", ("a", "b", "c"), 100.0, 90.0, mode="rolling", drain_s=3.0)
+CANARY = replace(SWAP, phase="canary", canary="a")
+COMMIT = replace(CANARY, phase="commit")
+COMMITTED = ActiveRecord(2, 6, 1, "new", 95.0, "f2")
+SERVING = InstanceRecord("a", "x", "SERVING", 1, 5, fingerprint="f1")
+STAGED = replace(SERVING, state="STAGED", staged_version=2, swap_id="new", staged_fingerprint="f2")
+TRIAL = replace(SERVING, state="COMMITTING", swap_id="new", active_version=2, active_epoch=0, fingerprint="f2")
+
+
+def view(active: ActiveRecord | None = ACTIVE, swap: SwapRecord | None = None, **others: InstanceRecord) -> View:
+    return View(active, swap, others)
+
+
+def test_one_that_starts_serves_when_it_runs_what_is_committed() -> None:
+    blank = InstanceRecord("a", "x")
+    assert decide(blank, view(None)) == Serve(None)
+    assert decide(blank, view()) == Flip(ACTIVE)
+    assert decide(replace(blank, active_version=1), view()) == Serve(ACTIVE)
+    assert decide(replace(blank, active_version=1, fingerprint="f1"), view()) == Serve(ACTIVE)
+    assert decide(replace(blank, active_version=1, fingerprint="other"), view()) == Flip(ACTIVE)
+
+
+@pytest.mark.parametrize("state", ["TORN", "DRAINING", "STOPPED"])
+def test_one_that_is_out_does_nothing_more(state: str) -> None:
+    assert decide(replace(SERVING, state=state), view(COMMITTED, COMMIT)) == Rest()  # type: ignore[arg-type]
+
+
+def test_a_swap_is_staged_once_and_again_if_that_was_interrupted() -> None:
+    assert decide(SERVING, view(swap=SWAP)) == Stage(SWAP)
+    assert decide(replace(SERVING, id="d"), view(swap=SWAP)) == Rest()
+    assert decide(replace(SERVING, state="STAGING", swap_id="new"), view(swap=SWAP)) == Stage(SWAP)
+    assert decide(replace(SERVING, swap_id="new", error=ErrorInfo("c", "m")), view(swap=SWAP)) == Rest()
+    assert decide(STAGED, view(swap=SWAP)) == Rest()
+
+
+@pytest.mark.parametrize("record", [STAGED, replace(STAGED, state="COMMITTING"), replace(STAGED, state="STAGING")])
+def test_what_was_staged_for_a_swap_that_ended_is_dropped(record: InstanceRecord) -> None:
+    assert decide(record, view(swap=replace(CANARY, phase="aborted"))) == StandDown()
+    assert decide(record, view(swap=replace(SWAP, id="newer", participants=()))) == StandDown()
+
+
+def test_together_it_flips_as_soon_as_it_sees_the_commit() -> None:
+    for phase in ("prepare", "commit", "done"):
+        swap = replace(SWAP, mode="together", phase=phase)  # type: ignore[arg-type]
+        assert decide(STAGED, view(COMMITTED, swap)) == Flip(COMMITTED)
+
+
+def test_the_canary_drains_then_flips_ahead() -> None:
+    assert decide(STAGED, view(swap=CANARY)) == Drain(CANARY)
+    leaving = replace(STAGED, state="COMMITTING")
+    assert decide(leaving, view(swap=CANARY)) == Drain(CANARY)
+    ahead = ActiveRecord(2, 6, 1, "new", CANARY.opened_at, "f2")
+    assert decide(leaving, replace(view(swap=CANARY), drained="new")) == Flip(ahead, ahead=True)
+    assert decide(replace(STAGED, id="b"), view(swap=CANARY)) == Rest()
+
+
+def test_a_canary_on_trial_waits_serves_or_goes_back() -> None:
+    assert decide(TRIAL, view(swap=CANARY)) == Rest()
+    assert decide(TRIAL, view(swap=COMMIT)) == Rest()  # the commit record is the next thing it sees
+    assert decide(TRIAL, view(COMMITTED, CANARY)) == Serve(COMMITTED)  # or the other way round
+    assert decide(TRIAL, view(COMMITTED, COMMIT)) == Serve(COMMITTED)
+    assert decide(TRIAL, view(swap=replace(CANARY, phase="aborted"))) == Flip(ACTIVE)
+    assert decide(TRIAL, view(swap=replace(SWAP, id="newer"))) == Flip(ACTIVE)
+    assert decide(TRIAL, view(swap=None)) == Flip(ACTIVE)
+
+
+def test_the_others_follow_in_turn() -> None:
+    second, third = replace(STAGED, id="b"), replace(STAGED, id="c")
+    fleet = {"a": TRIAL, "b": second, "c": third}
+    assert decide(second, view(COMMITTED, COMMIT, **fleet)) == Rest()
+    fleet["a"] = replace(TRIAL, state="SERVING", active_epoch=6)
+    for phase in (CANARY, COMMIT):  # seen before, or with, the commit record
+        assert decide(second, view(COMMITTED, phase, **fleet)) == Drain(phase)
+        assert decide(second, replace(view(COMMITTED, phase, **fleet), drained="new")) == Flip(COMMITTED)
+        assert decide(third, view(COMMITTED, phase, **fleet)) == Rest()
+    for gone in (None, replace(second, state="TORN"), replace(second, state="STARTING")):
+        others = {name: i for name, i in {**fleet, "b": gone}.items() if i is not None}
+        assert decide(third, view(COMMITTED, COMMIT, **others)) == Drain(COMMIT)
+    assert decide(third, view(COMMITTED, replace(COMMIT, phase="done"), **fleet)) == Flip(COMMITTED)
+
+
+def test_one_that_is_no_participant_follows_a_rolling_commit_at_once() -> None:
+    assert decide(replace(SERVING, id="d"), view(COMMITTED, COMMIT, a=TRIAL)) == Flip(COMMITTED)
+    assert decide(InstanceRecord("b", "x"), view(COMMITTED, COMMIT, a=TRIAL)) == Flip(COMMITTED)
+
+
+def test_requests_are_taken_only_while_it_serves() -> None:
+    assert all(agent_state.admits(replace(SERVING, state=s)) for s in ("SERVING", "STAGING", "STAGED"))  # type: ignore[arg-type]
+    out = ("STARTING", "COMMITTING", "TORN", "DRAINING", "STOPPED")
+    assert not any(agent_state.admits(replace(SERVING, state=s)) for s in out)  # type: ignore[arg-type]
+
+
+def test_what_it_says_afterwards() -> None:
+    error = ErrorInfo("c", "m")
+    flipped = agent_state.flipped(STAGED, COMMITTED, "f2", ahead=False)
+    assert (flipped.state, flipped.active_version, flipped.active_epoch, flipped.fingerprint) == ("SERVING", 2, 6, "f2")
+    assert agent_state.flipped(STAGED, COMMITTED, "f2", ahead=True) == TRIAL
+    assert agent_state.serving(TRIAL, COMMITTED) == replace(TRIAL, state="SERVING", active_epoch=6)
+    assert agent_state.behind(STAGED, error) == replace(SERVING, state="STARTING", swap_id="new", error=error)
+    assert agent_state.refused(STAGED, error).error == error
+    assert agent_state.torn(STAGED, error).state == "TORN"
+    assert agent_state.stood_down(STAGED) == replace(SERVING, swap_id="new")

@@ -1,0 +1,330 @@
+"""Deltas as files: what goes in comes out to the last bit, and nothing damaged or hostile does."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weightsync import Publisher, SlotReader, delta_codec
+from weightsync.delta import Base, DeltaHeader, DeltaReader, DeltaWriter, apply_delta, is_worthwhile
+from weightsync.delta_codec import BLOCK, DENSE, FULL, HEAD, RAW, SAME, SPARSE
+from weightsync.dtypes import ITEMSIZE
+from weightsync.errors import DeltaBaseMismatch, DeltaError, DigestMismatch, WeightSyncError
+from weightsync.manifest import Schema, TensorSpec, digest_of
+from weightsync.sources import copy_sums
+
+Tensors = dict[str, tuple[TensorSpec, np.ndarray[Any, Any]]]
+BASE = Base(7, "0123456789abcdef" * 2)
+
+
+class Memory:
+    """Stands for a draft and, with its bytes, for a slot: what `apply_delta` needs of either."""
+
+    def __init__(self, tensors: Tensors, digest: str = BASE.manifest_digest) -> None:
+        self.manifest_digest = digest
+        self.data = {name: bytearray(data.tobytes()) for name, (_, data) in tensors.items()}
+        self.manifest = SimpleNamespace(schema=Schema({name: spec for name, (spec, _) in tensors.items()}))
+
+    def buffer(self, name: str) -> memoryview:
+        return memoryview(self.data[name])
+
+    def write(self, name: str, tensor: Any) -> str:
+        self.data[name] = bytearray(tensor.spec.nbytes)
+        return copy_sums(memoryview(self.data[name]), tensor, tensor.spec).digest
+
+
+def tensors_of(**named: tuple[str, np.ndarray[Any, Any]]) -> Tensors:
+    """name=(dtype, bytes or words); shapes are flat."""
+    made = {}
+    for name, (dtype, data) in named.items():
+        raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        made[name] = (TensorSpec(dtype, (len(raw) // ITEMSIZE[dtype],)), raw)
+    return made
+
+
+def header_of(target: Tensors, base: Base | None = BASE) -> DeltaHeader:
+    rows = {name: (spec, digest_of(memoryview(data))) for name, (spec, data) in target.items()}
+    return DeltaHeader("demo", rows, base, step=3, metadata={"run": "a"}, source="a test")
+
+
+def writer(target: Tensors, base: Tensors | None, threads: int = 1) -> DeltaWriter:
+    old = None if base is None else (lambda name: base[name][1])
+    header = header_of(target, None if base is None else BASE)
+    return DeltaWriter(header, lambda name: target[name][1], old, threads=threads)
+
+
+def encoded(target: Tensors, base: Tensors | None, threads: int = 1) -> bytes:
+    return b"".join(writer(target, base, threads))
+
+
+def applied(raw: bytes, base: Tensors | None, threads: int = 1) -> Memory:
+    draft = Memory({})
+    source: Any = None if base is None else Memory(base)
+    apply_delta(DeltaReader(io.BytesIO(raw)), source, draft, threads=threads)
+    return draft
+
+
+def assert_same(draft: Memory, target: Tensors) -> None:
+    assert draft.data == {name: data.tobytes() for name, (_, data) in target.items()}
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Tensors, Tensors]:
+    """Two versions of a model: any dtype, any share of changed elements, all bit patterns, no and one element too."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    base: Tensors = {}
+    target: Tensors = {}
+    for number in range(draw(st.integers(1, 3))):
+        dtype = draw(st.sampled_from(sorted(ITEMSIZE)))
+        shape = draw(st.sampled_from([(), (0,), (1,), (3, 5), (7, 1, 9), (257, 31), (BLOCK // 8 + 3,)]))
+        spec = TensorSpec(dtype, shape)
+        old = rng.integers(0, 256, spec.nbytes, np.uint8)
+        words = old.view(delta_codec.WORD[ITEMSIZE[dtype]])
+        new = words.copy()
+        hit = rng.random(len(words)) < draw(st.sampled_from([0.0, 0.001, 0.02, 0.2, 0.3, 0.6, 1.0]))
+        if draw(st.booleans()):
+            new[hit] += rng.integers(0, 3, int(hit.sum())).astype(new.dtype)
+        else:
+            new[hit] = rng.integers(0, 256, int(hit.sum()) * new.itemsize, np.uint8).view(new.dtype)
+        base[f"t{number}"], target[f"t{number}"] = (spec, old), (spec, new.view(np.uint8))
+    return base, target
+
+
+@given(pairs(), st.sampled_from([1, 3]))
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_version_survives(pair: tuple[Tensors, Tensors], threads: int) -> None:
+    base, target = pair
+    assert_same(applied(encoded(target, base, threads), base, threads), target)
+    assert_same(applied(encoded(target, None, threads), None, threads), target)
+
+
+def test_not_a_number_keeps_its_payload() -> None:
+    base = tensors_of(a=("bfloat16", np.full(5000, 0x3F80, np.uint16)), b=("float32", np.zeros(3000, np.uint32)))
+    new_a, new_b = base["a"][1].view(np.uint16).copy(), base["b"][1].view(np.uint32).copy()
+    new_a[::7], new_b[::5] = 0x7FC3, 0x7F800001  # a quiet and a signalling one
+    new_b[1] = 0x80000000  # minus zero
+    target = tensors_of(a=("bfloat16", new_a), b=("float32", new_b))
+    assert_same(applied(encoded(target, base), base), target)
+
+
+def change(share: float, elements: int = BLOCK, seed: int = 1) -> tuple[Tensors, Tensors]:
+    """bf16 weights of which `share` move by one unit in the last place."""
+    rng = np.random.default_rng(seed)
+    old = ((rng.standard_normal(elements) * 0.02).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    new = old.copy()
+    hit = rng.random(elements) < share
+    new[hit] += rng.choice(np.array([1, 0xFFFF], np.uint16), int(hit.sum()))
+    return tensors_of(w=("bfloat16", old)), tensors_of(w=("bfloat16", new))
+
+
+def test_each_block_takes_the_form_that_fits() -> None:
+    for share, kind in ((0.0, SAME), (1e-4, SPARSE), (0.01, SPARSE), (0.5, DENSE)):
+        base, target = change(share)
+        made = writer(target, base)
+        raw = b"".join(made)
+        assert set(made.stats.kinds) == {kind}
+        assert made.stats.nbytes == len(raw)
+        assert_same(applied(raw, base), target)
+    made = writer(target, None)
+    assert len(b"".join(made)) < 0.8 * 2 * BLOCK  # exponents compress
+    assert set(made.stats.kinds) == {FULL}
+    plain = DeltaWriter(header_of(target, None), lambda name: target[name][1], compress=False)
+    assert_same(applied(b"".join(plain), None), target)
+    assert set(plain.stats.kinds) == {RAW}
+    noise = tensors_of(w=("uint8", np.random.default_rng(0).integers(0, 256, BLOCK, np.uint8)))
+    made = writer(noise, tensors_of(w=("uint8", np.zeros(BLOCK, np.uint8))))
+    assert len(b"".join(made)) < BLOCK + 1024  # never more than the bytes themselves
+    assert set(made.stats.kinds) == {RAW}
+
+
+def test_a_hundredth_of_the_elements_takes_a_hundredth_of_the_bytes() -> None:
+    base, target = change(0.01)
+    made = writer(target, base)
+    assert len(b"".join(made)) < 0.01 * 2 * BLOCK
+    assert made.stats.changed == int((base["w"][1].view(np.uint16) != target["w"][1].view(np.uint16)).sum())
+
+
+def test_a_base_that_does_not_help_is_left_out() -> None:
+    base, target = change(0.01)
+    view: Callable[[Tensors], Callable[[str], Any]] = lambda tensors: lambda name: tensors[name][1]  # noqa: E731
+    assert is_worthwhile(header_of(target), view(target), view(base))
+    noise = tensors_of(w=("bfloat16", np.random.default_rng(0).integers(0, 2**16, BLOCK, np.uint16)))
+    assert not is_worthwhile(header_of(noise), view(noise), view(base))
+
+
+def test_the_writer_can_be_read_again() -> None:
+    base, target = change(0.05)
+    made = writer(target, base, threads=2)
+    assert b"".join(made) == b"".join(made)
+    with pytest.raises(ValueError, match="go together"):
+        DeltaWriter(header_of(target), lambda name: target[name][1])
+
+
+def test_the_header_says_what_the_version_is() -> None:
+    base, target = change(0.01)
+    header = DeltaReader(io.BytesIO(encoded(target, base))).header
+    assert header == header_of(target)
+    assert (header.base, header.step, header.metadata["run"], header.source) == (BASE, 3, "a", "a test")
+    assert header.target_digest == header_of(target, None).target_digest
+
+
+SMALL_BASE, SMALL = change(0.05, elements=600)
+SMALL_RAW = encoded(SMALL, SMALL_BASE)
+
+
+@given(st.integers(0, 8 * len(SMALL_RAW) - 1))
+@settings(max_examples=400, deadline=None)
+def test_a_flipped_bit_anywhere_is_refused(bit: int) -> None:
+    damaged = bytearray(SMALL_RAW)
+    damaged[bit // 8] ^= 1 << bit % 8
+    with pytest.raises((DeltaError, DigestMismatch)):
+        applied(bytes(damaged), SMALL_BASE)
+
+
+def test_a_delta_cut_off_anywhere_is_refused() -> None:
+    for length in range(len(SMALL_RAW)):
+        with pytest.raises(DeltaError):
+            applied(SMALL_RAW[:length], SMALL_BASE)
+    with pytest.raises(DeltaError, match="follow its end"):
+        applied(SMALL_RAW + b"\0", SMALL_BASE)
+
+
+@given(st.binary(max_size=200), st.integers(0, len(SMALL_RAW)), st.integers(0, 40))
+@settings(max_examples=400, deadline=None)
+def test_hostile_bytes_are_refused(junk: bytes, place: int, removed: int) -> None:
+    hostile = SMALL_RAW[:place] + junk + SMALL_RAW[place + removed :]
+    if hostile != SMALL_RAW:
+        with pytest.raises((DeltaError, DigestMismatch)):
+            applied(hostile, SMALL_BASE)
+
+
+def sealed(body: bytes, target: Tensors = SMALL, base: Base | None = BASE) -> bytes:
+    """A delta whose digests are right, whatever its blocks say: what somebody with bad intentions sends."""
+    raw = header_of(target, base).pack() + body
+    from weightsync.delta_format import end_of
+
+    return raw + end_of(digest_of(raw))
+
+
+@given(
+    st.sampled_from([SAME, SPARSE, DENSE, FULL, RAW, 5, 255]),
+    st.integers(0, 3),
+    st.integers(0, 2**32 - 1) | st.integers(0, 700),
+    st.integers(0, 2**32 - 1) | st.integers(0, 700),
+    st.binary(max_size=300),
+)
+@settings(max_examples=600, deadline=None)
+def test_blocks_made_up_with_right_digests_are_refused(
+    kind: int, gap: int, changed: int, gaps: int, body: bytes
+) -> None:
+    with pytest.raises((DeltaError, DigestMismatch)):
+        applied(sealed(HEAD.pack(kind, gap, 0, changed, gaps, len(body)) + body), SMALL_BASE)
+
+
+def test_a_small_file_cannot_ask_for_much_memory() -> None:
+    bomb = zstandard.ZstdCompressor().compress(bytes(16 << 20))
+    streams = struct.pack("<II", 1 << 30 | len(bomb), 2 << 30) + bomb
+    with pytest.raises(DeltaError, match="unpacks to 16,777,216"):
+        applied(sealed(HEAD.pack(FULL, 0, 0, 0, 0, len(streams)) + streams, base=None), None)
+    with pytest.raises(DeltaError, match="header claims"):
+        DeltaReader(io.BytesIO(struct.pack("<8sII32s", b"HSDELTA\0", 1, 2**32 - 1, b"0" * 32)))
+    with pytest.raises(DeltaError, match="claims"):
+        applied(sealed(HEAD.pack(RAW, 0, 0, 0, 0, 2**32 - 1)), SMALL_BASE)
+
+
+@pytest.mark.parametrize(
+    "change_header",
+    [
+        lambda h: h | {"format": 2},
+        lambda h: h | {"extra": 1},
+        lambda h: {k: v for k, v in h.items() if k != "base"},
+        lambda h: h | {"tensors": [["w", "complex64", [2], "0" * 32]]},
+        lambda h: h | {"tensors": [["w", "uint8", [-1], "0" * 32]]},
+        lambda h: h | {"tensors": [["w", "uint8", [2**62, 2**62], "0" * 32]]},
+        lambda h: h | {"tensors": [["w", "uint8", [True], "0" * 32]]},
+        lambda h: h | {"tensors": [["w", "uint8", [1], "x"]]},
+        lambda h: h | {"tensors": [["w", "uint8", [1], "0" * 32]] * 2},
+        lambda h: h | {"tensors": {"w": 1}},
+        lambda h: h | {"base": [1]},
+        lambda h: h | {"base": [1, "short"]},
+        lambda h: h | {"metadata": {"a": 1}},
+        lambda h: h | {"step": "3"},
+        lambda h: [h],
+    ],
+)
+def test_headers_of_another_shape_are_refused(change_header: Callable[[Any], Any]) -> None:
+    import orjson
+
+    raw = orjson.dumps(change_header(orjson.loads(header_of(SMALL).to_json())), option=orjson.OPT_SORT_KEYS)
+    with pytest.raises(DeltaError):
+        DeltaReader(io.BytesIO(struct.pack("<8sII32s", b"HSDELTA\0", 1, len(raw), digest_of(raw).encode()) + raw))
+
+
+def test_another_base_is_refused() -> None:
+    reader = DeltaReader(io.BytesIO(SMALL_RAW))
+    other: Any = Memory(SMALL_BASE, digest="f" * 32)
+    with pytest.raises(DeltaBaseMismatch, match="send the full version"):
+        apply_delta(reader, other, Memory({}))
+    with pytest.raises(DeltaBaseMismatch, match="not here"):
+        apply_delta(DeltaReader(io.BytesIO(SMALL_RAW)), None, Memory({}))
+    fewer: Any = Memory(change(0.0, elements=599)[0])
+    with pytest.raises(DeltaError, match="not those of its base"):
+        apply_delta(DeltaReader(io.BytesIO(SMALL_RAW)), fewer, Memory({}))
+
+
+def test_a_damaged_base_names_the_tensor() -> None:
+    damaged: Any = Memory(SMALL_BASE)
+    damaged.data["w"][100] ^= 1
+    with pytest.raises(DigestMismatch) as refused:
+        apply_delta(DeltaReader(io.BytesIO(SMALL_RAW)), damaged, Memory({}))
+    assert refused.value.tensor == "w"
+
+
+def test_differences_without_a_base_are_refused() -> None:
+    with pytest.raises(DeltaError, match="no base"):
+        applied(sealed(HEAD.pack(SAME, 0, 0, 0, 0, 0), base=None), None)
+
+
+def test_a_delta_becomes_a_version_in_a_slot_and_twice_the_same(publisher: Publisher) -> None:
+    base, target = change(0.02, elements=3 * BLOCK + 17)
+    first = publisher.publish({"w": base["w"][1].view(np.uint16)}, activate=False)
+    digests = []
+    for _ in range(2):
+        record = next(v for v in publisher.versions() if v.version == first)
+        words = tensors_of(w=("uint16", target["w"][1]))
+        with SlotReader.open(record.slot, manifest_digest=record.manifest_digest) as slot:
+            header = replace(header_of(words), base=Base(first, record.manifest_digest))
+            raw = b"".join(DeltaWriter(header, lambda name: target[name][1], slot.buffer))
+            with publisher.begin(header.schema, base=first) as draft:
+                apply_delta(DeltaReader(io.BytesIO(raw)), slot, draft)
+                made = draft.commit()
+        record = next(v for v in publisher.versions() if v.version == made)
+        with SlotReader.open(record.slot, manifest_digest=record.manifest_digest) as slot:
+            slot.verify_all()
+            assert bytes(slot.buffer("w")) == target["w"][1].tobytes()
+            digests.append(slot.entry("w").digest)
+    assert digests[0] == digests[1]
+
+
+def test_a_refused_delta_leaves_no_version(publisher: Publisher) -> None:
+    base, target = change(0.02)
+    first = publisher.publish({"w": base["w"][1].view(np.uint16)}, activate=False)
+    record = publisher.versions()[0]
+    with SlotReader.open(record.slot) as slot:
+        words = tensors_of(w=("uint16", target["w"][1]))
+        header = replace(header_of(words), base=Base(first, record.manifest_digest))
+        raw = bytearray(b"".join(DeltaWriter(header, lambda name: target[name][1], slot.buffer)))
+        raw[-70] ^= 4
+        with publisher.begin(header.schema, base=first) as draft, pytest.raises(WeightSyncError):
+            apply_delta(DeltaReader(io.BytesIO(bytes(raw))), slot, draft)
+    assert [v.version for v in publisher.versions()] == [first]

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from weightsync import Publisher, SlotReader, checksum_kernels
+from weightsync.dtypes import ITEMSIZE
+from weightsync.errors import ChecksumMismatch, PartsMismatch
+from weightsync.fingerprint import (
+    CACHED_MULTIPLIERS,
+    MASK,
+    Part,
+    Running,
+    add,
+    checksum,
+    column_multipliers,
+    combine,
+    fingerprint_of,
+    grid,
+    pack_rectangle,
+    packed_rectangle,
+    rectangle,
+    row_multipliers,
+)
+
+Words = np.ndarray[Any, Any]
+
+
+def words(rows: int, cols: int, seed: int = 0, kind: type = np.int16) -> Words:
+    info = np.iinfo(kind)
+    return np.random.default_rng(seed).integers(info.min, info.max, (rows, cols), dtype=kind, endpoint=True)
+
+
+def by_definition(w: Words, row: int = 0, col: int = 0) -> int:
+    """Python's own integers."""
+    a = [int(x) for x in row_multipliers(row, row + w.shape[0])]
+    b = [int(x) for x in column_multipliers(col, col + w.shape[1])]
+    return sum(a[r] * sum(b[c] * int(w[r, c]) for c in range(w.shape[1])) for r in range(w.shape[0])) & MASK
+
+
+def packed(w: Words, block: int = 32) -> Words:
+    """Words in VNNI order: int32 [blocks, cols / 2, rows per block]."""
+    pairs = np.ascontiguousarray(w).view(np.int32).reshape(-1, block, w.shape[1] // 2)
+    return np.ascontiguousarray(pairs.transpose(0, 2, 1))
+
+
+@pytest.fixture(params=["numba", "numpy"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name: str = request.param
+    if name == "numba":
+        pytest.importorskip("numba")
+    else:
+        monkeypatch.setattr(checksum_kernels, "_compiled", dict(checksum_kernels.NUMPY))
+    return name
+
+
+@pytest.mark.parametrize("kind", [np.int16, np.uint8])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (7, 64), (33, 31), (2, 300), (0, 4), (4, 0)])
+def test_the_definition(kernels: str, shape: tuple[int, int], kind: type) -> None:
+    w = words(*shape, kind=kind)
+    assert rectangle(w) == by_definition(w)
+    assert rectangle(w, 5, 17) == by_definition(w, 5, 17)
+
+
+def test_extreme_words(kernels: str) -> None:
+    for value in (-32768, 32767, -1):
+        w = np.full((40, 70), value, np.int16)
+        assert rectangle(w) == by_definition(w)
+
+
+@pytest.mark.parametrize(("rows", "cols", "block"), [(32, 64, 32), (64, 10, 32), (16, 32, 16), (96, 2, 32)])
+def test_packed_words_have_the_same_sum(kernels: str, rows: int, cols: int, block: int) -> None:
+    w = words(rows, cols)
+    assert packed_rectangle(packed(w, block)) == rectangle(w)
+    assert packed_rectangle(packed(w, block), 96, 8) == rectangle(w, 96, 8)
+
+
+def test_multipliers_are_odd_and_fixed() -> None:
+    a, b = row_multipliers(0, 4), column_multipliers(0, 4)
+    assert all(x % 2 for x in [*a.tolist(), *b.tolist()])
+    assert (a.tolist(), b.tolist()) == (PINNED_ROWS, PINNED_COLUMNS)
+    late = slice(CACHED_MULTIPLIERS - 3, CACHED_MULTIPLIERS + 5)
+    assert row_multipliers(late.start, late.stop)[:3].tolist() == row_multipliers(late.start, late.start + 3).tolist()
+
+
+PINNED_ROWS = [1610791477, 42109469, 705381095, -1522681231]
+PINNED_COLUMNS = [-23881, 9439, -11931, 24813]
+
+
+def test_parts_of_any_cut_add_up(kernels: str) -> None:
+    w = words(48, 64)
+    whole = rectangle(w)
+    for _ in range(20):
+        r, c = random.randint(0, 48), random.randint(0, 64)
+        quarters = [w[:r, :c], w[:r, c:], w[r:, :c], w[r:, c:]]
+        offsets = [(0, 0), (0, c), (r, 0), (r, c)]
+        assert sum(rectangle(q, *o) for q, o in zip(quarters, offsets, strict=True)) & MASK == whole
+
+
+def test_it_is_linear() -> None:
+    a, b = words(9, 20, 1) // 2, words(9, 20, 2) // 2
+    assert (rectangle(a) + rectangle(b)) & MASK == rectangle(a + b)
+
+
+def test_any_changed_word_is_seen() -> None:
+    w = words(11, 13)
+    whole = rectangle(w)
+    for r in range(11):
+        for c in range(13):
+            for bit in (0, 7, 15):
+                w[r, c] ^= np.int16(-32768 if bit == 15 else 1 << bit)
+                assert rectangle(w) != whole
+                w[r, c] ^= np.int16(-32768 if bit == 15 else 1 << bit)
+    assert rectangle(w) == whole
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w[::-1],
+        lambda w: w[:, ::-1],
+        lambda w: np.concatenate([w[16:], w[:16]]),
+        lambda w: np.concatenate([w[:, 2:], w[:, :2]], axis=1),
+        lambda w: w.T,
+    ],
+    ids=["rows backwards", "columns backwards", "halves exchanged", "columns moved", "transposed"],
+)
+def test_words_in_other_places_are_seen(change: Callable[[Words], Words]) -> None:
+    w = words(32, 32)
+    assert rectangle(np.ascontiguousarray(change(w))) != rectangle(w)
+
+
+@pytest.mark.parametrize("dtype", sorted(ITEMSIZE))
+@pytest.mark.parametrize("shape", [(), (7,), (4, 6), (2, 3, 5), (0, 3)])
+def test_every_dtype_and_rank(kernels: str, dtype: str, shape: tuple[int, ...]) -> None:
+    rows, cols = grid(dtype, shape)
+    kind = np.uint8 if ITEMSIZE[dtype] == 1 else np.int16
+    w = words(rows, cols, kind=kind)
+    assert checksum(w.tobytes(), dtype, shape) == by_definition(w)
+
+
+def test_bytes_may_come_in_any_pieces() -> None:
+    w = words(10, 12)
+    raw = memoryview(w.tobytes())
+    for step in (2, 10, 24, 26, 100, 1000):
+        running = Running("bfloat16", (10, 12))
+        for start in range(0, len(raw), step):
+            running.update(raw[start : start + step])
+        assert running.sum == rectangle(w), step
+
+
+def test_the_torch_form_is_the_same() -> None:
+    torch = pytest.importorskip("torch")
+    from weightsync.fingerprint import device_rectangle
+
+    for kind in (np.int16, np.uint8):
+        w = words(37, 50, kind=kind)
+        tensor = torch.from_numpy(w)
+        assert int(device_rectangle(tensor, 3, 8)) & MASK == rectangle(w, 3, 8)
+        assert int(device_rectangle(tensor[::2, 10:20], 3, 8)) & MASK == by_definition(w[::2, 10:20], 3, 8)
+
+
+def rows_of(w: Words, row: int = 0, col: int = 0, *, of: tuple[int, int]) -> list[int]:
+    return Part(*of, row, row + w.shape[0], col, col + w.shape[1], rectangle(w, row, col)).to_row()
+
+
+def test_ranks_together_report_what_was_published() -> None:
+    column, row, norm = words(8, 6, 1), words(4, 12, 2), words(1, 6, 3)
+    published = fingerprint_of({"column": rectangle(column), "row": rectangle(row), "norm": rectangle(norm)})
+    ranks: list[Mapping[str, list[list[int]]]] = [
+        {
+            "column": [rows_of(column[4 * i : 4 * i + 4], row=4 * i, of=(8, 6))],
+            "row": [rows_of(np.ascontiguousarray(row[:, 6 * i : 6 * i + 6]), col=6 * i, of=(4, 12))],
+            "norm": [rows_of(norm, of=(1, 6))],
+        }
+        for i in range(2)
+    ]
+    assert combine(ranks) == combine(reversed(ranks)) == published
+    alone = {"column": [rows_of(column, of=(8, 6))], "row": [rows_of(row, of=(4, 12))], "norm": ranks[0]["norm"]}
+    assert combine([alone]) == published
+    assert combine([]) == ""
+
+
+def test_a_tensor_in_two_places_must_be_the_same_in_both() -> None:
+    w = words(4, 4)
+    good = rows_of(w, of=(4, 4))
+    bad = [*good[:-1], good[-1] ^ 1]
+    assert combine([{"tied": [good, good]}]) == fingerprint_of({"tied": rectangle(w)})
+    with pytest.raises(ChecksumMismatch, match="'tied'"):
+        combine([{"tied": [good, bad]}])
+    with pytest.raises(ChecksumMismatch, match="'tied'"):
+        combine([{"tied": [good]}, {"tied": [bad]}])
+
+
+def test_parts_that_leave_a_gap_or_overlap() -> None:
+    def part(row: int, end: int) -> Part:
+        return Part(8, 2, row, end, 0, 2, 1)
+
+    assert add("w", [part(0, 4), part(4, 8)]) == 2
+    for wrong in ([part(0, 4)], [part(0, 4), part(0, 4)], [part(0, 5), part(3, 6)], [part(0, 5), part(3, 8)]):
+        with pytest.raises(PartsMismatch, match="'w'"):
+            add("w", wrong)
+
+
+def test_the_name_counts() -> None:
+    assert fingerprint_of({"q": 1, "k": 2}) == fingerprint_of({"k": 2, "q": 1}) != fingerprint_of({"q": 2, "k": 1})
+
+
+def test_a_published_version_carries_its_fingerprint(publisher: Publisher) -> None:
+    tensors = {"a": words(300, 1000), "b": words(1, 5)[0], "c": np.array(3.0)}
+    publisher.publish(tensors, activate=False)
+    (record,) = publisher.versions()
+    expected = {name: checksum(t.tobytes(), str(t.dtype), t.shape) for name, t in tensors.items()}
+    assert record.fingerprint == fingerprint_of(expected)
+    with SlotReader.open(record.slot) as reader:
+        assert {name: e.checksum for name, e in reader.manifest.tensors.items()} == expected
+        assert reader.manifest.fingerprint == record.fingerprint
+
+
+def test_slices_give_the_same_fingerprint(publisher: Publisher) -> None:
+    w = words(64, 48)
+    publisher.publish({"w": w}, activate=False)
+    with publisher.begin([("w", "int16", w.shape)]) as draft:
+        draft.write_slice("w", w[:, :20], start=0, dim=1)
+        draft.write_slice("w", w[:, 20:], start=20, dim=1)
+        draft.commit()
+    first, second = publisher.versions()
+    assert first.fingerprint == second.fingerprint
+
+
+@pytest.mark.parametrize(("rows", "cols", "block"), [(32, 64, 32), (96, 32, 32), (16, 96, 16)])
+def test_packing_and_summing_in_one_pass(kernels: str, rows: int, cols: int, block: int) -> None:
+    wide = words(rows, cols + 64)
+    w = wide[:, 32 : 32 + cols]  # a row-parallel slice: rows farther apart than they are long
+    target = np.zeros((rows // block, cols // 2, block), np.int32)
+    assert pack_rectangle(w, target, 7, 32) == rectangle(w, 7, 32)
+    assert np.array_equal(target, packed(w, block))
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be packed"):
+        pack_rectangle(words(32, 34), np.zeros((1, 17, 32), np.int32))

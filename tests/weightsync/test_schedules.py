@@ -1,0 +1,175 @@
+"""The swap under ten thousand random schedules, and proof that they would find what they look for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from server.gateway import routing
+from weightsync import agent_state, coordinator, retention, swap_state
+from weightsync.pausing import Pauses
+from weightsync.records import InstanceRecord, SwapRecord
+from weightsync.swap_state import Step, Wait
+
+from .schedules import Violation, explore
+
+SHARES = 8  # so that a failure shows early, and several cores can take part
+SCHEDULES = 10_000
+FINDS_WITHIN = 3_000
+HAPPENED = {
+    "together done": 1000,
+    "rolling done": 1000,
+    "canary aborted": 100,
+    "flipped back": 100,
+    "elected in a canary phase": 100,
+    "deposed": 100,
+    "stage failed": 100,
+    "build failed": 100,
+    "flip failed": 100,
+    "probe failed": 50,
+    "cut": 50,
+    "admitted": 10_000,
+    "refused": 500,
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_no_schedule_breaks_the_transaction(share: int) -> None:
+    each = SCHEDULES // SHARES
+    seen = explore(range(share * each, (share + 1) * each))
+    missing = {what: count for what, count in HAPPENED.items() if seen[what] < count // (2 * SHARES)}
+    assert not missing, f"the schedules hardly try {missing}: {seen}"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_no_schedule_breaks_the_transaction_for_an_hour() -> None:
+    seen: Counter[str] = Counter()
+    end, seed = time.monotonic() + 3600, SCHEDULES
+    while time.monotonic() < end:
+        seen += explore(range(seed, seed + 100), steps=250)
+        seed += 100
+    print(f"{seed - SCHEDULES} schedules of 250 steps: {seen}")
+
+
+# Mutants: with one rule taken away, a schedule finds what the rule is for.
+
+Mutate = Callable[[pytest.MonkeyPatch], None]
+
+
+def no_leader_compare(patch: pytest.MonkeyPatch) -> None:
+    real = coordinator.depends_on
+    patch.setattr(coordinator, "depends_on", lambda step, keys: [k for k in real(step, keys) if k != keys.leader])
+
+
+def no_participant_compare(patch: pytest.MonkeyPatch) -> None:
+    real = coordinator.depends_on
+    patch.setattr(
+        coordinator, "depends_on", lambda step, keys: [k for k in real(step, keys) if not k.startswith(keys.instances)]
+    )
+
+
+def no_published_fingerprint(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(swap_state, "_odd_fingerprint", lambda view, swap: None)
+
+
+def no_fingerprint_when_catching_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(agent_state, "same", lambda fingerprint, expected: True)
+
+
+def requests_on_trial(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(agent_state, "ADMITTING", agent_state.ADMITTING | {"COMMITTING"})
+
+
+def no_way_back_for_a_canary(patch: pytest.MonkeyPatch) -> None:
+    real = agent_state._follow
+
+    def follow(record: InstanceRecord, active: Any, view: agent_state.View) -> agent_state.Action:
+        trial = record.state == "COMMITTING" and record.active_epoch == 0 and not agent_state.runs(record, active)
+        return agent_state.Rest() if trial else real(record, active, view)
+
+    patch.setattr(agent_state, "_follow", follow)
+
+
+def no_stand_down(patch: pytest.MonkeyPatch) -> None:
+    real = agent_state.decide
+
+    def decide(record: InstanceRecord, view: agent_state.View) -> agent_state.Action:
+        action = real(record, view)
+        return agent_state.Rest() if isinstance(action, agent_state.StandDown) else action
+
+    patch.setattr(agent_state, "decide", decide)
+
+
+def pauses_without_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Pauses, "wanted", lambda self, now: bool(self._ends))
+
+
+def previous_retired(patch: pytest.MonkeyPatch) -> None:
+    real = retention.needed_versions
+
+    def needed(active: Any, swap: Any, target: Any, instances: Any) -> set[int]:
+        return real(replace(active, previous=None), swap, target, ())
+
+    patch.setattr(retention, "needed_versions", needed)
+
+
+def a_probe_that_is_never_run_again(patch: pytest.MonkeyPatch) -> None:
+    """And no deadline that would end the wait for it."""
+    real = swap_state._canary
+    asked: set[str] = set()
+
+    def canary(view: swap_state.View, swap: SwapRecord) -> Step | swap_state.Ask | Wait:
+        decision = real(view, swap)
+        if isinstance(decision, Step) and "in time" in (decision.swap.reason or ""):
+            return Wait()
+        if isinstance(decision, swap_state.Ask) and swap.id in asked:
+            return Wait()
+        if isinstance(decision, swap_state.Ask):
+            asked.add(swap.id)
+        return decision
+
+    patch.setattr(swap_state, "_canary", canary)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "found"),
+    [
+        (no_leader_compare, "a step of one who does not lead"),
+        (no_participant_compare, "has not staged it|is gone"),
+        (no_published_fingerprint, "built other weights"),
+        (no_fingerprint_when_catching_up, "serves wrong weights"),
+        (requests_on_trial, "serves an uncommitted version"),
+        (no_way_back_for_a_canary, "stays COMMITTING"),
+        (no_stand_down, "stays STAG|stays COMMITTING"),
+        (pauses_without_end, "a pause outlived its owner"),
+        (previous_retired, "retired that is needed"),
+        (a_probe_that_is_never_run_again, "the swap stays in phase canary"),
+    ],
+)
+def test_without_a_rule_a_schedule_finds_what_it_is_for(
+    mutate: Mutate, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(Violation, match=found):
+        explore(range(FINDS_WITHIN))
+
+
+def test_the_gateway_of_the_schedules_routes_as_the_real_one() -> None:
+    """The model asks the policy itself, which keeps COMMITTING, TORN and STARTING out."""
+    record = InstanceRecord("a", "x", "COMMITTING")
+    assert not routing.eligible(record, None, None)
+    assert routing.eligible(replace(record, state="SERVING"), None, None)

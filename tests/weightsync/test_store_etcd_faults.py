@@ -1,0 +1,277 @@
+"""etcd killed, frozen and emptied under a store: nothing is lost, nothing hangs, and what ended is said."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.etcd import MIN_LEASE_S, Etcd
+from weightsync import open_store
+from weightsync.errors import Conflict, LeaseLost, StoreUnavailable, WatchCompacted
+from weightsync.lease import LeaseKeeper
+from weightsync.store import MISSING, Event, Store
+
+LONG_S = 60.0
+
+
+@pytest.fixture
+def server() -> Iterator[Etcd]:
+    """An etcd that this test may harm."""
+    etcd = Etcd()
+    yield etcd
+    etcd.thaw()
+    etcd.close()
+
+
+@pytest.fixture
+async def store(server: Etcd, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Store]:
+    """A store on it, whose watches wait for a machine that is slow to restart it."""
+    monkeypatch.setattr("weightsync.store.etcd_watch.PATIENCE_S", LONG_S)
+    opened = open_store(server.url("n"))
+    yield opened
+    await opened.close()
+
+
+async def persistently(work):  # type: ignore[no-untyped-def]
+    """What every caller of a store does about an outage: try again."""
+    async with asyncio.timeout(LONG_S):
+        while True:
+            try:
+                return await work()
+            except StoreUnavailable:
+                await asyncio.sleep(0.05)
+
+
+async def count_up(store: Store, key: str, until: int) -> None:
+    """Write 1, 2, ... `until`, each once: after an error it looks whether the write was applied."""
+    for value in range(1, until + 1):
+        written = False
+        while not written:
+            with contextlib.suppress(StoreUnavailable, Conflict):
+                found = await store.get(key)
+                if not (written := found is not None and int(found.value) == value):
+                    await store.compare_and_swap(key, found.mod_revision if found else MISSING, b"%d" % value)
+                    written = True
+            if not written:
+                await asyncio.sleep(0.01)
+
+
+WRITER = """
+import asyncio, sys
+from tests.weightsync.test_store_etcd_faults import count_up
+from weightsync import open_store
+
+async def main():
+    store = open_store(sys.argv[1])
+    await count_up(store, sys.argv[2], int(sys.argv[3]))
+    await store.close()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_watch_misses_nothing_while_etcd_is_killed_and_restarted(server: Etcd, store: Store) -> None:
+    _, revision = await store.list("")
+    keys, writes = ("w/x", "w/y"), 400
+    root = Path(__file__).parents[2]
+    writers = [
+        await asyncio.create_subprocess_exec(sys.executable, "-c", WRITER, server.url("n"), key, str(writes), cwd=root)
+        for key in keys
+    ]
+    events: list[Event] = []
+    async with asyncio.timeout(2 * LONG_S), contextlib.aclosing(store.watch("w/", revision + 1)) as watch:
+        async for event in watch:
+            events.append(event)
+            if len(events) in (100, 300, 500):
+                await asyncio.to_thread(server.restart)
+            if sum(e.kv.value == b"%d" % writes for e in events) == len(keys):
+                break
+    assert [await w.wait() for w in writers] == [0, 0]
+    for key in keys:
+        assert [int(e.kv.value) for e in events if e.kv.key == key] == list(range(1, writes + 1))
+    assert [e.kv.mod_revision for e in events] == list(range(revision + 1, revision + 1 + len(events)))
+
+
+async def test_a_watch_goes_on_after_an_outage_in_which_it_was_quiet(server: Etcd, store: Store) -> None:
+    events = store.watch("a", await store.put("a", b"0"))
+    assert (await anext(events)).kv.value == b"0"
+    pending = asyncio.ensure_future(anext(events))
+    await asyncio.to_thread(server.restart)
+    await persistently(lambda: store.put("a", b"1"))
+    assert (await asyncio.wait_for(pending, LONG_S)).kv.value == b"1"
+
+
+async def test_an_outage_that_lasts_is_reported_and_can_be_resumed(
+    server: Etcd, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsync.store.etcd_watch.PATIENCE_S", 0.3)
+    first = await store.put("a", b"1")
+    events = store.watch("a", first)
+    assert (await anext(events)).kv.mod_revision == first
+    pending = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0.1)
+    server.kill()
+    with pytest.raises(StoreUnavailable):
+        await asyncio.wait_for(pending, LONG_S)
+    with pytest.raises(StoreUnavailable, match="Is etcd running there"):
+        await store.get("a")
+    server.start()
+    second = await persistently(lambda: store.put("a", b"2"))
+    assert (await anext(store.watch("a", first + 1))).kv.mod_revision == second
+
+
+async def test_a_frozen_etcd_is_an_error_and_not_a_hang(
+    server: Etcd, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.put("a", b"1")
+    lease = await store.grant_lease(LONG_S)
+    monkeypatch.setattr("weightsync.store.etcd_members.CALL_TIMEOUT_S", 0.3)
+    server.freeze()
+    late = open_store(server.url("n"))  # the kernel accepts the connection, etcd never speaks
+    for call in (
+        lambda: store.get("a"),
+        lambda: store.list(""),
+        lambda: store.compare_and_swap("b", MISSING, b"1"),
+        lambda: store.delete("c"),
+        lambda: store.grant_lease(5),
+        lambda: store.keep_alive(lease),
+        lambda: store.revoke(12345),
+        lambda: anext(store.watch("a")),
+        lambda: late.get("a"),
+        lambda: late.put("a", b"2"),
+        lambda: anext(late.watch("a")),
+    ):
+        with pytest.raises(StoreUnavailable, match=r"no answer in time.*Look whether etcd hangs"):
+            await asyncio.wait_for(call(), LONG_S)
+    server.thaw()
+    assert (await persistently(lambda: store.get("a"))).value == b"1"
+    assert (await persistently(lambda: late.get("a"))).value == b"1"
+    await late.close()
+
+
+async def test_a_watch_on_a_frozen_etcd_goes_on_when_it_thaws(server: Etcd, store: Store) -> None:
+    events = store.watch("a", await store.put("a", b"0"))
+    assert (await anext(events)).kv.value == b"0"
+    pending = asyncio.ensure_future(anext(events))
+    server.freeze()
+    await asyncio.sleep(0.5)
+    server.thaw()
+    revision = await persistently(lambda: store.put("a", b"1"))
+    assert (await asyncio.wait_for(pending, LONG_S)).kv.mod_revision == revision
+
+
+async def test_closing_ends_what_waits_for_a_frozen_etcd(server: Etcd, store: Store) -> None:
+    await store.put("a", b"1")
+    server.freeze()
+    await asyncio.sleep(0.2)
+    waiting = [asyncio.ensure_future(store.get("a")), asyncio.ensure_future(anext(store.watch("a")))]
+    await asyncio.sleep(0.2)
+    await store.close()
+    found = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), LONG_S)
+    assert isinstance(found[0], StoreUnavailable)
+    assert "closed" in str(found[0])
+    assert isinstance(found[1], StopAsyncIteration)
+
+
+async def test_a_lease_that_ended_while_etcd_was_frozen_is_reported(server: Etcd, store: Store) -> None:
+    keeper = await LeaseKeeper.grant(store, MIN_LEASE_S)
+    events = store.watch("leased/", await store.put("leased/a", b"1", keeper.id))
+    assert (await anext(events)).kind == "put"
+    pending = asyncio.ensure_future(anext(events))
+    server.freeze()
+    await asyncio.sleep(MIN_LEASE_S + 0.5)
+    server.thaw()
+    await asyncio.wait_for(keeper.lost.wait(), LONG_S)
+    gone = await asyncio.wait_for(pending, LONG_S)
+    assert (gone.kind, gone.kv.key, gone.kv.value, gone.kv.lease) == ("delete", "leased/a", b"1", keeper.id)
+    with pytest.raises(LeaseLost):
+        await store.put("leased/a", b"2", keeper.id)
+    await keeper.stop()
+
+
+async def test_a_lease_outlives_a_restart_if_it_is_kept_alive(server: Etcd, store: Store) -> None:
+    keeper = await LeaseKeeper.grant(store, 3 * MIN_LEASE_S)
+    await store.put("leased/a", b"1", keeper.id)
+    await asyncio.to_thread(server.restart)
+    await persistently(lambda: store.keep_alive(keeper.id))
+    assert not keeper.lost.is_set()
+    assert (await store.get("leased/a")).lease == keeper.id  # type: ignore[union-attr]
+    await keeper.end()
+    assert await store.get("leased/a") is None
+
+
+async def test_an_etcd_that_lost_its_data_is_another_store(server: Etcd, store: Store) -> None:
+    keeper = await LeaseKeeper.grant(store, MIN_LEASE_S)
+    for _ in range(5):
+        revision = await store.put("a", b"1", keeper.id)
+    events = store.watch("a", revision)
+    assert (await anext(events)).kv.mod_revision == revision
+    pending = asyncio.ensure_future(anext(events))
+    await asyncio.to_thread(server.lose_data)
+    with pytest.raises(WatchCompacted):
+        await asyncio.wait_for(pending, LONG_S)
+    await asyncio.wait_for(keeper.lost.wait(), LONG_S)
+    assert await persistently(lambda: store.get("a")) is None
+    await keeper.stop()
+
+
+# several members
+
+
+@pytest.fixture
+def cluster() -> Iterator[Etcd]:
+    etcd = Etcd(members=3)
+    yield etcd
+    etcd.thaw()
+    etcd.close()
+
+
+async def test_a_cluster_goes_on_without_any_one_of_its_members(cluster: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.store.etcd_watch.PATIENCE_S", LONG_S)
+    store = open_store(cluster.url("n"))
+    start = await persistently(lambda: store.compare_and_swap("w", MISSING, b"0"))
+    events = store.watch("w", start + 1)
+    seen: list[int] = []
+    for index in range(3):
+        cluster.kill(index)
+        await persistently(lambda: store.get("w"))
+        await count_up(store, f"w{index}", 20)
+        seen += [int((await asyncio.wait_for(anext(events), LONG_S)).kv.value) for _ in range(20)]
+        await asyncio.to_thread(cluster.start)
+    assert seen == 3 * list(range(1, 21))
+    await store.close()
+
+
+async def test_a_frozen_member_is_left_for_another(cluster: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(cluster.url("n"))
+    await persistently(lambda: store.put("a", b"1"))
+    current = store._members._current  # type: ignore[attr-defined]
+    cluster.freeze(current)
+    assert (await persistently(lambda: store.get("a"))).value == b"1"
+    assert store._members._current != current  # type: ignore[attr-defined]
+    await persistently(lambda: store.put("a", b"2"))
+    await store.close()
+
+
+async def test_a_cluster_without_a_majority_is_unavailable(cluster: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(cluster.url("n"))
+    await persistently(lambda: store.put("a", b"1"))
+    cluster.kill(0, 1)
+    with pytest.raises(StoreUnavailable):
+        await asyncio.wait_for(store.get("a"), LONG_S)
+    await asyncio.to_thread(cluster.start)
+    assert (await persistently(lambda: store.get("a"))).value == b"1"
+    await store.close()
+
+
+async def test_an_endpoint_where_nobody_listens_is_passed_over(server: Etcd) -> None:
+    """For writes too: they have not been sent."""
+    store = open_store(server.url("n").replace("etcd://", "etcd://127.0.0.1:1,"))
+    assert await store.put("a", b"1")
+    assert await anext(store.watch("a", 1))
+    await store.close()

@@ -1,0 +1,102 @@
+"""What a worker offers again when a version is asked for once more, on stagings that finish when the test says so."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightsync.vllm_engine.bundle import Bundle, PartOrder, Piece, Shelf
+
+pytestmark = pytest.mark.engine
+
+
+class SlowStager:
+    """`BundleStager` as the backend sees it: what `start` was given is built by `finish`, or by `wait`."""
+
+    def __init__(self) -> None:
+        self.bundle: Bundle | None = None
+        self.report: Any = SimpleNamespace(version=0, running=False, error=None)
+        self.built: list[int] = []
+
+    def start(self, version: int, orders: list[PartOrder], *_rest: object) -> None:
+        self.bundle = None
+        self.report = SimpleNamespace(version=version, running=True, error=None)
+        self._orders = orders
+
+    def wait(self) -> None:
+        if self.report.running:
+            self.built.append(self.report.version)
+            self.bundle = Bundle(self.report.version, {o.name: piece(o.manifest_digest) for o in self._orders})
+            self.report.running = False
+
+    def retain(self, bundle: Bundle) -> None:
+        self.report = SimpleNamespace(version=bundle.version, running=False, error=None)
+
+
+def piece(digest: str) -> Piece:
+    generation: Any = SimpleNamespace(
+        digest=digest, commit=list, displaced=lambda live: live, release=lambda: pytest.fail("this is done elsewhere")
+    )
+    return Piece(generation, {})
+
+
+@pytest.fixture
+def worker() -> Any:
+    """A backend that runs version 1, and has just staged version 2."""
+    from weightsync.vllm_engine.backend import HotswapWeightTransferEngine
+
+    engine: Any = object.__new__(HotswapWeightTransferEngine)
+    engine._schema, engine._shelf, engine._unwanted, engine._stager = None, Shelf(), None, SlowStager()
+    stage(engine, 1)
+    engine._stager.wait()
+    engine.commit(1)
+    stage(engine, 2)
+    engine._stager.wait()
+    return engine
+
+
+def stage(engine: Any, version: int) -> None:
+    from weightsync.vllm_engine.backend import UpdateInfo
+
+    engine.stage(UpdateInfo(version, "slot", f"digest {version}"))
+
+
+def test_what_is_staged_is_retained_unless_it_was_dropped(worker: Any) -> None:
+    stage(worker, 2)
+    assert worker._stager.built == [1, 2]
+    worker.drop(2, previous=False)
+    with pytest.raises(RuntimeError, match="not staged"):
+        worker.commit(2)
+    stage(worker, 2)
+    worker._stager.wait()
+    assert worker._stager.built == [1, 2, 2]
+
+
+def test_what_was_flipped_to_and_back_is_dropped_only_if_that_is_asked(worker: Any) -> None:
+    worker.commit(2)
+    worker.commit(1)
+    worker.drop(2, previous=False)
+    stage(worker, 2)
+    assert worker._stager.built == [1, 2]
+    worker.drop(2, previous=True)
+    stage(worker, 2)
+    worker._stager.wait()
+    assert worker._stager.built == [1, 2, 2]
+
+
+def test_the_version_that_runs_is_never_dropped(worker: Any) -> None:
+    worker.drop(1, previous=True)
+    assert worker.commit(1) == 0.0
+    stage(worker, 1)
+    assert worker._stager.built == [1, 2]
+
+
+def test_a_staging_under_way_is_given_up_before_the_next_one(worker: Any) -> None:
+    stage(worker, 3)
+    worker.drop(3, previous=False)
+    assert worker._stager.report.running, "the decode loop must not wait for it"
+    stage(worker, 3)
+    worker._stager.wait()
+    assert worker._stager.built == [1, 2, 3, 3]

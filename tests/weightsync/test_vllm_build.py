@@ -1,0 +1,125 @@
+"""Building in a layout slot, on a model of one's own: opaque parameters, other devices, spare slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weightsync import Publisher, SlotReader
+from weightsync.errors import ChecksumMismatch
+from weightsync.fingerprint import combine
+from weightsync.records import VersionRecord
+from weightsync.vllm_engine.build import Builder, compare
+from weightsync.vllm_engine.exchange import DevicePool
+from weightsync.vllm_engine.layout import plan_layout
+from weightsync.vllm_engine.pool import LayoutPool
+from weightsync.vllm_engine.skeleton import pair_parameters
+
+TENSORS = {
+    "layers.0.q": torch.randn(5, 8),
+    "layers.0.k": torch.randn(3, 8),
+    "layers.0.norm": torch.randn(8).bfloat16(),
+    "layers.1.scaled": torch.randn(4, 4),
+    "layers.1.plain": torch.randn(4, 4).half(),
+    "spare": torch.randint(0, 255, (7,), dtype=torch.uint8),
+}
+
+
+class Model(torch.nn.Module):
+    """q and k fused in `qk`, with a row of padding; a norm in a wider type; `scaled` is what the loader computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
+        self._add(0, "qk", torch.zeros(9, 8))
+        self._add(0, "norm", torch.zeros(8))
+        self._add(1, "scaled", torch.zeros(4, 4))
+        self._add(1, "plain", torch.zeros(4, 4, dtype=torch.float16))
+
+    def _add(self, layer: int, name: str, value: torch.Tensor) -> None:
+        self.layers[layer].register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+
+    def load_weights(self, tensors: Any) -> set[str]:
+        filled = set()
+        for name, tensor in tensors:
+            own = dict(self.named_parameters())
+            if name.endswith((".q", ".k")):
+                target = own["layers.0.qk"].data
+                target[:5].copy_(tensor) if name.endswith(".q") else target[5:8].copy_(tensor)
+                target[8:].fill_(0)
+                filled.add("layers.0.qk")
+            elif name in own:
+                own[name].data.copy_(tensor * 2 if name.endswith("scaled") else tensor)
+                filled.add(name)
+        return filled
+
+
+@pytest.fixture
+def record(publisher: Publisher) -> VersionRecord:
+    publisher.publish(TENSORS, activate=False)
+    return publisher.versions()[-1]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_kind_of_parameter(record: VersionRecord, device: str) -> None:
+    where = torch.device(device)
+    live, twin = Model().to(where), Model().to(where)
+    slots = pair_parameters(live, twin)
+    layout = plan_layout(slots, where, 0, 1)
+    builder = Builder(twin, slots, layout, where)
+    data = DevicePool(layout.nbytes, where).acquire("v").data.fill_(0xAA)
+    with SlotReader.open(record.slot) as reader:
+        for _ in range(2):
+            built = builder.build(reader, data, lambda _: None)
+            assert combine([built.sums()]) == record.fingerprint
+        assert combine([builder.check(reader, data)]) == record.fingerprint
+        found = {entry.source: entry.view(data).cpu().clone() for entry in layout.entries}
+        data[layout.plain["layers.0.qk"].offset + 3] ^= 1
+        assert combine([builder.check(reader, data)]) != record.fingerprint
+    q, k, norm, scaled, plain, _ = TENSORS.values()
+    assert torch.equal(found["layers.0.qk"], torch.cat([q, k, torch.zeros(1, 8)]))
+    assert torch.equal(found["layers.0.norm"], norm.float())
+    assert torch.equal(found["layers.1.scaled"], scaled * 2)
+    assert torch.equal(found["layers.1.plain"], plain)
+
+
+def test_what_cannot_be_told_from_the_slot_is_summed_as_published(record: VersionRecord) -> None:
+    live, twin = Model(), Model()
+    slots = pair_parameters(live, twin)
+    builder = Builder(twin, slots, plan_layout(slots, torch.device("cpu"), 0, 1), torch.device("cpu"))
+    with SlotReader.open(record.slot) as reader:
+        builder.build(reader, torch.zeros(builder._layout.nbytes, dtype=torch.uint8), lambda _: None)
+        assert builder._learnt is not None
+        placement = builder._learnt[1]
+    assert placement.opaque == {"layers.1.scaled"}
+    assert set(placement.loaded) == {"layers.1.scaled", "layers.1.plain"}
+    assert set(placement.unused) == {"layers.1.scaled", "spare"}
+
+
+def test_a_wrong_sum_is_named(record: VersionRecord) -> None:
+    with SlotReader.open(record.slot) as reader:
+        entry = reader.entry("layers.0.q")
+        good = [5, 16, 0, 5, 0, 16, entry.checksum]
+        compare({"layers.0.q": [good]}, reader.manifest.tensors)
+        compare({"layers.0.q": [[5, 16, 0, 4, 0, 16, 1]]}, reader.manifest.tensors)  # the rest is elsewhere
+        with pytest.raises(ChecksumMismatch, match=r"layers\.0\.q"):
+            compare({"layers.0.q": [[*good[:-1], good[-1] ^ 1]]}, reader.manifest.tensors)
+
+
+def test_spare_slots(tmp_path: Path) -> None:
+    pool = LayoutPool(tmp_path, "f", 1000)
+    first = pool.acquire("v1")
+    pool.reserve(3)
+    files = sorted(tmp_path.glob("layout-f-[0-9]*"))
+    assert len(files) == 3
+    assert len(pool._maps) == 3
+    first.seal("v1", {})
+    slots = [pool.acquire(f"v{n}") for n in (2, 3)]
+    assert sorted(s.path for s in [first, *slots]) == files
+    pool.reserve(2)
+    assert sorted(tmp_path.glob("layout-f-[0-9]*")) == files
+    assert not slots[0].built
+    assert first.sums == {}

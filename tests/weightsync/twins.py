@@ -1,0 +1,61 @@
+"""Real vLLM models in this process, with no engine around them: a live one, and the staging side beside it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from weightsync.vllm_engine.stager import Garbage, StageOrder, Stager
+
+
+@dataclass
+class Worker:
+    """What a vLLM worker has, for one checkpoint directory and one (pretended) tensor-parallel rank."""
+
+    model: Any
+    vllm_config: Any
+    stager: Stager
+
+    def stage(self, record: Any) -> Any:
+        """The generation built from a published version. Raises AssertionError with the stager's error."""
+        self.stager.start(StageOrder(record.version, record.slot, record.manifest_digest), Garbage([], []))
+        self.stager.wait()
+        assert self.stager.report.error is None, self.stager.report.error
+        return self.stager.generation
+
+
+@contextlib.contextmanager
+def worker(checkpoint: Path, *, dtype: str = "bfloat16", rank: int = 0, world: int = 1) -> Iterator[Worker]:
+    """A model with dummy weights and its stager. With `world` > 1 the ranks only believe that the others exist."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    args = EngineArgs(model=str(checkpoint), dtype=dtype, enforce_eager=True, load_format="dummy", max_model_len=256)
+    config = args.create_engine_config()
+    group = SimpleNamespace(world_size=world, rank_in_group=rank, rank=rank, is_first_rank=True, is_last_rank=True)
+    saved = (parallel_state._TP, parallel_state._PP)
+    parallel_state._TP = group
+    parallel_state._PP = SimpleNamespace(world_size=1, rank_in_group=0, rank=0, is_first_rank=True, is_last_rank=True)
+    cpu = torch.device("cpu")
+    try:
+        with set_current_vllm_config(config):
+            config.parallel_config.rank = rank
+            config.parallel_config.world_size = world
+            with set_default_torch_dtype(config.model_config.dtype):
+                model = initialize_model(vllm_config=config, model_config=config.model_config)
+                get_model_loader(config.load_config).load_weights(model, config.model_config)
+                process_weights_after_loading(model, config.model_config, cpu)
+            config.compilation_config.static_forward_context = {}
+            yield Worker(model, config, Stager(model, config, config.model_config, cpu))
+    finally:
+        parallel_state._TP, parallel_state._PP = saved

@@ -1,0 +1,259 @@
+"""One connection to an etcd cluster: whichever member answers, with TLS, tokens and a bound on every call.
+
+Uses the messages and stubs of `aetcd`; its `Client` knows one member, no TLS, and lets a watch die with its connection.
+
+A request goes to one member until that fails. It is sent again, to the next, when it cannot have been applied or does
+no harm twice (`repeat`); otherwise the caller hears StoreUnavailable, and the next call goes elsewhere.
+
+gRPC runs threads of its own, which a forked child does not have: fork first, and open the store in the child. One that
+was opened before the fork refuses to work there; children that do not use it are harmless (as are other programs,
+started by `subprocess`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+# gRPC's own handlers around a fork crash about one child in five while calls are in flight. Without them a child that
+# leaves gRPC alone is safe. Read when gRPC starts, or at the first fork after its import.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+import grpc
+from aetcd import rpc
+
+from weightsync.errors import StoreRefused, StoreUnavailable
+from weightsync.store.etcd_errors import (
+    MEANT_FOR_THE_CALLER,
+    NOT_SENT,
+    STALE_TOKEN,
+    TRY_ELSEWHERE,
+    closed,
+    translate,
+    unanswered,
+)
+from weightsync.store.etcd_url import EtcdUrl
+
+CALL_TIMEOUT_S = 5.0  # as long as the SQLite store waits for its lock
+PROBE_TIMEOUT_S = 2.0
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.min_reconnect_backoff_ms", 3000),  # which is also how long one attempt to connect may take
+    # A member that is frozen or gone without a word is noticed within ten seconds. etcd cuts off who asks more often
+    # than every five (--grpc-keepalive-min-time).
+    ("grpc.keepalive_time_ms", 6000),
+    ("grpc.keepalive_timeout_ms", 4000),
+    ("grpc.http2.ping_timeout_ms", 4000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
+Metadata = tuple[tuple[str, str], ...]
+
+
+class Members:
+    """The members of one URL. Belongs to the event loop of its first call."""
+
+    def __init__(self, url: EtcdUrl) -> None:
+        """Raises StoreUnavailable when nobody listens at any of the endpoints."""
+        self._url = url
+        self._tls = url.tls_files()
+        if url.user is not None:
+            url.password()
+        self._require_a_listener()
+        self._channels: list[Channel] = []
+        self._current = 0
+        self._token: str | None = None
+        self._authenticating = asyncio.Lock()
+        self._pid = os.getpid()
+        self.closed = False
+
+    async def call(self, name: str, request: Any, *, repeat: bool = True) -> Any:
+        """The answer to one request. Raises StoreUnavailable, and gRPC's NOT_FOUND and OUT_OF_RANGE as they are."""
+        attempts = len(self._opened())
+        deadline = asyncio.get_running_loop().time() + CALL_TIMEOUT_S
+        for left in reversed(range(attempts)):
+            channel = self._channels[self._current]
+            try:
+                return await self._attempt(channel, name, request, deadline, CALL_TIMEOUT_S / attempts, repeat)
+            except MemberFailed as failed:
+                self._leave(channel)
+                if self.closed or not left or not (repeat or failed.unsent):
+                    raise failed.error from failed.__cause__
+        raise AssertionError("unreachable")
+
+    async def watch(self, create: Any) -> AsyncGenerator[Any, None]:
+        """The responses to one watch, from the first on. Ends when the store is closed, raises StoreUnavailable."""
+        self._opened()
+        channel = self._channels[self._current]
+        call = None
+        try:
+            with self._mapped():
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    await self._connect(channel)
+                    metadata = await self._credentials(channel, CALL_TIMEOUT_S)
+                    call = channel["Watch"](metadata=(*metadata, ("hasleader", "true")))
+                    await call.write(rpc.WatchRequest(create_request=create))
+                    response = await call.read()
+            while response is not grpc.aio.EOF:
+                yield response
+                with self._mapped():
+                    response = await call.read()
+            raise StoreUnavailable(self.url, "etcd ended the watch", "Look at the log of etcd")
+        except MemberFailed as failed:
+            if self.closed:
+                return
+            self._leave(channel)
+            raise failed.error from failed.__cause__
+        finally:
+            if call is not None:
+                call.cancel()
+
+    @property
+    def url(self) -> str:
+        return self._url.text
+
+    def forget_token(self) -> None:
+        """Authenticate anew before the next call."""
+        self._token = None
+
+    async def close(self) -> None:
+        self.closed = True
+        channels, self._channels = self._channels, []
+        for channel in channels:
+            await channel.grpc.close()
+
+    # -- one member
+
+    async def _attempt(
+        self, channel: Channel, name: str, request: Any, deadline: float, share_s: float, repeat: bool
+    ) -> Any:
+        """One request to one member, which gets `share_s`, or until `deadline` once it has what cannot be repeated."""
+        clock = asyncio.get_running_loop().time
+        until = min(clock() + share_s, deadline)
+        for renewed in (False, True):
+            with self._mapped(unsent=True):
+                async with asyncio.timeout_at(until):
+                    await self._connect(channel)
+                metadata = await self._credentials(channel, until - clock())
+            try:
+                with self._mapped():
+                    return await channel.ask(name, request, (until if repeat else deadline) - clock(), metadata)
+            except TokenExpired:
+                self._token = None
+                if renewed:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _connect(self, channel: Channel) -> None:
+        """Wait for the connection, or for the reason that there is none: the request itself then fails with it."""
+        while (state := channel.grpc.get_state(try_to_connect=True)) in CONNECTING:
+            await channel.grpc.wait_for_state_change(state)
+
+    async def _credentials(self, channel: Channel, timeout_s: float) -> Metadata:
+        if self._url.user is None:
+            return ()
+        async with self._authenticating:
+            if self._token is None:
+                request = rpc.AuthenticateRequest(name=self._url.user, password=self._url.password())
+                self._token = (await channel.ask("Authenticate", request, timeout_s, ())).token
+            return (("token", self._token or ""),)
+
+    @contextlib.contextmanager
+    def _mapped(self, *, unsent: bool = False) -> Iterator[None]:
+        """gRPC's errors become ours; those after which another member may be asked become MemberFailed."""
+        try:
+            yield
+        except rpc.AioRpcError as error:
+            if error.code() in MEANT_FOR_THE_CALLER:
+                raise
+            details = str(error.details())
+            if any(text in details for text in STALE_TOKEN):
+                refused = StoreRefused(self.url, details, "Look at the log of etcd")
+                raise TokenExpired(refused, unsent=True) from error
+            mapped = translate(error, self._url)
+            if error.code() not in TRY_ELSEWHERE:
+                raise mapped from error
+            raise MemberFailed(mapped, unsent or NOT_SENT in details) from error
+        except TimeoutError as error:
+            raise MemberFailed(unanswered(self._url), unsent) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling() or not self.closed:
+                raise
+            # gRPC's way to say that the channel was closed.
+            raise MemberFailed(closed(self._url), unsent=False) from None
+        except grpc.aio.UsageError as error:
+            raise MemberFailed(closed(self._url), unsent=False) from error
+
+    def _leave(self, channel: Channel) -> None:
+        """Ask the next member from now on, unless somebody has moved on already."""
+        if self._channels and self._channels[self._current] is channel:
+            self._current = (self._current + 1) % len(self._channels)
+
+    # -- opening
+
+    def _opened(self) -> list[Channel]:
+        if self.closed:
+            raise closed(self._url)
+        if os.getpid() != self._pid:
+            raise StoreUnavailable(self.url, "opened before this process was forked", "Open it after the fork")
+        if not self._channels:
+            self._channels = [Channel(f"{host}:{port}", self._tls) for host, port in self._url.endpoints]
+        return self._channels
+
+    def _require_a_listener(self) -> None:
+        reason = OSError()
+        for host, port in self._url.endpoints:
+            try:
+                socket.create_connection((host.strip("[]"), port), PROBE_TIMEOUT_S).close()
+            except OSError as error:
+                reason = error
+            else:
+                return
+        advice = "Start etcd there, or check the hosts and ports of the URL"
+        raise StoreUnavailable(self.url, reason.strerror or str(reason), advice) from reason
+
+
+class Channel:
+    """The connection to one member, made when it is first needed, and etcd's calls by name."""
+
+    def __init__(self, endpoint: str, tls: tuple[bytes, bytes | None, bytes | None] | None) -> None:
+        if tls is None:
+            self.grpc = grpc.aio.insecure_channel(endpoint, CHANNEL_OPTIONS)
+        else:
+            self.grpc = grpc.aio.secure_channel(endpoint, grpc.ssl_channel_credentials(*tls), CHANNEL_OPTIONS)
+        stubs = [stub(self.grpc) for stub in (rpc.KVStub, rpc.LeaseStub, rpc.WatchStub, rpc.AuthStub)]
+        self._calls: dict[str, Any] = {name: call for stub in stubs for name, call in vars(stub).items()}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._calls[name]
+
+    async def ask(self, name: str, request: Any, timeout_s: float, metadata: Metadata) -> Any:
+        """One request, one answer; LeaseKeepAlive is a stream of which only the first answer is wanted."""
+        if name != "LeaseKeepAlive":
+            return await self._calls[name](request, timeout=timeout_s, metadata=metadata)
+        call = self._calls[name](iter([request]), timeout=timeout_s, metadata=metadata)
+        try:
+            return await call.read()
+        finally:
+            call.cancel()
+
+
+class MemberFailed(Exception):
+    """This member did not answer. `unsent`: the request cannot have been applied."""
+
+    def __init__(self, error: StoreUnavailable, unsent: bool) -> None:
+        super().__init__(str(error))
+        self.error, self.unsent = error, unsent
+
+
+class TokenExpired(MemberFailed):
+    """etcd does not know the token (any more). The request was not applied."""

@@ -1,0 +1,295 @@
+"""Builds a version in a layout slot from its published slot, and sums what it built.
+
+The placement learnt from vLLM's loaders is replayed piece by piece: a piece of a published tensor is digested, copied
+or packed to its place, and summed there, in the kernels' order, while it is in the cache. Where the kernels' bytes do
+not determine the published ones, the published bytes are summed as they are read: for opaque parameters, and for casts
+that lose bits (an fp32 checkpoint served in bf16). The bytes of oneDNN's kernels are private to C++: what is summed is
+the matrix oneDNN is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from weightsync.errors import ChecksumMismatch, PartsMismatch
+from weightsync.fingerprint import MASK, Part, Words, add, device_rectangle, pack_rectangle, packed_rectangle, rectangle
+from weightsync.manifest import TensorEntry
+from weightsync.receiver import SlotReader
+
+from .kernels import BLOCK_ROWS, LinearFn, onednn_linear, pack_into
+from .layout import Entry, Layout
+from .placement import Box, Placement, Rect, as_matrix, learn
+from .published import Pace, Published
+from .skeleton import Slot, group_by_layer, load_group
+
+PIECE_BYTES = 1 << 20
+LOSSLESS = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
+Sums = dict[str, list[list[int]]]
+Sum: TypeAlias = "int | torch.Tensor"  # on a device it stays there until the end: nothing waits for a piece
+
+
+@dataclass
+class Built:
+    """What a version consists of besides the bytes in the layout slot."""
+
+    private: dict[str, LinearFn] = field(default_factory=dict)
+    parts: list[tuple[str, Part, Sum]] = field(default_factory=list)
+
+    def sums(self) -> Sums:
+        """For the worker's report: {name: [Part.to_row(), ...]}; waits for the device."""
+        sums: Sums = {}
+        for name, part, total in self.parts:
+            sums.setdefault(name, []).append(replace(part, sum=int(total) & MASK).to_row())
+        return sums
+
+
+class Builder:
+    """Replays the placement of one model. The twin's own memory is touched for opaque parameters only."""
+
+    def __init__(self, twin: torch.nn.Module, slots: list[Slot], layout: Layout, device: torch.device) -> None:
+        self._twin, self._slots, self._layout, self._device = twin, slots, layout, device
+        self._own = {s.name: s for s in slots if s.name == s.source}
+        self._shapes = {name: s.parameter.shape for name, s in self._own.items()}
+        self._onednn = {s.source for s in slots if s.role == "linear" and layout.kernels[s.name] == "onednn"}
+        self._learnt: tuple[str, Placement] | None = None
+        self._scratch: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+
+    @property
+    def has_private(self) -> bool:
+        return bool(self._onednn)
+
+    def build(self, reader: SlotReader, data: torch.Tensor | None, pace: Pace) -> Built:
+        """Fill `data`, the layout slot's bytes (None: they are there already), and make the private kernels.
+
+        Raises DigestMismatch when published bytes changed, ChecksumMismatch when what was built is not what was
+        published, MissingTensor, UnsupportedModelError.
+        """
+        published, built = Published(reader, pace), Built()
+        placement = self._placement(published)
+        for entry in self._entries(placement) if data is not None else ():
+            assert data is not None
+            self._fill(entry, placement, published, data, built)
+        for source in sorted(self._onednn - placement.opaque):
+            raw = self._raw(source, placement, published)
+            self._sum_plain(raw, source, placement, published, built)
+            built.private[source] = onednn_linear(raw)
+        self._load_opaque(placement, published, data, built)
+        self._sum_unused(placement, published, built)
+        published.finish()
+        compare(built.sums(), reader.manifest.tensors)
+        return built
+
+    def check(self, reader: SlotReader, data: torch.Tensor) -> Sums:
+        """Read `data` again: the sums of what lies there now, as `build` reported them if nothing changed since."""
+        published, built = Published(reader, lambda _: None), Built()
+        placement = self._placement(published)
+        for entry in self._entries(placement):
+            if entry.packed:
+                self._sum_packed(entry, placement, published, data, built)
+            else:
+                self._sum_plain(entry.view(data), entry.source, placement, published, built)
+        self._sum_unused(placement, published, built)
+        return built.sums()
+
+    def _placement(self, published: Published) -> Placement:
+        """Learnt once, and again only when names, shapes or dtypes change."""
+        digest = published.schema.digest
+        if self._learnt is None or self._learnt[0] != digest:
+            for name, slot in self._own.items():
+                if slot.parameter.shape != self._shapes[name]:
+                    slot.parameter.data = slot.parameter.data.new_empty(self._shapes[name])
+            groups = group_by_layer(published.schema.tensors)
+            placement = learn(self._twin, self._slots, published.tensors(), groups)
+            if self._device.type != "cpu":  # there, memory that is never touched is taken all the same
+                for name in self._own.keys() - placement.opaque:
+                    self._own[name].parameter.data = self._own[name].parameter.data.new_empty(0)
+            self._learnt = (digest, placement)
+        return self._learnt[1]
+
+    def _entries(self, placement: Placement) -> Iterator[Entry]:
+        return (entry for entry in self._layout.entries if entry.source not in placement.opaque)
+
+    # filling ----------------------------------------------------------------------------------------------------------
+
+    def _fill(self, entry: Entry, placement: Placement, published: Published, data: torch.Tensor, built: Built) -> None:
+        target, rects = as_matrix(entry.view(data)), placement.rects[entry.source]
+        constants = placement.constants.get(entry.source, ())
+        boxes = [*(rect.target for rect in rects), *(box for box, _ in constants)]
+        if entry.packed and not (
+            all(in_blocks(box, entry) for box in boxes)
+            and all(published.dtype(rect.name) is target.dtype for rect in rects)
+        ):
+            pack_into(target, self._raw(entry.source, placement, published))
+            return self._sum_packed(entry, placement, published, data, built)
+        for box, value in constants:
+            crop(target, box).fill_(value)
+        for rect in rects:
+            total: Sum = 0
+            for piece in pieces(rect, published.row_nbytes(rect.name)):
+                published.read(piece.name, piece.source)
+                total = total + (
+                    self._pack(entry, piece, published, data)
+                    if entry.packed
+                    else self._copy(target, entry, piece, published)
+                )
+            built.parts.append((rect.name, published.part(rect, 0), total))
+        return None
+
+    def _pack(self, entry: Entry, piece: Rect, published: Published, data: torch.Tensor) -> int:
+        words, first = published.words(piece.name, piece.source), published.first_word(piece.name, piece.source)
+        return pack_rectangle(words, packed_words(entry, piece.target, data), piece.source.row, first)
+
+    def _copy(self, target: torch.Tensor, entry: Entry, piece: Rect, published: Published) -> Sum:
+        view, served = crop(target, piece.target), self._own[entry.source].parameter.dtype
+        if view.device.type == "cpu" and view.dtype is served is published.dtype(piece.name):
+            words = words_of(view).numpy()
+            np.copyto(words, published.words(piece.name, piece.source))
+            return rectangle(words, piece.source.row, published.first_word(piece.name, piece.source))
+        source = crop(as_matrix(published.tensor(piece.name)), piece.source)
+        view.copy_(source.to(served))  # by way of the type the model has: a bias is wider here
+        return self._sum(view, piece, entry.source, published)
+
+    def _raw(self, source: str, placement: Placement, published: Published) -> torch.Tensor:
+        """The parameter as vLLM's loader would have filled it: in the published slot itself if it lies there so."""
+        slot, rects = self._own[source], placement.rects[source]
+        shape, dtype = self._shapes[source], slot.parameter.dtype
+        for rect in rects:
+            published.read(rect.name, rect.source)
+        first = rects[0] if len(rects) == 1 and not placement.constants.get(source) else None
+        if first is not None and published.dtype(first.name) is dtype:
+            view = crop(as_matrix(published.tensor(first.name)), first.source)
+            if view.is_contiguous():
+                return view.view(shape)
+        raw = self._scratch.setdefault((shape, dtype), torch.empty(shape, dtype=dtype))
+        for box, value in placement.constants.get(source, ()):
+            crop(as_matrix(raw), box).fill_(value)
+        for rect in rects:
+            crop(as_matrix(raw), rect.target).copy_(crop(as_matrix(published.tensor(rect.name)), rect.source))
+        return raw
+
+    def _load_opaque(self, placement: Placement, published: Published, data: torch.Tensor | None, built: Built) -> None:
+        if not placement.opaque:
+            return
+        for name in placement.loaded:
+            published.read(name, published.whole(name))
+        load_group(self._twin, ((name, published.tensor(name)) for name in placement.loaded))
+        for source in sorted(placement.opaque):
+            raw = self._own[source].parameter.data
+            for entry in self._layout.entries if data is not None else ():
+                if entry.source == source:
+                    assert data is not None
+                    (pack_into if entry.packed else torch.Tensor.copy_)(entry.view(data), raw)
+            if source in self._onednn:
+                built.private[source] = onednn_linear(raw)
+
+    # summing ----------------------------------------------------------------------------------------------------------
+
+    def _sum(self, view: torch.Tensor, rect: Rect, source: str, published: Published) -> Sum:
+        """Of what lies in `view`, in terms of the published type."""
+        dtype = published.dtype(rect.name)
+        served = self._own[source].parameter.dtype
+        if served is not dtype and (dtype, served) not in LOSSLESS:
+            return published.sum(rect)
+        return sum_as(view, dtype, rect.source.row, published.first_word(rect.name, rect.source))
+
+    def _sum_plain(
+        self, tensor: torch.Tensor, source: str, placement: Placement, published: Published, built: Built
+    ) -> None:
+        for rect in placement.rects[source]:
+            total = self._sum(crop(as_matrix(tensor), rect.target), rect, source, published)
+            built.parts.append((rect.name, published.part(rect, 0), total))
+
+    def _sum_packed(
+        self, entry: Entry, placement: Placement, published: Published, data: torch.Tensor, built: Built
+    ) -> None:
+        for rect in placement.rects[entry.source]:
+            if published.dtype(rect.name) is torch.bfloat16 and in_blocks(rect.target, entry):
+                total: Sum = 0
+                for piece in pieces(rect, published.row_nbytes(rect.name)):
+                    first = published.first_word(piece.name, piece.source)
+                    total += packed_rectangle(packed_words(entry, piece.target, data), piece.source.row, first)
+            else:
+                total = self._sum(crop(unpacked(entry, data), rect.target), rect, entry.source, published)
+            built.parts.append((rect.name, published.part(rect, 0), total))
+
+    def _sum_unused(self, placement: Placement, published: Published, built: Built) -> None:
+        for name in placement.unused:
+            rect = Rect(published.whole(name), published.whole(name), name)
+            published.read(name, rect.source)
+            built.parts.append((name, published.part(rect, 0), published.sum(rect)))
+
+
+def compare(sums: Sums, published: Mapping[str, TensorEntry]) -> None:
+    """Where one worker holds all of a tensor it can tell which one is wrong. Raises ChecksumMismatch."""
+    for name, rows in sums.items():
+        try:
+            found = add(name, (Part(*row) for row in rows))
+        except PartsMismatch:  # the rest is on other ranks: `fingerprint.combine` compares them
+            continue
+        if found != published[name].checksum:
+            raise ChecksumMismatch(name, published[name].checksum, found)
+
+
+def crop(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """A part of a matrix, in place."""
+    return tensor[box.row : box.row + box.rows, box.col : box.col + box.cols]
+
+
+def pieces(rect: Rect, row_nbytes: int) -> Iterator[Rect]:
+    """`rect` in rows that fit into the cache: whole blocks of the packed layout, then what is left."""
+    step = max(BLOCK_ROWS, PIECE_BYTES // row_nbytes // BLOCK_ROWS * BLOCK_ROWS)
+    whole = rect.target.rows // BLOCK_ROWS * BLOCK_ROWS
+    for start in [*range(0, whole, step), *([whole] if whole < rect.target.rows else [])]:
+        rows = min(step, (whole if start < whole else rect.target.rows) - start)
+        target, source = (replace(box, row=box.row + start, rows=rows) for box in (rect.target, rect.source))
+        yield Rect(target, source, rect.name)
+
+
+def in_blocks(box: Box, entry: Entry) -> bool:
+    """Whether `box` is made of whole blocks of the packed weight: whole rows, by 32 but for the last ones."""
+    rows, cols = entry.shape
+    return box.cols == cols and box.row % BLOCK_ROWS == 0 and (box.rows % BLOCK_ROWS == 0 or box.row + box.rows == rows)
+
+
+def packed_words(entry: Entry, box: Box, data: torch.Tensor) -> Words:
+    """The blocks of a packed weight that hold `box`: int32 [blocks, pairs of columns, rows per block], in place."""
+    row_nbytes = entry.nbytes // entry.shape[0]
+    lanes = BLOCK_ROWS if box.rows % BLOCK_ROWS == 0 else box.rows
+    begin = entry.offset + box.row * row_nbytes
+    words: Words = data[begin : begin + box.rows * row_nbytes].numpy().view(np.int32)
+    return words.reshape(box.rows // lanes, entry.shape[1] // 2, lanes)
+
+
+def unpacked(entry: Entry, data: torch.Tensor) -> torch.Tensor:
+    """A packed weight (out, in) in its usual order; a copy."""
+    rows, cols = entry.shape
+    whole = rows // BLOCK_ROWS * BLOCK_ROWS
+    boxes = [Box(0, 0, whole, cols), Box(whole, 0, rows - whole, cols)]
+    blocks = [packed_words(entry, box, data).transpose(0, 2, 1).reshape(-1, cols // 2) for box in boxes if box.rows]
+    return torch.from_numpy(np.ascontiguousarray(np.concatenate(blocks))).view(torch.bfloat16)
+
+
+def words_of(view: torch.Tensor) -> torch.Tensor:
+    """Any matrix as 16-bit words, or as bytes for types of 1 byte; in place."""
+    return view.view(torch.uint8 if view.dtype.itemsize == 1 else torch.int16)
+
+
+def sum_as(view: torch.Tensor, dtype: torch.dtype, row: int, col: int) -> Sum:
+    """The sum over the words that `view` has in `dtype`, the published type, which `view` is wider than or equal to."""
+    if view.dtype is torch.float32 and dtype is torch.bfloat16:
+        # By its halves, not by a cast, which would not keep a NaN's bits: the lower ones must be, and so add, zero.
+        halves = [words_of(view)[:, 1::2], words_of(view)[:, ::2]]
+    else:
+        halves = [words_of(view if view.dtype is dtype else view.to(dtype))]
+    total: Sum = 0
+    for words in halves:
+        on_host = words.device.type == "cpu"
+        total = total + (
+            rectangle(np.ascontiguousarray(words.numpy()), row, col) if on_host else device_rectangle(words, row, col)
+        )
+    return total

@@ -1,0 +1,143 @@
+"""What one version is in a worker: the base model and its parts (draft model, LoRA adapters), flipped all or none.
+
+A part whose published bytes a version shares with one that is still held is the same piece: it is neither staged nor
+flipped again. A part that a version does not name stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+BASE = ""
+
+
+class Flippable(Protocol):
+    """The weights of one part of one version (`Generation`, `LoraGeneration`)."""
+
+    @property
+    def digest(self) -> str:
+        """Of the manifest it was built from."""
+
+    def commit(self) -> list[Any]:
+        """Make it what runs; returns what was replaced."""
+
+    def displaced(self, live: Any) -> Any:
+        """What goes back to `live`, which ran before this commit; None where nothing did."""
+
+    def release(self) -> None:
+        """Nobody will run it any more."""
+
+
+@dataclass(frozen=True)
+class PartOrder:
+    """One part to stage: BASE, "draft" or "lora/NAME"; `version` published it. `lora_id` is vLLM's for an adapter."""
+
+    name: str
+    version: int
+    slot: str
+    manifest_digest: str
+    lora_id: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part, ready to run, and the report of its staging."""
+
+    generation: Flippable
+    report: dict[str, Any]
+
+
+@dataclass
+class Bundle:
+    """The pieces of one version by part name."""
+
+    version: int
+    pieces: dict[str, Piece] = field(default_factory=dict)
+
+    def find(self, order: PartOrder) -> Piece | None:
+        """The piece that was built from the very bytes `order` names."""
+        piece = self.pieces.get(order.name)
+        return piece if piece is not None and piece.generation.digest == order.manifest_digest else None
+
+    def commit(self, live: Bundle | None) -> tuple[Bundle | None, list[Any]]:
+        """Flip what differs from `live`. Returns (what a rollback flips to, what was replaced).
+
+        If a flip raises, those before it are undone where something ran before, and the error goes on.
+        """
+        before: Mapping[str, Piece] = live.pieces if live is not None else {}
+        changed = [name for name, piece in self.pieces.items() if before.get(name) is not piece]
+        replaced: list[Any] = []
+        for count, name in enumerate(changed, 1):
+            try:
+                replaced += self.pieces[name].generation.commit()
+            except BaseException:
+                self._undo(changed[:count], before)
+                raise
+        back = self._displaced(changed, before)
+        self.pieces = {**before, **self.pieces}
+        return (Bundle(live.version, back) if live is not None else None), replaced
+
+    def _displaced(self, changed: list[str], before: Mapping[str, Piece]) -> dict[str, Piece]:
+        back = dict(before)
+        for name in changed:
+            former = before.get(name)
+            displaced = self.pieces[name].generation.displaced(former.generation if former else None)
+            if former is not None:
+                back[name] = Piece(displaced, former.report)
+        return back
+
+    def _undo(self, names: list[str], before: Mapping[str, Piece]) -> None:
+        for name in reversed(names):
+            if (former := before.get(name)) is not None:
+                self.pieces[name].generation.displaced(former.generation).commit()
+
+
+class Shelf:
+    """The bundles a worker runs and goes back to, and what none of them needs any more (freed off the decode path)."""
+
+    def __init__(self) -> None:
+        self.live: Bundle | None = None
+        self.previous: Bundle | None = None
+        self.garbage: list[Flippable] = []
+        self.replaced: list[Any] = []
+
+    def held(self, staged: Bundle | None) -> list[Bundle]:
+        return [b for b in (self.live, self.previous, staged) if b is not None]
+
+    def commit(self, target: Bundle, staged: Bundle | None) -> None:
+        """Flip to `target`, which is `previous` or `staged`; what was staged besides is given up.
+
+        What ran before is never garbage: `back` holds it, or took over its memory.
+        """
+        back, replaced = target.commit(self.live)
+        self.replaced += replaced
+        for dropped in (self.previous, staged):
+            self.garbage += only_in(dropped, (target, back, self.live))
+        self.live, self.previous = target, back
+
+    def give_up(self, staged: Bundle | None, orders: Iterable[PartOrder]) -> None:
+        """`staged` was never committed; pieces of it that `orders` want again stay."""
+        if staged is not None:
+            wanted = Bundle(0, {o.name: piece for o in orders if (piece := staged.find(o)) is not None})
+            self.garbage += only_in(staged, (self.live, self.previous, wanted))
+
+    def forget(self, version: int, staged: Bundle | None) -> None:
+        """The bundle to go back to is given up if it is of `version`; pieces that others need stay."""
+        if self.previous is not None and self.previous.version == version:
+            self.garbage += only_in(self.previous, (self.live, staged))
+            self.previous = None
+
+    def sweep(self) -> tuple[list[Flippable], list[Any]]:
+        """(generations to release, references to drop), handed over once."""
+        swept = self.garbage, self.replaced
+        self.garbage, self.replaced = [], []
+        return swept
+
+
+def only_in(dropped: Bundle | None, kept: Iterable[Bundle | None]) -> list[Flippable]:
+    """Generations of `dropped` that none of `kept` runs or goes back to."""
+    held = {id(p.generation) for b in kept if b is not None for p in b.pieces.values()}
+    pieces = dropped.pieces.values() if dropped is not None else ()
+    return [p.generation for p in pieces if id(p.generation) not in held]

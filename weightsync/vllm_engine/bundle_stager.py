@@ -1,0 +1,167 @@
+"""Stages all parts of a version, one after the other on one background thread, into a `Bundle`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weightsync.errors import PartNotServed
+from weightsync.manifest import Schema
+from weightsync.parts import BASE, DRAFT, LORA
+
+from .bundle import Bundle, Flippable, PartOrder, Piece
+from .drafts import draft_stager
+from .lora import LoraHost
+from .stager import Garbage, StageOrder, Stager, StageReport, describe, use_one_core
+
+
+@dataclass(frozen=True)
+class BundleReport:
+    """How a staging went: the base's report (StageReport's fields), with the times of all, and those of the parts."""
+
+    version: int
+    running: bool = False
+    pieces: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fresh: frozenset[str] = frozenset()
+    stage_ms: float = 0.0
+    error: dict[str, str | None] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """`path` is "retained" when nothing had to be built; `parts`: {name: report} of draft and adapters."""
+        base = self.pieces.get(BASE, StageReport(self.version).to_dict())
+        built = [self.pieces[name] for name in self.fresh if self.pieces[name]["staging_gbps"]]
+        nbytes = sum(p["staging_gbps"] * p["stage_ms"] for p in built)
+        done = {
+            "version": self.version,
+            "running": self.running,
+            "error": self.error,
+            "stage_ms": self.stage_ms,
+            "staging_gbps": nbytes / self.stage_ms if self.stage_ms else 0.0,
+            "parts": {name: piece for name, piece in self.pieces.items() if name != BASE},
+        }
+        return {**base, **done, **({} if self.fresh else {"path": "retained"})}
+
+
+class BundleStager:
+    """One staging at a time; `wait` returns when it is over, `bundle` is then what was staged, if it went well."""
+
+    def __init__(self, base: Stager, runner: Any, device: torch.device) -> None:
+        self._stagers = {BASE: base}
+        self._runner, self._device = runner, device
+        self._missing: dict[str, PartNotServed] = {}
+        self._host: LoraHost | None = None
+        self._thread: threading.Thread | None = None
+        self.report = BundleReport(version=0)
+        self.bundle: Bundle | None = None
+        self._find_parts()
+
+    def _find_parts(self) -> None:
+        """What this worker has besides the base; what it has not is refused with its reason when a version has it."""
+        try:
+            self._stagers[DRAFT] = draft_stager(self._runner, self._device)
+        except PartNotServed as error:
+            self._missing[DRAFT] = error
+        try:
+            self._host = LoraHost(self._runner)
+        except PartNotServed as error:
+            self._missing[LORA] = error
+
+    def start(
+        self, version: int, orders: Iterable[PartOrder], schema: Schema | None, held: list[Bundle], garbage: Garbage
+    ) -> None:
+        """Begin staging; pieces in `held` that were built from the same bytes are taken as they are.
+
+        `garbage` is freed first, on the same thread.
+        """
+        self.wait()
+        self.bundle = None
+        self.report = BundleReport(version, running=True)
+        args = (version, list(orders), schema, held, garbage)
+        self._thread = threading.Thread(target=self._run, args=args, name="hotswap-bundle", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Block until no staging runs."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def retain(self, bundle: Bundle) -> None:
+        """Say that `bundle`, which is held already, is what was asked for."""
+        self.report = BundleReport(bundle.version, pieces={n: p.report for n, p in bundle.pieces.items()})
+
+    def take(self) -> Bundle:
+        """Hand over what was staged, once."""
+        assert self.bundle is not None
+        bundle, self.bundle = self.bundle, None
+        return bundle
+
+    def _run(
+        self, version: int, orders: list[PartOrder], schema: Schema | None, held: list[Bundle], garbage: Garbage
+    ) -> None:
+        use_one_core()
+        started = time.perf_counter()
+        bundle, fresh = Bundle(version), set[str]()
+        try:
+            garbage.free()
+            for order in orders:
+                piece = next((p for b in held if (p := b.find(order)) is not None), None)
+                if piece is None:
+                    piece = self._build(order, schema if order.name == BASE else None)
+                    fresh.add(order.name)
+                bundle.pieces[order.name] = piece
+        except Exception as error:  # reported to the coordinator: the old version goes on serving
+            for name in fresh:
+                bundle.pieces[name].generation.release()
+            failure = error.report if isinstance(error, _PartFailed) else describe(error)
+            self.report = BundleReport(version, error=failure)
+            return
+        self.bundle = bundle
+        reports = {name: piece.report for name, piece in bundle.pieces.items()}
+        ms = (time.perf_counter() - started) * 1e3 if fresh else 0.0
+        self.report = BundleReport(version, pieces=reports, fresh=frozenset(fresh), stage_ms=ms)
+
+    def _build(self, order: PartOrder, schema: Schema | None) -> Piece:
+        kind = LORA if order.name.startswith(LORA) else order.name
+        if kind in self._missing:
+            raise PartNotServed(order.name, self._missing[kind].advice)
+        if kind == LORA:
+            return self._build_adapter(order)
+        stager = self._stagers[order.name]
+        stager.start(StageOrder(order.version, order.slot, order.manifest_digest, schema), Garbage([], []))
+        stager.wait()
+        if stager.report.error is not None:
+            raise _PartFailed(order.name, stager.report.error)
+        return Piece(stager.take(), stager.report.to_dict())
+
+    def _build_adapter(self, order: PartOrder) -> Piece:
+        assert self._host is not None
+        started = time.perf_counter()
+        generation: Flippable
+        try:
+            generation, built = self._host.build(order)
+        except Exception as error:
+            raise _PartFailed(order.name, describe(error)) from error
+        seconds = time.perf_counter() - started
+        report = StageReport(
+            order.version,
+            digest=order.manifest_digest,
+            path="lora",
+            stage_ms=seconds * 1e3,
+            staging_gbps=built["nbytes"] / 1e9 / seconds,
+        )
+        return Piece(generation, report.to_dict() | {"sums": built["sums"]})
+
+
+class _PartFailed(Exception):
+    """A part was refused; `report` says why, and in which part."""
+
+    def __init__(self, part: str, report: dict[str, str | None]) -> None:
+        message = f"part {part!r}: {report['message']}" if part else report["message"]
+        self.report = {**report, "message": message}
+        super().__init__(message)

@@ -1,0 +1,246 @@
+"""Which rectangle of which published tensor each parameter receives: learnt once by watching the model's own loaders.
+
+vLLM's `load_weights` knows every architecture's naming, fusing (qkv, gate_up), vocabulary padding and tensor-parallel
+slicing. It is run once on views of a published slot under a dispatch mode that notes every copy into a parameter and
+carries none out. Later stagings replay what was noted, straight from the published slot into the layout slot.
+
+A parameter that is filled in any other way than by copies of rectangles and by constants (arithmetic, a transpose, an
+intermediate tensor) is `opaque`: its layer goes through vLLM's loader each time.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightsync.errors import MissingTensor
+
+from .skeleton import Slot, UnsupportedModelError, load_group
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Rows [row, row + rows) and columns [col, col + cols) of a tensor seen as a matrix; in elements."""
+
+    row: int
+    col: int
+    rows: int
+    cols: int
+
+    @property
+    def area(self) -> int:
+        return self.rows * self.cols
+
+    def meets(self, other: Box) -> bool:
+        return (
+            self.row < other.row + other.rows
+            and other.row < self.row + self.rows
+            and self.col < other.col + other.cols
+            and other.col < self.col + self.cols
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rect:
+    """`target`, a part of a parameter, receives the equally large `source` of the published tensor `name`."""
+
+    target: Box
+    source: Box
+    name: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What every parameter receives, by the name it is loaded under. `zeros` are parts set to a constant, as padding.
+
+    `opaque` parameters are filled by the loader from the tensors `loaded`; nothing reads the tensors `unused`.
+    """
+
+    rects: dict[str, tuple[Rect, ...]]
+    constants: dict[str, tuple[tuple[Box, float], ...]]
+    opaque: frozenset[str]
+    loaded: tuple[str, ...]
+    unused: tuple[str, ...]
+
+
+def matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """A tensor as rows and columns: the last dimension is a row, a scalar or 1-D tensor is one row."""
+    return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
+
+
+def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(matrix(tensor.shape))
+
+
+def learn(
+    twin: torch.nn.Module, slots: list[Slot], tensors: dict[str, torch.Tensor], groups: list[list[str]]
+) -> Placement:
+    """Watch the twin's loader take `tensors`, one group after the other.
+
+    Raises MissingTensor, and UnsupportedModelError for loaders that do what cannot be staged beside a running model.
+    """
+    own = {s.name: s.parameter for s in slots if s.name == s.source}
+    watch = Watch(own, tensors)
+    for names in groups:
+        with watch.group(names):
+            watch.filled |= load_group(twin, watch.feed(names))
+    if missing := sorted({s.source for s in slots} - watch.filled):
+        raise MissingTensor(missing[0])
+    return watch.placement()
+
+
+class Watch(TorchDispatchMode):
+    """Notes what is written into parameters, and skips it."""
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.filled: set[str] = set()
+        self._parameters, self._tensors = parameters, tensors
+        self._addresses = {name: p.data_ptr() for name, p in parameters.items()}
+        self._targets = _Ranges(parameters)
+        self._sources = _Ranges(tensors)
+        self._rects: dict[str, list[Rect]] = {name: [] for name in parameters}
+        self._constants: dict[str, list[tuple[Box, float]]] = {name: [] for name in parameters}
+        self._opaque: set[str] = set()
+        self._touched: dict[str, set[int]] = {name: set() for name in parameters}
+        self._groups: list[list[str]] = []
+
+    @contextmanager
+    def group(self, names: list[str]) -> Iterator[None]:
+        self._groups.append(names)
+        with self:
+            yield
+        for name, parameter in self._parameters.items():
+            if parameter.data_ptr() != self._addresses[name]:
+                raise UnsupportedModelError(
+                    f"the loader of {name!r} replaces the parameter's memory, so that versions cannot be staged beside "
+                    "the running one; serve another architecture"
+                )
+
+    def feed(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, self._tensors[name]) for name in names)
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        written = list(_written(func, args, kwargs or {}))
+        names = [self._targets.find(tensor) for tensor in written]
+        for tensor in written:
+            if (source := self._sources.find(tensor)) is not None:
+                raise UnsupportedModelError(
+                    f"the model's loader changes the tensor {source!r} that it is given, which other instances read "
+                    "too; serve another architecture"
+                )
+        if len(written) != 1 or names[0] is None:
+            for name in filter(None, names):
+                self._note_opaque(name)
+            return func(*args, **(kwargs or {}))
+        self._note(names[0], func, args)
+        return written[0]
+
+    def placement(self) -> Placement:
+        for name in self._parameters:
+            if name not in self._opaque:
+                self._require_coverage(name)
+        groups = sorted({index for name in self._opaque for index in self._touched[name]})
+        loaded = tuple(tensor for index in groups for tensor in self._groups[index])
+        rects = {n: tuple(r) for n, r in self._rects.items() if n not in self._opaque}
+        used = {rect.name for found in rects.values() for rect in found}
+        unused = tuple(name for name in self._tensors if name not in used)
+        constants = {n: tuple(c) for n, c in self._constants.items() if c and n not in self._opaque}
+        return Placement(rects, constants, frozenset(self._opaque), loaded, unused)
+
+    def _note(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
+        target = args[0]
+        self._touched[name].add(len(self._groups) - 1)
+        if target.numel() == 0:
+            return
+        box = box_of(target, self._parameters[name])
+        if box is None:
+            self._opaque.add(name)
+        elif func in (aten.fill_.Scalar, aten.zero_.default):
+            value = float(args[1]) if len(args) > 1 else 0.0
+            if any(box.meets(rect.target) for rect in self._rects[name]):
+                self._opaque.add(name)
+            self._constants[name].append((box, value))
+        elif func is aten.copy_.default and (rect := self._rect(target, box, args[1])) is not None:
+            self._rects[name] = [r for r in self._rects[name] if r.target != box]
+            self._rects[name].append(rect)
+        else:
+            self._opaque.add(name)
+
+    def _rect(self, target: torch.Tensor, box: Box, source: torch.Tensor) -> Rect | None:
+        name = self._sources.find(source)
+        if name is None or source.shape != target.shape:
+            return None
+        found = box_of(source, self._tensors[name])
+        if found is None or (found.rows, found.cols) != (box.rows, box.cols):
+            return None
+        return Rect(box, found, name)
+
+    def _note_opaque(self, name: str) -> None:
+        self._touched[name].add(len(self._groups) - 1)
+        self._opaque.add(name)
+
+    def _require_coverage(self, name: str) -> None:
+        """Every element must be written, and by one copy: of two copies of one place nobody knows which one counts."""
+        boxes = [rect.target for rect in self._rects[name]]
+        if any(a.meets(b) for i, a in enumerate(boxes) for b in boxes[i + 1 :]):
+            self._opaque.add(name)
+            return
+        constants = dict.fromkeys(box for box, _ in self._constants[name])
+        size = self._parameters[name].numel()
+        bare = [box for box in constants if not any(box.meets(b) for b in boxes)]
+        if all(box.area != size for box in constants) and sum(b.area for b in [*boxes, *bare]) != size:
+            raise MissingTensor(name)
+
+
+class _Ranges:
+    """Finds the tensor of a set in whose memory another one begins."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), n) for n, t in tensors.items())
+        self._spans = [span for span in spans if span[1] > span[0]]
+        self._starts = [span[0] for span in self._spans]
+
+    def find(self, tensor: torch.Tensor) -> str | None:
+        address = tensor.data_ptr()
+        at = bisect.bisect_right(self._starts, address) - 1
+        return self._spans[at][2] if at >= 0 and address < self._spans[at][1] else None
+
+
+def box_of(view: torch.Tensor, base: torch.Tensor) -> Box | None:
+    """Where `view` lies in `base` (contiguous), or None when it is no rectangle of it in the same order."""
+    cols = matrix(base.shape)[1]
+    offset = view.data_ptr() - base.data_ptr()
+    if view.dtype != base.dtype or offset % base.element_size() or not 0 <= offset < base.nbytes:
+        return None
+    row, col = divmod(offset // base.element_size(), cols)
+    dims = [(n, s) for n, s in zip(view.shape, view.stride(), strict=True) if n != 1]
+    if view.is_contiguous() and view.numel() % cols == 0 and col == 0:
+        return Box(row, 0, view.numel() // cols, cols)
+    width = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
+    step, rows = cols, 1
+    for size, stride in reversed(dims):
+        if stride != step:
+            return None
+        step, rows = step * size, rows * size
+    return Box(row, col, rows, width) if col + width <= cols else None
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that an operator changes in place."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        yield from (v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.Tensor))
