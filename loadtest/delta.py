@@ -30,7 +30,7 @@ from loadtest.checkpoints import BENCH_SHAPE, TINY_SHAPE
 from loadtest.delta_trainer import random_weights, step
 from loadtest.links import Link, LinkUnavailable, shaped_link, wait_listening
 from loadtest.machine import machine, memcpy_gbps
-from weightsync.delta import Base, DeltaHeader, DeltaReader, DeltaWriter, apply_delta
+from weightsync.delta.encode import Base, DeltaHeader, DeltaReader, DeltaWriter, apply_delta
 from weightsync.manifest import Schema, TensorSpec, digest_of
 from weightsync.sources import copy_sums
 

@@ -27,8 +27,8 @@ import yaml
 from loadtest.demo.recipe import Recipe, prepare_environment
 from server.cli.up import Server, UpConfig
 from weightsync import SlotReader
-from weightsync.delta import Base, DeltaHeader, DeltaWriter
-from weightsync.delta_codec import Bytes
+from weightsync.delta.codec import Bytes
+from weightsync.delta.encode import Base, DeltaHeader, DeltaWriter
 from weightsync.errors import ManifestError, SlotBusy
 from weightsync.manifest import TensorSpec
 from weightsync.records import Keys, VersionRecord

@@ -13,40 +13,40 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weightsync.agent import CommitResult, Participant, StageResult
     from weightsync.arena import Arena
-    from weightsync.coordinator import Coordinator, SwapReport
+    from weightsync.delta.remote import RemotePublisher
     from weightsync.draft import Draft
     from weightsync.errors import WeightSyncError
     from weightsync.ledger import ensure_arena
     from weightsync.manifest import Layout, Manifest, Schema, TensorEntry, TensorSpec, diff_schema
     from weightsync.parts import Adapter
-    from weightsync.probe import Probe, ProbeResult
     from weightsync.publisher import Publisher
     from weightsync.receiver import SlotReader
-    from weightsync.remote import RemotePublisher
     from weightsync.store import Store, SyncStore, open_store
+    from weightsync.swap.agent import CommitResult, Participant, StageResult
+    from weightsync.swap.coordinator import Coordinator, SwapReport
+    from weightsync.swap.probe import Probe, ProbeResult
     from weightsync.writer import SlotWriter, join
 
 _HOME = {
     "Adapter": "parts",
     "Arena": "arena",
-    "CommitResult": "agent",
-    "Coordinator": "coordinator",
+    "CommitResult": "swap.agent",
+    "Coordinator": "swap.coordinator",
     "Draft": "draft",
     "Layout": "manifest",
     "Manifest": "manifest",
-    "Participant": "agent",
-    "Probe": "probe",
-    "ProbeResult": "probe",
+    "Participant": "swap.agent",
+    "Probe": "swap.probe",
+    "ProbeResult": "swap.probe",
     "Publisher": "publisher",
-    "RemotePublisher": "remote",
+    "RemotePublisher": "delta.remote",
     "Schema": "manifest",
     "SlotReader": "receiver",
     "SlotWriter": "writer",
-    "StageResult": "agent",
+    "StageResult": "swap.agent",
     "Store": "store",
-    "SwapReport": "coordinator",
+    "SwapReport": "swap.coordinator",
     "SyncStore": "store",
     "TensorEntry": "manifest",
     "TensorSpec": "manifest",

@@ -109,7 +109,7 @@ class Layout:
 class TensorEntry:
     """One tensor of a version. `offset` counts from the start of the slot; `digest` is xxh3_128 in hex.
 
-    `checksum` is its part of the version's fingerprint (`weightsync.fingerprint`).
+    `checksum` is its part of the version's fingerprint (`weightsync.digests.fingerprint`).
     `slices` lists (rank, first byte, bytes) for tensors that several trainer ranks wrote.
     """
 
@@ -152,7 +152,7 @@ class Manifest:
     @cached_property
     def fingerprint(self) -> str:
         """What every instance that runs this version must report."""
-        from weightsync.fingerprint import fingerprint_of  # numpy: not for those who only read manifests
+        from weightsync.digests.fingerprint import fingerprint_of  # numpy: not for those who only read manifests
 
         return fingerprint_of({name: entry.checksum for name, entry in self.tensors.items()})
 

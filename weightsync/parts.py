@@ -60,7 +60,9 @@ def combined(reports: Sequence[Mapping[str, Any]]) -> str:
 
     "" where a worker does not report sums. Raises ChecksumMismatch, PartsMismatch.
     """
-    from weightsync.fingerprint import combine  # numba, which vLLM does not bear to be imported before it has started
+    from weightsync.digests.fingerprint import (
+        combine,  # numba, which vLLM does not bear to be imported before it has started
+    )
 
     def one(found: Iterable[Mapping[str, Any]]) -> str:
         return combine([report.get("sums") or {} for report in found])

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from weightsync import activation, checksum_kernels
 from weightsync.arena import MAPPINGS
+from weightsync.digests import checksum_kernels
 from weightsync.draft import Claim, Draft, commit_all
 from weightsync.errors import BadPart, StoreUnavailable
 from weightsync.ledger import Ledger, ensure_arena
@@ -28,6 +28,7 @@ from weightsync.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name
 from weightsync.records import ActiveRecord, Keys, PartRecord, SwapMode, TargetRecord, VersionRecord
 from weightsync.sources import spec_of
 from weightsync.store.sync import SyncStore
+from weightsync.swap import activation
 
 STORE_ENV = "HOTSWAP_STORE"
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]

@@ -125,7 +125,7 @@ def push_delta(
 
     Raises DeltaError, DeltaBaseMismatch, DigestMismatch, and whatever `Publisher.begin` raises.
     """
-    from weightsync.delta_publish import publish_delta
+    from weightsync.delta.publish import publish_delta
 
     done = {} if done is None else done
     with Publisher(store, model=model, lineage=lineage) as publisher:
@@ -142,8 +142,8 @@ def push_delta(
 
 def _told_to_go() -> bool:
     """Get everything ready, then wait for the line that says that the file is whole; False if it never comes."""
-    import weightsync.delta_publish  # noqa: F401
-    from weightsync import checksum_kernels
+    import weightsync.delta.publish  # noqa: F401
+    from weightsync.digests import checksum_kernels
 
     checksum_kernels.warm()
     return sys.stdin.readline() == "go\n"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from weightsync.errors import Conflict
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, SwapRecord, TargetRecord, VersionRecord
 from weightsync.store.protocol import MISSING, Store
-from weightsync.swap_state import in_flight
+from weightsync.swap.state import in_flight
 
 TOMBSTONES_KEPT = 64  # retired records, for whoever wants to see what became of a version
 

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from weightsync.digests.fingerprint import Running
 from weightsync.dtypes import ITEMSIZE
 from weightsync.errors import CheckpointError, UnsupportedDtype
-from weightsync.fingerprint import Running
 from weightsync.manifest import TensorSpec
 
 CHUNK = 512 << 10
 
 
 class Sums(NamedTuple):
-    """Of the bytes of one tensor: xxh3_128 in hex, and the checksum that `weightsync.fingerprint` is made of."""
+    """Of one tensor's bytes: xxh3_128 in hex, and the checksum that `weightsync.digests.fingerprint` is made of."""
 
     digest: str
     checksum: int

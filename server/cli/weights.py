@@ -143,7 +143,7 @@ def verify(
     state_dir: StateDir = None,
 ) -> None:
     """Read every byte of a version on this host again, and compare what each instance runs. Status 1 on a mismatch."""
-    from weightsync.verify import verify as verify_version
+    from weightsync.digests.verify import verify as verify_version
 
     server = ServerInfo.read(state_dir or default_state_dir(None))
     try:
@@ -163,7 +163,7 @@ def diff(
     state_dir: StateDir = None,
 ) -> None:
     """Show which tensors two versions on this host differ in, and by how much."""
-    from weightsync.diff import diff as diff_versions
+    from weightsync.digests.diff import diff as diff_versions
 
     server = ServerInfo.read(state_dir or default_state_dir(None))
     try:

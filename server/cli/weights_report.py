@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from weightsync.diff import VersionDiff
-    from weightsync.verify import VerifyReport
+    from weightsync.digests.diff import VersionDiff
+    from weightsync.digests.verify import VerifyReport
 
 VERDICTS = {"same": "runs these weights", "differs": "runs other weights", "not told": "does not say what it runs"}
 

@@ -11,14 +11,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound, Unavailable
-from server.gateway import control
+from server.gateway.admin.error_map import to_http
+from server.gateway.admin.routers import routers
 from server.gateway.config import GatewayConfig
 from server.gateway.deps import GatewayDep
-from server.gateway.error_map import to_http
+from server.gateway.fleet.scrape import answering
 from server.gateway.gateway import Gateway
-from server.gateway.metrics import render
 from server.gateway.middleware import AdminGate, RequestIdMiddleware, error_response
-from server.gateway.probe import answering
+from server.gateway.observe.metrics import render
 from weightsync.errors import WeightSyncError
 
 PROBE_TIMEOUT_S = 1.0
@@ -41,7 +41,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
     app.add_middleware(AdminGate)
     app.add_middleware(RequestIdMiddleware)
     _add_probes(app)
-    for router in control.routers:
+    for router in routers:
         app.include_router(router)
     return app
 

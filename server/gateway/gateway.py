@@ -10,22 +10,22 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from server.gateway.auth import KeyRing, load_keys
+from server.gateway.access.keys import KeyRing, load_keys
+from server.gateway.access.scope import CacheScopes
+from server.gateway.admin.probes import ProbeSettings, build_probe
+from server.gateway.admin.push import Pusher
+from server.gateway.admin.updates import Updates
 from server.gateway.config import GatewayConfig
-from server.gateway.fleet import Fleet
-from server.gateway.metrics import build_registry
-from server.gateway.probe import scrape_forever
-from server.gateway.probes import ProbeSettings, build_probe
-from server.gateway.push import Pusher
-from server.gateway.scope import CacheScopes
-from server.gateway.stats import Stats
-from server.gateway.updates import Updates
-from weightsync.coordinator import Coordinator
+from server.gateway.fleet.scrape import scrape_forever
+from server.gateway.fleet.view import Fleet
+from server.gateway.observe.metrics import build_registry
+from server.gateway.observe.stats import Stats
 from weightsync.errors import StoreError
 from weightsync.store import Store, open_store
+from weightsync.swap.coordinator import Coordinator
 
 if TYPE_CHECKING:
-    from server.gateway.guard import GuardedProtocol
+    from server.gateway.proxy.guard import GuardedProtocol
 
 log = logging.getLogger("hotswap.gateway")
 

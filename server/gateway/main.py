@@ -12,11 +12,11 @@ from typing import cast
 import uvicorn
 
 from server.errors import ConfigError
+from server.gateway.access.keys import load_keys
+from server.gateway.admin.probes import ProbeSettings
 from server.gateway.app import build_app
-from server.gateway.auth import load_keys
 from server.gateway.config import GatewayConfig
-from server.gateway.probes import ProbeSettings
-from server.gateway.protocol import GatewayProtocol
+from server.gateway.proxy.protocol import GatewayProtocol
 from weightsync.store import open_store
 
 log = logging.getLogger("hotswap.gateway")

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Response
 
 from server.errors import HttpError, NotFound
-from server.gateway.auth import ADMIN
+from server.gateway.access.keys import ADMIN
 
 Scope = dict[str, Any]
 Message = MutableMapping[str, Any]

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from prometheus_client import Counter, Gauge
 
-from weightsync.agent import CommitResult, Participant, StageResult
-from weightsync.agent_state import same
 from weightsync.checkpoint import Checkpoint
 from weightsync.errors import CheckpointError, StoreUnavailable
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.store import Store, open_store
+from weightsync.swap.agent import CommitResult, Participant, StageResult
+from weightsync.swap.agent_state import same
 
 from .admission import Admission
 from .config import InstanceConfig

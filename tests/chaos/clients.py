@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,11 +43,18 @@ class Clients:
         for thread in self._threads:
             thread.start()
         try:
+            self._wait_for_load(60)
             yield self.seen
         finally:
             self._stop.set()
             for thread in self._threads:
                 thread.join(60)
+
+    def _wait_for_load(self, seconds: float) -> None:
+        """What the caller breaks next, it breaks under load: every client has had an answer's beginning or a fault."""
+        deadline = time.monotonic() + seconds
+        while len(self.seen.tokens) + len(self.seen.faults) < len(self._threads) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _run(self, url: str) -> None:
         with httpx.Client(base_url=url, timeout=httpx.Timeout(60, connect=5)) as http:

@@ -16,7 +16,7 @@ import pytest
 
 from server.cli.processes import Child
 from server.cli.up import free_port
-from server.gateway.scope import STORE_KEY
+from server.gateway.access.scope import STORE_KEY
 from tests.live import LiveServer, eventually
 from weightsync.store import open_store
 

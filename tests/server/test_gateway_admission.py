@@ -11,9 +11,10 @@ from typing import Any
 import orjson
 import pytest
 
-from server.gateway import UpstreamSettings, admission
-from server.gateway.admission import Need
-from server.gateway.json_check import check_object
+from server.gateway import UpstreamSettings
+from server.gateway.proxy import terms
+from server.gateway.proxy.json_check import check_object
+from server.gateway.proxy.terms import Need
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Answer, Link, Received, Upstream, read_answer, upstream
 from weightsync.records import ActiveRecord
@@ -83,7 +84,7 @@ async def waiting(gateway: RunningGateway, headers: str) -> tuple[asyncio.Stream
 )
 def test_what_goes_upstream(headers: dict[bytes, bytes], field: Any, lines: dict[str, str]) -> None:
     body = b'{"prompt":"x"}' if field is None else orjson.dumps({"prompt": "x", "hotswap": field})
-    asked, rest = admission.read(headers, body, in_body=check_object(body))
+    asked, rest = terms.read(headers, body, in_body=check_object(body))
     assert rest == b'{"prompt":"x"}'
     assert dict(line.split(": ") for line in asked.lines.decode().splitlines()) == {
         f"x-hotswap-{name}": value for name, value in lines.items()
@@ -96,7 +97,7 @@ def test_the_rest_of_the_body_keeps_its_bytes() -> None:
         b'{"a": 1.0e5, "hotswap": {"version": 2}, "b":[ 12345678901234567890123 , "\\u00e9"], "hotswap":{"version":3}}'
     )
     assert check_object(body)
-    asked, rest = admission.read({}, body, in_body=True)
+    asked, rest = terms.read({}, body, in_body=True)
     assert rest == b'{"a":1.0e5,"b":[ 12345678901234567890123 , "\\u00e9"]}'
     assert asked.need is not None
     assert asked.need.version == 3  # the last one counts, as everywhere in JSON

@@ -7,18 +7,18 @@ from pathlib import Path
 
 from server.errors import HttpError
 from server.gateway import GatewayConfig, UpstreamSettings, __main__
+from server.gateway.admin.error_map import DETAILS, STATUS
 from server.gateway.app import build_app
-from server.gateway.error_map import DETAILS, STATUS
-from server.gateway.fleet import Fleet
-from server.gateway.head import _FORWARDED
-from server.gateway.metrics import GatewayCollector
-from server.gateway.routes import public_names
-from server.gateway.stats import Stats
+from server.gateway.fleet.view import Fleet
+from server.gateway.observe.metrics import GatewayCollector
+from server.gateway.observe.stats import Stats
+from server.gateway.proxy.head import _FORWARDED
+from server.gateway.proxy.routes import public_names
 
 ROOT = Path(__file__).parents[2]
 API = (ROOT / "docs" / "api.md").read_text()
 ADAPTERS = (ROOT / "docs" / "adapters.md").read_text()
-SOURCES = "".join(p.read_text() for p in [*(ROOT / "server" / "gateway").glob("*.py"), ROOT / "server" / "errors.py"])
+SOURCES = "".join(p.read_text() for p in [*(ROOT / "server" / "gateway").rglob("*.py"), ROOT / "server" / "errors.py"])
 
 
 def test_every_route_is_documented() -> None:

@@ -18,13 +18,13 @@ from uvicorn.server import ServerState
 
 from server.errors import BadUpstream
 from server.gateway import GatewayConfig, Limits
+from server.gateway.access.keys import load_keys
 from server.gateway.app import build_app
-from server.gateway.auth import load_keys
-from server.gateway.fleet import Instance
+from server.gateway.fleet.view import Instance
 from server.gateway.gateway import Gateway
-from server.gateway.protocol import GatewayProtocol
-from server.gateway.relay import ResponseRelay
-from server.gateway.upstream import Pool, UpstreamConnection
+from server.gateway.proxy.protocol import GatewayProtocol
+from server.gateway.proxy.relay import ResponseRelay
+from server.gateway.proxy.upstream import Pool, UpstreamConnection
 from weightsync.records import InstanceRecord
 from weightsync.store import open_store
 

@@ -12,10 +12,11 @@ import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.gateway import UpstreamSettings, routing
-from server.gateway.fleet import Fleet
-from server.gateway.signals import Signals, parse
-from server.gateway.stats import Histogram, Stats
+from server.gateway import UpstreamSettings
+from server.gateway.fleet import routing
+from server.gateway.fleet.signals import Signals, parse
+from server.gateway.fleet.view import Fleet
+from server.gateway.observe.stats import Histogram, Stats
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, Upstream, upstream
 from weightsync.errors import StoreUnavailable
@@ -300,7 +301,7 @@ class Flaky:
 
 
 async def test_the_last_view_serves_while_the_store_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.gateway.fleet.RETRY_STORE_S", 0.01)
+    monkeypatch.setattr("server.gateway.fleet.view.RETRY_STORE_S", 0.01)
     flaky, stats = Flaky(f"sqlite://{tmp_path}/store.db"), Stats()
     fleet = Fleet(flaky, "toy", UpstreamSettings(), stats)  # type: ignore[arg-type]
     run = asyncio.create_task(fleet.run())

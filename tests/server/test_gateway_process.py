@@ -28,7 +28,7 @@ from loadtest.gateway_overhead import Load, run, servers
 from server.errors import ConfigError
 from server.gateway import GatewayConfig, UpstreamSettings
 from server.gateway.__main__ import main
-from server.gateway.auth import ADMIN, INFER, load_keys
+from server.gateway.access.keys import ADMIN, INFER, load_keys
 from tests.server.gateway_harness import RunningGateway, running_gateway
 from tests.server.gateway_upstream import Link, Received, upstream
 
@@ -37,7 +37,7 @@ FORBIDDEN = ("torch", "vllm", "transformers", "megatron")
 
 def test_neither_torch_nor_vllm_is_imported() -> None:
     probe = (
-        "import sys, server.gateway.__main__, server.gateway.main, weightsync.coordinator\n"
+        "import sys, server.gateway.__main__, server.gateway.main, weightsync.swap.coordinator\n"
         f"print([m for m in {FORBIDDEN!r} if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from server.gateway import UpstreamSettings
-from server.gateway.auth import ANONYMOUS, INFER, Principal
-from server.gateway.scope import STORE_KEY, CacheScopes
+from server.gateway.access.keys import ANONYMOUS, INFER, Principal
+from server.gateway.access.scope import STORE_KEY, CacheScopes
 from tests.server.gateway_harness import ADMIN_KEY, RunningGateway, post, running_gateway
 from tests.server.gateway_upstream import upstream
 from weightsync.errors import StoreUnavailable
@@ -84,7 +84,7 @@ async def test_gateways_that_start_at_once_agree(tmp_path: Path) -> None:
 
 
 async def test_while_the_store_is_away_nothing_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.gateway.scope.RETRY_S", 0.01)
+    monkeypatch.setattr("server.gateway.access.scope.RETRY_S", 0.01)
     store = open_store(f"sqlite://{tmp_path}/store.db")
     one, two = CacheScopes(shared=False), CacheScopes(shared=False)
     alone = one.line(principal(KEYS[0]))

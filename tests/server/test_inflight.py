@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from server.gateway.admission import MAX_FINISH_S
+from server.gateway.proxy.terms import MAX_FINISH_S
 from server.instance.inflight import FINISH_S, Inflight, VersionMismatch, Wish
-from weightsync.swap_state import CONFIRM_S
+from weightsync.swap.state import CONFIRM_S
 
 
 def test_headers() -> None:

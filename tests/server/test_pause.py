@@ -18,12 +18,12 @@ import orjson
 import pytest
 
 from server.errors import NotFound
-from server.gateway.pause import PauseLeases
+from server.gateway.admin.pause import PauseLeases
 from tests.etcd import Etcd
 from tests.server.gateway_harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, get, post, running_gateway
 from weightsync import open_store
-from weightsync.pausing import PauseFollower
 from weightsync.store import Store
+from weightsync.swap.pausing import PauseFollower
 
 AUTH = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 

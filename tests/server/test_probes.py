@@ -17,11 +17,11 @@ import pytest
 
 from server.errors import ConfigError
 from server.gateway import GatewayConfig
-from server.gateway.probe_file import DEFAULT_PROMPTS, ProbePrompt, load_probes
-from server.gateway.probes import ProbeSettings, build_probe
+from server.gateway.admin.probe_file import DEFAULT_PROMPTS, ProbePrompt, load_probes
+from server.gateway.admin.probes import ProbeSettings, build_probe
 from tests.server.gateway_upstream import Link, Received, upstream
-from weightsync.probe import ProbeResult
 from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord
+from weightsync.swap.probe import ProbeResult
 
 SWAP = SwapRecord("s", 7, "canary", ("i0", "i1"), deadline=0.0, opened_at=0.0, mode="rolling", canary="i0")
 ACTIVE = ActiveRecord(6, 3, 5, "r", 0.0)

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 
 from tests.trainer.generate_server import GenerateServer, serve
-from weightsync.agent import CommitResult, Participant, StageResult
-from weightsync.coordinator import Coordinator
 from weightsync.errors import ManifestError
 from weightsync.ledger import ensure_arena
 from weightsync.receiver import SlotReader
 from weightsync.records import ActiveRecord, InstanceRecord, VersionRecord
 from weightsync.store import Store, open_store
+from weightsync.swap.agent import CommitResult, Participant, StageResult
+from weightsync.swap.coordinator import Coordinator
 
 
 class Fleet:

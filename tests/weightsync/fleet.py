@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from weightsync import CommitResult, Coordinator, Participant, SlotReader, StageResult, Store, open_store
-from weightsync.coordinator import Probe
-from weightsync.leader import LEADER_TTL_S
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
+from weightsync.swap.coordinator import Probe
+from weightsync.swap.leader import LEADER_TTL_S
 
 MODEL = "demo"
 KEYS = Keys(MODEL)

@@ -12,16 +12,17 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from server.gateway import routing
-from weightsync import agent_state, coordinator, swap_state
-from weightsync.agent_state import Drain, Flip, Serve, Stage, StandDown
+from server.gateway.fleet import routing
 from weightsync.board import Board
 from weightsync.errors import Conflict, FingerprintMismatch, StoreError
-from weightsync.pausing import Pauses
-from weightsync.probe import ProbeResult
 from weightsync.records import ErrorInfo, InstanceRecord, Keys, LeaderRecord
 from weightsync.store.protocol import MISSING
-from weightsync.swap_state import Ask, Step
+from weightsync.swap import agent_state, coordinator
+from weightsync.swap import state as swap_state
+from weightsync.swap.agent_state import Drain, Flip, Serve, Stage, StandDown
+from weightsync.swap.pausing import Pauses
+from weightsync.swap.probe import ProbeResult
+from weightsync.swap.state import Ask, Step
 
 from .model_store import ModelStore
 

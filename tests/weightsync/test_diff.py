@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from weightsync import Publisher
-from weightsync.delta_codec import WORD
-from weightsync.diff import as_floats, compare, diff
+from weightsync.delta.codec import WORD
+from weightsync.digests.diff import as_floats, compare, diff
 from weightsync.dtypes import ITEMSIZE
 from weightsync.errors import UnknownVersion
 

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weightsync import Publisher, SlotReader, checksum_kernels
-from weightsync.dtypes import ITEMSIZE
-from weightsync.errors import ChecksumMismatch, PartsMismatch
-from weightsync.fingerprint import (
+from weightsync import Publisher, SlotReader
+from weightsync.digests import checksum_kernels
+from weightsync.digests.fingerprint import (
     CACHED_MULTIPLIERS,
     MASK,
     Part,
@@ -26,6 +25,8 @@ from weightsync.fingerprint import (
     rectangle,
     row_multipliers,
 )
+from weightsync.dtypes import ITEMSIZE
+from weightsync.errors import ChecksumMismatch, PartsMismatch
 
 Words = np.ndarray[Any, Any]
 
@@ -155,7 +156,7 @@ def test_bytes_may_come_in_any_pieces() -> None:
 
 def test_the_torch_form_is_the_same() -> None:
     torch = pytest.importorskip("torch")
-    from weightsync.fingerprint import device_rectangle
+    from weightsync.digests.fingerprint import device_rectangle
 
     for kind in (np.int16, np.uint8):
         w = words(37, 50, kind=kind)

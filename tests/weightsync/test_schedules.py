@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from server.gateway import routing
-from weightsync import agent_state, coordinator, retention, swap_state
-from weightsync.pausing import Pauses
+from server.gateway.fleet import routing
+from weightsync import retention
 from weightsync.records import InstanceRecord, SwapRecord
-from weightsync.swap_state import Step, Wait
+from weightsync.swap import agent_state, coordinator
+from weightsync.swap import state as swap_state
+from weightsync.swap.pausing import Pauses
+from weightsync.swap.state import Step, Wait
 
 from .schedules import Violation, explore
 

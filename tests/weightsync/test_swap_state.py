@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from weightsync.probe import ProbeResult
 from weightsync.records import (
     ActiveRecord,
     ErrorInfo,
@@ -16,7 +15,8 @@ from weightsync.records import (
     TargetRecord,
     VersionState,
 )
-from weightsync.swap_state import CONFIRM_S, Ask, Step, View, Wait, decide, depends_on
+from weightsync.swap.probe import ProbeResult
+from weightsync.swap.state import CONFIRM_S, Ask, Step, View, Wait, decide, depends_on
 
 TARGET = TargetRecord(2, "swap-2", "test", deadline_s=10.0)
 SWAP = SwapRecord("swap-2", 2, "prepare", ("a", "b"), deadline=110.0, opened_at=100.0)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from weightsync import Publisher, SlotReader, SyncStore
+from weightsync.digests.verify import verify
 from weightsync.errors import UnknownVersion
 from weightsync.parts import BASE, join
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, PartRecord, VersionRecord
-from weightsync.verify import verify
 
 from .tensors import model
 

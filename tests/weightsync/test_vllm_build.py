@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from weightsync import Publisher, SlotReader
+from weightsync.digests.fingerprint import combine
 from weightsync.errors import ChecksumMismatch
-from weightsync.fingerprint import combine
 from weightsync.records import VersionRecord
 from weightsync.vllm_engine.build import Builder, compare
 from weightsync.vllm_engine.exchange import DevicePool

@@ -11,8 +11,8 @@ import torch
 
 from loadtest.checkpoints import make_checkpoint
 from weightsync import Publisher, SlotReader
+from weightsync.digests.fingerprint import combine
 from weightsync.errors import ChecksumMismatch, DigestMismatch, MissingTensor
-from weightsync.fingerprint import combine
 from weightsync.records import VersionRecord
 from weightsync.vllm_engine import build, placement
 from weightsync.vllm_engine.placement import Box, Rect, Watch, box_of

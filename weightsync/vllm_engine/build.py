@@ -16,8 +16,17 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from weightsync.digests.fingerprint import (
+    MASK,
+    Part,
+    Words,
+    add,
+    device_rectangle,
+    pack_rectangle,
+    packed_rectangle,
+    rectangle,
+)
 from weightsync.errors import ChecksumMismatch, PartsMismatch
-from weightsync.fingerprint import MASK, Part, Words, add, device_rectangle, pack_rectangle, packed_rectangle, rectangle
 from weightsync.manifest import TensorEntry
 from weightsync.receiver import SlotReader
 

@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 import torch
 
+from weightsync.digests.fingerprint import checksum, grid
 from weightsync.errors import PartNotServed, ShapeMismatch, UnexpectedTensor, WeightSyncError
-from weightsync.fingerprint import checksum, grid
 from weightsync.parts import ADAPTER_CONFIG, LORA, LORA_URL
 from weightsync.receiver import SlotReader
 

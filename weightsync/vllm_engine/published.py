@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import xxhash
 
+from weightsync.digests.fingerprint import Part, Words, grid, rectangle, word_type
 from weightsync.errors import DigestMismatch
-from weightsync.fingerprint import Part, Words, grid, rectangle, word_type
 from weightsync.manifest import Schema
 from weightsync.receiver import SlotReader
 

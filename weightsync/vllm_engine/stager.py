@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from weightsync import checksum_kernels
+from weightsync.digests import checksum_kernels
 from weightsync.errors import WeightSyncError
 from weightsync.manifest import Schema, require_same_schema
 from weightsync.receiver import SlotReader
@@ -52,7 +52,7 @@ class StageOrder:
 class StageReport:
     """How a staging went. `error`: None or {"code", "message", "tensor"}; times in ms, rate in GB/s of tensor bytes.
 
-    `sums` goes to `weightsync.fingerprint.combine`: {tensor: [Part.to_row(), ...]} of what this worker will run.
+    `sums` goes to `digests.fingerprint.combine`: {tensor: [Part.to_row(), ...]} of what this worker will run.
     """
 
     version: int

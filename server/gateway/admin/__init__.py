@@ -1,0 +1,1 @@
+"""The control routes of the admin port, and the work behind them."""

@@ -1,0 +1,299 @@
+"""SGLang's weight routes (srt/entrypoints/http_server.py, srt/managers/io_struct.py), as one swap of the whole fleet.
+
+    update_weights_from_disk    publishes a checkpoint and swaps it in
+    update_weights_from_tensor  collects buckets of safetensors; the one that completes the model swaps it in
+    pause_generation, continue_generation   a pause lease of 120 s
+
+Answers have SGLang's form, {"success", "message"}; a refusal has the fields of our errors besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict
+
+from server.errors import BadRequest, Conflict, HttpError, Unsupported
+from server.gateway.admin.error_map import to_http
+from server.gateway.admin.trainers import (
+    active_version,
+    check_mode,
+    model_schema,
+    pause_ttl,
+    pauses,
+    publish,
+    publish_update,
+    refused_group,
+    room,
+)
+from server.gateway.admin.updates import WeightUpdate, refused_pickle
+from server.gateway.deps import GatewayDep
+from server.gateway.gateway import Gateway
+from weightsync.errors import WeightSyncError
+from weightsync.manifest import Schema
+
+FAMILY = "sglang"
+FREEZING = ("in_place", "retract")
+
+
+class SGLangRoute(APIRoute):
+    """A refusal in SGLang's form: its clients read `success` and `message`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except WeightSyncError as error:
+                return _refusal(to_http(error))
+            except HttpError as error:
+                return _refusal(error)
+
+        return answer
+
+
+router = APIRouter(tags=["sglang"], route_class=SGLangRoute)
+
+
+class TrainerRequest(BaseModel):
+    """What every request of SGLang may carry. Unknown fields are refused; those without a meaning here are named."""
+
+    model_config = ConfigDict(extra="forbid")
+    rid: Any = None
+    http_worker_ipc: Any = None
+
+
+class Update(TrainerRequest):
+    """The fields of all updates. `flush_cache` and `torch_empty_cache` mean nothing here: no request reads blocks that
+    other weights computed."""
+
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+    torch_empty_cache: bool = False
+
+
+class FromDisk(Update):
+    """UpdateWeightFromDiskReqInput."""
+
+    model_path: str
+    is_async: bool = False
+    keep_pause: bool = False
+    recapture_cuda_graph: bool = False
+    token_step: int = 0
+    manifest: dict[str, Any] | None = None
+
+
+class FromTensor(Update):
+    """UpdateWeightsFromTensorReqInput; here `load_format` must be "safetensors" and every item base64 of a file."""
+
+    serialized_named_tensors: list[str]
+    disable_draft_model: bool | None = None
+
+
+class Pause(TrainerRequest):
+    """PauseGenerationReqInput, and how long the pause may last."""
+
+    mode: str | None = None
+    ttl_s: float | None = None
+
+
+@router.post("/update_weights_from_disk")
+async def update_from_disk(gateway: GatewayDep, body: FromDisk) -> dict[str, Any]:
+    """Publishes the checkpoint in `model_path` and swaps it in."""
+    _check(body)
+    if body.load_format not in (None, "auto", "safetensors"):
+        raise Unsupported(f"load_format {body.load_format!r}: only safetensors are read.", code="bad_load_format")
+    if body.keep_pause or body.manifest is not None:
+        raise Unsupported("`keep_pause` and `manifest` are not understood here; leave them out.", code="unsupported")
+    await pauses(gateway).renew_all(FAMILY)
+    label = body.weight_version or (str(body.token_step) if body.token_step else None)
+    report = await publish(gateway, Path(body.model_path), label)
+    return {**_success(report), "num_paused_requests": 0}
+
+
+@router.post("/update_weights_from_tensor")
+async def update_from_tensor(gateway: GatewayDep, body: FromTensor) -> dict[str, Any]:
+    """Takes in a bucket of tensors; with the last one of the model, publishes them all and swaps them in."""
+    _check(body)
+    if body.load_format != "safetensors":
+        raise refused_pickle()
+    schema = await model_schema(gateway)
+    if schema is None:
+        raise Conflict("There is no version yet to compare with; publish the first from a checkpoint.", code="no_model")
+    draft = _round(gateway, body.weight_version)
+    for bucket in body.serialized_named_tensors:
+        draft = await _add(gateway, draft, bucket, room(schema))
+    await pauses(gateway).renew_all(FAMILY)
+    if missing := _missing(draft, schema):
+        message = f"{len(draft.names)} tensors are here, {missing} to come."
+        return {"success": True, "message": message, "missing": missing}
+    return _success(await publish_update(gateway, gateway.updates.take(FAMILY), body.weight_version))
+
+
+@router.post("/pause_generation")
+async def pause(gateway: GatewayDep, body: Pause | None = None) -> dict[str, Any]:
+    """Freezes requests until /continue_generation, or until the time is over."""
+    body = body or Pause()
+    check_mode(body.mode, FREEZING)
+    if gateway.updates.find(FAMILY) is not None:
+        gateway.updates.drop()  # of a trainer that did not come back; this one begins
+    record = await pauses(gateway).take(FAMILY, pause_ttl(body.ttl_s))
+    message = f"Generation paused successfully, for {record.ttl_s:g} s at most."
+    return {"success": True, "message": message, "status": "ok", "id": record.id, "ttl_s": record.ttl_s}
+
+
+@router.post("/continue_generation")
+async def proceed(gateway: GatewayDep, _: Annotated[dict[str, Any] | None, Body()] = None) -> dict[str, Any]:
+    """Ends every pause that came by these routes. Raises Conflict when an update was left incomplete: generation goes
+    on with the weights there were."""
+    await pauses(gateway).end_all(FAMILY)
+    draft = gateway.updates.find(FAMILY)
+    if draft is not None:
+        here, missing = len(draft.names), _missing(draft, await model_schema(gateway))
+        gateway.updates.drop()
+        raise Conflict(
+            f"Generation goes on with the weights there were: the update was given up with {here} tensors, {missing} "
+            "missing. Send every tensor of the model before you continue.",
+            code="incomplete_update",
+        )
+    return {"success": True, "message": "Generation continued successfully.", "status": "ok"}
+
+
+@router.get("/flush_cache")
+@router.post("/flush_cache")
+async def flush_cache() -> PlainTextResponse:
+    """Nothing to do: no request reads a block that other weights than its own computed."""
+    return PlainTextResponse("Cache flushed: blocks belong to a weight version, and no other version reads them.\n")
+
+
+@router.get("/get_model_info")
+@router.get("/model_info")
+async def model_info(gateway: GatewayDep) -> dict[str, Any]:
+    """What is served. Raises Unavailable when nothing is."""
+    record = next((i.record for i in gateway.fleet.serving), None)
+    if record is None:
+        raise gateway.fleet.unavailable()
+    version = await active_version(gateway)
+    return {
+        "model_path": record.model_dir,
+        "tokenizer_path": record.model_dir,
+        "served_model_name": gateway.config.model,
+        "is_generation": True,
+        "weight_version": str(version) if version is not None else None,
+    }
+
+
+@router.get("/health_generate")
+@router.get("/health")
+async def health(gateway: GatewayDep) -> Response:
+    """200 when an instance serves, as trainers wait for it; /readyz asks the instance itself."""
+    if not gateway.fleet.serving:
+        raise gateway.fleet.unavailable()
+    return Response()
+
+
+async def _refuse_group(request: Request) -> None:
+    raise refused_group(request.url.path.removeprefix("/"))
+
+
+for _verb in (
+    "init_weights_update_group",
+    "destroy_weights_update_group",
+    "update_weights_from_distributed",
+    "update_weights_from_ipc",
+    "init_weights_send_group_for_remote_instance",
+    "send_weights_to_remote_instance",
+):
+    router.add_api_route(f"/{_verb}", _refuse_group, methods=["POST"])
+
+
+async def _refuse_memory(request: Request) -> None:
+    raise Unsupported(
+        "Instances keep their memory: versions are staged beside the one that serves, so nothing need be released.",
+        code="memory_unsupported",
+    )
+
+
+for _verb in ("release_memory_occupation", "resume_memory_occupation"):
+    router.add_api_route(f"/{_verb}", _refuse_memory, methods=["GET"])
+    router.add_api_route(f"/{_verb}", _refuse_memory, methods=["POST"])
+
+
+@router.post("/abort_request")
+async def abort_request() -> None:
+    """Requests belong to the clients that sent them."""
+    raise Unsupported(
+        "Requests are ended by their clients: close the connection, or send them with x-hotswap-policy: abort.",
+        code="abort_unsupported",
+    )
+
+
+@router.post("/update_weight_version")
+async def update_weight_version(
+    gateway: GatewayDep, new_version: Annotated[str, Body()], abort_all_requests: Annotated[bool, Body()] = True
+) -> dict[str, Any]:
+    """A version's number comes with its weights; naming the one that serves changes nothing. vLLM has the verb too."""
+    version = await active_version(gateway)
+    if new_version != str(version):
+        raise Conflict(
+            f"Version {version} serves, and its number comes with its weights: it cannot be renamed {new_version!r}.",
+            code="label_follows_weights",
+        )
+    return {"success": True, "message": f"Version {version} serves.", "new_version": new_version}
+
+
+def _round(gateway: Gateway, label: str | None) -> WeightUpdate:
+    """What this bucket belongs to; another `weight_version` than before begins anew."""
+    draft = gateway.updates.find(FAMILY)
+    if draft is not None and draft.label != label:
+        gateway.updates.drop()
+        draft = None
+    return draft or gateway.updates.begin(FAMILY, label)
+
+
+async def _add(gateway: Gateway, draft: WeightUpdate, bucket: str, room_for: int | None) -> WeightUpdate:
+    """Adds a bucket. Nobody sends a tensor twice in one round: what comes again with other bytes begins the next."""
+    try:
+        await draft.add(bucket, room_for)
+    except Conflict as conflict:
+        if conflict.code != "duplicate_tensor":
+            raise
+        gateway.updates.drop()
+        draft = gateway.updates.begin(FAMILY, draft.label)
+        await draft.add(bucket, room_for)
+    return draft
+
+
+def _success(report: dict[str, Any]) -> dict[str, Any]:
+    version, epoch = report["version"], report["swap"]["epoch"]
+    message = f"Version {version} serves on every instance (epoch {epoch})."
+    return {"success": True, "message": message, "weight_version": str(version)}
+
+
+def _check(body: Update) -> None:
+    if body.abort_all_requests:
+        raise BadRequest(
+            "A swap does not end requests: leave out `abort_all_requests`, and send the requests that it should end "
+            "with the header x-hotswap-policy: abort.",
+            code="abort_unsupported",
+            param="abort_all_requests",
+        )
+
+
+def _missing(draft: WeightUpdate, schema: Schema | None) -> int:
+    """How many tensors of the model are still to come."""
+    return len(schema.tensors.keys() - draft.names) if schema is not None else 0
+
+
+def _refusal(error: HttpError) -> JSONResponse:
+    problem = {"message": error.message, "type": error.type, "code": error.code, "param": error.param, **error.details}
+    content = {"success": False, "message": error.message, "error": problem}
+    return JSONResponse(content, error.status, headers=error.headers())

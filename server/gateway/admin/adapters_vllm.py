@@ -1,0 +1,183 @@
+"""vLLM's RL routes (vllm/entrypoints/rl/online/api_router.py, 0.32), as one swap of the whole fleet.
+
+    start_weight_update   a draft begins
+    update_weights        collects: {"checkpoint_path": DIR} or {"safetensors": BASE64}, or a list of such
+    finish_weight_update  publishes the draft and swaps it in; answers when every instance has it
+    pause, resume         a pause lease of 120 s
+
+Nothing a trainer does between start and finish touches an engine, so it need not pause.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Query
+
+from server.errors import BadRequest, Conflict, HttpError, Unsupported
+from server.gateway.admin.trainers import (
+    active_version,
+    check_mode,
+    model_schema,
+    pause_ttl,
+    pauses,
+    publish_update,
+    refused_group,
+    room,
+)
+from server.gateway.admin.updates import WeightUpdate, refused_pickle
+from server.gateway.deps import GatewayDep
+from server.gateway.gateway import Gateway
+
+router = APIRouter(tags=["vllm"])
+
+FAMILY = "vllm"
+FREEZING = ("keep",)
+_GROUP_FIELDS = frozenset({"master_address", "master_port", "rank_offset", "world_size"})
+_TENSOR_FIELDS = frozenset({"names", "dtype_names", "shapes", "num_updates_list"})
+_PICKLES = frozenset({"ipc_handles", "ipc_handles_pickled"})
+
+
+@router.post("/init_weight_transfer_engine")
+async def init(gateway: GatewayDep, init_info: Annotated[dict[str, Any], Body(embed=True)]) -> dict[str, str]:
+    """A trainer that begins anew: what it may have left half-way is given up."""
+    if _GROUP_FIELDS & init_info.keys():
+        raise refused_group("init_weight_transfer_engine with an address")
+    if init_info:
+        raise _unknown("init_info", init_info)
+    gateway.updates.drop()
+    return {"message": "Weight transfer initialized"}
+
+
+@router.post("/shutdown_weight_transfer_engine")
+async def shutdown(gateway: GatewayDep) -> dict[str, str]:
+    """Gives up a draft that was not finished."""
+    gateway.updates.drop()
+    return {"message": "Weight transfer shut down"}
+
+
+@router.post("/start_weight_update")
+async def start(gateway: GatewayDep) -> dict[str, str]:
+    """Begins a draft."""
+    gateway.updates.begin(FAMILY)
+    await pauses(gateway).renew_all(FAMILY)
+    return {"message": "Weight update started"}
+
+
+@router.post("/update_weights")
+async def update(
+    gateway: GatewayDep, update_info: Annotated[dict[str, Any] | list[dict[str, Any]], Body(embed=True)]
+) -> dict[str, str]:
+    """Adds weights to the draft."""
+    draft = gateway.updates.find(FAMILY)
+    if draft is None:
+        raise Conflict("No weight update is under way here: call start_weight_update first.", code="no_update")
+    for info in update_info if isinstance(update_info, list) else [update_info]:
+        await _collect(gateway, draft, info)
+    await pauses(gateway).renew_all(FAMILY)
+    return {"message": "Weights updated"}
+
+
+@router.post("/finish_weight_update")
+async def finish(gateway: GatewayDep, weight_version: Annotated[str | None, Body(embed=True)] = None) -> dict[str, Any]:
+    """Publishes the draft and swaps it in."""
+    draft = gateway.updates.take(FAMILY)
+    await pauses(gateway).renew_all(FAMILY)
+    report = await publish_update(gateway, draft, weight_version)
+    return {"message": "Weight update finished", "weight_version": str(report["version"])}
+
+
+@router.post("/start_draft_weight_update")
+async def start_draft() -> None:
+    """A speculative draft model is a part of a version here."""
+    raise Unsupported(
+        "The draft model is a part of a version here: publish it with weightsync.Publisher.", code="draft_unsupported"
+    )
+
+
+@router.post("/pause")
+async def pause(
+    gateway: GatewayDep,
+    mode: Annotated[str | None, Query()] = None,
+    clear_cache: Annotated[bool, Query()] = True,
+    ttl_s: Annotated[float | None, Query()] = None,
+) -> dict[str, Any]:
+    """Freezes requests until /resume, or until the time is over. Nothing is read from blocks of other weights, so
+    there is no cache to clear: `clear_cache` means nothing here."""
+    check_mode(mode, FREEZING)
+    record = await pauses(gateway).take(FAMILY, pause_ttl(ttl_s))
+    return {"status": "paused", "id": record.id, "ttl_s": record.ttl_s}
+
+
+@router.post("/resume")
+async def resume(gateway: GatewayDep) -> dict[str, str]:
+    """Ends every pause that came by these routes."""
+    await pauses(gateway).end_all(FAMILY)
+    return {"status": "resumed"}
+
+
+@router.get("/is_paused")
+async def is_paused(gateway: GatewayDep) -> dict[str, bool]:
+    """Whether anybody's pause holds."""
+    return {"is_paused": bool(await pauses(gateway).holding())}
+
+
+@router.get("/weight_info")
+async def weight_info(gateway: GatewayDep) -> dict[str, str | None]:
+    """The committed version's number."""
+    version = await active_version(gateway)
+    return {"weight_version": str(version) if version is not None else None}
+
+
+@router.get("/get_world_size")
+async def world_size(gateway: GatewayDep, include_dp: Annotated[bool, Query()] = True) -> dict[str, int]:
+    """How many instances there are; 1 without data parallelism, of which each instance counts as one rank."""
+    return {"world_size": max(1, len(gateway.fleet.instances)) if include_dp else 1}
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache() -> dict[str, bool]:
+    """Nothing to do: no request reads a block that other weights than its own computed."""
+    return {"success": True}
+
+
+@router.post("/abort_requests")
+async def abort_requests() -> None:
+    """Requests belong to the clients that sent them."""
+    raise Unsupported(
+        "Requests are ended by their clients: close the connection, or send them with x-hotswap-policy: abort.",
+        code="abort_unsupported",
+    )
+
+
+@router.post("/collective_rpc")
+async def collective_rpc() -> None:
+    """Nothing runs in the engines but what they came with."""
+    raise Unsupported(
+        "Methods of the workers are not called from outside: publish weights with start, update and finish, or with "
+        "weightsync.Publisher.",
+        code="collective_rpc_unsupported",
+    )
+
+
+async def _collect(gateway: Gateway, draft: WeightUpdate, info: dict[str, Any]) -> None:
+    if _PICKLES & info.keys():
+        raise refused_pickle()
+    if _TENSOR_FIELDS & info.keys():
+        raise refused_group("update_weights with names and shapes")
+    match info:
+        case {"checkpoint_path": str(path), **rest} if not rest:
+            draft.use(path)
+        case {"safetensors": str(encoded), **rest} if not rest:
+            await draft.add(encoded, room(await model_schema(gateway)))
+        case _:
+            raise _unknown("update_info", info)
+
+
+def _unknown(field: str, info: dict[str, Any]) -> HttpError:
+    return BadRequest(
+        f"{field} with {', '.join(sorted(info)) or 'nothing'} is not understood here; update_info takes "
+        "`checkpoint_path` (an absolute path on the gateway's host) or `safetensors` (base64), init_info nothing.",
+        code="invalid_parameter",
+        param=field,
+    )

@@ -1,0 +1,186 @@
+"""The guard of a rolling swap: questions to the canary alone, before anybody else is given its weights.
+
+The canary has flipped and is out of routing; it is asked at its own address. It must answer every prompt, with tokens
+of the target version only and finite log-probabilities, and meet what the file of `--probes` expects. With a bound on
+the drift, an instance that still runs the active version answers too, and both score that answer token by token
+(teacher forcing, by vLLM's `prompt_logprobs`): the mean absolute difference must not exceed the bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from server.errors import ConfigError, ServerError
+from server.gateway.admin.probe_file import ProbePrompt, load_probes
+from server.gateway.config import GatewayConfig
+from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord
+from weightsync.swap.probe import Probe, ProbeResult
+
+SERVING = frozenset({"SERVING", "STAGING", "STAGED"})
+
+
+class ProbeFailed(ServerError):
+    """The canary must not be followed; the message says which prompt and why."""
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """What is asked of a canary. Times in seconds, `max_logprob_drift` in nats a token (None: not measured)."""
+
+    model: str
+    prompts: tuple[ProbePrompt, ...]
+    timeout_s: float = 30.0
+    max_logprob_drift: float | None = None
+
+    @classmethod
+    def of(cls, config: GatewayConfig) -> ProbeSettings:
+        """Reads the file of `--probes`. Raises ConfigError."""
+        drift = config.max_logprob_drift
+        if drift is not None and not drift > 0:
+            raise ConfigError(f"--max-logprob-drift {drift:g}: must be over 0; kernels alone make some difference.")
+        return cls(config.model, load_probes(config.probes_file), max_logprob_drift=drift)
+
+
+def build_probe(settings: ProbeSettings, fleet: Callable[[], Iterable[InstanceRecord]]) -> Probe:
+    """The callable for the coordinator; `fleet` says who there is to compare with."""
+
+    async def probe(canary: InstanceRecord, swap: SwapRecord, active: ActiveRecord | None) -> ProbeResult:
+        try:
+            async with asyncio.timeout(settings.timeout_s):
+                async with httpx.AsyncClient(timeout=settings.timeout_s, trust_env=False) as client:
+                    reference = _reference(settings, fleet(), canary, active)
+                    for prompt in settings.prompts:
+                        await _check(_Asker(client, canary, settings.model), prompt, swap.target)
+                        if reference is not None:
+                            await _compare(client, settings, prompt, canary, reference)
+        except TimeoutError:
+            return ProbeResult(False, f"its probes were not answered within {settings.timeout_s:g} s")
+        except ProbeFailed as failure:
+            return ProbeResult(False, str(failure))
+        return ProbeResult(True)
+
+    return probe
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an instance generated."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: set[int]
+
+
+@dataclass(frozen=True)
+class _Asker:
+    """Asks one instance; every fault becomes a ProbeFailed that says what it was."""
+
+    client: httpx.AsyncClient
+    instance: InstanceRecord
+    model: str
+
+    async def generate(self, prompt: ProbePrompt, *, ignore_eos: bool = False) -> Answer:
+        """The greedy answer."""
+        field = "prompt" if isinstance(prompt.prompt, str) else "prompt_token_ids"
+        body = {field: prompt.prompt, "max_tokens": prompt.max_tokens, "temperature": 0, "logprobs": True}
+        found = await self._post(prompt, "/generate", {**body, "stream": False, "ignore_eos": ignore_eos})
+        try:
+            (choice,) = found["choices"]
+            versions = {int(span["version"]) for span in choice["weight_versions"]}
+            return Answer(str(choice["text"]), list(choice["token_ids"]), list(choice["logprobs"] or ()), versions)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._failed(prompt, f"gave an answer that cannot be read ({error!r})") from error
+
+    async def tokens(self, prompt: ProbePrompt) -> list[int]:
+        """The prompt as token ids."""
+        if not isinstance(prompt.prompt, str):
+            return list(prompt.prompt)
+        found = await self._post(prompt, "/tokenize", {"model": self.model, "prompt": prompt.prompt})
+        return [int(token) for token in found["tokens"]]
+
+    async def score(self, prompt: ProbePrompt, tokens: list[int], begin: int) -> list[float]:
+        """The log-probabilities of `tokens[begin:]`, each after all tokens before it."""
+        body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        found = await self._post(prompt, "/v1/completions", body)
+        try:
+            rows = found["choices"][0]["prompt_logprobs"]
+            return [rows[i][str(tokens[i])]["logprob"] for i in range(begin, len(tokens))]
+        except (KeyError, IndexError, TypeError) as error:
+            raise self._failed(prompt, f"gave log-probabilities that cannot be read ({error!r})") from error
+
+    async def _post(self, prompt: ProbePrompt, path: str, body: dict[str, Any]) -> Any:
+        # A scope of its own: a probe shares no cached block with clients, nor with another probe. A canary that is on
+        # trial refuses whatever is not marked as a probe.
+        headers = {"x-hotswap-cache-scope": secrets.token_hex(16), "x-hotswap-probe": "1"}
+        try:
+            answer = await self.client.post(self.instance.address + path, json=body, headers=headers)
+            if answer.status_code != 200:
+                raise self._failed(prompt, f"was answered with status {answer.status_code}: {answer.text[:200]}")
+            return answer.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise self._failed(prompt, f"was not answered ({error or type(error).__name__})") from error
+
+    def _failed(self, prompt: ProbePrompt, what: str) -> ProbeFailed:
+        return ProbeFailed(f"prompt {prompt.name} {what} [{self.instance.id}, {self.instance.address}]")
+
+
+async def _check(asker: _Asker, prompt: ProbePrompt, target: int) -> None:
+    answer = await asker.generate(prompt)
+    if not answer.token_ids or len(answer.logprobs) != len(answer.token_ids):
+        raise ProbeFailed(f"prompt {prompt.name} was answered without tokens or without their log-probabilities")
+    if answer.versions != {target}:
+        labels = ", ".join(str(version) for version in sorted(answer.versions)) or "none"
+        raise ProbeFailed(f"prompt {prompt.name} was answered by version {labels}, not by version {target} alone")
+    _require_finite(prompt, answer.logprobs)
+    if (objection := prompt.objection(answer.text, answer.logprobs)) is not None:
+        raise ProbeFailed(f"prompt {prompt.name} {objection}")
+
+
+async def _compare(
+    client: httpx.AsyncClient,
+    settings: ProbeSettings,
+    prompt: ProbePrompt,
+    canary: InstanceRecord,
+    reference: InstanceRecord,
+) -> None:
+    new, old = _Asker(client, canary, settings.model), _Asker(client, reference, settings.model)
+    begin = await old.tokens(prompt)
+    tokens = begin + (await old.generate(prompt, ignore_eos=True)).token_ids
+    ours = await new.score(prompt, tokens, len(begin))
+    theirs = await old.score(prompt, tokens, len(begin))
+    _require_finite(prompt, ours)
+    drift = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
+    if settings.max_logprob_drift is not None and not drift <= settings.max_logprob_drift:
+        raise ProbeFailed(
+            f"prompt {prompt.name}: log-probabilities differ from the active version's by {drift:.4f} a token on "
+            f"average, at most {settings.max_logprob_drift:g} may be"
+        )
+
+
+def _reference(
+    settings: ProbeSettings, fleet: Iterable[InstanceRecord], canary: InstanceRecord, active: ActiveRecord | None
+) -> InstanceRecord | None:
+    """An instance that runs the active version, if the drift is to be measured. Raises ProbeFailed without one."""
+    if settings.max_logprob_drift is None or active is None:
+        return None
+    for other in fleet:
+        if other.id != canary.id and other.active_version == active.version and other.state in SERVING:
+            return other
+    raise ProbeFailed(
+        f"no other instance runs version {active.version}, so the drift cannot be measured: run two or more instances, "
+        "or leave out --max-logprob-drift"
+    )
+
+
+def _require_finite(prompt: ProbePrompt, logprobs: list[float]) -> None:
+    odd = [value for value in logprobs if not isinstance(value, int | float) or not math.isfinite(value)]
+    if odd:
+        raise ProbeFailed(f"prompt {prompt.name} was answered with a log-probability of {odd[0]}")

@@ -1,0 +1,1 @@
+"""The instances as this gateway sees them, and the choice among them."""

@@ -1,0 +1,91 @@
+"""Short questions of the gateway's own to an instance: is it answering, and how loaded is it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from server.errors import BadUpstream, HttpError
+from server.gateway.config import UpstreamSettings
+from server.gateway.fleet.signals import parse
+from server.gateway.fleet.view import Fleet, Instance
+from server.gateway.proxy.relay import ResponseRelay
+
+log = logging.getLogger("hotswap.gateway")
+
+MAX_PAGE = 8 * 2**20
+
+
+class _Fetch:
+    """Collects one small answer."""
+
+    def __init__(self) -> None:
+        self.relay = ResponseRelay(b"probe", http10=True, keep_alive=True)
+        self.data: list[bytes] = []
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def upstream_data(self, data: bytes) -> None:
+        self._step(lambda: self.relay.feed(data))
+
+    def upstream_lost(self, exc: Exception | None) -> None:
+        self._step(self.relay.eof)
+
+    def _step(self, step: Callable[[], bytes]) -> None:
+        if self.done.done():
+            return
+        try:
+            self.data.append(step())
+            if self.relay.body_bytes > MAX_PAGE:
+                raise BadUpstream(f"The instance answered a probe with over {MAX_PAGE} bytes.")
+        except BadUpstream as failure:
+            self.done.set_exception(failure)
+            return
+        if self.relay.complete:
+            self.done.set_result(None)
+
+
+async def fetch(instance: Instance, path: bytes, timeout_s: float) -> tuple[int, bytes]:
+    """GET `path` from `instance`: status and body. Raises HttpError, TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        link = instance.pool.take() or await instance.pool.connect()
+        ask = _Fetch()
+        try:
+            link.send(ask, b"GET %b HTTP/1.1\r\nhost: %b\r\n\r\n" % (path, instance.pool.authority), b"")
+            await ask.done
+        except BaseException:
+            link.abort()
+            raise
+    if ask.relay.reusable and not link.closed:
+        link.release()
+    else:
+        link.abort()
+    return ask.relay.status, b"".join(ask.data).partition(b"\r\n\r\n")[2]
+
+
+async def answering(instance: Instance, timeout_s: float) -> bool:
+    """Whether `/health` of the instance says it is well; vLLM asks its engine."""
+    try:
+        status, _ = await fetch(instance, b"/health", timeout_s)
+    except (HttpError, TimeoutError):
+        return False
+    return status == 200
+
+
+async def scrape(instance: Instance, timeout_s: float) -> None:
+    """Refreshes `instance.signals`; None when it did not answer in time."""
+    try:
+        status, page = await fetch(instance, b"/metrics", timeout_s)
+    except (HttpError, TimeoutError):
+        instance.signals = None
+        return
+    instance.signals = parse(page) if status == 200 else None
+
+
+async def scrape_forever(fleet: Fleet, settings: UpstreamSettings) -> None:
+    """Keeps every routable instance's signals fresh, at most one scrape of each at a time."""
+    while True:
+        started = time.monotonic()
+        await asyncio.gather(*(scrape(i, settings.scrape_timeout_s) for i in fleet.serving))
+        await asyncio.sleep(max(0.05, settings.scrape_interval_s - (time.monotonic() - started)))

@@ -1,0 +1,1 @@
+"""What this gateway counts, and how it is read."""

@@ -1,0 +1,147 @@
+"""`/metrics`: the gateway's own counts and, per instance, what a router needs of vLLM's, in Prometheus text format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from server.gateway.fleet.signals import FIELDS
+from server.gateway.fleet.view import Fleet
+from server.gateway.observe.stats import Histogram, Stats
+from weightsync.records import InstanceState
+
+STATES = get_args(InstanceState)
+_VLLM_COUNTERS = frozenset({"prefix_cache_queries", "prefix_cache_hits", "num_preemptions"})
+_HELP = {
+    "num_requests_running": "Requests the instance is running",
+    "num_requests_waiting": "Requests waiting in the instance",
+    "kv_cache_usage": "Share of the KV cache in use (0..1)",
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache",
+    "num_preemptions": "Requests preempted for lack of KV blocks",
+}
+
+
+class GatewayCollector(Collector):  # type: ignore[misc]
+    """Turns plain counts into families at scrape time, so that the hot path touches no metric object."""
+
+    def __init__(self, stats: Stats, fleet: Fleet) -> None:
+        self._stats = stats
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._traffic()
+        yield from self._swaps()
+        yield from self._instances()
+        yield from self._signals()
+
+    def _traffic(self) -> Iterator[Metric]:
+        s = self._stats
+        requests = CounterMetricFamily(
+            "hotswap_gateway_requests", "Forwarded requests (status 499: the client left)", labels=["route", "status"]
+        )
+        for (route, status), count in s.requests.items():
+            requests.add_metric([route, str(status)], count)
+        yield requests
+        yield _labelled("hotswap_gateway_refused", "Requests answered by the gateway itself", "code", s.refused)
+        yield GaugeMetricFamily("hotswap_gateway_requests_in_flight", "Requests being forwarded", value=s.inflight)
+        yield _histogram("hotswap_gateway_time_to_first_byte_seconds", "Request complete to first body byte", s.ttft)
+        yield _histogram("hotswap_gateway_request_duration_seconds", "Request complete to end of answer", s.duration)
+        yield _labelled("hotswap_gateway_disconnects", "Clients that left before the end", "phase", s.disconnects)
+        failed = {i.id: i.connect_errors for i in self._fleet.instances.values()}
+        yield _labelled("hotswap_gateway_upstream_connect_errors", "Failed connects", "instance", failed)
+        yield _labelled("hotswap_gateway_upstream_failures", "Answers an instance broke", "code", s.upstream_failures)
+        yield CounterMetricFamily("hotswap_gateway_stale_retries", "Pooled connections found closed", s.stale_retries)
+        yield from self._holds()
+        yield CounterMetricFamily("hotswap_gateway_received_bytes", "Request body bytes from clients", s.bytes_in)
+        yield CounterMetricFamily("hotswap_gateway_sent_bytes", "Answer body bytes to clients", s.bytes_out)
+        yield GaugeMetricFamily("hotswap_gateway_store_up", "1 if the store answered last time", value=int(s.store_up))
+
+    def _holds(self) -> Iterator[Metric]:
+        s = self._stats
+        holds = CounterMetricFamily(
+            "hotswap_gateway_holds", "Requests that waited for an instance", labels=["for", "outcome"]
+        )
+        for (kind, outcome), count in s.holds.items():
+            holds.add_metric([kind, outcome], count)
+        yield holds
+        yield GaugeMetricFamily("hotswap_gateway_held", "Requests waiting for an instance", value=len(self._fleet.room))
+        yield _histogram("hotswap_gateway_hold_seconds", "How long they waited", s.hold_seconds)
+        refusals = {i.id: i.refusals for i in self._fleet.instances.values()}
+        yield _labelled("hotswap_gateway_version_refusals", "Refused for the version it runs", "instance", refusals)
+        yield CounterMetricFamily(
+            "hotswap_gateway_refusal_retries", "Refused requests sent on to another instance", s.refusal_retries
+        )
+
+    def _swaps(self) -> Iterator[Metric]:
+        active = self._fleet.active
+        yield _labelled("hotswap_swaps", "Weight swaps seen to their end", "outcome", self._stats.swaps)
+        yield _histogram("hotswap_swap_duration_seconds", "Swap opened to its outcome", self._stats.swap_duration)
+        yield GaugeMetricFamily(
+            "hotswap_active_version", "The committed weight version, 0 if none", value=active.version if active else 0
+        )
+        yield GaugeMetricFamily("hotswap_active_epoch", "Commits so far", value=active.epoch if active else 0)
+
+    def _instances(self) -> Iterator[Metric]:
+        state = GaugeMetricFamily("hotswap_instance_state", "1 for the state it is in", labels=["instance", "state"])
+        version = GaugeMetricFamily("hotswap_instance_active_version", "Version it serves", labels=["instance"])
+        epoch = GaugeMetricFamily("hotswap_instance_active_epoch", "Commit it has carried out", labels=["instance"])
+        fresh = GaugeMetricFamily("hotswap_instance_fresh", "1 if it runs the committed weights", labels=["instance"])
+        asked = GaugeMetricFamily("hotswap_instance_eligible", "1 if requests are routed to it", labels=["instance"])
+        inflight = GaugeMetricFamily("hotswap_instance_in_flight", "Requests there from here", labels=["instance"])
+        idle = GaugeMetricFamily("hotswap_instance_idle_connections", "Pooled connections", labels=["instance"])
+        up = GaugeMetricFamily("hotswap_instance_up", "1 if its last scrape worked", labels=["instance"])
+        for i in self._fleet.instances.values():
+            for name in STATES:
+                state.add_metric([i.id, name], float(i.state == name))
+            version.add_metric([i.id], i.record.active_version or 0)
+            epoch.add_metric([i.id], i.record.active_epoch)
+            fresh.add_metric([i.id], float(self._fleet.is_fresh(i)))
+            asked.add_metric([i.id], float(i in self._fleet.serving))
+            inflight.add_metric([i.id], i.inflight)
+            idle.add_metric([i.id], i.pool.idle)
+            up.add_metric([i.id], float(i.signals is not None))
+        yield from (state, version, epoch, fresh, asked, inflight, idle, up)
+
+    def _signals(self) -> Iterator[Metric]:
+        for field in FIELDS:
+            kind = CounterMetricFamily if field in _VLLM_COUNTERS else GaugeMetricFamily
+            family = kind(f"hotswap_instance_{field}", _HELP[field], labels=["instance"])
+            for i in self._fleet.instances.values():
+                if i.signals is not None:
+                    family.add_metric([i.id], getattr(i.signals, field))
+            yield family
+
+
+def build_registry(stats: Stats, fleet: Fleet) -> CollectorRegistry:
+    """A registry of this gateway alone (several may live in one process, in tests)."""
+    registry = CollectorRegistry()
+    registry.register(GatewayCollector(stats, fleet))
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    return registry
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """The page."""
+    page: bytes = generate_latest(registry)
+    return page
+
+
+def _labelled(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> Metric:
+    family = HistogramMetricFamily(name, text)
+    family.add_metric([], buckets=histogram.cumulative(), sum_value=histogram.sum)
+    return family

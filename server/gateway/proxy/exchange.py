@@ -1,0 +1,343 @@
+"""One forwarded request, from the client's last byte to the instance's.
+
+start -> [HELD] -> CONNECTING -> WAITING (sent, nothing back) -> STREAMING -> done
+             `----- pooled ------^
+
+client leaves, any state      -> the upstream connection is dropped in the same loop iteration
+nobody to ask                 -> held (waiting.py), then 503; 409 or 504 if it was for the version asked for
+connect fails                 -> next instance, else held, then 503
+refused for its version       -> next instance, else held, then 409 or 504 (nothing of the answer had been passed on)
+pooled connection was stale   -> once more on a fresh one (nothing of the answer had been seen)
+upstream fails, nothing sent  -> 502/504 as JSON
+upstream fails, mid-answer    -> an error event where one fits, then the connection is cut
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from server.errors import BadUpstream, HttpError, Unavailable, UpstreamTimeout
+from server.gateway.fleet.view import Fleet, Instance
+from server.gateway.observe.stats import Stats
+from server.gateway.proxy.head import RequestHead, upstream_head
+from server.gateway.proxy.relay import ResponseRelay
+from server.gateway.proxy.routes import Target
+from server.gateway.proxy.terms import Need
+from server.gateway.proxy.upstream import UpstreamConnection
+
+log = logging.getLogger("hotswap.gateway")
+
+
+class Client(Protocol):
+    """The side that asked. All calls are made from the event loop and return at once."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def body_done(self) -> None: ...
+
+    def answered(self, *, keep_alive: bool) -> None: ...
+
+    def refuse(self, error: HttpError) -> None: ...
+
+    def cut(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Request:
+    """A complete client request for a public route."""
+
+    target: Target
+    head: RequestHead
+    body: bytes
+    need: Need | None  # which versions may answer
+    http10: bool
+    keep_alive: bool
+
+
+class Exchange:
+    """Drives one request; owned by the client's connection, owns at most one upstream connection."""
+
+    __slots__ = (
+        "_client",
+        "_connecting",
+        "_fleet",
+        "_held_at",
+        "_held_for",
+        "_link",
+        "_paused",
+        "_pooled",
+        "_relay",
+        "_second_try",
+        "_stats",
+        "_tried",
+        "done",
+        "first_byte",
+        "instance",
+        "last_progress",
+        "request",
+        "started",
+        "status",
+    )
+
+    def __init__(self, client: Client, request: Request, fleet: Fleet, stats: Stats) -> None:
+        self._client = client
+        self._fleet = fleet
+        self._stats = stats
+        self._link: UpstreamConnection | None = None
+        self._relay = self._new_relay(request)
+        self._connecting: asyncio.Task[None] | None = None
+        self._tried: list[Instance] = []
+        self._pooled = False
+        self._paused = False
+        self._held_at = 0.0  # 0.0: it is not held
+        self._held_for = ""
+        self._second_try = True  # until the head of an answer that is no refusal
+        self.request = request
+        self.instance: Instance | None = None
+        self.done = False
+        self.started = self.last_progress = time.monotonic()
+        self.first_byte = 0.0
+        self.status = 0
+
+    def start(self) -> None:
+        """Picks an instance and sends the request, or answers why not."""
+        self._stats.begin(self)
+        self._try_next(None)
+
+    def cancel(self) -> None:
+        """The client is gone: the instance stops working for it now."""
+        if not self.done:
+            self._stats.disconnects[self.phase] += 1
+            self._end(status=499)
+
+    def wake(self) -> None:
+        """It was held, and something has changed or its time is up (waiting.Waiter)."""
+        self._fleet.room.leave(self)
+        self._tried.clear()
+        self._try_next(None)
+
+    def pause(self) -> None:
+        """The client's write buffer is full."""
+        self._paused = True
+        self.last_progress = time.monotonic()
+        if self._link is not None:
+            self._link.pause()
+
+    def resume(self) -> None:
+        """The client reads again."""
+        self._paused = False
+        self.last_progress = time.monotonic()
+        if self._link is not None:
+            self._link.resume()
+
+    @property
+    def phase(self) -> str:
+        """HELD, CONNECTING, WAITING or STREAMING, in lower case, for metrics."""
+        if self._link is None:
+            return "held" if self._held_at else "connecting"
+        return "streaming" if self.first_byte else "waiting"
+
+    @property
+    def route(self) -> str:
+        """Name of the public route."""
+        return self.request.target.route.name
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes of the client's body, while it is held."""
+        return len(self.request.body)
+
+    @property
+    def bytes_out(self) -> int:
+        """Body bytes the instance has sent so far."""
+        return self._relay.body_bytes
+
+    def sweep(self, now: float, read_idle_timeout_s: float, stalled_client_s: float) -> None:
+        """Ends an exchange that no side moves any more; called about once a second."""
+        idle = now - self.last_progress
+        if self._paused and idle > stalled_client_s:
+            self._stats.disconnects["stalled"] += 1
+            self._end(status=499)
+            self._client.cut()
+        elif not self._paused and self._link is not None and idle > read_idle_timeout_s:
+            self._upstream_failed(UpstreamTimeout(f"The instance was silent for {read_idle_timeout_s:g} s."))
+
+    # choosing and connecting
+
+    def _try_next(self, failure: HttpError | None) -> None:
+        self._drop_instance()
+        instance = self._fleet.pick(self._tried, self.request.need)
+        if instance is None:
+            self._hold(failure)
+            return
+        self._hold_ended("served")
+        self._tried.append(instance)
+        self._use(instance)
+
+    def _hold(self, failure: HttpError | None) -> None:
+        patience = self._fleet.patience(self.request.need, failure)
+        try:
+            self._fleet.room.enter(self, patience, soon=bool(self._tried))
+        except HttpError as error:
+            self._end(status=error.status)
+            self._client.refuse(error)
+            return
+        if not self._held_at:
+            self._held_at, self._held_for = time.monotonic(), patience.kind
+
+    def _hold_ended(self, outcome: str) -> None:
+        if self._held_at:
+            self._fleet.room.leave(self)
+            self._stats.held(self._held_for, outcome, time.monotonic() - self._held_at)
+            self._held_at = 0.0
+
+    def _use(self, instance: Instance) -> None:
+        self.instance = instance
+        instance.inflight += 1
+        link = instance.pool.take()
+        self._pooled = link is not None
+        if link is not None:
+            self._send(link)
+        else:
+            self._connecting = asyncio.get_running_loop().create_task(self._connect(instance))
+
+    async def _connect(self, instance: Instance) -> None:
+        try:
+            link = await instance.pool.connect()
+        except Unavailable as exc:
+            self._fleet.connect_failed(instance)
+            self._connecting = None
+            self._try_next(exc)
+            return
+        self._connecting = None
+        self._send(link)
+
+    def _send(self, link: UpstreamConnection) -> None:
+        assert self.instance is not None
+        request = self.request
+        head = upstream_head(request.target, self.instance.pool.authority, request.head, len(request.body))
+        self._link = link
+        self.last_progress = time.monotonic()
+        link.send(self, head, request.body)
+        if self._paused:
+            link.pause()
+
+    # what the instance sends
+
+    def upstream_data(self, data: bytes) -> None:
+        self.last_progress = time.monotonic()
+        relay = self._relay
+        try:
+            out = relay.feed(data)
+        except BadUpstream as exc:
+            self._upstream_failed(exc)
+            return
+        if self._second_try and relay.status:
+            if relay.refused:
+                self._refused()
+                return
+            self._no_second_try()
+        self._forward(out)
+        if relay.complete:
+            self._complete()
+
+    def _no_second_try(self) -> None:
+        self._second_try = False
+        self.request.need = None
+        self.request.body = b""
+        self._client.body_done()
+
+    def _refused(self) -> None:
+        """Its weights changed on the way there, or before this gateway knew: somebody else may have the right ones."""
+        assert self.instance is not None
+        self.instance.refusals += 1
+        self._give_back()
+        self._relay = self._new_relay(self.request)
+        self._try_next(None)
+        if self.instance is not None:
+            self._stats.refusal_retries += 1
+
+    def upstream_lost(self, exc: Exception | None) -> None:
+        if self.done:
+            return
+        try:
+            if exc is not None:
+                raise BadUpstream(f"The connection to the instance broke ({exc}).", code="upstream_died") from exc
+            self._forward(self._relay.eof())
+        except BadUpstream as failure:
+            if self._pooled and not self._relay.seen and self.instance is not None:
+                self._retry_fresh(self.instance)
+            else:
+                self._upstream_failed(failure)
+            return
+        self._complete()
+
+    def _retry_fresh(self, instance: Instance) -> None:
+        """The idle connection was closed as the request was on its way; the instance never saw it."""
+        self._stats.stale_retries += 1
+        self._link = None
+        self._pooled = False
+        self._connecting = asyncio.get_running_loop().create_task(self._connect(instance))
+
+    def _forward(self, out: bytes) -> None:
+        if not self.first_byte and self._relay.body_bytes:
+            self.first_byte = self.last_progress
+        if out:
+            self.status = self._relay.status
+            self._client.write(out)
+
+    def _complete(self) -> None:
+        relay = self._relay
+        self._give_back()
+        self._end(status=relay.status)
+        self._client.answered(keep_alive=relay.keep_alive)
+
+    def _give_back(self) -> None:
+        """The upstream connection goes to the pool, if its answer ended in order."""
+        link, self._link = self._link, None
+        if link is not None and not link.closed:
+            if self._relay.reusable:
+                link.release()
+            else:
+                link.abort()
+
+    def _upstream_failed(self, error: HttpError) -> None:
+        log.warning("%s: %s", self.request.head.request_id.decode(), error)
+        answered = self.status != 0
+        self._stats.upstream_failures[error.code] += 1
+        self._end(status=self.status or error.status)
+        if answered:
+            self._client.write(self._relay.error_event(error))
+            self._client.cut()
+        else:
+            self._client.refuse(error)
+
+    # the end
+
+    def _end(self, status: int) -> None:
+        if self.done:
+            return
+        self.done = True
+        self.status = status
+        self._hold_ended("left" if status == 499 else "refused")
+        if self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
+        if self._link is not None:
+            self._link.abort()
+            self._link = None
+        self._stats.end(self)
+        self._drop_instance()
+
+    def _drop_instance(self) -> None:
+        if self.instance is not None:
+            self.instance.inflight -= 1
+            self.instance = None
+
+    @staticmethod
+    def _new_relay(request: Request) -> ResponseRelay:
+        return ResponseRelay(request.head.request_id, http10=request.http10, keep_alive=request.keep_alive)

@@ -1,0 +1,167 @@
+"""Reading a request's head and writing the one that goes upstream; no sockets.
+
+What is forwarded is an allow-list: hop-by-hop headers, credentials, cookies and whatever could steer the instance's
+own middleware never leave the gateway. llhttp (httptools) has already refused duplicate or malformed Content-Length,
+Content-Length beside Transfer-Encoding, bare line feeds, folded headers and control characters.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import itertools
+import re
+import secrets
+from dataclasses import dataclass
+
+from server.errors import BadRequest, HeadersTooLarge
+from server.gateway.config import Limits
+from server.gateway.proxy import terms
+from server.gateway.proxy.answers import head_too_large, too_large
+from server.gateway.proxy.routes import Target
+
+Headers = list[tuple[bytes, bytes]]
+
+_FORWARDED = frozenset(
+    {
+        b"accept",
+        b"accept-language",
+        b"anthropic-beta",
+        b"anthropic-version",
+        b"baggage",
+        b"content-type",
+        b"traceparent",
+        b"tracestate",
+        b"user-agent",
+        b"x-session-id",
+    }
+)
+# Options of Connection that name no header we act on; anything else tries to make a header hop-by-hop.
+_CONNECTION_OPTIONS = frozenset({b"close", b"keep-alive", b"te", b"upgrade", b"http2-settings", b""})
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_PROCESS = secrets.token_hex(6).encode()
+_COUNTER = itertools.count(1)
+
+
+@dataclass(slots=True)
+class RequestHead:
+    """What the gateway needs of a request's headers."""
+
+    request_id: bytes
+    forward: bytes  # header lines for the instance
+    key: bytes | None = None  # the client's key, from Authorization or x-api-key
+    content_length: int | None = None
+    chunked: bool = False
+    expect_continue: bool = False
+    asked: dict[bytes, bytes] | None = None  # x-hotswap-* headers, for terms.read
+
+
+def new_request_id() -> bytes:
+    """An id unique over processes and restarts, cheap enough for every request."""
+    return b"%b-%x" % (_PROCESS, next(_COUNTER))
+
+
+def read_head(headers: Headers, http_version: str, limits: Limits) -> RequestHead:
+    """Checks and digests `headers` (names in lower case). Raises HttpError (400, 413, 431)."""
+    if len(headers) > limits.max_headers:
+        raise HeadersTooLarge(f"More than {limits.max_headers} headers; send fewer.")
+    head = RequestHead(b"", b"")
+    forward: list[bytes] = []
+    size = hosts = 0
+    for name, value in headers:
+        size += len(name) + len(value) + 4
+        if name in _FORWARDED:
+            forward.append(b"%b: %b\r\n" % (name, value))
+        elif name == b"host":
+            hosts += 1
+        elif name in _READERS:
+            _READERS[name](head, value.strip(), http_version)
+        elif name.startswith(terms.PREFIX):
+            _read_asked(head, name, value.strip())
+    if size > limits.max_head:
+        raise head_too_large(limits)
+    if hosts != 1 and (hosts > 1 or http_version != "1.0"):
+        raise BadRequest("Exactly one Host header is required.", code="bad_host")
+    if head.content_length is not None and head.content_length > limits.max_body:
+        raise too_large(limits)
+    head.request_id = head.request_id or new_request_id()
+    head.forward = b"".join(forward)
+    return head
+
+
+def upstream_head(target: Target, authority: bytes, head: RequestHead, length: int) -> bytes:
+    """The request head for the instance at `authority` (host:port)."""
+    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+        target.route.method,
+        target.upstream,
+        authority,
+        head.forward,
+        head.request_id,
+        length,
+    )
+
+
+def _content_length(head: RequestHead, value: bytes, _: str) -> None:
+    head.content_length = int(value)
+
+
+def _transfer_encoding(head: RequestHead, value: bytes, http_version: str) -> None:
+    if head.chunked or value.lower() != b"chunked" or http_version == "1.0":
+        raise BadRequest("The only Transfer-Encoding read here is a single `chunked`, on HTTP/1.1.", code="bad_framing")
+    head.chunked = True
+
+
+def _connection(head: RequestHead, value: bytes, _: str) -> None:
+    options = {option.strip().lower() for option in value.split(b",")}
+    if not options <= _CONNECTION_OPTIONS:
+        raise BadRequest("The Connection header names other headers; remove them.", code="bad_connection")
+
+
+def _expect(head: RequestHead, value: bytes, http_version: str) -> None:
+    if value.lower() != b"100-continue":
+        raise BadRequest("The only expectation met here is `Expect: 100-continue`.", code="bad_expect")
+    head.expect_continue = http_version != "1.0"
+
+
+def _authorization(head: RequestHead, value: bytes, _: str) -> None:
+    """A bearer key, or one as password of Basic: clients without a key setting take it in a URL (http://:KEY@host)."""
+    scheme, _space, key = value.partition(b" ")
+    head.key = b""
+    if scheme.lower() == b"bearer":
+        head.key = key.strip()
+    elif scheme.lower() == b"basic":
+        with contextlib.suppress(binascii.Error):
+            head.key = base64.b64decode(key.strip(), validate=True).partition(b":")[2]
+
+
+def _api_key(head: RequestHead, value: bytes, _: str) -> None:
+    if head.key is None:
+        head.key = value
+
+
+def _request_id(head: RequestHead, value: bytes, _: str) -> None:
+    if _REQUEST_ID.fullmatch(value):
+        head.request_id = value
+
+
+def _read_asked(head: RequestHead, name: bytes, value: bytes) -> None:
+    """Strict, for what is overlooked here is not what the client asked for."""
+    word = name.decode("latin-1")
+    if name not in terms.HEADERS:
+        raise BadRequest(f"There is no request header {word}; leave it out.", code="invalid_parameter", param=word)
+    head.asked = {} if head.asked is None else head.asked
+    if name in head.asked:
+        raise BadRequest(f"{word} was sent twice; send it once.", code="invalid_parameter", param=word)
+    head.asked[name] = value
+
+
+_READERS = {
+    b"content-length": _content_length,
+    b"transfer-encoding": _transfer_encoding,
+    b"connection": _connection,
+    b"expect": _expect,
+    b"authorization": _authorization,
+    b"x-api-key": _api_key,
+    b"x-request-id": _request_id,
+}

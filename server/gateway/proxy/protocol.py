@@ -1,0 +1,175 @@
+"""The client's side: uvicorn's HTTP/1.1 protocol, with the public routes taken out before ASGI.
+
+A request for a forwarded route never becomes an ASGI task: its body is collected, and an `Exchange` splices the
+instance's answer back. Everything else goes to the FastAPI app as uvicorn does it. What holds for both is in guard.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httptools
+
+from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound
+from server.gateway.access.keys import INFER
+from server.gateway.proxy import terms
+from server.gateway.proxy.exchange import Exchange, Request
+from server.gateway.proxy.guard import GuardedProtocol
+from server.gateway.proxy.head import RequestHead
+from server.gateway.proxy.json_check import check_object
+from server.gateway.proxy.routes import Target, find
+
+
+class GatewayProtocol(GuardedProtocol):
+    """One client connection."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.exchange: Exchange | None = None
+        self._target: Target | None = None  # None: the request is the app's
+        self._body: list[bytes] = []
+        self._on_admin_port = False
+
+    # transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._on_admin_port = self.server is not None and self.server[1] == self.gateway.config.admin_port
+
+    def data_received(self, data: bytes) -> None:
+        if self.exchange is None:
+            super().data_received(data)
+        elif data.strip(b"\r\n"):
+            self.stop_listening()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.exchange is not None:
+            self.exchange.pause()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.exchange is not None:
+            self.exchange.resume()
+
+    def shutdown(self) -> None:
+        if self.exchange is not None:
+            self._close_after = True
+        else:
+            super().shutdown()
+
+    def sweep(self, now: float) -> None:
+        if self.exchange is not None:
+            upstream = self.gateway.config.upstream
+            self.exchange.sweep(now, upstream.read_idle_timeout_s, self.limits.stalled_client_s)
+        else:
+            super().sweep(now)
+
+    # reading a request
+
+    @property
+    def busy(self) -> bool:
+        return self.exchange is not None or super().busy
+
+    def head_read(self, head: RequestHead) -> None:
+        targets = () if self._on_admin_port else find(self.url)
+        if not targets:
+            self._target = None
+            self._hand_to_app(head)
+            return
+        principal = self.gateway.keys.authorize(head.key, INFER)
+        head.forward += self.gateway.scopes.line(principal)
+        target = next((t for t in targets if t.route.method == self.method), None)
+        if target is None:
+            allow = ", ".join(t.route.method.decode() for t in targets)
+            raise MethodNotAllowed(f"Use {allow} for {targets[0].route.name}.", allow=allow)
+        self._target = target
+        if head.expect_continue and (head.chunked or head.content_length):
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def body_read(self, body: bytes) -> None:
+        if self._target is not None:
+            self._body.append(body)
+        else:
+            super().body_read(body)
+
+    def on_message_complete(self) -> None:
+        if self._target is None or self._deaf:
+            super().on_message_complete()
+            return
+        self._reading = False
+        self._keep_alive = self.parser.should_keep_alive()
+        self.deadline = None
+        try:
+            self._forward(self._target)
+        except HttpError as error:
+            self.refuse(error)
+
+    def _hand_to_app(self, head: RequestHead) -> None:
+        if not self.url.startswith(b"/"):
+            raise NotFound("Only paths are served, not absolute URLs.")
+        self.scope["state"] |= {"request_id": head.request_id, "key": head.key, "admin_port": self._on_admin_port}
+        try:
+            super().head_read(head)
+        except (httptools.HttpParserInvalidURLError, UnicodeDecodeError) as exc:
+            raise BadRequest("The request target is not a valid path.", code="malformed_request") from exc
+
+    def _forward(self, target: Target) -> None:
+        assert self.head is not None
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body = []
+        in_body = False
+        if target.route.json_body:
+            in_body = check_object(body)
+        elif target.route.method == b"GET":
+            body = b""
+        need = None
+        if in_body or self.head.asked:
+            asked, body = terms.read(self.head.asked or {}, body, in_body=in_body)
+            self.head.forward += asked.lines
+            need = asked.need
+        http10 = self.parser.get_http_version() == "1.0"
+        request = Request(target, self.head, body, need, http10=http10, keep_alive=self._keep_alive)
+        self.exchange = Exchange(self, request, self.gateway.fleet, self.gateway.stats)
+        if self.flow.write_paused:  # the client has not taken the previous answer yet
+            self.exchange.pause()
+        self.exchange.start()
+
+    # what an exchange tells its client (exchange.Client)
+
+    def write(self, data: bytes) -> None:
+        """Bytes of the answer."""
+        self.transport.write(data)
+
+    def body_done(self) -> None:
+        super().body_done()
+        self._body = []
+
+    def answered(self, *, keep_alive: bool) -> None:
+        """The answer is complete."""
+        self.exchange = None
+        self.body_done()
+        self.server_state.total_requests += 1
+        if keep_alive and not self._close_after:
+            self.rest()
+        else:
+            self.close()
+
+    def refuse(self, error: HttpError) -> None:
+        """The gateway's own answer to a request that was read whole."""
+        keep_alive = self._keep_alive and not self._close_after
+        self.write_error(error, keep_alive=keep_alive)
+        self.answered(keep_alive=keep_alive)
+
+    def cut(self) -> None:
+        """Ends an answer that cannot be completed; what is written goes out first."""
+        self.exchange = None
+        self.body_done()
+        self.close()

@@ -1,0 +1,169 @@
+"""What a request asks about the weights that answer it: read, checked, and put into words for the instance.
+
+By header (`x-hotswap-policy`, `-finish-s`, `-version`, `-min-version`, `-wait-s`) or by the body's field `hotswap` with
+the same names. Neither is passed on as it came: the field is taken out of the body, and the headers that go upstream
+are written here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from server.errors import BadRequest, Conflict, HttpError, UpstreamTimeout
+from weightsync.records import ActiveRecord
+from weightsync.swap.state import CONFIRM_S
+
+PREFIX = b"x-hotswap-"
+MAX_FINISH_S = CONFIRM_S - 5.0  # a flip that waited longer would be too late for its swap
+MAX_WAIT_S = 600
+
+Version = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+
+
+class _Wish(msgspec.Struct, forbid_unknown_fields=True):
+    """The body's field; headers are brought into the same form."""
+
+    policy: Literal["keep", "recompute", "finish", "abort"] | None = None
+    finish_s: Annotated[float, Meta(gt=0, le=MAX_FINISH_S)] | None = None
+    version: Version | None = None
+    min_version: Version | None = None
+    wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Which versions may answer; `wait_s`: how long the client waits for one of them."""
+
+    version: int | None
+    min_version: int | None
+    wait_s: float
+
+    def met_by(self, version: int | None) -> bool:
+        """Whether an instance that runs `version` may be asked."""
+        if version is None:
+            return False
+        return self.version in (None, version) and (self.min_version is None or version >= self.min_version)
+
+    def unmet(self, active: ActiveRecord | None) -> HttpError:
+        """The answer when the wait is over, or none was asked for."""
+        words = f"version {self.version}" if self.version is not None else f"version {self.min_version} or later"
+        serving = f"version {active.version} is active" if active is not None else "no version is active"
+        details = {"active_version": active.version if active is not None else None}
+        details |= {"version": self.version, "min_version": self.min_version}
+        if self.wait_s:
+            message = f"No instance came to serve {words} within {self.wait_s:g} s; {serving}."
+            return UpstreamTimeout(message, code="version_wait_timeout", details=details)
+        message = f"No instance serves {words}; {serving}. Ask for that one, or wait with x-hotswap-wait-s."
+        return Conflict(message, code="version_unavailable", details=details)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`lines` are for the instance; `need` is None if any version will do."""
+
+    lines: bytes
+    need: Need | None
+
+
+# Names and values of the headers that are read; everything else with the prefix is refused.
+_INTEGER, _SECONDS = re.compile(rb"[0-9]{1,19}"), re.compile(rb"[0-9]{1,5}(\.[0-9]{1,9})?")
+_FORMS: dict[bytes, tuple[str, re.Pattern[bytes] | None]] = {
+    b"x-hotswap-policy": ("policy", None),
+    b"x-hotswap-finish-s": ("finish_s", _SECONDS),
+    b"x-hotswap-version": ("version", _INTEGER),
+    b"x-hotswap-min-version": ("min_version", _INTEGER),
+    b"x-hotswap-wait-s": ("wait_s", _SECONDS),
+}
+HEADERS = frozenset(_FORMS)
+_NAMES = {name: header.decode() for header, (name, _) in _FORMS.items()}
+_objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_wishes = msgspec.json.Decoder(_Wish)
+
+
+def read(headers: Mapping[bytes, bytes], body: bytes, *, in_body: bool) -> tuple[Asked, bytes]:
+    """What is asked for, and the body without the field. `in_body`: it is a JSON object that has the field.
+
+    Raises BadRequest.
+    """
+    wish = _from_headers(headers)
+    if in_body:
+        other, body = _from_body(body)
+        wish = _merged(wish, other)
+    _check(wish)
+    constrained = wish.version is not None or wish.min_version is not None
+    need = Need(wish.version, wish.min_version, wish.wait_s or 0.0) if constrained else None
+    return Asked(_lines(wish), need), body
+
+
+def _from_headers(headers: Mapping[bytes, bytes]) -> _Wish:
+    found: dict[str, Any] = {}
+    for header, value in headers.items():
+        name, form = _FORMS[header]
+        if form is not None and not form.fullmatch(value):
+            raise _bad(f"{header.decode()}: {value.decode('latin-1')!r} is not a number in its range.", header.decode())
+        text = value.decode("latin-1")
+        found[name] = text if form is None else int(text) if form is _INTEGER else float(text)
+    try:
+        return msgspec.convert(found, _Wish)
+    except msgspec.ValidationError as exc:
+        raise _bad(f"A x-hotswap header cannot be used: {exc}.", _place(exc, _NAMES)) from exc
+
+
+def _from_body(body: bytes) -> tuple[_Wish, bytes]:
+    """Values at the top stay the bytes they are: nothing is built of a large body, and no number changes its form."""
+    fields = _objects.decode(body)
+    try:
+        wish = _wishes.decode(fields.pop("hotswap"))
+    except msgspec.DecodeError as exc:  # ValidationError is one
+        raise _bad(f"`hotswap`: {exc}.", _place(exc, {n: f"hotswap.{n}" for n in _NAMES}) or "hotswap") from exc
+    return wish, msgspec.json.encode(fields)
+
+
+def _merged(a: _Wish, b: _Wish) -> _Wish:
+    for name in _NAMES:
+        mine, other = getattr(a, name), getattr(b, name)
+        if mine is not None and other is not None and mine != other:
+            raise _contradiction(f"{_NAMES[name]} says {mine}, and `hotswap.{name}` {other}; send one.", name)
+        if mine is None:
+            setattr(a, name, other)
+    return a
+
+
+def _check(wish: _Wish) -> None:
+    exact, least = wish.version, wish.min_version
+    if exact is not None and least is not None and exact < least:
+        raise _contradiction(f"version {exact} is before min_version {least}.", "min_version")
+    if exact is not None and wish.policy in ("keep", "recompute"):
+        raise _contradiction(f"policy {wish.policy} goes on with other weights than version {exact}.", "policy")
+    constrained = exact is not None or least is not None
+    if wish.finish_s is not None and wish.policy != "finish" and not constrained:
+        raise _contradiction("finish_s bounds the policy finish, or a version; ask for one of them.", "finish_s")
+    if wish.wait_s is not None and not constrained:
+        raise _contradiction("wait_s waits for a version; say which (version, min_version).", "wait_s")
+
+
+def _lines(wish: _Wish) -> bytes:
+    values = {b"policy": wish.policy, b"finish-s": wish.finish_s, b"version": wish.version}
+    values[b"min-version"] = wish.min_version
+    lines = [b"%b%b: %b\r\n" % (PREFIX, n, str(v).encode()) for n, v in values.items() if v is not None]
+    return b"".join(lines)
+
+
+def _place(error: Exception, names: Mapping[str, str]) -> str | None:
+    """The name of the parameter msgspec complains of."""
+    at = re.search(r"\$\.(\w+)", str(error))
+    return names.get(at[1]) if at is not None else None
+
+
+def _bad(message: str, param: str | None) -> BadRequest:
+    return BadRequest(message, code="invalid_parameter", param=param)
+
+
+def _contradiction(message: str, param: str) -> BadRequest:
+    return BadRequest(message, code="contradictory_parameters", param=param)

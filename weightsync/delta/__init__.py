@@ -1,0 +1,1 @@
+"""Versions as lossless differences, and publishing them from another host."""

@@ -1,0 +1,1 @@
+"""Digests and linear checksums of weights: taking, comparing, verifying, telling versions apart."""
