@@ -215,7 +215,8 @@ class ErrorInfo(Record):
 class InstanceRecord(Record):
     """One serving instance, written by itself under its lease. `swap_id` is the last swap it answered for.
 
-    `fingerprint` is that of the weights it runs, `staged_fingerprint` that of what it has staged.
+    `fingerprint` is that of the weights it runs, `staged_fingerprint` that of what it has staged. `max_num_seqs` is how
+    many requests its engine runs at one time (None: it does not say).
     """
 
     id: str
@@ -234,6 +235,7 @@ class InstanceRecord(Record):
     pid: int = 0
     model_dir: str = ""
     path: str = ""
+    max_num_seqs: int | None = None
 
 
 @dataclass(frozen=True)

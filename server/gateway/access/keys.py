@@ -24,16 +24,24 @@ log = logging.getLogger("hotswap.gateway")
 INFER = "infer"
 ADMIN = "admin"
 MIN_KEY_LENGTH = 16
+MIN_PRIORITY, MAX_PRIORITY = -9, 9
+MAX_WEIGHT = 1000
 _HASHED = re.compile(r"sha256:([0-9a-f]{64})")
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who a key belongs to and what it may do. `digest` is the key's, empty for nobody's."""
+    """Who a key belongs to and what it may do. `digest` is the key's, empty for nobody's.
+
+    `priority` is the most urgent class its requests may have (lower goes first, as in vLLM), `weight` its share of a
+    class relative to other keys' (queue/).
+    """
 
     name: str
     scopes: frozenset[str]
     digest: bytes = b""
+    priority: int = 0
+    weight: int = 1
 
 
 ANONYMOUS = Principal("anonymous", frozenset({INFER}))
