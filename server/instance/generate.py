@@ -205,7 +205,7 @@ class Run:
         try:
             async for event in self._tokens():
                 yield ServerSentEvent(orjson.dumps(event).decode(), event="token", sep="\n")
-            done = {**self._envelope(), "choices": [c.summary() for c in self._choices]}
+            done = self._answer([c.summary() for c in self._choices])
             yield ServerSentEvent(orjson.dumps(done).decode(), event="done", sep="\n")
         except WeightsChanged as ended:
             yield ServerSentEvent(orjson.dumps(problem_body(ended)).decode(), event="error", sep="\n")
@@ -218,7 +218,7 @@ class Run:
         """The finished answer as one JSON object."""
         async for _ in self._tokens():
             pass
-        return {**self._envelope(), "choices": [c.whole(logprobs=self._request.logprobs) for c in self._choices]}
+        return self._answer([c.whole(logprobs=self._request.logprobs) for c in self._choices])
 
     async def _tokens(self) -> AsyncIterator[dict[str, Any]]:
         output = self._first
@@ -231,11 +231,13 @@ class Run:
         finally:
             await self._outputs.aclose()
 
-    def _envelope(self) -> dict[str, Any]:
+    def _answer(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """The counts stand last, where the gateway reads them (server/gateway/proxy/usage.py)."""
         completion = sum(len(c.token_ids) for c in self._choices)
         total = self._prompt_tokens + completion
         usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": completion, "total_tokens": total}
-        return {"id": self._id, "model": self._request.model or self._state.hotswap_models[0], "usage": usage}
+        model = self._request.model or self._state.hotswap_models[0]
+        return {"id": self._id, "model": model, "choices": choices, "usage": usage}
 
 
 def _chosen(position: Any, token: int) -> float:

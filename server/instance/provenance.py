@@ -10,6 +10,9 @@ extras:
                                                     bodies, and on a chunk whose tokens two versions wrote
     "prompt_weight_versions": [{"version", "start", "end"}]   beside it on whole bodies and last chunks: the versions
                                                     that computed the prompt's keys and values for the first token
+    "hotswap_usage": {"prompt_tokens", "completion_tokens"}   in a chunk that ends a choice, where it has no `usage`: of
+                                                    all choices so far. Either stands near the end of what it counts,
+                                                    where the gateway reads it (server/gateway/proxy/usage.py)
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class Trace:
         self._prompts: dict[int, list[Span]] = {}
         self._spans: dict[int, list[Span]] = {}
         self._sent: dict[int, int] = {}
+        self._prompt_tokens: dict[int, int] = {}  # by first choice
         self._calls = 0
 
     def open(self, choices: int) -> int:
@@ -47,6 +51,7 @@ class Trace:
 
     def record(self, base: int, outputs: Iterable[Any], prompt_tokens: int = 0) -> None:
         """Note the spans of an engine output (`RequestOutput.outputs`)."""
+        self._prompt_tokens[base] = prompt_tokens or self._prompt_tokens.get(base, 0)
         for output in outputs:
             choice = base + output.index
             if output.weight_versions:
@@ -69,6 +74,11 @@ class Trace:
     def first_version(self) -> int | None:
         spans = next(iter(self._spans.values()), [])
         return spans[0]["version"] if spans else None
+
+    def usage(self) -> dict[str, int]:
+        """Tokens so far, over all prompts and choices."""
+        completion = sum(spans[-1]["end"] for spans in self._spans.values() if spans)
+        return {"prompt_tokens": sum(self._prompt_tokens.values()), "completion_tokens": completion}
 
     def take_new(self, choice: int) -> list[Span]:
         """Spans of the tokens that came since the last call, clipped to them."""
@@ -205,6 +215,10 @@ def annotate(payload: dict[str, Any], trace: Trace, *, last: bool) -> None:
     version = trace.version(choices[-1].get("index", 0) if choices else 0)
     if version is not None:
         payload["weight_version"] = version
+    if last and payload.get("usage"):
+        payload["usage"] = payload.pop("usage")
+    elif last:
+        payload["hotswap_usage"] = trace.usage()
 
 
 def problem_body(problem: WeightsChanged | VersionMismatch) -> dict[str, Any]:

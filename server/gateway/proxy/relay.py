@@ -15,6 +15,8 @@ import http
 import httptools
 
 from server.errors import BadUpstream, HttpError
+from server.gateway.proxy import usage
+from server.gateway.proxy.usage import Usage
 
 MAX_HEAD = 64 * 2**10
 _HOP_BY_HOP = frozenset(
@@ -42,10 +44,12 @@ class ResponseRelay:
         "_headers",
         "_http10",
         "_in_head",
+        "_kept",
+        "_older",
         "_parser",
+        "_recent",
         "_request_id",
         "_sse",
-        "_tail",
         "body_bytes",
         "complete",
         "keep_alive",
@@ -65,7 +69,9 @@ class ResponseRelay:
         self._body: list[bytes] = []
         self._chunked = self._close_delimited = self._sse = False
         self._in_head = True
-        self._tail = b"\n\n"
+        self._recent: list[bytes] = []  # the last pieces of the body
+        self._kept = 0  # bytes in them; when they are many, their end becomes
+        self._older = b""  # what came before them
         self._fault: str | None = None
         self.status = 0  # 0 until the head of the final response is known
         self.seen = False  # any byte at all
@@ -105,12 +111,25 @@ class ResponseRelay:
         The body is left unterminated, so that a client that ignores the event still sees a broken answer. Inside an
         unfinished event nothing is added: the specification makes readers drop it, and the cut says the rest.
         """
-        if not self._sse or (self._tail[-2:] not in (b"\n\n", b"\r\r") and self._tail != b"\r\n\r\n"):
+        tail = self.tail() or b"\n\n"
+        if not self._sse or not tail.endswith((b"\n\n", b"\r\r", b"\r\n\r\n")):
             return b""
         event = b"event: error\ndata: %b\n\n" % error.body()
         if self._chunked:
             return b"%x\r\n%b\r\n" % (len(event), event)
         return event if self._close_delimited or self._http10 else b""
+
+    def tail(self) -> bytes:
+        """The end of the body so far: at least its last `usage.KEPT` bytes, if it has as many."""
+        return b"".join((self._older, *self._recent))
+
+    def usage(self) -> Usage | None:
+        """The tokens of the answer; None for errors and what counts no tokens. Of a cut stream it is an estimate."""
+        if not 200 <= self.status < 300 or not self.body_bytes:
+            return None
+        tail = self.tail()
+        found = usage.read(tail)
+        return found or (usage.estimate(tail, self.body_bytes) if self._sse else None)
 
     def _drain(self) -> bytes:
         out, self._head = self._head, b""
@@ -118,7 +137,12 @@ class ResponseRelay:
             piece = self._body[0] if len(self._body) == 1 else b"".join(self._body)
             self._body.clear()
             self.body_bytes += len(piece)
-            self._tail = piece[-4:] if len(piece) >= 4 else (self._tail + piece)[-4:]
+            self._recent.append(piece)
+            self._kept += len(piece)
+            if self._kept > usage.KEPT:
+                self._older = b"".join(self._recent)[-usage.KEPT :]
+                self._recent.clear()
+                self._kept = 0
             out += b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
         if self.complete and self._chunked:
             out += b"0\r\n\r\n"

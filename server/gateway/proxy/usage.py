@@ -1,0 +1,83 @@
+"""How many tokens an answer took, read once from its last kilobytes.
+
+Nothing is parsed while an answer passes. An instance writes the counts where its answers end: `usage` in whole answers
+and in the last event of those streams that were asked for it, `hotswap_usage` in the last chunk of all others (see
+server/instance/provenance.py). In JSON a key can only stand outside of strings, for inside of one its quotes are
+escaped; that it is a key of the outermost object, and not of a tool schema a client sent, is seen from the brackets
+that close after it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+KEPT = 4096  # at least so many of the last bytes are kept, where there are as many, and at most twice that
+
+_OBJECT = re.compile(rb'"(?:hotswap_)?usage"\s*:\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}')
+_COUNT = re.compile(rb'"(prompt|input|completion|output)_tokens"\s*:\s*(\d{1,12})')
+_NESTED = re.compile(rb"\{[^{}]*\}")
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_NO_BRACKET = bytes(set(range(256)) - set(b"{}[]"))
+_VERSION = re.compile(rb'"weight_version"\s*:\s*(\d{1,18})')
+_EVENTS_AFTER = 3  # the usage chunk, [DONE], and one for a route that ends otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one answer. If not `exact`, a stream was cut: completion tokens are estimated, prompt ones 0."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    exact: bool = True
+
+
+def read(tail: bytes) -> Usage | None:
+    """The counts that an answer ending in `tail` reports, None if it reports none."""
+    end = len(tail)
+    while (at := tail.rfind(b'usage"', 0, end)) >= 0:
+        end = at
+        start = at - 8 if tail[at - 8 : at] == b"hotswap_" else at
+        found = _OBJECT.match(tail, start - 1) if start else None
+        if found is None:
+            continue
+        event, _, after = tail[found.end() :].partition(b"\n\n")
+        if after.count(b"\n\n") >= _EVENTS_AFTER:
+            return None
+        if event == b"}" or _ends_outermost(event):
+            return _counts(found[1])
+    return None
+
+
+def _counts(fields: bytes) -> Usage:
+    if b"{" in fields:
+        fields = _NESTED.sub(b"", fields)
+    counts = dict(_COUNT.findall(fields))
+    prompt = counts.get(b"prompt") or counts.get(b"input") or 0
+    return Usage(int(prompt), int(counts.get(b"completion") or counts.get(b"output") or 0))
+
+
+def _ends_outermost(rest: bytes) -> bool:
+    """Whether `rest` closes exactly one object more than it opens, and with its last bracket."""
+    brackets = _STRING.sub(b"", rest).translate(None, _NO_BRACKET)
+    depth = 1
+    for bracket in brackets[:-1]:
+        depth += 1 if bracket in b"{[" else -1
+        if not depth:
+            return False
+    return depth == 1 and brackets.endswith(b"}")
+
+
+def estimate(tail: bytes, body_bytes: int) -> Usage | None:
+    """What a cut stream of `body_bytes` has cost: its events, at the mean size of those in `tail`; a token in each."""
+    events = tail.count(b"\n\n")
+    if body_bytes > len(tail) and events > 1:
+        whole_ones = tail.rfind(b"\n\n") - tail.find(b"\n\n")
+        events = round(body_bytes * (events - 1) / whole_ones)
+    return Usage(0, events, exact=False) if events else None
+
+
+def last_version(tail: bytes) -> int | None:
+    """The weight version that wrote the last token, where the answer names it."""
+    found = _VERSION.match(tail, at) if (at := tail.rfind(b'"weight_version"')) >= 0 else None
+    return int(found[1]) if found else None
