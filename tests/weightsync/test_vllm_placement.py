@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from loadtest.checkpoints import make_checkpoint
+from loadtest.vllm_worker import Worker, worker
 from weightsync import Publisher, SlotReader
 from weightsync.digests.fingerprint import combine
 from weightsync.errors import ChecksumMismatch, DigestMismatch, MissingTensor
@@ -17,8 +18,6 @@ from weightsync.records import VersionRecord
 from weightsync.vllm_engine import build, placement
 from weightsync.vllm_engine.placement import Box, Rect, Watch, box_of
 from weightsync.vllm_engine.skeleton import UnsupportedModelError
-
-from .twins import Worker, worker
 
 pytestmark = pytest.mark.engine
 bf16_only = pytest.mark.skipif(

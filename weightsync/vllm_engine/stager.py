@@ -25,16 +25,12 @@ from .build import Builder, Built, Sums
 from .exchange import DevicePool, ExchangeGeneration
 from .generation import Generation, Memory, build_flips
 from .layout import plan_layout
+from .pacing import Pacer
 from .pool import LayoutPool
 from .skeleton import build_skeleton, pair_parameters
 
-# Decoding goes first. The stager gives the memory bus and the interpreter back for a moment with every piece (1 MB),
-# and the decode thread need not wait Python's usual 5 ms for a lock the stager holds. The work takes 0.16 s of a core
-# for 0.8 GB, the pauses about 0.5 s: staging goes at 1 GB/s beside 16 streams (loadtest/swap_stall.py, 0.4 B).
+# The decode thread need not wait Python's usual 5 ms for a lock that the stager holds.
 SWITCH_INTERVAL_S = 0.0002
-YIELD_BYTES = 64 << 10
-YIELD_RATE = 2e9  # bytes per second of pause
-LONGEST_YIELD_S = 0.002
 VERSIONS_HELD = 3  # live, previous and staged: one layout slot each, shared by all instances of the host
 
 
@@ -92,7 +88,7 @@ class Stager:
         parallel = vllm_config.parallel_config
         self._layout = plan_layout(self._slots, device, parallel.rank, parallel.world_size)
         self._builder = Builder(self._twin, self._slots, self._layout, device)
-        self._owed = 0
+        self._pace = Pacer(model, device)
         self._pool: LayoutPool | DevicePool | None = None
         self._device = device
         self._thread: threading.Thread | None = None
@@ -197,13 +193,6 @@ class Stager:
                 else DevicePool(layout.nbytes, self._device)
             )
         return self._pool.acquire(key)
-
-    def _pace(self, nbytes: int) -> None:
-        """Give the memory bus and the interpreter back for a moment before more bytes are read."""
-        self._owed += nbytes
-        if self._owed >= YIELD_BYTES:
-            time.sleep(min(LONGEST_YIELD_S, self._owed / YIELD_RATE))
-            self._owed = 0
 
 
 def joined(first: Sums, second: Sums) -> Sums:
