@@ -58,7 +58,7 @@ def test_it_sleeps_during_a_step_and_a_moment_after(clock: Any, fail: bool) -> N
     pacer(YIELD_BYTES // 2)
     pacer(100 * YIELD_BYTES)
     assert clock.slept == [YIELD_BYTES / pacing.YIELD_RATE, LONGEST_YIELD_S]
-    clock.now += pacing.IDLE_AFTER_S
+    clock.now += 2 * pacing.IDLE_AFTER_S
     pacer(10 * YIELD_BYTES)
     assert (pacer.decoding, len(clock.slept)) == (False, 2)
 
