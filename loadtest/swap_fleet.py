@@ -24,6 +24,7 @@ from rich.table import Table
 
 from loadtest.checkpoints import TINY_SHAPE, make_checkpoint
 from loadtest.children import publishing, streaming
+from loadtest.cpu import cpu_seconds
 from loadtest.gaps import Gaps, Window, summary
 from loadtest.machine import machine, memcpy_gbps
 from server.cli.cores import BIND_ENV
@@ -76,6 +77,8 @@ class Seen:
     rollback_ms: list[float] = field(default_factory=list)
     staging_gbps: list[float] = field(default_factory=list)
     swap_ms: list[float] = field(default_factory=list)
+    cpu_without: dict[str, float] = field(default_factory=dict)
+    cpu_with: dict[str, float] = field(default_factory=dict)
     memcpy_gbps: float = 0.0
     arena: dict[str, int] = field(default_factory=dict)
 
@@ -180,14 +183,21 @@ def _single_swaps(swaps: int, swap: Callable[[int], int], admin: AdminClient, se
 
 def _swap_every_second(swap: Callable[[int], int], seen: Seen) -> None:
     for _ in range(BLOCKS):
-        start = time.monotonic()
+        start, cpu = time.monotonic(), cpu_seconds()
         time.sleep(BLOCK_S)
         seen.blocks_without.append((start, time.monotonic()))
-        start = time.monotonic()
+        _add(seen.cpu_without, cpu)
+        start, cpu = time.monotonic(), cpu_seconds()
         for number in range(int(BLOCK_S)):
             swap(number)
             time.sleep(max(0.0, start + number + 1 - time.monotonic()))
         seen.blocks_with.append((start, time.monotonic()))
+        _add(seen.cpu_with, cpu)
+
+
+def _add(total: dict[str, float], since: dict[str, float]) -> None:
+    for role, seconds in cpu_seconds().items():
+        total[role] = total.get(role, 0.0) + seconds - since.get(role, 0.0)
 
 
 def _nbytes(model: Path) -> int:
@@ -232,13 +242,14 @@ def _figures(result: dict[str, Any], seen: Seen) -> dict[str, Any]:
         "staging_share_of_memcpy": staging / seen.memcpy_gbps,
         "goodput_kept": gaps.tokens_per_s(seen.blocks_with) / gaps.tokens_per_s(seen.blocks_without),
         "tokens_per_s": gaps.tokens_per_s(seen.blocks_without),
+        "cpu_ms_per_s": {"none": _per_second(seen.cpu_without), "swap": _per_second(seen.cpu_with)},
         "arena": seen.arena,
         "lost": {key: result[key] for key in ("failed", "truncated")},
     }
 
 
-def _typical(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "max": max(values)}
+def _per_second(cpu: dict[str, float]) -> dict[str, float]:
+    return {role: seconds * 1e3 / (BLOCKS * BLOCK_S) for role, seconds in cpu.items()}
 
 
 def _print(cases: dict[str, Any]) -> None:
