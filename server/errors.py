@@ -12,6 +12,7 @@
         ├── Conflict                409   the fleet's state does not allow it now
         ├── PayloadTooLarge         413
         ├── Unprocessable           422   well formed, but it cannot be served (a tensor of the wrong shape)
+        ├── TooManyRequests         429   this key asks for more than it may; carries Retry-After
         ├── HeadersTooLarge         431
         ├── BadUpstream             502   the instance answered what is not HTTP, or died before its first byte
         ├── Unavailable             503   no instance, or none that accepts connections; carries Retry-After
@@ -131,6 +132,12 @@ class Unprocessable(HttpError):
     status = 422
     type = "invalid_request_error"
     default_code = "unprocessable"
+
+
+class TooManyRequests(HttpError):
+    status = 429
+    type = "rate_limit_error"
+    default_code = "rate_limit_exceeded"
 
 
 class HeadersTooLarge(HttpError):

@@ -2,7 +2,8 @@
 
     proxy/    the hot path below ASGI: client connections, checks, one forwarded request, connections to instances
     access/   keys, and whose prefix cache a key may hit
-    fleet/    the store's view of the instances, their signals, and the routing policy (routing.py)
+    queue/    who waits, and who goes next, when the instances have no room
+    fleet/    the store's view of the instances, their signals and health, the routing policy (routing.py), retries
     admin/    the control routes of the admin port, other trainers' routes, pushes, probes of a canary
     observe/  plain counts, and the same for Prometheus
 
@@ -12,9 +13,9 @@
 Imports neither torch nor vLLM.
 """
 
-from server.gateway.config import GatewayConfig, Limits, UpstreamSettings
+from server.gateway.config import GatewayConfig, HealthSettings, Limits, QueueSettings, UpstreamSettings
 
-__all__ = ["GatewayConfig", "Limits", "UpstreamSettings", "run"]
+__all__ = ["GatewayConfig", "HealthSettings", "Limits", "QueueSettings", "UpstreamSettings", "run"]
 
 
 def run(config: GatewayConfig) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from server.errors import ConfigError
-from server.gateway.config import GatewayConfig, Limits, UpstreamSettings
+from server.gateway.config import GatewayConfig, HealthSettings, Limits, QueueSettings, UpstreamSettings
 from weightsync.errors import StoreError
 
 
 def parser() -> argparse.ArgumentParser:
     """The options; their defaults are those of `GatewayConfig`."""
-    limits, upstream = Limits(), UpstreamSettings()
+    limits, upstream, queue = Limits(), UpstreamSettings(), QueueSettings()
     p = argparse.ArgumentParser(prog="hotswap gateway", description="The public port in front of the instances.")
     p.add_argument("--store", default=os.environ.get("HOTSWAP_STORE"), help="store URL (default: $HOTSWAP_STORE)")
     p.add_argument("--model", required=True, help="served model name")
@@ -30,6 +30,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--connect-timeout", type=float, default=upstream.connect_timeout_s, help="to an instance, s")
     p.add_argument("--read-timeout", type=float, default=upstream.read_idle_timeout_s, help="silent instance, s")
     p.add_argument("--hold", type=float, default=upstream.hold_s, help="to wait for an instance before 503, s")
+    p.add_argument(
+        "--max-in-flight", type=int, help="requests at an instance (default: what it can run; 0: any)"
+    )
+    p.add_argument("--max-queued", type=int, default=queue.max_entries, help="requests that wait for room, at most")
+    p.add_argument("--max-queued-bytes", type=int, default=queue.max_bytes, help="bytes of their bodies, at most")
+    p.add_argument("--max-queue-wait", type=float, default=queue.max_wait_s, help="longest wait for room, s")
+    health = upstream.health
+    p.add_argument("--eject-after", type=int, default=health.eject_after, help="failures in a row of an instance")
+    p.add_argument("--max-ejected", type=float, default=health.max_ejected, help="share of the instances, 0 to 1")
+    p.add_argument("--retry-share", type=float, default=upstream.retry_share, help="of requests retried, 0 to 1")
     p.add_argument("--cache-scope", choices=("key", "shared"), default="key", help="who shares prefix cache blocks")
     p.add_argument("--keep-versions", type=int, default=GatewayConfig.keep_versions, help="versions kept staged")
     p.add_argument("--probes", type=Path, help="file with prompts that a canary is asked in rolling swaps")
@@ -58,8 +68,13 @@ def config_from(args: argparse.Namespace) -> GatewayConfig:
         api_key_file=args.api_key_file,
         limits=Limits(max_body=args.max_body, request_timeout_s=args.request_timeout),
         upstream=UpstreamSettings(
-            connect_timeout_s=args.connect_timeout, read_idle_timeout_s=args.read_timeout, hold_s=args.hold
+            connect_timeout_s=args.connect_timeout,
+            read_idle_timeout_s=args.read_timeout,
+            hold_s=args.hold,
+            health=HealthSettings(eject_after=args.eject_after, max_ejected=args.max_ejected),
+            retry_share=args.retry_share,
         ),
+        queue=QueueSettings(args.max_in_flight, args.max_queued, args.max_queued_bytes, args.max_queue_wait),
         cache_scope=args.cache_scope,
         keep_versions=args.keep_versions,
         probes_file=args.probes,

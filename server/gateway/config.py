@@ -23,6 +23,24 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class HealthSettings:
+    """When an instance is asked no more, and when again (fleet/health.py). Times in seconds."""
+
+    probe_timeout_s: float = 5.0
+    unhealthy_after: int = 3  # probes without an answer, in a row; one good one takes it back
+    eject_after: int = 5  # failures in a row
+    window_s: float = 10.0
+    min_requests: int = 20  # in the window, before a share of them counts
+    max_failure_share: float = 0.5
+    ejection_s: float = 5.0  # the first time; then twice as long each time
+    max_ejection_s: float = 120.0
+    forgive_s: float = 300.0  # after so long without one, the next ejection is a first one again
+    max_ejected: float = 0.5  # share of the instances; one always stays
+    trials: int = 2  # answers that close the circuit again
+    trial_interval_s: float = 1.0
+
+
+@dataclass(frozen=True)
 class UpstreamSettings:
     """How instances are spoken to."""
 
@@ -36,6 +54,26 @@ class UpstreamSettings:
     scrape_timeout_s: float = 0.5
     hold_s: float = 5.0  # for which a request waits while no instance can be asked
     max_held: int = 1024
+    health: HealthSettings = HealthSettings()
+    retry_share: float = 0.2  # of the requests of the last seconds may be sent again after a lost connection
+
+
+@dataclass(frozen=True)
+class QueueSettings:
+    """How many requests are at the instances at one time, and how many wait for that."""
+
+    max_in_flight: int | None = None  # at one instance; None: what it says it can run, 0: no limit
+    max_entries: int = 1024
+    max_bytes: int = 64 * 2**20  # bodies of those that wait
+    max_wait_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.max_in_flight is not None and self.max_in_flight < 0:
+            raise ConfigError("--max-in-flight: must be 1 or more requests at one instance, or 0 for no limit.")
+        if self.max_entries < 0 or self.max_bytes < 0:
+            raise ConfigError("--max-queued and --max-queued-bytes: must be 0 (nothing waits) or more.")
+        if not self.max_wait_s > 0:
+            raise ConfigError(f"--max-queue-wait {self.max_wait_s:g}: must be a positive number of seconds.")
 
 
 @dataclass(frozen=True)
@@ -53,6 +91,7 @@ class GatewayConfig:
     api_key_file: Path | None = None  # None: no key is asked for inference
     limits: Limits = Limits()
     upstream: UpstreamSettings = UpstreamSettings()
+    queue: QueueSettings = QueueSettings()
     swap_deadline_s: float = 120.0
     push_timeout_s: float = 3600.0
     run_coordinator: bool = True
@@ -74,6 +113,11 @@ class GatewayConfig:
             raise ConfigError("--admin-port must differ from --port: what it serves is not for the public.")
         if self.upstream.hold_s < 0:
             raise ConfigError(f"--hold {self.upstream.hold_s:g}: must be 0 (answer 503 at once) or more seconds.")
+        health = self.upstream.health
+        if health.eject_after < 1 or not 0 <= health.max_ejected < 1:
+            raise ConfigError("--eject-after must be 1 or more, and --max-ejected a share from 0 to below 1.")
+        if not 0 <= self.upstream.retry_share <= 1:
+            raise ConfigError(f"--retry-share {self.upstream.retry_share:g}: must be from 0 (no retries) to 1.")
         if self.keep_versions < 2:
             raise ConfigError("--keep-versions: at least 2, the active version and the one to roll back to.")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 from urllib.parse import unquote_to_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One forwarded route. `name` labels metrics; `json_body` is checked to be a JSON object before forwarding."""
+    """One forwarded route. `name` labels metrics; `json_body` is checked to be a JSON object before forwarding.
+
+    `works` is what it occupies an instance with: it waits in the queue for that ("" if it never waits).
+    """
 
     name: str
     method: bytes
     json_body: bool
     takes_query: bool = False
+    works: Literal["", "prefill", "generate"] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +35,19 @@ class Target:
     upstream: bytes
 
 
-_POSTS = (
-    b"/v1/completions",
-    b"/v1/chat/completions",
-    b"/v1/responses",
-    b"/v1/embeddings",
-    b"/v1/messages",
-    b"/tokenize",
-    b"/detokenize",
-    b"/generate",
-)
+_POSTS: dict[bytes, Literal["", "prefill", "generate"]] = {
+    b"/v1/completions": "generate",
+    b"/v1/chat/completions": "generate",
+    b"/v1/responses": "generate",
+    b"/v1/embeddings": "prefill",
+    b"/v1/messages": "generate",
+    b"/tokenize": "",
+    b"/detokenize": "",
+    b"/generate": "generate",
+}
 _EXACT: dict[bytes, tuple[Target, ...]] = {
     b"/v1/models": (Target(Route("/v1/models", b"GET", json_body=False), b"/v1/models"),),
-    **{path: (Target(Route(path.decode(), b"POST", json_body=True), path),) for path in _POSTS},
+    **{p: (Target(Route(p.decode(), b"POST", json_body=True, works=works), p),) for p, works in _POSTS.items()},
 }
 _RESPONSE_GET = Route("/v1/responses/{id}", b"GET", json_body=False, takes_query=True)
 _RESPONSE_CANCEL = Route("/v1/responses/{id}/cancel", b"POST", json_body=False)
