@@ -51,8 +51,8 @@ class GatewayCollector(Collector):  # type: ignore[misc]
         yield requests
         yield _labelled("hotswap_gateway_refused", "Requests answered by the gateway itself", "code", s.refused)
         yield GaugeMetricFamily("hotswap_gateway_requests_in_flight", "Requests being forwarded", value=s.inflight)
-        yield _histogram("hotswap_gateway_time_to_first_byte_seconds", "Request complete to first body byte", s.ttft)
-        yield _histogram("hotswap_gateway_request_duration_seconds", "Request complete to end of answer", s.duration)
+        yield from self._latency()
+        yield from self._tokens()
         yield _labelled("hotswap_gateway_disconnects", "Clients that left before the end", "phase", s.disconnects)
         failed = {i.id: i.connect_errors for i in self._fleet.instances.values()}
         yield _labelled("hotswap_gateway_upstream_connect_errors", "Failed connects", "instance", failed)
@@ -62,6 +62,27 @@ class GatewayCollector(Collector):  # type: ignore[misc]
         yield CounterMetricFamily("hotswap_gateway_received_bytes", "Request body bytes from clients", s.bytes_in)
         yield CounterMetricFamily("hotswap_gateway_sent_bytes", "Answer body bytes to clients", s.bytes_out)
         yield GaugeMetricFamily("hotswap_gateway_store_up", "1 if the store answered last time", value=int(s.store_up))
+
+    def _latency(self) -> Iterator[Metric]:
+        s = self._stats
+        of = "hotswap_gateway_"
+        yield _histogram(f"{of}time_to_first_byte_seconds", "Request complete to first body byte", s.first_byte)
+        yield _histogram(f"{of}time_to_first_token_seconds", "The same, of streamed answers", s.first_token)
+        yield _histogram(f"{of}inter_token_latency_seconds", "Between pieces of streams from instances", s.gaps)
+        yield _histogram(f"{of}queue_time_seconds", "Waiting in the line for room at an instance", s.queue_time)
+        yield _histogram(f"{of}request_duration_seconds", "Request complete to end of answer", s.duration)
+
+    def _tokens(self) -> Iterator[Metric]:
+        prompt = CounterMetricFamily("hotswap_gateway_prompt_tokens", "Tokens of prompts answered", labels=["route"])
+        completion = CounterMetricFamily("hotswap_gateway_completion_tokens", "Tokens of answers", labels=["route"])
+        estimated = CounterMetricFamily(
+            "hotswap_gateway_estimated_completion_tokens", "Of answers cut before they were counted", labels=["route"]
+        )
+        for route, tokens in self._stats.tokens.items():
+            prompt.add_metric([route], tokens.prompt)
+            completion.add_metric([route], tokens.completion)
+            estimated.add_metric([route], tokens.estimated)
+        yield from (prompt, completion, estimated)
 
     def _holds(self) -> Iterator[Metric]:
         s = self._stats

@@ -5,9 +5,15 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
+from dataclasses import dataclass
 from typing import Protocol
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+from server.gateway.proxy.usage import Usage
+
+# Upper bounds of buckets, in seconds. First tokens and gaps between tokens have bounds where targets for them lie.
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
+GAP = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
 
 PHASES = ("held", "connecting", "waiting", "streaming", "stalled")
 
@@ -48,9 +54,23 @@ class Measured(Protocol):
     @property
     def bytes_out(self) -> int: ...
 
+    @property
+    def streams(self) -> bool: ...
+
     started: float
     first_byte: float
+    queued_s: float
     status: int
+    usage: Usage | None
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Tokens of one route. `estimated` are those of streams that were cut, whose counts nobody told."""
+
+    prompt: int = 0
+    completion: int = 0
+    estimated: int = 0
 
 
 class Stats:
@@ -70,7 +90,11 @@ class Stats:
         self.inflight = 0
         self.bytes_in = 0
         self.bytes_out = 0
-        self.ttft = Histogram()
+        self.first_byte = Histogram()
+        self.first_token = Histogram(FIRST_TOKEN)
+        self.gaps = Histogram(GAP)  # between pieces of streams as instances send them: one token each, as a rule
+        self.queue_time = Histogram()
+        self.tokens: dict[str, Tokens] = {}  # by route
         self.duration = Histogram()
         self.swaps: Counter[str] = Counter({"done": 0, "aborted": 0})  # by outcome
         self.swap_duration = Histogram()
@@ -92,5 +116,21 @@ class Stats:
         self.requests[exchange.route, exchange.status] += 1
         self.bytes_out += exchange.bytes_out
         self.duration.observe(time.monotonic() - exchange.started)
+        self.queue_time.observe(exchange.queued_s)
         if exchange.first_byte:
-            self.ttft.observe(exchange.first_byte - exchange.started)
+            taken = exchange.first_byte - exchange.started
+            self.first_byte.observe(taken)
+            if exchange.streams:
+                self.first_token.observe(taken)
+        if exchange.usage is not None:
+            self._count_tokens(exchange.route, exchange.usage)
+
+    def _count_tokens(self, route: str, usage: Usage) -> None:
+        tokens = self.tokens.get(route)
+        if tokens is None:
+            tokens = self.tokens[route] = Tokens()
+        tokens.prompt += usage.prompt_tokens
+        if usage.exact:
+            tokens.completion += usage.completion_tokens
+        else:
+            tokens.estimated += usage.completion_tokens

@@ -28,6 +28,7 @@ from server.gateway.proxy.relay import ResponseRelay
 from server.gateway.proxy.routes import Target
 from server.gateway.proxy.terms import Need
 from server.gateway.proxy.upstream import UpstreamConnection
+from server.gateway.proxy.usage import Usage
 
 log = logging.getLogger("hotswap.gateway")
 
@@ -77,10 +78,13 @@ class Exchange:
         "done",
         "first_byte",
         "instance",
+        "last_instance",
         "last_progress",
+        "queued_s",
         "request",
         "started",
         "status",
+        "usage",
     )
 
     def __init__(self, client: Client, request: Request, fleet: Fleet, stats: Stats) -> None:
@@ -101,7 +105,10 @@ class Exchange:
         self.done = False
         self.started = self.last_progress = time.monotonic()
         self.first_byte = 0.0
+        self.last_instance = ""  # the id of the last one that was asked
+        self.queued_s = 0.0  # in the line, before an instance was chosen
         self.status = 0
+        self.usage: Usage | None = None  # known at the end, of routes that generate
 
     def start(self) -> None:
         """Picks an instance and sends the request, or answers why not."""
@@ -156,6 +163,15 @@ class Exchange:
         """Body bytes the instance has sent so far."""
         return self._relay.body_bytes
 
+    @property
+    def streams(self) -> bool:
+        """Whether the answer is a stream of events."""
+        return self._relay.sse
+
+    def tail(self) -> bytes:
+        """The last kilobytes of the answer."""
+        return self._relay.tail()
+
     def sweep(self, now: float, read_idle_timeout_s: float, stalled_client_s: float) -> None:
         """Ends an exchange that no side moves any more; called about once a second."""
         idle = now - self.last_progress
@@ -197,6 +213,7 @@ class Exchange:
 
     def _use(self, instance: Instance) -> None:
         self.instance = instance
+        self.last_instance = instance.id
         instance.inflight += 1
         link = instance.pool.take()
         self._pooled = link is not None
@@ -229,8 +246,10 @@ class Exchange:
     # what the instance sends
 
     def upstream_data(self, data: bytes) -> None:
-        self.last_progress = time.monotonic()
+        before, self.last_progress = self.last_progress, time.monotonic()
         relay = self._relay
+        if self.first_byte and relay.sse:
+            self._stats.gaps.observe(self.last_progress - before)
         try:
             out = relay.feed(data)
         except BadUpstream as exc:
@@ -330,6 +349,8 @@ class Exchange:
         if self._link is not None:
             self._link.abort()
             self._link = None
+        if self.request.target.route.json_body:
+            self.usage = self._relay.usage()
         self._stats.end(self)
         self._drop_instance()
 

@@ -49,13 +49,13 @@ class ResponseRelay:
         "_parser",
         "_recent",
         "_request_id",
-        "_sse",
         "body_bytes",
         "complete",
         "keep_alive",
         "refused",
         "reusable",
         "seen",
+        "sse",
         "status",
     )
 
@@ -67,7 +67,7 @@ class ResponseRelay:
         self._head = b""
         self._head_size = 0
         self._body: list[bytes] = []
-        self._chunked = self._close_delimited = self._sse = False
+        self._chunked = self._close_delimited = False
         self._in_head = True
         self._recent: list[bytes] = []  # the last pieces of the body
         self._kept = 0  # bytes in them; when they are many, their end becomes
@@ -75,6 +75,7 @@ class ResponseRelay:
         self._fault: str | None = None
         self.status = 0  # 0 until the head of the final response is known
         self.seen = False  # any byte at all
+        self.sse = False  # the body is a stream of events
         self.complete = False
         self.keep_alive = keep_alive  # the client's connection may carry another request
         self.reusable = False  # the upstream connection may carry another request
@@ -112,7 +113,7 @@ class ResponseRelay:
         unfinished event nothing is added: the specification makes readers drop it, and the cut says the rest.
         """
         tail = self.tail() or b"\n\n"
-        if not self._sse or not tail.endswith((b"\n\n", b"\r\r", b"\r\n\r\n")):
+        if not self.sse or not tail.endswith((b"\n\n", b"\r\r", b"\r\n\r\n")):
             return b""
         event = b"event: error\ndata: %b\n\n" % error.body()
         if self._chunked:
@@ -129,7 +130,7 @@ class ResponseRelay:
             return None
         tail = self.tail()
         found = usage.read(tail)
-        return found or (usage.estimate(tail, self.body_bytes) if self._sse else None)
+        return found or (usage.estimate(tail, self.body_bytes) if self.sse else None)
 
     def _drain(self) -> bytes:
         out, self._head = self._head, b""
@@ -198,7 +199,7 @@ class ResponseRelay:
             elif name == b"content-length":
                 length = True
             elif name == b"content-type":
-                self._sse = value[:17].lower() == b"text/event-stream"
+                self.sse = value[:17].lower() == b"text/event-stream"
         lines += [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] not in dropped and pair[0] not in _OURS]
         lines.append(b"x-request-id: %b\r\n" % self._request_id)
         bodiless = status in (204, 304)
