@@ -54,22 +54,20 @@ class UpstreamSettings:
     scrape_timeout_s: float = 0.5
     hold_s: float = 5.0  # for which a request waits while no instance can be asked
     max_held: int = 1024
+    max_in_flight: int | None = None  # at one instance; None: what it says it can run, 0: no limit
     health: HealthSettings = HealthSettings()
     retry_share: float = 0.2  # of the requests of the last seconds may be sent again after a lost connection
 
 
 @dataclass(frozen=True)
 class QueueSettings:
-    """How many requests are at the instances at one time, and how many wait for that."""
+    """How many requests wait for room at an instance, and for how long."""
 
-    max_in_flight: int | None = None  # at one instance; None: what it says it can run, 0: no limit
     max_entries: int = 1024
     max_bytes: int = 64 * 2**20  # bodies of those that wait
     max_wait_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.max_in_flight is not None and self.max_in_flight < 0:
-            raise ConfigError("--max-in-flight: must be 1 or more requests at one instance, or 0 for no limit.")
         if self.max_entries < 0 or self.max_bytes < 0:
             raise ConfigError("--max-queued and --max-queued-bytes: must be 0 (nothing waits) or more.")
         if not self.max_wait_s > 0:
@@ -118,6 +116,8 @@ class GatewayConfig:
             raise ConfigError("--eject-after must be 1 or more, and --max-ejected a share from 0 to below 1.")
         if not 0 <= self.upstream.retry_share <= 1:
             raise ConfigError(f"--retry-share {self.upstream.retry_share:g}: must be from 0 (no retries) to 1.")
+        if self.upstream.max_in_flight is not None and self.upstream.max_in_flight < 0:
+            raise ConfigError("--max-in-flight: must be 1 or more requests at one instance, or 0 for no limit.")
         if self.keep_versions < 2:
             raise ConfigError("--keep-versions: at least 2, the active version and the one to roll back to.")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

@@ -20,7 +20,7 @@ from server.errors import BadUpstream
 from server.gateway import GatewayConfig, Limits
 from server.gateway.access.keys import load_keys
 from server.gateway.app import build_app
-from server.gateway.fleet.view import Instance
+from server.gateway.fleet.instance import Instance
 from server.gateway.gateway import Gateway
 from server.gateway.proxy.protocol import GatewayProtocol
 from server.gateway.proxy.relay import ResponseRelay

@@ -1,7 +1,18 @@
 """The routing policy: which instance answers a request. Everything about the choice is in this file.
 
-Least load, among the instances that may be asked at all. `Candidate` lists what a policy can look at; to change the
-policy, change `pick`.
+1. Whoever refused a connection a moment ago, or stages a version, is asked only if nobody better is there.
+2. Of the rest, the least cost counts: requests there, less what a cached prefix is worth.
+3. Equal costs: the same prompt or session goes the same way from every gateway; others take turns.
+
+Cost is `load - worth * cached`. `worth` is the bound on affinity: the instance that has all of the prompt is preferred
+while it has at most SLACK requests and SPREAD of the mean load more than the least loaded one, so that with load L on
+average nobody is sent more than (1 + SPREAD) * L + SLACK by affinity (consistent hashing with bounded loads, Mirrokni
+et al. 2018, has the same bound); half of the prompt is worth half of that.
+
+All instances are looked at, rather than two drawn at random: the longest prefix must be found among all anyway, and the
+herd that two choices avoid comes of stale loads, while the requests this gateway sends count at once.
+
+`Candidate` lists what a policy can look at; to change the policy, change `pick`.
 """
 
 from __future__ import annotations
@@ -9,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+from server.gateway.fleet.affinity import NO_HINT, Hint
+from server.gateway.fleet.signals import Signals
 from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord
 
 # An instance that stages goes on serving the version it has, so it is asked when nobody better is there: with a single
@@ -16,6 +29,11 @@ from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord
 _RANK = {"SERVING": 0, "STAGED": 0, "STAGING": 1}
 _UNDER_WAY = ("prepare", "canary", "commit")
 _AVOID_AFTER_FAILURE_S = 1.0
+
+SLACK = 4.0
+SPREAD = 0.25
+_FULL_FROM = 0.8  # of the KV cache: from here on vLLM may have to preempt
+_FULL_COST = 8.0  # requests that a full KV cache counts for
 
 
 class Candidate(Protocol):
@@ -25,13 +43,8 @@ class Candidate(Protocol):
     def state(self) -> str: ...
 
     @property
-    def inflight(self) -> int:
-        """Requests this gateway has there now."""
-        ...
-
-    @property
-    def reported(self) -> float:
-        """Requests running and waiting there, as it said at the last scrape (all gateways' requests)."""
+    def load(self) -> float:
+        """Requests there now (this gateway's exactly, the others' as of the last scrape), and its `pressure`."""
         ...
 
     @property
@@ -42,6 +55,14 @@ class Candidate(Protocol):
     @property
     def picked_at(self) -> int:
         """Serial number of the last request routed there: equal load takes turns."""
+        ...
+
+    def cached(self, hint: Hint) -> float:
+        """How much of the prompt it is likely to have in its prefix cache (0 to 1); 1 if it has the session."""
+        ...
+
+    def tie_break(self, hint: Hint) -> int:
+        """Whose turn it is for this prompt or session: the highest one's."""
         ...
 
 
@@ -65,11 +86,34 @@ def fresh(record: InstanceRecord, active: ActiveRecord | None, swap: SwapRecord 
     return under_way and record.active_epoch == active.epoch - 1
 
 
-def pick(candidates: Sequence[C], now: float) -> C | None:
+def pressure(signals: Signals | None) -> float:
+    """What an instance's own state adds to its requests, in requests: who queues there waits for a whole answer."""
+    if signals is None:
+        return 0.0
+    full = max(0.0, signals.kv_cache_usage - _FULL_FROM) / (1.0 - _FULL_FROM)
+    return signals.num_requests_waiting + _FULL_COST * full
+
+
+def pick(candidates: Sequence[C], now: float, hint: Hint = NO_HINT) -> C | None:
     """The instance for the next request, of those that are eligible for it; None if there are none."""
-    return min(candidates, key=lambda c: _cost(c, now), default=None)
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
+    peers = _best_placed(candidates, now)
+    loads = [c.load for c in peers]
+    if hint.prefixes or hint.session:
+        worth = SLACK + SPREAD * sum(loads) / len(loads)
+        loads = [load - worth * c.cached(hint) for c, load in zip(peers, loads, strict=True)]
+    least = min(loads)
+    equal = [c for c, load in zip(peers, loads, strict=True) if load == least]
+    if len(equal) == 1:
+        return equal[0]
+    return max(equal, key=lambda c: c.tie_break(hint)) if hint.key else min(equal, key=lambda c: c.picked_at)
 
 
-def _cost(c: Candidate, now: float) -> tuple[bool, int, float, int]:
-    shunned = c.failed_at > 0.0 and now - c.failed_at < _AVOID_AFTER_FAILURE_S
-    return shunned, _RANK[c.state], max(c.inflight, c.reported), c.picked_at
+def _best_placed(candidates: Sequence[C], now: float) -> Sequence[C]:
+    """Those of the lowest rank; who refused a connection a moment ago comes last."""
+    ranks = [_RANK[c.state] + 2 * (c.failed_at > now - _AVOID_AFTER_FAILURE_S) for c in candidates]
+    lowest = min(ranks)
+    if lowest == max(ranks):
+        return candidates
+    return [c for c, rank in zip(candidates, ranks, strict=True) if rank == lowest]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 
 from server.errors import BadUpstream, HttpError
 from server.gateway.config import UpstreamSettings
+from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.signals import parse
-from server.gateway.fleet.view import Fleet, Instance
+from server.gateway.fleet.view import Fleet
 from server.gateway.proxy.relay import ResponseRelay
 
 log = logging.getLogger("hotswap.gateway")
@@ -75,17 +75,38 @@ async def answering(instance: Instance, timeout_s: float) -> bool:
 
 async def scrape(instance: Instance, timeout_s: float) -> None:
     """Refreshes `instance.signals`; None when it did not answer in time."""
+    inflight = instance.inflight
     try:
         status, page = await fetch(instance, b"/metrics", timeout_s)
     except (HttpError, TimeoutError):
-        instance.signals = None
+        instance.scraped(None, inflight)
         return
-    instance.signals = parse(page) if status == 200 else None
+    instance.scraped(parse(page) if status == 200 else None, inflight)
+
+
+async def look_after(fleet: Fleet, instance: Instance, settings: UpstreamSettings) -> None:
+    """One round: is it well, and how loaded is it."""
+    fleet.probed(instance, well=await answering(instance, settings.health.probe_timeout_s))
+    if instance.health.answering:
+        await scrape(instance, settings.scrape_timeout_s)
 
 
 async def scrape_forever(fleet: Fleet, settings: UpstreamSettings) -> None:
-    """Keeps every routable instance's signals fresh, at most one scrape of each at a time."""
-    while True:
-        started = time.monotonic()
-        await asyncio.gather(*(scrape(i, settings.scrape_timeout_s) for i in fleet.serving))
-        await asyncio.sleep(max(0.05, settings.scrape_interval_s - (time.monotonic() - started)))
+    """Keeps every routable instance's health and signals fresh, at most one round of each at a time.
+
+    A slow one holds up nobody: the next round of the others does not wait for it.
+    """
+    rounds: dict[Instance, asyncio.Task[None]] = {}
+    try:
+        while True:
+            for task in rounds.values():
+                if task.done() and (fault := task.exception()) is not None:
+                    log.error("a round of health checks failed", exc_info=fault)
+            rounds = {i: task for i, task in rounds.items() if not task.done()}
+            for instance in fleet.serving:
+                if instance not in rounds:
+                    rounds[instance] = asyncio.create_task(look_after(fleet, instance, settings))
+            await asyncio.sleep(settings.scrape_interval_s)
+    finally:
+        for task in rounds.values():
+            task.cancel()

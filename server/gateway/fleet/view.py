@@ -10,16 +10,19 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Sequence
-from urllib.parse import urlsplit
+from collections import Counter
+from collections.abc import Callable, Sequence
 
-from server.errors import HttpError, Unavailable
+from server.errors import BadUpstream, HttpError, Unavailable
 from server.gateway.config import UpstreamSettings
 from server.gateway.fleet import routing
-from server.gateway.fleet.signals import Signals
+from server.gateway.fleet.affinity import Hint, Recent, no_hint
+from server.gateway.fleet.drains import DrainRecord, drains
+from server.gateway.fleet.health import FAULTS
+from server.gateway.fleet.instance import Instance
+from server.gateway.fleet.retries import RetryBudget
 from server.gateway.observe.stats import Stats
 from server.gateway.proxy.terms import Need
-from server.gateway.proxy.upstream import Pool
 from server.gateway.proxy.waiting import Patience, WaitingRoom
 from weightsync.errors import RecordError, StoreError
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, SwapRecord
@@ -28,30 +31,8 @@ from weightsync.store import KeyValue, Store
 log = logging.getLogger("hotswap.gateway")
 
 RETRY_STORE_S = 0.5
+SESSIONS = 8192  # remembered, at least
 REMEMBERED_S = 60.0  # an instance that has gone is expected back for so long
-
-
-class Instance:
-    """One instance as this gateway sees it: its record, its connections and the work it has from here."""
-
-    def __init__(self, record: InstanceRecord, settings: UpstreamSettings) -> None:
-        self.id = record.id
-        self.record = record
-        self.pool = _pool(record, settings)
-        self.signals: Signals | None = None  # the last scrape, None when it failed
-        self.inflight = 0
-        self.connect_errors = 0
-        self.refusals = 0  # requests it refused for the version it runs
-        self.failed_at = 0.0
-        self.picked_at = 0
-
-    @property
-    def state(self) -> str:
-        return self.record.state
-
-    @property
-    def reported(self) -> float:
-        return self.signals.load if self.signals is not None else 0.0
 
 
 class Fleet:
@@ -62,29 +43,64 @@ class Fleet:
         self.instances: dict[str, Instance] = {}
         self.active: ActiveRecord | None = None
         self.swap: SwapRecord | None = None
+        self.drains: dict[str, DrainRecord] = {}  # by instance; an operator wants them to get nothing new
         self.serving: list[Instance] = []  # those that may be asked; made anew with every change of the view
+        self.unwell: list[Instance] = []  # of those, who are ejected or do not answer probes
+        self.budget = RetryBudget(settings.retry_share)
+        self.retries = Counter(dict.fromkeys(("not_sent", "lost"), 0))  # requests sent on to another instance, by why
+        self.picks = Counter(dict.fromkeys(("only", "load", "prefix", "session"), 0))  # what decided
         self.room = WaitingRoom(settings.max_held)
         self._last_seen = -REMEMBERED_S  # monotonic, of any instance
         self._store = store
         self._keys = Keys(model)
+        self._drains = drains(self._keys)
         self._settings = settings
         self._stats = stats
         self._serial = itertools.count(1)
+        self._sessions: Recent[str] = Recent(SESSIONS)  # who answered a session last
 
     # choosing
 
-    def pick(self, tried: Sequence[Instance] = (), need: Need | None = None) -> Instance | None:
-        """The instance for the next request, none of `tried`, running a version that meets `need`."""
-        candidates = [i for i in self.serving if i not in tried] if tried else self.serving
+    def pick(
+        self, tried: Sequence[Instance] = (), need: Need | None = None, hint: Callable[[], Hint] = no_hint
+    ) -> Instance | None:
+        """The instance for the next request, none of `tried`, running a version that meets `need`.
+
+        `hint` is only called when there is a choice.
+        """
+        candidates, now = self.serving, time.monotonic()
         if need is not None:
             candidates = [i for i in candidates if need.met_by(i.record.active_version)]
-        instance = routing.pick(candidates, time.monotonic())
-        if instance is not None:
-            instance.picked_at = next(self._serial)
+        if self.unwell:
+            well = [i for i in candidates if i.health.admits(now)]
+            candidates = well or candidates  # better one that may fail than none
+        if tried:
+            candidates = [i for i in candidates if i not in tried]
+        if len(candidates) < 2:
+            return self._picked(candidates[0], now, "only") if candidates else None
+        return self._choose(candidates, now, hint())
+
+    def _choose(self, candidates: list[Instance], now: float, hint: Hint) -> Instance:
+        if hint.session:
+            hint.home = self._sessions.get(hint.session) or ""
+        instance = routing.pick(candidates, now, hint)
+        assert instance is not None
+        why = "session" if instance.id == hint.home else "prefix" if instance.cached(hint) else "load"
+        if hint.session:
+            self._sessions.put(hint.session, instance.id)
+        instance.prefixes.add(hint)
+        return self._picked(instance, now, why)
+
+    def _picked(self, instance: Instance, now: float, why: str) -> Instance:
+        self.picks[why] += 1
+        instance.picked_at = next(self._serial)
+        instance.health.asked(now)
         return instance
 
     def patience(self, need: Need | None, failure: HttpError | None) -> Patience:
         """How long a request waits that nobody takes now. `failure` is what came of asking, if anybody was asked."""
+        if isinstance(failure, BadUpstream):
+            return Patience("fleet", 0.0, failure)  # it was sent and lost, and may be lost again
         if need is not None and failure is None and self.serving:
             return Patience("version", need.wait_s, need.unmet(self.active))
         expected = self.instances or time.monotonic() - self._last_seen < REMEMBERED_S
@@ -93,10 +109,49 @@ class Fleet:
             return Patience("fleet", max(hold_s, need.wait_s), need.unmet(self.active))
         return Patience("fleet", hold_s, failure or self.unavailable())
 
+    # what came of it
+
     def connect_failed(self, instance: Instance) -> None:
         """It refused a connection: ask others first for a moment."""
         instance.connect_errors += 1
         instance.failed_at = time.monotonic()
+        self.failed(instance)
+
+    def answered(self, instance: Instance, status: int) -> None:
+        """The head of its answer has come, and it is no refusal."""
+        if status in FAULTS:
+            self.failed(instance)
+        elif instance.health.success(time.monotonic()):
+            log.info("instance %s answers again", instance.id)
+            self._judge()
+
+    def failed(self, instance: Instance) -> None:
+        """It refused or broke a connection, answered with a fault of its own, or was silent for too long."""
+        now = time.monotonic()
+        if instance.health.failure(now) and self._may_eject(instance):
+            seconds = instance.health.eject(now)
+            log.warning("instance %s fails: it gets no requests for %g s", instance.id, seconds)
+            self._judge()
+
+    def probed(self, instance: Instance, *, well: bool) -> None:
+        """It has answered its health check, or has not."""
+        before = instance.health.answering
+        instance.health.probed(well=well)
+        if instance.health.answering != before:
+            log.warning("instance %s %s its health checks", instance.id, "answers" if well else "does not answer")
+            self._judge()
+
+    def _may_eject(self, instance: Instance) -> bool:
+        """Not the last one that is well, and not more than the share; who is out already may stay out."""
+        if not instance.health.closed:
+            return True
+        others = [i for i in self.serving if i is not instance]
+        out = sum(not i.health.closed for i in others)
+        most = max(1, int(self._settings.health.max_ejected * len(self.serving)))
+        return out < most and any(i.health.well for i in others)
+
+    def _judge(self) -> None:
+        self.unwell = [i for i in self.serving if not i.health.well]
 
     def unavailable(self) -> Unavailable:
         """Why no instance can be asked, and what to do."""
@@ -105,12 +160,17 @@ class Fleet:
                 f"No instance of {self.model!r} is registered: start one (`hotswap instance`) or wait for it to load.",
                 retry_after_s=5,
             )
-        states = ", ".join(f"{i.id} is {i.state}{self._lag(i)}" for i in self.instances.values())
+        states = ", ".join(f"{i.id} is {self._word(i)}{self._lag(i)}" for i in self.instances.values())
         return Unavailable(f"No instance of {self.model!r} takes requests now ({states}); try again.", retry_after_s=2)
 
     def is_fresh(self, instance: Instance) -> bool:
         """Whether it runs the weights of the commit record, as far as this gateway knows."""
         return routing.fresh(instance.record, self.active, self.swap)
+
+    def is_draining(self, instance: Instance) -> bool:
+        """Whether it was asked to take no new requests, by itself or by an operator."""
+        drain = self.drains.get(instance.id)
+        return instance.state == "DRAINING" or (drain is not None and drain.meant_for(instance.record))
 
     # keeping the view
 
@@ -131,6 +191,7 @@ class Fleet:
         present = {kv.key for kv in items}
         for gone in [i for i in self.instances if self._keys.instance(i) not in present]:
             self._remove(gone)
+        self.drains = {i: record for i, record in self.drains.items() if self._drains + i in present}
         if self._keys.active not in present:
             self.active = None
         for kv in items:
@@ -151,13 +212,22 @@ class Fleet:
                 self._put(event.kv)
             elif event.kv.key.startswith(self._keys.instances):
                 self._remove(event.kv.key.removeprefix(self._keys.instances))
+            elif event.kv.key.startswith(self._drains):
+                self.drains.pop(event.kv.key.removeprefix(self._drains), None)
             elif event.kv.key == self._keys.active:
                 self.active = None
             self._changed()
 
     def _changed(self) -> None:
-        self.serving = [i for i in self.instances.values() if routing.eligible(i.record, self.active, self.swap)]
+        self.serving = [i for i in self.instances.values() if self._eligible(i)]
+        self._judge()
         self.room.wake()
+
+    def _eligible(self, instance: Instance) -> bool:
+        return routing.eligible(instance.record, self.active, self.swap) and not self.is_draining(instance)
+
+    def _word(self, instance: Instance) -> str:
+        return "DRAINING" if self.is_draining(instance) else instance.state
 
     def _lag(self, instance: Instance) -> str:
         return "" if self.is_fresh(instance) else " with other weights than the active version's"
@@ -166,6 +236,8 @@ class Fleet:
         try:
             if kv.key.startswith(self._keys.instances):
                 self._put_instance(InstanceRecord.from_json(kv.value))
+            elif kv.key.startswith(self._drains):
+                self.drains[kv.key.removeprefix(self._drains)] = DrainRecord.from_json(kv.value)
             elif kv.key == self._keys.active:
                 self.active = ActiveRecord.from_json(kv.value)
             elif kv.key == self._keys.swap:
@@ -176,7 +248,7 @@ class Fleet:
     def _put_instance(self, record: InstanceRecord) -> None:
         known = self.instances.get(record.id)
         if known is not None and known.record.address == record.address:
-            known.record = record
+            known.renewed(record)
             return
         if known is not None:
             self._remove(record.id)
@@ -195,13 +267,3 @@ class Fleet:
         if before.id != record.id or before.phase != record.phase:
             self._stats.swaps[record.phase] += 1
             self._stats.swap_duration.observe(max(0.0, time.time() - record.opened_at))
-
-
-def _pool(record: InstanceRecord, settings: UpstreamSettings) -> Pool:
-    try:
-        url = urlsplit(record.address)
-        if url.scheme != "http" or url.hostname is None or url.port is None:
-            raise ValueError("expected http://HOST:PORT")
-    except ValueError as exc:
-        raise RecordError("InstanceRecord", f"address {record.address!r}: {exc}") from exc
-    return Pool(url.hostname, url.port, settings)

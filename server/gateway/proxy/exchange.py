@@ -8,6 +8,7 @@ nobody to ask                 -> held (waiting.py), then 503; 409 or 504 if it w
 connect fails                 -> next instance, else held, then 503
 refused for its version       -> next instance, else held, then 409 or 504 (nothing of the answer had been passed on)
 pooled connection was stale   -> once more on a fresh one (nothing of the answer had been seen)
+connection lost, no byte yet  -> next instance, within the retry budget (fleet/retries.py)
 upstream fails, nothing sent  -> 502/504 as JSON
 upstream fails, mid-answer    -> an error event where one fits, then the connection is cut
 """
@@ -21,7 +22,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from server.errors import BadUpstream, HttpError, Unavailable, UpstreamTimeout
-from server.gateway.fleet.view import Fleet, Instance
+from server.gateway.fleet import affinity, retries
+from server.gateway.fleet.instance import Instance
+from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Stats
 from server.gateway.proxy.head import RequestHead, upstream_head
 from server.gateway.proxy.relay import ResponseRelay
@@ -57,6 +60,13 @@ class Request:
     need: Need | None  # which versions may answer
     http10: bool
     keep_alive: bool
+    known: affinity.Hint | None = None
+
+    def hint(self) -> affinity.Hint:
+        """What routing may know of it; made when it is first asked for."""
+        if self.known is None:
+            self.known = affinity.hint(self.target.route.name, self.body, self.head.scope, self.head.session)
+        return self.known
 
 
 class Exchange:
@@ -69,6 +79,7 @@ class Exchange:
         "_held_at",
         "_held_for",
         "_link",
+        "_losses",
         "_paused",
         "_pooled",
         "_relay",
@@ -99,6 +110,7 @@ class Exchange:
         self._paused = False
         self._held_at = 0.0  # 0.0: it is not held
         self._held_for = ""
+        self._losses = 0  # connections that ended after it was sent, without a byte
         self._second_try = True  # until the head of an answer that is no refusal
         self.request = request
         self.instance: Instance | None = None
@@ -113,6 +125,7 @@ class Exchange:
     def start(self) -> None:
         """Picks an instance and sends the request, or answers why not."""
         self._stats.begin(self)
+        self._fleet.budget.requests += 1
         self._try_next(None)
 
     def cancel(self) -> None:
@@ -186,7 +199,7 @@ class Exchange:
 
     def _try_next(self, failure: HttpError | None) -> None:
         self._drop_instance()
-        instance = self._fleet.pick(self._tried, self.request.need)
+        instance = self._fleet.pick(self._tried, self.request.need, self.request.hint)
         if instance is None:
             self._hold(failure)
             return
@@ -229,6 +242,7 @@ class Exchange:
             self._fleet.connect_failed(instance)
             self._connecting = None
             self._try_next(exc)
+            self._count_retry("not_sent")
             return
         self._connecting = None
         self._send(link)
@@ -266,6 +280,8 @@ class Exchange:
 
     def _no_second_try(self) -> None:
         self._second_try = False
+        if self.instance is not None:
+            self._fleet.answered(self.instance, self._relay.status)
         self.request.need = None
         self.request.body = b""
         self._client.body_done()
@@ -288,10 +304,12 @@ class Exchange:
                 raise BadUpstream(f"The connection to the instance broke ({exc}).", code="upstream_died") from exc
             self._forward(self._relay.eof())
         except BadUpstream as failure:
-            if self._pooled and not self._relay.seen and self.instance is not None:
+            if self._relay.seen or self.instance is None:
+                self._upstream_failed(failure)
+            elif self._pooled:
                 self._retry_fresh(self.instance)
             else:
-                self._upstream_failed(failure)
+                self._lost(self.instance, failure)
             return
         self._complete()
 
@@ -301,6 +319,24 @@ class Exchange:
         self._link = None
         self._pooled = False
         self._connecting = asyncio.get_running_loop().create_task(self._connect(instance))
+
+    def _lost(self, instance: Instance, failure: HttpError) -> None:
+        """Its connection has ended before the first byte: retries.py says whether another instance is asked."""
+        now = time.monotonic()
+        if not retries.again("lost", self.route, self._losses, self._fleet.budget, now):
+            self._upstream_failed(failure)
+            return
+        log.warning("%s is sent again: %s", self.request.head.request_id.decode(), failure)
+        self._stats.upstream_failures[failure.code] += 1
+        self._fleet.failed(instance)
+        self._losses += 1
+        self._link = None
+        self._try_next(failure)
+        self._count_retry("lost")
+
+    def _count_retry(self, why: retries.Failure) -> None:
+        if self.instance is not None:
+            self._fleet.retries[why] += 1
 
     def _forward(self, out: bytes) -> None:
         if not self.first_byte and self._relay.body_bytes:
@@ -328,6 +364,8 @@ class Exchange:
         log.warning("%s: %s", self.request.head.request_id.decode(), error)
         answered = self.status != 0
         self._stats.upstream_failures[error.code] += 1
+        if self.instance is not None:
+            self._fleet.failed(self.instance)
         self._end(status=self.status or error.status)
         if answered:
             self._client.write(self._relay.error_event(error))

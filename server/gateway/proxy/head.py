@@ -34,9 +34,9 @@ _FORWARDED = frozenset(
         b"traceparent",
         b"tracestate",
         b"user-agent",
-        b"x-session-id",
     }
 )
+SESSION = b"x-session-id"
 # Options of Connection that name no header we act on; anything else tries to make a header hop-by-hop.
 _CONNECTION_OPTIONS = frozenset({b"close", b"keep-alive", b"te", b"upgrade", b"http2-settings", b""})
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -55,6 +55,8 @@ class RequestHead:
     chunked: bool = False
     expect_continue: bool = False
     asked: dict[bytes, bytes] | None = None  # x-hotswap-* headers, for terms.read
+    session: bytes | None = None  # x-session-id, which is forwarded too
+    scope: bytes = b""  # whose prefix cache it may hit, as the header line that says so
 
 
 def new_request_id() -> bytes:
@@ -86,6 +88,8 @@ def read_head(headers: Headers, http_version: str, limits: Limits) -> RequestHea
     if head.content_length is not None and head.content_length > limits.max_body:
         raise too_large(limits)
     head.request_id = head.request_id or new_request_id()
+    if head.session is not None:
+        forward.append(b"%b: %b\r\n" % (SESSION, head.session))
     head.forward = b"".join(forward)
     return head
 
@@ -145,6 +149,12 @@ def _request_id(head: RequestHead, value: bytes, _: str) -> None:
         head.request_id = value
 
 
+def _session(head: RequestHead, value: bytes, _: str) -> None:
+    """The first one counts, if there are several."""
+    if head.session is None and value:
+        head.session = value
+
+
 def _read_asked(head: RequestHead, name: bytes, value: bytes) -> None:
     """Strict, for what is overlooked here is not what the client asked for."""
     word = name.decode("latin-1")
@@ -164,4 +174,5 @@ _READERS = {
     b"authorization": _authorization,
     b"x-api-key": _api_key,
     b"x-request-id": _request_id,
+    SESSION: _session,
 }

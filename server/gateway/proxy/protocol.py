@@ -85,7 +85,8 @@ class GatewayProtocol(GuardedProtocol):
             self._hand_to_app(head)
             return
         principal = self.gateway.keys.authorize(head.key, INFER)
-        head.forward += self.gateway.scopes.line(principal)
+        head.scope = self.gateway.scopes.line(principal)
+        head.forward += head.scope
         target = next((t for t in targets if t.route.method == self.method), None)
         if target is None:
             allow = ", ".join(t.route.method.decode() for t in targets)

@@ -1,0 +1,86 @@
+"""One instance as a gateway sees it: its record, its connections, the work it has, and what it can be expected to have
+in its prefix cache."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from xxhash import xxh3_64_intdigest
+
+from server.gateway.config import UpstreamSettings
+from server.gateway.fleet import affinity, routing
+from server.gateway.fleet.affinity import Hint, PrefixTable
+from server.gateway.fleet.health import Health
+from server.gateway.fleet.signals import Signals
+from server.gateway.proxy.upstream import Pool
+from weightsync.errors import RecordError
+from weightsync.records import InstanceRecord
+
+PREFIXES = 4096  # remembered per instance and version, at least; about 0.6 MB when twice as many are
+VERSIONS = 2  # whose prefixes are remembered: the active one, and the one a rollback returns to
+
+
+class Instance:
+    """What a gateway holds of one instance. A new address is a new `Instance`."""
+
+    def __init__(self, record: InstanceRecord, settings: UpstreamSettings) -> None:
+        self.id = record.id
+        self.record = record
+        self.pool = _pool(record, settings)
+        self.health = Health(settings.health)
+        self.signals: Signals | None = None  # the last scrape, None when it failed
+        self.inflight = 0
+        self.connect_errors = 0
+        self.refusals = 0  # requests it refused for the version it runs
+        self.failed_at = 0.0
+        self.picked_at = 0
+        self._elsewhere = 0.0  # other gateways' requests there, and its pressure, as of the last scrape
+        self._seed = xxh3_64_intdigest(record.id.encode())
+        self._tables: dict[int | None, PrefixTable] = {}
+        self.prefixes = self._table(record.active_version)
+
+    @property
+    def state(self) -> str:
+        return self.record.state
+
+    @property
+    def load(self) -> float:
+        """Requests there now: from here exactly, from others as of the last scrape, and what its state adds."""
+        return self.inflight + self._elsewhere
+
+    def cached(self, hint: Hint) -> float:
+        """How much of the prompt it likely has in its cache, 0 to 1."""
+        return 1.0 if hint.home == self.id else self.prefixes.share(hint)
+
+    def tie_break(self, hint: Hint) -> int:
+        """Its number for this prompt or session; the highest one's turn it is."""
+        return affinity.tie_break(hint.key, self._seed)
+
+    def renewed(self, record: InstanceRecord) -> None:
+        """Its record has changed."""
+        if record.active_version != self.record.active_version:
+            self.prefixes = self._table(record.active_version)
+        self.record = record
+
+    def scraped(self, signals: Signals | None, inflight_then: int) -> None:
+        """What its metrics say. `inflight_then`: requests from here when they were asked for, which it counts too."""
+        self.signals = signals
+        others = max(0.0, signals.load - inflight_then) if signals is not None else 0.0
+        self._elsewhere = others + routing.pressure(signals)
+
+    def _table(self, version: int | None) -> PrefixTable:
+        table = self._tables.pop(version, None) or PrefixTable(PREFIXES)
+        self._tables[version] = table  # the newest last
+        while len(self._tables) > VERSIONS:
+            del self._tables[next(iter(self._tables))]
+        return table
+
+
+def _pool(record: InstanceRecord, settings: UpstreamSettings) -> Pool:
+    try:
+        url = urlsplit(record.address)
+        if url.scheme != "http" or url.hostname is None or url.port is None:
+            raise ValueError("expected http://HOST:PORT")
+    except ValueError as exc:
+        raise RecordError("InstanceRecord", f"address {record.address!r}: {exc}") from exc
+    return Pool(url.hostname, url.port, settings)

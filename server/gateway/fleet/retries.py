@@ -1,0 +1,64 @@
+"""Is a failed request sent on to another instance? The rules, and the budget that keeps retries from piling up.
+
+Only while nothing of an answer has come: a client must never get the beginning of one answer and the end of another.
+
+* not sent (the connection was refused, or not accepted in time): always, each instance once. It has cost nobody work.
+* refused (`x-hotswap-refused`: another version runs there now, or its engine has died): always; nothing was generated.
+* lost (sent, then the connection broke without a byte): once, and within the budget. The work is not done twice: an
+  instance that dies takes it along, one that only lost the connection aborts it, as vLLM does when a client leaves.
+  Once, because a request may be what killed the instance. Not on NEVER_AGAIN, where work outlives its connection.
+* anything else (silence until the timeout, an answer that is no HTTP, a 5xx of the instance): never. It may have taken
+  long already, and the next instance would be asked for the same.
+
+The budget (as Finagle and Envoy have it): in any ten seconds, SHARE of the requests of that time and MIN_PER_S more.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Failure = Literal["not_sent", "refused", "lost", "broken"]
+
+WINDOW_S = 10.0
+MIN_PER_S = 3.0
+NEVER_AGAIN = frozenset({"/v1/responses"})  # a background response goes on after its connection has ended
+
+
+class RetryBudget:
+    """Of one gateway process. `requests` is counted up by who begins one; `share` of them may be sent again."""
+
+    __slots__ = ("_from", "_requests_before", "_spent", "exhausted", "requests", "share")
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.requests = 0
+        self.exhausted = 0  # retries that were not made
+        self._from = 0.0
+        self._requests_before = 0
+        self._spent = 0
+
+    def left(self, now: float) -> float:
+        """Retries that may be made now. Monotonic seconds."""
+        passed = now - self._from
+        recent = self.requests - self._requests_before
+        if passed > WINDOW_S:  # what was spent is past; of the requests the average counts on
+            recent = int(recent * WINDOW_S / passed)
+            self._from, self._requests_before, self._spent = now, self.requests - recent, 0
+        return self.share * recent + MIN_PER_S * WINDOW_S - self._spent
+
+    def take(self, now: float) -> bool:
+        """Pays for one retry, if there is enough."""
+        if self.left(now) < 1.0:
+            self.exhausted += 1
+            return False
+        self._spent += 1
+        return True
+
+
+def again(failure: Failure, route: str, lost_before: int, budget: RetryBudget, now: float) -> bool:
+    """Whether another instance is asked. `lost_before`: how often this request was lost already."""
+    if failure in ("not_sent", "refused"):
+        return True
+    if failure != "lost" or route in NEVER_AGAIN or lost_before:
+        return False
+    return budget.take(now)
