@@ -25,7 +25,7 @@ from weightsync.errors import BadPart, StoreUnavailable
 from weightsync.ledger import Ledger, ensure_arena
 from weightsync.manifest import Layout, Schema, TensorSpec, require_same_schema
 from weightsync.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name
-from weightsync.records import ActiveRecord, Keys, PartRecord, SwapMode, TargetRecord, VersionRecord
+from weightsync.records import ActiveRecord, Keys, OnLost, PartRecord, SwapMode, TargetRecord, VersionRecord
 from weightsync.sources import spec_of
 from weightsync.store.sync import SyncStore
 from weightsync.swap import activation
@@ -191,12 +191,15 @@ class Publisher:
         timeout_s: float = 60.0,
         mode: SwapMode = "together",
         drain_s: float | None = None,
+        on_lost: OnLost = "abort",
     ) -> None:
         """Have a ready version swapped in; "rolling": one instance first, probed, then one by one, each drained.
 
+        `on_lost`: an instance that dies before the commit aborts the swap, or the others "continue" without it.
+
         Raises UnknownVersion, SwapAborted, SwapTimeout.
         """
-        target = activation.new_target(version, self._name, timeout_s, mode=mode, drain_s=drain_s)
+        target = activation.new_target(version, self._name, timeout_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
         revision = self._store.run(activation.request(self._store.store, self._keys, target))
         self._asked = {version: (target, revision)}
         if wait:

@@ -14,6 +14,7 @@ from weightsync.errors import RecordError
 
 VersionState = Literal["publishing", "ready", "retired"]
 SwapMode = Literal["together", "rolling"]
+OnLost = Literal["abort", "continue"]
 SwapPhase = Literal["prepare", "canary", "commit", "done", "aborted"]
 InstanceState = Literal["STOPPED", "STARTING", "SERVING", "STAGING", "STAGED", "COMMITTING", "TORN", "DRAINING"]
 
@@ -69,6 +70,16 @@ class Keys:
         return f"{self.root}pauses/"
 
     @property
+    def history(self) -> str:
+        """Outside `root`: who follows the model's records neither reads the past nor is woken by it."""
+        return f"history/{self.model}/"
+
+    @property
+    def training(self) -> str:
+        """What a trainer reports of its steps; outside `root` for the same reason."""
+        return f"training/{self.model}/"
+
+    @property
     def counter(self) -> str:
         """The last version number given out; changes with every draft, so comparing it fences concurrent drafts."""
         return f"{self.root}counter"
@@ -88,6 +99,12 @@ class Keys:
 
     def pause(self, pause_id: str) -> str:
         return f"{self.pauses}{pause_id}"
+
+    def past_swap(self, number: int) -> str:
+        return f"{self.history}{number:010d}"
+
+    def training_point(self, slot: int) -> str:
+        return f"{self.training}{slot:06d}"
 
 
 class Record:
@@ -162,7 +179,7 @@ class SwapRecord(Record):
 
     `deadline` and `opened_at` are unix seconds; the deadline is that of the phase prepare, and then of canary. `canary`
     names the participant that flips ahead of a rolling commit, `drain_s` how long each may wait for its streams to end
-    before its flip.
+    before its flip, `on_lost` what becomes of the swap when a participant dies before the commit.
     """
 
     id: str
@@ -176,6 +193,7 @@ class SwapRecord(Record):
     mode: SwapMode = "together"
     drain_s: float = 0.0
     canary: str | None = None
+    on_lost: OnLost = "abort"
 
 
 @dataclass(frozen=True)
@@ -200,6 +218,7 @@ class TargetRecord(Record):
     deadline_s: float
     mode: SwapMode = "together"
     drain_s: float = 0.0
+    on_lost: OnLost = "abort"
 
 
 @dataclass(frozen=True)
@@ -236,6 +255,48 @@ class InstanceRecord(Record):
     model_dir: str = ""
     path: str = ""
     max_num_seqs: int | None = None
+
+
+@dataclass(frozen=True)
+class FlipRecord(Record):
+    """An instance's part in a swap: what it runs afterwards, and what the swap cost it (ms, GB/s; None: nothing).
+
+    `stall_ms` is how long its engine decoded nothing for the flip.
+    """
+
+    instance: str
+    version: int | None = None
+    fingerprint: str | None = None
+    stage_ms: float | None = None
+    staging_gbps: float | None = None
+    stall_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class PastSwapRecord(Record):
+    """A swap that has ended. Times are unix seconds; `previous` is the version that served before it.
+
+    `verified`: whether what was built, or runs now, has the published fingerprint (None: it was not compared).
+    `probe` is what the probe of the canary came to; None without a canary.
+    """
+
+    id: str
+    version: int
+    outcome: Literal["done", "aborted"]
+    mode: SwapMode
+    opened_at: float
+    ended_at: float
+    committed_at: float | None = None
+    epoch: int | None = None
+    previous: int | None = None
+    requested_by: str = ""
+    reason: str | None = None
+    tensor: str | None = None
+    canary: str | None = None
+    probe: Literal["passed", "failed"] | None = None
+    fingerprint: str = ""
+    verified: bool | None = None
+    flips: tuple[FlipRecord, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,16 @@ StateDir = Annotated[Path | None, typer.Option(help="state directory of `up`; de
 Url = Annotated[
     str | None, typer.Option(envvar="HOTSWAP_ADMIN_URL", help="admin port; default: from the state directory")
 ]
+
+
+class OnLost(StrEnum):
+    """What an instance that dies before the commit does to the swap."""
+
+    abort = "abort"
+    go_on = "continue"
+
+
+Lost = Annotated[OnLost, typer.Option("--on-lost", help="an instance dies before the commit: abort, or go on without")]
 Mode = Annotated[SwapMode, typer.Option(help="the whole fleet at once, or one instance after the other")]
 Drain = Annotated[float | None, typer.Option(help="rolling: seconds an instance may wait for its streams to end")]
 Deadline = Annotated[float | None, typer.Option(help="seconds to stage everywhere; default: the gateway's")]
@@ -72,6 +82,7 @@ def push(
     activate: Annotated[bool, typer.Option(help="also swap it in")] = True,
     mode: Mode = SwapMode.together,
     drain: Drain = None,
+    on_lost: Lost = OnLost.abort,
     deadline: Deadline = None,
     state_dir: StateDir = None,
     url: Url = None,
@@ -80,7 +91,7 @@ def push(
     """Publish a checkpoint as a new version and, unless --no-activate, swap it in."""
     body: dict[str, Any] = {"path": str(directory.expanduser().resolve()), "activate": activate}
     body |= ({"part": part} if part else {}) | ({"parts": dict(map(_part, more))} if more else {})
-    body |= _swap_options(mode, drain, deadline)
+    body |= _swap_options(mode, drain, deadline, on_lost)
     _show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights", body))
 
 
@@ -110,6 +121,7 @@ def activate(
     version: Annotated[int, typer.Argument(help="a version from `hotswap weights list`")],
     mode: Mode = SwapMode.together,
     drain: Drain = None,
+    on_lost: Lost = OnLost.abort,
     deadline: Deadline = None,
     state_dir: StateDir = None,
     url: Url = None,
@@ -117,7 +129,7 @@ def activate(
 ) -> None:
     """Swap a published version in."""
     client = AdminClient(state_dir, url, admin_key_file)
-    body = {"version": version, **_swap_options(mode, drain, deadline)}
+    body = {"version": version, **_swap_options(mode, drain, deadline, on_lost)}
     _show_swap(client.call("POST", "/admin/weights/activate", body))
 
 
@@ -126,13 +138,14 @@ def rollback(
     version: Annotated[int | None, typer.Argument(help="default: the one that served before the active one")] = None,
     mode: Mode = SwapMode.together,
     drain: Drain = None,
+    on_lost: Lost = OnLost.abort,
     deadline: Deadline = None,
     state_dir: StateDir = None,
     url: Url = None,
     admin_key_file: KeyFile = None,
 ) -> None:
     """Go back to the version that served before the active one, or to another that is still held."""
-    body = {"version": version, **_swap_options(mode, drain, deadline)}
+    body = {"version": version, **_swap_options(mode, drain, deadline, on_lost)}
     _show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights/rollback", body))
 
 
@@ -185,8 +198,8 @@ def show_instances(state_dir: Path) -> None:
     Console().print(table)
 
 
-def _swap_options(mode: SwapMode, drain_s: float | None, deadline_s: float | None) -> dict[str, Any]:
-    return {"mode": mode.value, "drain_s": drain_s, "deadline_s": deadline_s}
+def _swap_options(mode: SwapMode, drain_s: float | None, deadline_s: float | None, on_lost: OnLost) -> dict[str, Any]:
+    return {"mode": mode.value, "drain_s": drain_s, "deadline_s": deadline_s, "on_lost": on_lost.value}
 
 
 def _show_swap(answer: dict[str, Any]) -> None:

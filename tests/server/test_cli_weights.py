@@ -111,7 +111,15 @@ def test_how_a_fleet_takes_a_version_is_passed_on(
 
     monkeypatch.setattr(AdminClient, "call", call)
     run(*arguments, "--state-dir", state_dir)
-    assert asked.pop() == ("POST", path, {**body, "mode": "together", "drain_s": None, "deadline_s": None})
+    assert asked.pop() == (
+        "POST",
+        path,
+        {**body, "mode": "together", "drain_s": None, "deadline_s": None, "on_lost": "abort"},
+    )
     run(*arguments, "--mode", "rolling", "--drain", 5, "--deadline", 60, "--state-dir", state_dir)
-    assert asked.pop() == ("POST", path, {**body, "mode": "rolling", "drain_s": 5.0, "deadline_s": 60.0})
+    assert asked.pop() == (
+        "POST",
+        path,
+        {**body, "mode": "rolling", "drain_s": 5.0, "deadline_s": 60.0, "on_lost": "abort"},
+    )
     assert run(*arguments, "--mode", "sideways", "--state-dir", state_dir)[0] == 2

@@ -71,7 +71,8 @@ class World:
         version = self.published if self.rng.random() < 0.6 else self.rng.randint(1, self.published)
         mode = self.rng.choice(("together", "rolling"))
         drain_s = self.rng.choice((0.0, 4.0))
-        target = TargetRecord(version, f"t{self.asked}", "test", 20.0, mode, drain_s)  # type: ignore[arg-type]
+        on_lost = self.rng.choice(("abort", "continue"))
+        target = TargetRecord(version, f"t{self.asked}", "test", 20.0, mode, drain_s, on_lost)  # type: ignore[arg-type]
         self.store.put(KEYS.target, target.to_json())
 
     def send(self) -> None:
@@ -249,6 +250,12 @@ class World:
         require(held and any(c.term == held.mod_revision for c in writers), "a step of one who does not lead")
         before = self._swap()
         if before is not None and before.id == after.id:
+            left = set(after.participants)
+            if after.phase == before.phase and left < set(before.participants):
+                require(after.on_lost == "continue" and left, "a participant was left out unasked")
+                require(after.canary in (None, *left), "the canary was left out of its own trial")
+                self.seen["left out"] += 1
+                return
             require(after.phase in NEXT.get(before.phase, ()), f"from {before.phase} to {after.phase}")
         else:
             require(before is None or before.phase in ("done", "aborted"), "two swaps at once")

@@ -38,6 +38,7 @@ HAPPENED = {
     "cut": 50,
     "admitted": 10_000,
     "refused": 500,
+    "left out": 100,
 }
 
 

@@ -239,3 +239,28 @@ def test_every_step_depends_on_the_leader_and_a_commit_on_everybody() -> None:
         found = depends_on(Step(kind, SWAP), keys)  # type: ignore[arg-type]
         assert {keys.leader, keys.swap, keys.active} <= set(found)
         assert (keys.instance("a") in found) == (kind in ("try", "commit"))
+
+
+def without_it(swap: SwapRecord = SWAP, **left: InstanceRecord) -> Step:
+    return step(swap=replace(swap, on_lost="continue"), instances=left)
+
+
+@pytest.mark.parametrize("lost", [None, "TORN", "DRAINING"])
+def test_a_swap_goes_on_without_who_is_lost_if_told_so(lost: str | None) -> None:
+    b = {} if lost is None else {"b": replace(STAGED["b"], state=lost)}  # type: ignore[arg-type]
+    found = without_it(a=STAGED["a"], **b)
+    assert (found.kind, found.swap.phase, found.swap.participants) == ("leave", "prepare", ("a",))
+    assert decide(view(swap=found.swap, instances={"a": STAGED["a"]})).kind == "commit"  # type: ignore[union-attr]
+
+
+def test_nobody_left_or_no_canary_left_aborts_all_the_same() -> None:
+    assert without_it().kind == "abort"
+    canary = replace(SWAP, phase="canary", mode="rolling", canary="b")
+    assert without_it(canary, a=STAGED["a"]).kind == "abort"
+    assert without_it(replace(canary, canary="a"), a=STAGED["a"]).kind == "leave"
+
+
+def test_a_failed_staging_is_never_left_out() -> None:
+    """Weights that one instance cannot build are no reason to go on with the rest."""
+    broken = replace(STAGED["b"], error=ErrorInfo("digest_mismatch", "bytes changed", "w"))
+    assert without_it(a=STAGED["a"], b=broken).kind == "abort"

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Iterator
 
 from weightsync.board import Board
 from weightsync.errors import StoreUnavailable, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
-from weightsync.records import ActiveRecord, Keys, SwapMode, SwapRecord, TargetRecord, VersionRecord
+from weightsync.records import ActiveRecord, Keys, OnLost, SwapMode, SwapRecord, TargetRecord, VersionRecord
 from weightsync.store.protocol import Event, Store
 
 RETRY_S = 0.2
@@ -21,11 +21,17 @@ ROLLING_DRAIN_S = 30.0
 
 
 def new_target(
-    version: int, requested_by: str, deadline_s: float, *, mode: SwapMode = "together", drain_s: float | None = None
+    version: int,
+    requested_by: str,
+    deadline_s: float,
+    *,
+    mode: SwapMode = "together",
+    drain_s: float | None = None,
+    on_lost: OnLost = "abort",
 ) -> TargetRecord:
     if drain_s is None:  # else streams that are still there would go on with weights nobody has vouched for
         drain_s = ROLLING_DRAIN_S if mode == "rolling" else 0.0
-    return TargetRecord(version, uuid.uuid4().hex, requested_by, deadline_s, mode, drain_s)
+    return TargetRecord(version, uuid.uuid4().hex, requested_by, deadline_s, mode, drain_s, on_lost)
 
 
 async def request(store: Store, keys: Keys, target: TargetRecord) -> int:

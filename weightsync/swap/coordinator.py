@@ -15,10 +15,11 @@ from typing import Any
 from weightsync import retention
 from weightsync.board import Board
 from weightsync.errors import Conflict, StoreError
-from weightsync.records import Keys, SwapMode
+from weightsync.records import Keys, OnLost, SwapMode
 from weightsync.store.protocol import Store
-from weightsync.swap import activation
+from weightsync.swap import activation, history
 from weightsync.swap import report as swap_report
+from weightsync.swap.history import History
 from weightsync.swap.leader import LEADER_TTL_S, Term, new_name
 from weightsync.swap.probe import Probe, ProbeResult, Trial
 from weightsync.swap.report import SwapReport
@@ -78,42 +79,55 @@ class Coordinator:
                 await asyncio.sleep(RETRY_S)
 
     async def activate(
-        self, version: int, deadline_s: float = 60.0, *, mode: SwapMode = "together", drain_s: float | None = None
+        self,
+        version: int,
+        deadline_s: float = 60.0,
+        *,
+        mode: SwapMode = "together",
+        drain_s: float | None = None,
+        on_lost: OnLost = "abort",
     ) -> SwapReport:
         """Ask for `version`, and report how its swap ended. Raises UnknownVersion, SwapTimeout, StoreUnavailable.
 
         `deadline_s` bounds staging, and once more the canary's flip and probe. With `mode` "rolling" one instance flips
         ahead and is probed, then the others follow one by one; each lets its streams end for up to `drain_s` before.
+        An instance that dies before the commit aborts the swap, or with `on_lost` "continue" is left out of it.
         """
-        target = activation.new_target(version, "coordinator", deadline_s, mode=mode, drain_s=drain_s)
+        target = activation.new_target(version, "coordinator", deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
         async with Board.follow(self._store, self._keys) as board:
             revision = await activation.request(self._store, self._keys, target)
             return await swap_report.follow(board, target, revision)
 
     async def rollback(
-        self, deadline_s: float = 60.0, *, mode: SwapMode = "together", drain_s: float | None = None
+        self,
+        deadline_s: float = 60.0,
+        *,
+        mode: SwapMode = "together",
+        drain_s: float | None = None,
+        on_lost: OnLost = "abort",
     ) -> SwapReport:
         """Activate the previous version. Raises SwapAborted when there is none."""
         version = await activation.previous_version(self._store, self._keys)
-        return await self.activate(version, deadline_s, mode=mode, drain_s=drain_s)
+        return await self.activate(version, deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
 
     async def _lead(self, board: Board, term: Term) -> None:
         """Take steps as long as this term lasts."""
         log.info("%s coordinates the swaps of %s", self.name, self._keys.model)
         self._term, trial = term, Trial(self._probe)
         try:
+            past = await History.open(self._store, self._keys)
             while term.lasts(board):
-                await self._advance(board, term, trial)
+                await self._advance(board, term, trial, past)
         finally:
             self._term = None
             trial.end()
             await term.end()
 
-    async def _advance(self, board: Board, term: Term, trial: Trial) -> None:
+    async def _advance(self, board: Board, term: Term, trial: Trial, past: History) -> None:
         """One decision, and its step or its wait."""
         decision = decide(view_of(board, time.time(), trial.result(board.swap)))
         if isinstance(decision, Step):
-            await self._take(board, term, decision)
+            await self._take(board, term, decision, past)
             await board.changed(None, term.lost)  # our own write, or what made it fail
             return
         waiting: list[asyncio.Task[Any]] = [term.lost]
@@ -122,12 +136,17 @@ class Coordinator:
         until = decision.until
         await board.changed(None if until is None else max(0.0, until - time.time()), *waiting)
 
-    async def _take(self, board: Board, term: Term, step: Step) -> None:
+    async def _take(self, board: Board, term: Term, step: Step, past: History) -> None:
         compares, puts = transaction(board, step, term.revision, spare=max(0, self._keep - 2))
+        ends = step.kind in history.ENDS
+        if ends:
+            puts |= past.additions(history.entry(board, step, time.time()))
         try:
             await self._store.txn(compares, puts)
         except Conflict:
             return
+        if ends:
+            past.added()
         log.log(logging.WARNING if step.swap.reason else logging.INFO, "swap %s: %s", step.kind, step.swap)
 
 

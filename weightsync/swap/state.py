@@ -11,7 +11,8 @@
     prepare --every participant STAGED, with the published fingerprint--> commit     together
                                                                     `---> canary     rolling
     canary  --the canary flipped ahead, its probe passed, the others still STAGED--> commit
-    prepare, canary --error, participant gone, fingerprint that differs, probe failed, deadline--> aborted
+    prepare, canary --error, fingerprint that differs, probe failed, deadline--> aborted
+    prepare, canary --participant gone, torn or draining--> aborted, or the same without it (`on_lost`), if others are left
     commit  --every participant confirmed, gone or TORN, or confirmation overdue--> done
 
 A canary flips while it is COMMITTING, which keeps it out of routing; when its swap aborts it goes back by itself, to a
@@ -60,7 +61,7 @@ class View:
 class Step:
     """Write `swap`, and with a commit `active`."""
 
-    kind: Literal["open", "refuse", "try", "commit", "abort", "finish"]
+    kind: Literal["open", "refuse", "leave", "try", "commit", "abort", "finish"]
     swap: SwapRecord
     active: ActiveRecord | None = None
 
@@ -136,6 +137,7 @@ def _open(view: View, target: TargetRecord) -> Step:
         opened_at=view.now,
         mode=_mode(view, target, participants),
         drain_s=target.drain_s,
+        on_lost=target.on_lost,
     )
     if view.target_state != "ready":
         what = "does not exist" if view.target_state is None else f"is {view.target_state}"
@@ -188,17 +190,33 @@ def _blocked(view: View, swap: SwapRecord) -> Step | None:
     """Why this swap cannot be committed any more."""
     if view.target_state != "ready":
         return _abort(swap, f"version {swap.target} is no longer ready")
+    lost = {name: what for name in swap.participants if (what := _lost(view, name)) is not None}
+    if lost:
+        return _without(swap, lost)
     for name in swap.participants:
-        instance = view.instances.get(name)
-        if instance is None:
-            return _abort(swap, f"instance {name} is gone")
-        if instance.state not in PARTICIPATING:
-            return _abort(swap, f"instance {name} is {instance.state}")
+        instance = view.instances[name]
         if instance.swap_id == swap.id and instance.error is not None:
             return _abort(swap, f"instance {name}: {instance.error.message}", instance.error.tensor)
     if (reason := _odd_fingerprint(view, swap)) is not None:
         return _abort(swap, reason)
     return None
+
+
+def _lost(view: View, name: str) -> str | None:
+    """Why this participant will not take part any more."""
+    instance = view.instances.get(name)
+    if instance is None:
+        return "gone"
+    return instance.state if instance.state not in PARTICIPATING else None
+
+
+def _without(swap: SwapRecord, lost: Mapping[str, str]) -> Step:
+    """The swap among those that are left, if that was asked for; the canary cannot be left out of its own trial."""
+    left = tuple(name for name in swap.participants if name not in lost)
+    if swap.on_lost == "continue" and left and swap.canary not in lost:
+        return Step("leave", replace(swap, participants=left))
+    name, what = next(iter(lost.items()))
+    return _abort(swap, f"instance {name} is {what}")
 
 
 def _staged(instance: InstanceRecord, swap: SwapRecord) -> bool:
