@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from server.errors import BadUpstream, HttpError, Unavailable, UpstreamTimeout
+from server.gateway.access.keys import ANONYMOUS, Principal
 from server.gateway.fleet import affinity, retries
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.view import Fleet
+from server.gateway.observe.context import TraceContext
 from server.gateway.observe.stats import Stats
 from server.gateway.proxy.head import RequestHead, upstream_head
 from server.gateway.proxy.relay import ResponseRelay
@@ -60,6 +62,7 @@ class Request:
     need: Need | None  # which versions may answer
     http10: bool
     keep_alive: bool
+    principal: Principal = ANONYMOUS
     known: affinity.Hint | None = None
 
     def hint(self) -> affinity.Hint:
@@ -86,6 +89,7 @@ class Exchange:
         "_second_try",
         "_stats",
         "_tried",
+        "bytes_in",
         "done",
         "first_byte",
         "instance",
@@ -95,6 +99,7 @@ class Exchange:
         "request",
         "started",
         "status",
+        "trace",
         "usage",
     )
 
@@ -113,6 +118,7 @@ class Exchange:
         self._losses = 0  # connections that ended after it was sent, without a byte
         self._second_try = True  # until the head of an answer that is no refusal
         self.request = request
+        self.bytes_in = len(request.body)
         self.instance: Instance | None = None
         self.done = False
         self.started = self.last_progress = time.monotonic()
@@ -120,6 +126,7 @@ class Exchange:
         self.last_instance = ""  # the id of the last one that was asked
         self.queued_s = 0.0  # in the line, before an instance was chosen
         self.status = 0
+        self.trace: TraceContext | None = None
         self.usage: Usage | None = None  # known at the end, of routes that generate
 
     def start(self) -> None:
@@ -167,11 +174,6 @@ class Exchange:
         return self.request.target.route.name
 
     @property
-    def bytes_in(self) -> int:
-        """Bytes of the client's body, while it is held."""
-        return len(self.request.body)
-
-    @property
     def bytes_out(self) -> int:
         """Body bytes the instance has sent so far."""
         return self._relay.body_bytes
@@ -184,6 +186,10 @@ class Exchange:
     def tail(self) -> bytes:
         """The last kilobytes of the answer."""
         return self._relay.tail()
+
+    def header(self, name: bytes) -> bytes:
+        """A header of the instance's answer, empty if it has none of that name."""
+        return self._relay.header(name)
 
     def sweep(self, now: float, read_idle_timeout_s: float, stalled_client_s: float) -> None:
         """Ends an exchange that no side moves any more; called about once a second."""

@@ -12,7 +12,7 @@ from typing import Any
 import httptools
 
 from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound
-from server.gateway.access.keys import INFER
+from server.gateway.access.keys import ANONYMOUS, INFER
 from server.gateway.proxy import terms
 from server.gateway.proxy.exchange import Exchange, Request
 from server.gateway.proxy.guard import GuardedProtocol
@@ -28,6 +28,7 @@ class GatewayProtocol(GuardedProtocol):
         super().__init__(*args, **kwargs)
         self.exchange: Exchange | None = None
         self._target: Target | None = None  # None: the request is the app's
+        self._principal = ANONYMOUS
         self._body: list[bytes] = []
         self._on_admin_port = False
 
@@ -84,8 +85,8 @@ class GatewayProtocol(GuardedProtocol):
             self._target = None
             self._hand_to_app(head)
             return
-        principal = self.gateway.keys.authorize(head.key, INFER)
-        head.scope = self.gateway.scopes.line(principal)
+        self._principal = self.gateway.keys.authorize(head.key, INFER)
+        head.scope = self.gateway.scopes.line(self._principal)
         head.forward += head.scope
         target = next((t for t in targets if t.route.method == self.method), None)
         if target is None:
@@ -137,7 +138,7 @@ class GatewayProtocol(GuardedProtocol):
             self.head.forward += asked.lines
             need = asked.need
         http10 = self.parser.get_http_version() == "1.0"
-        request = Request(target, self.head, body, need, http10=http10, keep_alive=self._keep_alive)
+        request = Request(target, self.head, body, need, http10, self._keep_alive, self._principal)
         self.exchange = Exchange(self, request, self.gateway.fleet, self.gateway.stats)
         if self.flow.write_paused:  # the client has not taken the previous answer yet
             self.exchange.pause()

@@ -120,6 +120,10 @@ class ResponseRelay:
             return b"%x\r\n%b\r\n" % (len(event), event)
         return event if self._close_delimited or self._http10 else b""
 
+    def header(self, name: bytes) -> bytes:
+        """The value of a header of the instance's answer (lower case), empty if there is none."""
+        return next((value for known, value in self._headers if known == name), b"")
+
     def tail(self) -> bytes:
         """The end of the body so far: at least its last `usage.KEPT` bytes, if it has as many."""
         return b"".join((self._older, *self._recent))
