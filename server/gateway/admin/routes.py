@@ -87,6 +87,12 @@ async def swap(gateway: GatewayDep) -> dict[str, Any]:
     return {"model": gateway.config.model, "swap": swaps.described(record) if record is not None else None}
 
 
+@router.get("/swaps")
+async def past_swaps(gateway: GatewayDep) -> dict[str, Any]:
+    """The last swaps that have ended, newest first: what each cost, whether it was verified, and why it was aborted."""
+    return {"model": gateway.config.model, "swaps": await swaps.history(gateway)}
+
+
 @router.get("/weights/active")
 async def active(gateway: GatewayDep) -> dict[str, Any]:
     """The commit record; `version` is null and `epoch` 0 before the first commit."""
