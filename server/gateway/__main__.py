@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from server.errors import ConfigError
+from server.gateway.workers.place import Place
 from server.gateway.config import GatewayConfig, HealthSettings, Limits, QueueSettings, UpstreamSettings
 from weightsync.errors import StoreError
 
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--probes", type=Path, help="file with prompts that a canary is asked in rolling swaps")
     p.add_argument("--max-logprob-drift", type=float, help="mean drift of a canary's log-probabilities let pass")
     p.add_argument("--swap-deadline", type=float, default=GatewayConfig.swap_deadline_s, help="to stage everywhere, s")
+    p.add_argument("--workers", default="1", help="processes on the port, or `auto`: one for each core")
     p.add_argument("--no-coordinator", action="store_true", help="leave swaps to another gateway of this model")
     p.add_argument("--ssl-certfile", type=Path, help="serve TLS with this certificate chain")
     p.add_argument("--ssl-keyfile", type=Path, help="private key of --ssl-certfile")
@@ -52,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def config_from(args: argparse.Namespace) -> GatewayConfig:
+def config_from(args: argparse.Namespace, worker: Place | None = None) -> GatewayConfig:
     """Checked settings. Raises ConfigError. The admin key itself is taken from the environment, never from argv."""
     if not args.store:
         raise ConfigError("--store: give a store URL such as sqlite:///var/lib/hotswap/store.db, or set HOTSWAP_STORE.")
@@ -81,20 +83,31 @@ def config_from(args: argparse.Namespace) -> GatewayConfig:
         probes_file=args.probes,
         max_logprob_drift=args.max_logprob_drift,
         swap_deadline_s=args.swap_deadline,
-        run_coordinator=not args.no_coordinator,
+        workers=_workers(args.workers),
+        worker=worker,
+        run_coordinator=not args.no_coordinator and (worker is None or worker.leads),
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,
         log_level=args.log_level,
     )
 
 
+def _workers(text: str) -> int:
+    if text == "auto":
+        return len(os.sched_getaffinity(0))
+    if not text.isdecimal():
+        raise ConfigError(f"--workers {text}: must be a number of processes, or `auto` for one for each core.")
+    return int(text)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a gateway until it is told to stop. A setting that cannot work ends it with one line and status 2."""
+    argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     try:
         from server.gateway.main import run
 
-        run(config_from(args))
+        run(config_from(args, Place.taken()), argv)
     except (ConfigError, StoreError) as exc:
         print(f"hotswap gateway: {exc}", file=sys.stderr)
         sys.exit(2)

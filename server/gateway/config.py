@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from server.errors import ConfigError
+from server.gateway.workers.place import Place
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ class GatewayConfig:
     max_logprob_drift: float | None = None
     cache_scope: str = "key"  # whose prefix cache a request may hit: its "key"'s, or "shared" by all
     log_level: str = "info"
+    workers: int = 1  # processes on the same port
+    worker: Place | None = None  # which of several this process is; None: the only one
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
 
@@ -118,6 +121,8 @@ class GatewayConfig:
             raise ConfigError(f"--retry-share {self.upstream.retry_share:g}: must be from 0 (no retries) to 1.")
         if self.upstream.max_in_flight is not None and self.upstream.max_in_flight < 0:
             raise ConfigError("--max-in-flight: must be 1 or more requests at one instance, or 0 for no limit.")
+        if self.workers < 1:
+            raise ConfigError(f"--workers {self.workers}: must be 1 or more processes, or `auto`.")
         if self.keep_versions < 2:
             raise ConfigError("--keep-versions: at least 2, the active version and the one to roll back to.")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

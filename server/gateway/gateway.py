@@ -20,6 +20,7 @@ from server.gateway.fleet.scrape import scrape_forever
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.metrics import build_registry
 from server.gateway.observe.stats import Stats
+from server.gateway.queue.gate import Gate
 from weightsync.errors import StoreError
 from weightsync.store import Store, open_store
 from weightsync.swap.coordinator import Coordinator
@@ -42,6 +43,8 @@ class Gateway:
         self.keys = keys
         self.stats = Stats()
         self.fleet = Fleet(store, config.model, config.upstream, self.stats)
+        self.gate = Gate(self.fleet, config.queue)
+        self.fleet.on_change = self.gate.changed
         self.scopes = CacheScopes(shared=config.cache_scope == "shared")
         probe = build_probe(ProbeSettings.of(config), lambda: [i.record for i in self.fleet.instances.values()])
         self.coordinator = Coordinator(store, config.model, keep=config.keep_versions, probe=probe)
@@ -72,6 +75,7 @@ class Gateway:
             await asyncio.gather(*tasks, return_exceptions=True)
             await gateway.pusher.close()
             gateway.updates.drop()
+            gateway.gate.close()
             gateway.fleet.close()
             await store.close()
 
@@ -93,6 +97,7 @@ class Gateway:
             now = time.monotonic()
             for client in list(self.clients):
                 client.sweep(now)
+            self.gate.changed()  # a limit may have grown
             for instance in self.fleet.instances.values():
                 instance.pool.sweep(asyncio.get_running_loop().time())
 

@@ -32,7 +32,7 @@ class InstanceConfig:
         argv += ["--host", self.host, "--port", str(port), "--load-format", "dummy"]
         argv += ["--weight-transfer-config", '{"backend": "hotswap"}']
         argv += ["--worker-extension-cls", "weightsync.vllm_engine.backend.WorkerMethods"]
-        argv += ["--disable-uvicorn-access-log"]
+        argv += ["--disable-uvicorn-access-log", "--scheduling-policy", "priority"]
         if cpu:
             argv += ["--enforce-eager"]
             if "--kv-cache-memory-bytes" not in self.vllm_args:

@@ -47,6 +47,14 @@ class Engine:
         client.generate = traced(client.generate, self.inflight)
         client.encode = pooled(client.encode, self.inflight)
 
+    @property
+    def max_num_seqs(self) -> int:
+        """How many requests it runs at one time, over all data-parallel ranks."""
+        config = self.client.vllm_config
+        scheduler = config.scheduler_config
+        runs: int = scheduler.max_num_active_seqs or scheduler.max_num_seqs
+        return runs * int(config.parallel_config.data_parallel_size)
+
     def active_version(self) -> int | None:
         return self.active[0] if self.active else None
 

@@ -16,6 +16,7 @@ FINISH_S = 30.0
 # client asks for, a flip is done before that.
 LONGEST_FINISH_S = CONFIRM_S - 5.0
 PUBLIC = "public"
+WITHIN_CLASS = 1000
 
 
 class WeightsChanged(Exception):
@@ -38,13 +39,17 @@ class VersionMismatch(Exception):
 
 @dataclass(frozen=True)
 class Wish:
-    """What a request asked for, by the headers that the gateway sets. `finish_s` in seconds."""
+    """What a request asked for, by the headers that the gateway sets. `finish_s` in seconds.
+
+    `priority` is its class, which its key allows; the lowest goes first.
+    """
 
     scope: str = PUBLIC
     policy: str = "keep"
     finish_s: float = FINISH_S
     version: int | None = None
     min_version: int | None = None
+    priority: int = 0
 
     @classmethod
     def of(cls, headers: Iterable[tuple[bytes, bytes]]) -> Wish:
@@ -57,12 +62,19 @@ class Wish:
             min(float(given.get(b"x-hotswap-finish-s", FINISH_S)), LONGEST_FINISH_S),
             int(exact) if exact is not None else None,
             int(least) if least is not None else None,
+            int(given.get(b"x-hotswap-priority", 0)),
         )
 
     def for_engine(self) -> dict[str, Any]:
         """As weightsync/vllm_engine/policies.py reads it."""
         fields = {"version": self.version, "min_version": self.min_version}
         return {"scope": self.scope, "policy": self.policy, **{k: v for k, v in fields.items() if v is not None}}
+
+    def in_engine(self, own: int) -> int:
+        """The priority for vLLM. `own` is what the client wrote into its body: it orders the requests of a class, from
+        0 (at once) to `WITHIN_CLASS` - 1, and moves none into another.
+        """
+        return self.priority * WITHIN_CLASS + min(max(own, 0), WITHIN_CLASS - 1)
 
     def allows(self, version: int | None) -> bool:
         number = version or 0

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 from prometheus_client import Counter, Gauge
@@ -51,7 +52,7 @@ class Sidecar:
         participant = Participant(
             store,
             self._config.model,
-            self._record,
+            replace(self._record, max_num_seqs=self._engine.max_num_seqs),
             self._stage,
             self._commit,
             drop=self._drop,

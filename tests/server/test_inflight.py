@@ -63,3 +63,12 @@ async def test_a_version_that_is_not_here_is_refused() -> None:
     await inflight.admit(Wish(min_version=4))
     with pytest.raises(VersionMismatch):
         await inflight.admit(Wish(version=3))
+
+
+def test_a_client_orders_its_requests_within_its_class_and_leaves_it_neither_way() -> None:
+    urgent, plain, patient = (Wish.of([(b"x-hotswap-priority", b"%d" % p)]) for p in (-9, 0, 1))
+    assert Wish.of([]).in_engine(0) == plain.in_engine(0) == 0
+    asked = [-(10**12), -1, 0, 1, 999, 1000, 10**12]
+    for higher, lower in ((urgent, plain), (plain, patient)):
+        assert max(higher.in_engine(a) for a in asked) < min(lower.in_engine(a) for a in asked)
+    assert plain.in_engine(-5) == plain.in_engine(0) < plain.in_engine(7) < plain.in_engine(8)

@@ -133,7 +133,7 @@ async def embed(wish: Wish, *, swapped_to: int = 1, active: int = 1) -> tuple[li
     inflight, told = Inflight(), SimpleNamespace(extra_kwargs={"hotswap": {"scope": "a client's own"}, "other": 1})
     inflight.active = active
 
-    async def encode(prompt: str, params: Any, request_id: str) -> AsyncIterator[str]:
+    async def encode(prompt: str, params: Any, request_id: str, priority: int = 0) -> AsyncIterator[str]:
         inflight.active = swapped_to
         yield prompt + request_id
 

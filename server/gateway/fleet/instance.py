@@ -13,6 +13,7 @@ from server.gateway.fleet.affinity import Hint, PrefixTable
 from server.gateway.fleet.health import Health
 from server.gateway.fleet.signals import Signals
 from server.gateway.proxy.upstream import Pool
+from server.gateway.queue.capacity import Window
 from weightsync.errors import RecordError
 from weightsync.records import InstanceRecord
 
@@ -30,6 +31,9 @@ class Instance:
         self.health = Health(settings.health)
         self.signals: Signals | None = None  # the last scrape, None when it failed
         self.inflight = 0
+        self.working = 0  # of these, requests that occupy the engine
+        self.window = Window(record.max_num_seqs, settings.max_in_flight)
+        self._settings = settings
         self.connect_errors = 0
         self.refusals = 0  # requests it refused for the version it runs
         self.failed_at = 0.0
@@ -60,11 +64,15 @@ class Instance:
         """Its record has changed."""
         if record.active_version != self.record.active_version:
             self.prefixes = self._table(record.active_version)
+        if record.max_num_seqs != self.record.max_num_seqs:
+            self.window = Window(record.max_num_seqs, self._settings.max_in_flight)
         self.record = record
 
     def scraped(self, signals: Signals | None, inflight_then: int) -> None:
         """What its metrics say. `inflight_then`: requests from here when they were asked for, which it counts too."""
         self.signals = signals
+        if signals is not None:
+            self.window.adapt(signals, self.working)
         others = max(0.0, signals.load - inflight_then) if signals is not None else 0.0
         self._elsewhere = others + routing.pressure(signals)
 

@@ -50,6 +50,7 @@ class Fleet:
         self.retries = Counter(dict.fromkeys(("not_sent", "lost"), 0))  # requests sent on to another instance, by why
         self.picks = Counter(dict.fromkeys(("only", "load", "prefix", "session"), 0))  # what decided
         self.room = WaitingRoom(settings.max_held)
+        self.on_change: Callable[[], None] = lambda: None  # called after every change, when those held have tried again
         self._last_seen = -REMEMBERED_S  # monotonic, of any instance
         self._store = store
         self._keys = Keys(model)
@@ -78,6 +79,7 @@ class Fleet:
             candidates = [i for i in candidates if i not in tried]
         if len(candidates) < 2:
             return self._picked(candidates[0], now, "only") if candidates else None
+        candidates = [i for i in candidates if i.working < i.window.limit] or candidates  # no cache is worth a queue
         return self._choose(candidates, now, hint())
 
     def _choose(self, candidates: list[Instance], now: float, hint: Hint) -> Instance:
@@ -222,6 +224,7 @@ class Fleet:
         self.serving = [i for i in self.instances.values() if self._eligible(i)]
         self._judge()
         self.room.wake()
+        self.on_change()
 
     def _eligible(self, instance: Instance) -> bool:
         return routing.eligible(instance.record, self.active, self.swap) and not self.is_draining(instance)

@@ -15,7 +15,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
 GAP = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
 
-PHASES = ("held", "connecting", "waiting", "streaming", "stalled")
+PHASES = ("queued", "held", "connecting", "waiting", "streaming", "stalled")
 
 
 class Histogram:
@@ -80,7 +80,7 @@ class Stats:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.refused: Counter[str] = Counter()  # by error code
         self.disconnects: Counter[str] = Counter(
-            dict.fromkeys(("held", "connecting", "waiting", "streaming", "stalled"), 0)
+            dict.fromkeys(PHASES, 0)
         )
         self.upstream_failures: Counter[str] = Counter()  # by error code
         self.stale_retries = 0

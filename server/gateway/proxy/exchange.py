@@ -1,8 +1,9 @@
 """One forwarded request, from the client's last byte to the instance's.
 
-start -> [HELD] -> CONNECTING -> WAITING (sent, nothing back) -> STREAMING -> done
-             `----- pooled ------^
+start -> [QUEUED] -> [HELD] -> CONNECTING -> WAITING (sent, nothing back) -> STREAMING -> done
+                         `----- pooled ------^
 
+no instance has room          -> queued (queue/) until its turn; 429, 503 or 504 if that does not come
 client leaves, any state      -> the upstream connection is dropped in the same loop iteration
 nobody to ask                 -> held (waiting.py), then 503; 409 or 504 if it was for the version asked for
 connect fails                 -> next instance, else held, then 503
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,6 +36,9 @@ from server.gateway.proxy.routes import Target
 from server.gateway.proxy.terms import Need
 from server.gateway.proxy.upstream import UpstreamConnection
 from server.gateway.proxy.usage import Usage
+from server.gateway.queue.cost import estimate
+from server.gateway.queue.gate import Gate, Waiter
+from server.gateway.queue.line import Ticket
 
 log = logging.getLogger("hotswap.gateway")
 
@@ -63,6 +68,8 @@ class Request:
     http10: bool
     keep_alive: bool
     principal: Principal = ANONYMOUS
+    priority: int = 0  # its class in the queue; the lowest goes first
+    deadline_s: float = math.inf  # in which it must get to an instance
     known: affinity.Hint | None = None
 
     def hint(self) -> affinity.Hint:
@@ -76,13 +83,16 @@ class Exchange:
     """Drives one request; owned by the client's connection, owns at most one upstream connection."""
 
     __slots__ = (
+        "_charged",
         "_client",
         "_connecting",
         "_fleet",
+        "_gate",
         "_held_at",
         "_held_for",
         "_link",
         "_losses",
+        "_passed",
         "_paused",
         "_pooled",
         "_relay",
@@ -99,12 +109,17 @@ class Exchange:
         "request",
         "started",
         "status",
+        "ticket",
         "trace",
         "usage",
     )
 
-    def __init__(self, client: Client, request: Request, fleet: Fleet, stats: Stats) -> None:
+    def __init__(self, client: Client, request: Request, fleet: Fleet, gate: Gate, stats: Stats) -> None:
         self._client = client
+        self._gate = gate
+        self._passed = not request.target.route.works  # it has been let through, and stays so
+        self._charged = 0  # tokens the queue took it to cost, 0 if it did not wait
+        self.ticket: Ticket[Waiter] | None = None  # while it is queued
         self._fleet = fleet
         self._stats = stats
         self._link: UpstreamConnection | None = None
@@ -147,6 +162,16 @@ class Exchange:
         self._tried.clear()
         self._try_next(None)
 
+    def go_on(self) -> None:
+        """It was queued, and its turn has come (gate.Waiter)."""
+        self._passed = True
+        self._try_next(None)
+
+    def turned_away(self, error: HttpError) -> None:
+        """It was queued in vain, or could not be (gate.Waiter)."""
+        self._end(status=error.status)
+        self._client.refuse(error)
+
     def pause(self) -> None:
         """The client's write buffer is full."""
         self._paused = True
@@ -163,7 +188,9 @@ class Exchange:
 
     @property
     def phase(self) -> str:
-        """HELD, CONNECTING, WAITING or STREAMING, in lower case, for metrics."""
+        """QUEUED, HELD, CONNECTING, WAITING or STREAMING, in lower case, for metrics."""
+        if self.ticket is not None:
+            return "queued"
         if self._link is None:
             return "held" if self._held_at else "connecting"
         return "streaming" if self.first_byte else "waiting"
@@ -205,6 +232,9 @@ class Exchange:
 
     def _try_next(self, failure: HttpError | None) -> None:
         self._drop_instance()
+        if not (self._passed or self._gate.open_to(self.request.need)):
+            self._stand_in_line()
+            return
         instance = self._fleet.pick(self._tried, self.request.need, self.request.hint)
         if instance is None:
             self._hold(failure)
@@ -212,6 +242,18 @@ class Exchange:
         self._hold_ended("served")
         self._tried.append(instance)
         self._use(instance)
+
+    def _stand_in_line(self) -> None:
+        self._hold_ended("queued")
+        request = self.request
+        ticket: Ticket[Waiter] = Ticket(self, request.principal.digest, request.principal.weight, request.priority)
+        ticket.need, ticket.size = request.need, len(request.body)
+        ticket.deadline = self.started + request.deadline_s
+        ticket.cost = self._charged = estimate(request.body, generates=request.target.route.works == "generate")
+        try:
+            self._gate.join(ticket)
+        except HttpError as error:
+            self.turned_away(error)
 
     def _hold(self, failure: HttpError | None) -> None:
         patience = self._fleet.patience(self.request.need, failure)
@@ -234,6 +276,9 @@ class Exchange:
         self.instance = instance
         self.last_instance = instance.id
         instance.inflight += 1
+        if self.request.target.route.works:
+            self._passed = True
+            instance.working += 1
         link = instance.pool.take()
         self._pooled = link is not None
         if link is not None:
@@ -386,6 +431,8 @@ class Exchange:
             return
         self.done = True
         self.status = status
+        if self.ticket is not None:
+            self._gate.leave(self.ticket)
         self._hold_ended("left" if status == 499 else "refused")
         if self._connecting is not None:
             self._connecting.cancel()
@@ -395,12 +442,18 @@ class Exchange:
             self._link = None
         if self.request.target.route.json_body:
             self.usage = self._relay.usage()
+        if self._charged and self.usage is not None:
+            more = self.usage.prompt_tokens + self.usage.completion_tokens - self._charged
+            self._gate.queue.settle(self.request.principal.digest, self.request.priority, more)
         self._stats.end(self)
         self._drop_instance()
 
     def _drop_instance(self) -> None:
         if self.instance is not None:
             self.instance.inflight -= 1
+            if self.request.target.route.works:
+                self.instance.working -= 1
+                self._gate.changed()
             self.instance = None
 
     @staticmethod

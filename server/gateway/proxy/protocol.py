@@ -132,14 +132,17 @@ class GatewayProtocol(GuardedProtocol):
             in_body = check_object(body)
         elif target.route.method == b"GET":
             body = b""
-        need = None
-        if in_body or self.head.asked:
-            asked, body = terms.read(self.head.asked or {}, body, in_body=in_body)
-            self.head.forward += asked.lines
-            need = asked.need
         http10 = self.parser.get_http_version() == "1.0"
-        request = Request(target, self.head, body, need, http10, self._keep_alive, self._principal)
-        self.exchange = Exchange(self, request, self.gateway.fleet, self.gateway.stats)
+        request = Request(target, self.head, body, None, http10, self._keep_alive, self._principal)
+        request.priority = self._principal.priority
+        if in_body or self.head.asked:
+            asked, request.body = terms.read(self.head.asked or {}, body, in_body=in_body)
+            self.head.forward += asked.lines
+            request.need, request.deadline_s = asked.need, asked.deadline_s
+            request.priority = terms.priority_within(asked, self._principal)
+        if request.priority:
+            self.head.forward += b"x-hotswap-priority: %d\r\n" % request.priority
+        self.exchange = Exchange(self, request, self.gateway.fleet, self.gateway.gate, self.gateway.stats)
         if self.flow.write_paused:  # the client has not taken the previous answer yet
             self.exchange.pause()
         self.exchange.start()

@@ -1,12 +1,14 @@
-"""What a request asks about the weights that answer it: read, checked, and put into words for the instance.
+"""What a request asks about the weights that answer it, and about its place in the queue: read, checked, and put into
+words for the instance.
 
-By header (`x-hotswap-policy`, `-finish-s`, `-version`, `-min-version`, `-wait-s`) or by the body's field `hotswap` with
-the same names. Neither is passed on as it came: the field is taken out of the body, and the headers that go upstream
-are written here.
+By header (`x-hotswap-policy`, `-finish-s`, `-version`, `-min-version`, `-wait-s`, `-priority`, `-deadline-s`) or by the
+body's field `hotswap` with the same names. Neither is passed on as it came: the field is taken out of the body, and the
+headers that go upstream are written here.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from server.errors import BadRequest, Conflict, HttpError, UpstreamTimeout
+from server.errors import BadRequest, Conflict, Forbidden, HttpError, UpstreamTimeout
+from server.gateway.access.keys import MAX_PRIORITY, MIN_PRIORITY, Principal
 from weightsync.records import ActiveRecord
 from weightsync.swap.state import CONFIRM_S
 
@@ -24,6 +27,7 @@ MAX_FINISH_S = CONFIRM_S - 5.0  # a flip that waited longer would be too late fo
 MAX_WAIT_S = 600
 
 Version = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+Priority = Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 
 
 class _Wish(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,6 +38,8 @@ class _Wish(msgspec.Struct, forbid_unknown_fields=True):
     version: Version | None = None
     min_version: Version | None = None
     wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] | None = None
+    priority: Priority | None = None
+    deadline_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +71,28 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`lines` are for the instance; `need` is None if any version will do."""
+    """`lines` are for the instance; `need` is None if any version will do.
+
+    `priority` (None: its key's) and `deadline_s`, in which it must get to an instance, are for the queue.
+    """
 
     lines: bytes
     need: Need | None
+    priority: int | None
+    deadline_s: float
 
 
 # Names and values of the headers that are read; everything else with the prefix is refused.
 _INTEGER, _SECONDS = re.compile(rb"[0-9]{1,19}"), re.compile(rb"[0-9]{1,5}(\.[0-9]{1,9})?")
+_SIGNED = re.compile(rb"-?[0-9]{1,3}")
 _FORMS: dict[bytes, tuple[str, re.Pattern[bytes] | None]] = {
     b"x-hotswap-policy": ("policy", None),
     b"x-hotswap-finish-s": ("finish_s", _SECONDS),
     b"x-hotswap-version": ("version", _INTEGER),
     b"x-hotswap-min-version": ("min_version", _INTEGER),
     b"x-hotswap-wait-s": ("wait_s", _SECONDS),
+    b"x-hotswap-priority": ("priority", _SIGNED),
+    b"x-hotswap-deadline-s": ("deadline_s", _SECONDS),
 }
 HEADERS = frozenset(_FORMS)
 _NAMES = {name: header.decode() for header, (name, _) in _FORMS.items()}
@@ -98,7 +112,18 @@ def read(headers: Mapping[bytes, bytes], body: bytes, *, in_body: bool) -> tuple
     _check(wish)
     constrained = wish.version is not None or wish.min_version is not None
     need = Need(wish.version, wish.min_version, wish.wait_s or 0.0) if constrained else None
-    return Asked(_lines(wish), need), body
+    deadline_s = wish.deadline_s if wish.deadline_s is not None else math.inf
+    return Asked(_lines(wish), need, wish.priority, deadline_s), body
+
+
+def priority_within(asked: Asked, principal: Principal) -> int:
+    """The class of a request: its key's, or a less urgent one it asks for. Raises Forbidden for a more urgent one."""
+    if asked.priority is None:
+        return principal.priority
+    if asked.priority < principal.priority:
+        message = f"This key's requests have priority {principal.priority}; only higher numbers can be asked for."
+        raise Forbidden(message, code="priority_not_allowed", param="priority")
+    return asked.priority
 
 
 def _from_headers(headers: Mapping[bytes, bytes]) -> _Wish:
@@ -108,7 +133,7 @@ def _from_headers(headers: Mapping[bytes, bytes]) -> _Wish:
         if form is not None and not form.fullmatch(value):
             raise _bad(f"{header.decode()}: {value.decode('latin-1')!r} is not a number in its range.", header.decode())
         text = value.decode("latin-1")
-        found[name] = text if form is None else int(text) if form is _INTEGER else float(text)
+        found[name] = text if form is None else float(text) if form is _SECONDS else int(text)
     try:
         return msgspec.convert(found, _Wish)
     except msgspec.ValidationError as exc:

@@ -23,12 +23,12 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from server.errors import HttpError, TooManyRequests, Unavailable, UpstreamTimeout
 from server.gateway.config import QueueSettings
+from server.gateway.proxy.terms import Need
 from server.gateway.queue.drain import DrainRate, retry_after
 from server.gateway.queue.flows import Class
 
@@ -40,7 +40,7 @@ W = TypeVar("W")
 class Ticket(Generic[W]):
     """A request in the line. `cost` in tokens, `size` in bytes, `deadline` in monotonic seconds.
 
-    `need` is what an instance must have to take it (None: nothing in particular).
+    `need` is what an instance must have to take it (None: nothing in particular), `since` when it came.
     """
 
     owner: W
@@ -50,7 +50,8 @@ class Ticket(Generic[W]):
     cost: int = 1
     size: int = 0
     deadline: float = float("inf")
-    need: Hashable = None
+    need: Need | None = None
+    since: float = 0.0
     waits: bool = False
 
 
@@ -69,7 +70,7 @@ class AdmissionQueue(Generic[W]):
         self._settings = settings
         self._classes: dict[int, _Lines[W]] = {}
         self._order: list[int] = []  # priorities seen, most urgent first
-        self._aside: dict[Hashable, OrderedDict[Ticket[W], None]] = {}
+        self._aside: dict[Need | None, OrderedDict[Ticket[W], None]] = {}
         self._deadlines: list[tuple[float, int, Ticket[W]]] = []
         self._serial = 0
         self._turn = 0
@@ -131,10 +132,13 @@ class AdmissionQueue(Generic[W]):
         self.bytes += ticket.size
         ticket.waits = True
 
-    def aside(self) -> Iterator[Ticket[W]]:
-        """The first of those put aside for each need."""
-        for line in list(self._aside.values()):
-            yield next(iter(line))
+    def needs(self) -> list[Need | None]:
+        """What those put aside need."""
+        return list(self._aside)
+
+    def first_aside(self, need: Need | None) -> Ticket[W] | None:
+        """Who was put aside first for `need`."""
+        return next(iter(self._aside.get(need, ())), None)
 
     def settle(self, key: bytes, priority: int, more: int) -> None:
         """What was let through for `key` cost `more` tokens than its ticket said (fewer, if negative)."""
