@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.gateway import UpstreamSettings
-from server.gateway.fleet import routing
 from server.gateway.fleet.signals import Signals, parse
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Histogram, Stats
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, Upstream, upstream
 from weightsync.errors import StoreUnavailable
-from weightsync.records import ActiveRecord, InstanceRecord, InstanceState, SwapPhase, SwapRecord
+from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord
 from weightsync.store import Event, KeyValue, open_store
 
 PAGE = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -207,73 +205,6 @@ def test_histogram_buckets_are_cumulative() -> None:
         histogram.observe(value)
     assert histogram.cumulative() == [("1.0", 2.0), ("2.0", 3.0), ("+Inf", 4.0)]
     assert histogram.sum == 12.0
-
-
-# routing
-
-
-@dataclass
-class Seen:
-    """A candidate as the policy sees it."""
-
-    state: str = "SERVING"
-    inflight: int = 0
-    reported: float = 0.0
-    failed_at: float = 0.0
-    picked_at: int = 0
-
-
-@pytest.mark.parametrize(
-    ("candidates", "best"),
-    [
-        ([Seen(inflight=2), Seen(inflight=1)], 1),
-        ([Seen(inflight=1), Seen(reported=3.0)], 0),
-        ([Seen(picked_at=5), Seen(picked_at=4)], 1),
-        ([Seen("STAGING"), Seen("STAGED", inflight=9)], 1),
-        ([Seen(failed_at=99.5), Seen(inflight=9)], 1),
-        ([Seen(failed_at=98.0), Seen(inflight=9)], 0),
-        ([Seen(failed_at=99.5)], 0),
-        ([], None),
-    ],
-)
-def test_the_policy(candidates: list[Seen], best: int | None) -> None:
-    assert routing.pick(candidates, now=100.0) is (None if best is None else candidates[best])
-
-
-SERVING = InstanceRecord("a", "http://127.0.0.1:9", "SERVING", active_version=4, active_epoch=6, fingerprint="f4")
-BEFORE = replace(SERVING, active_version=3, active_epoch=5, fingerprint="f3")
-ACTIVE = ActiveRecord(version=4, epoch=6, previous=3, swap_id="s", committed_at=0.0, fingerprint="f4")
-
-
-@pytest.mark.parametrize("state", get_args(InstanceState))
-def test_only_serving_states_are_asked(state: InstanceState) -> None:
-    assert routing.eligible(replace(SERVING, state=state), ACTIVE, None) is (state in ("SERVING", "STAGED", "STAGING"))
-
-
-@pytest.mark.parametrize(
-    ("record", "active", "phase", "fresh"),
-    [
-        (SERVING, ACTIVE, None, True),
-        (SERVING, None, None, True),
-        (replace(SERVING, fingerprint=None), ACTIVE, None, True),
-        (SERVING, replace(ACTIVE, fingerprint=""), None, True),
-        (replace(SERVING, fingerprint="f3"), ACTIVE, None, False),
-        (replace(SERVING, active_version=3), ACTIVE, None, False),
-        (BEFORE, ACTIVE, None, False),
-        (BEFORE, ACTIVE, "commit", True),
-        (BEFORE, ACTIVE, "prepare", True),  # the commit record was seen, the swap's new phase not yet
-        (BEFORE, ACTIVE, "done", False),
-        (BEFORE, replace(ACTIVE, swap_id="another"), "prepare", False),
-        (replace(BEFORE, active_epoch=4), ACTIVE, "commit", False),
-        (replace(SERVING, fingerprint="f3"), ACTIVE, "commit", False),
-        (replace(SERVING, active_epoch=7), ACTIVE, "done", False),
-    ],
-)
-def test_who_is_fresh(
-    record: InstanceRecord, active: ActiveRecord | None, phase: SwapPhase | None, fresh: bool
-) -> None:
-    swap = SwapRecord("s", 4, phase, ("a",), deadline=0.0, opened_at=0.0) if phase else None
-    assert routing.fresh(record, active, swap) is fresh
 
 
 # the view of the fleet

@@ -10,11 +10,12 @@ Only while nothing of an answer has come: a client must never get the beginning 
 * anything else (silence until the timeout, an answer that is no HTTP, a 5xx of the instance): never. It may have taken
   long already, and the next instance would be asked for the same.
 
-The budget (as Finagle and Envoy have it): in any ten seconds, SHARE of the requests of that time and MIN_PER_S more.
+The budget (as Finagle has it): a share of the requests, and MIN_PER_S more; savings last for WINDOW_S.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 Failure = Literal["not_sent", "refused", "lost", "broken"]
@@ -25,33 +26,39 @@ NEVER_AGAIN = frozenset({"/v1/responses"})  # a background response goes on afte
 
 
 class RetryBudget:
-    """Of one gateway process. `requests` is counted up by who begins one; `share` of them may be sent again."""
+    """Of one gateway process: a bucket of retries. `requests` is counted up by who begins one.
 
-    __slots__ = ("_from", "_requests_before", "_spent", "exhausted", "requests", "share")
+    Each request puts `share` of a retry in, each second MIN_PER_S; what the last WINDOW_S would have put in is the most
+    it holds. It is looked at only when something fails, so that a request costs one addition.
+    """
+
+    __slots__ = ("_at", "_rate", "_seen", "_tokens", "exhausted", "requests", "share")
 
     def __init__(self, share: float) -> None:
         self.share = share
         self.requests = 0
         self.exhausted = 0  # retries that were not made
-        self._from = 0.0
-        self._requests_before = 0
-        self._spent = 0
+        self._tokens = MIN_PER_S * WINDOW_S
+        self._rate = 0.0  # requests per second, averaged over about WINDOW_S
+        self._seen = 0
+        self._at = 0.0
 
     def left(self, now: float) -> float:
         """Retries that may be made now. Monotonic seconds."""
-        passed = now - self._from
-        recent = self.requests - self._requests_before
-        if passed > WINDOW_S:  # what was spent is past; of the requests the average counts on
-            recent = int(recent * WINDOW_S / passed)
-            self._from, self._requests_before, self._spent = now, self.requests - recent, 0
-        return self.share * recent + MIN_PER_S * WINDOW_S - self._spent
+        passed, new = now - self._at, self.requests - self._seen
+        fade = math.exp(-passed / WINDOW_S)
+        self._rate = self._rate * fade + new * ((1.0 - fade) / passed if passed > 0.0 else 1.0 / WINDOW_S)
+        most = (self.share * self._rate + MIN_PER_S) * WINDOW_S
+        self._tokens = min(most, self._tokens + self.share * new + MIN_PER_S * passed)
+        self._at, self._seen = now, self.requests
+        return self._tokens
 
     def take(self, now: float) -> bool:
         """Pays for one retry, if there is enough."""
         if self.left(now) < 1.0:
             self.exhausted += 1
             return False
-        self._spent += 1
+        self._tokens -= 1.0
         return True
 
 
