@@ -1,0 +1,1 @@
+"""The parts of the gateway's benchmark (loadtest/gateway.py)."""

@@ -1,0 +1,209 @@
+"""How long after a client has left its request the upstream's connection is closed.
+
+The upstream of the load is replaced, on the same port, by one that never finishes an answer, and looks at its sockets:
+
+    connecting   it accepts nobody; when the contender's half-open connection goes is read from /proc/net/tcp
+    waiting      it has the request (of a stream) and has sent nothing
+    streaming    it sends a chunk every 20 ms
+    whole        it has a request without "stream" and has sent nothing
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from loadtest.gateway_bench.loads import KEY, body
+
+STATES = ("connecting", "waiting", "streaming", "whole")
+GIVE_UP_S = 2.0
+SETTLE_S = 0.05
+SSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENT = b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"mock","choices":[{"index":0,'
+EVENT += b'"delta":{"content":"x"},"finish_reason":null}]}\n\n'
+CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+PAGE = b'{"object":"list","data":[{"id":"mock","object":"model","created":1,"owned_by":"vllm"}]}'
+_SYN_SENT = "02"
+
+
+class Observer:
+    """An upstream that notices when it is left. One thread per connection; a few are open at a time."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._streams = False
+        self._open: set[socket.socket] = set()
+        self.asked = threading.Event()
+        self.gone = threading.Event()
+        self.gone_at = 0.0
+        self._listener: socket.socket | None = None
+        self.listen()
+
+    def listen(self) -> None:
+        """Accepts, from now on."""
+        self._listener = socket.create_server(("127.0.0.1", self._port))
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def close(self) -> None:
+        """Ends every connection and the listener."""
+        if self._listener is not None:
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._listener = None
+        for link in list(self._open):
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+
+    def expect(self, *, streams: bool) -> None:
+        """Prepares for the next request."""
+        self._streams = streams
+        self.asked.clear()
+        self.gone.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                link, _ = listener.accept()
+                self._open.add(link)
+                threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+
+    def _serve(self, link: socket.socket) -> None:
+        try:
+            while (request := _read_request(link)) is not None:
+                if b"POST /v1/chat/completions HTTP" in request:
+                    self._never_finish(link)
+                    return
+                link.sendall(
+                    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(PAGE)
+                )
+                link.sendall(PAGE)
+        except OSError:
+            pass
+        finally:
+            self._open.discard(link)
+            link.close()
+
+    def _never_finish(self, link: socket.socket) -> None:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._streams:
+            link.sendall(SSE_HEAD)
+        self.asked.set()
+        try:
+            while True:
+                if self._streams:
+                    link.sendall(CHUNK)
+                if select.select([link], [], [], 0.02 if self._streams else 60.0)[0] and not link.recv(65536):
+                    break
+        except OSError:
+            pass
+        self.gone_at = time.perf_counter()
+        self.gone.set()
+
+
+@contextlib.contextmanager
+def observing(port: int) -> Iterator[Observer]:
+    """An observer in the place of the upstream."""
+    observer = Observer(port)
+    try:
+        yield observer
+    finally:
+        observer.close()
+
+
+def disconnect_ms(state: str, port: int, observer: Observer, upstream: int) -> float | None:
+    """Leaves one request in `state`; milliseconds until the upstream saw it, None if over `GIVE_UP_S`."""
+    if state == "connecting":
+        return _leave_connecting(port, observer, upstream)
+    observer.expect(streams=state == "streaming")
+    client = _ask(port, stream=state != "whole")
+    try:
+        if not observer.asked.wait(GIVE_UP_S) or (state == "streaming" and b"data: " not in _receive(client)):
+            return None
+        time.sleep(SETTLE_S)
+        left = time.perf_counter()
+    finally:
+        client.close()
+    return (observer.gone_at - left) * 1e3 if observer.gone.wait(GIVE_UP_S) else None
+
+
+def _leave_connecting(port: int, observer: Observer, upstream: int) -> float | None:
+    observer.close()
+    try:
+        with _full_listener(upstream):
+            before = _half_open(upstream)
+            client = _ask(port, stream=True)
+            try:
+                mine = _appears(upstream, before)
+                left = time.perf_counter()
+            finally:
+                client.close()
+            while mine and time.perf_counter() - left < GIVE_UP_S:
+                if not mine & _half_open(upstream):
+                    return (time.perf_counter() - left) * 1e3
+            return None
+    finally:
+        observer.listen()
+
+
+@contextlib.contextmanager
+def _full_listener(port: int) -> Iterator[None]:
+    """Listens on `port`, accepts nobody, and has no room for more."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(socket.create_server(("127.0.0.1", port), backlog=0))
+        with contextlib.suppress(TimeoutError):
+            while True:
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), 0.2))
+        yield
+
+
+def _appears(port: int, before: set[int]) -> set[int]:
+    deadline = time.perf_counter() + GIVE_UP_S
+    while time.perf_counter() < deadline:
+        if new := _half_open(port) - before:
+            return new
+    return set()
+
+
+def _half_open(port: int) -> set[int]:
+    """Local ports of connections to `port` whose SYN has not been answered."""
+    remote = f"{struct.unpack('=I', socket.inet_aton('127.0.0.1'))[0]:08X}:{port:04X}"
+    rows = (line.split(None, 4) for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    return {int(row[1].partition(":")[2], 16) for row in rows if row[2] == remote and row[3] == _SYN_SENT}
+
+
+def _ask(port: int, *, stream: bool) -> socket.socket:
+    ask = body(stream=stream)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {KEY}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(ask)}\r\n\r\n"
+    client = socket.create_connection(("127.0.0.1", port), GIVE_UP_S)
+    client.sendall(head.encode() + ask)
+    return client
+
+
+def _receive(client: socket.socket) -> bytes:
+    data = b""
+    with contextlib.suppress(TimeoutError):
+        while b"data: " not in data and (more := client.recv(65536)):
+            data += more
+    return data
+
+
+def _read_request(link: socket.socket) -> bytes | None:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        more = link.recv(65536)
+        if not more:
+            return None
+        data += more
+    head, _, rest = data.partition(b"\r\n\r\n")
+    lines = [line.partition(b":") for line in head.lower().split(b"\r\n")]
+    length = next((int(value) for name, _, value in lines if name == b"content-length"), 0)
+    while len(rest) < length:
+        rest += link.recv(65536)
+    return head

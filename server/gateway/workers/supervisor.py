@@ -1,0 +1,96 @@
+"""Starts the workers, starts those anew that die, and ends all in order.
+
+The listeners are opened here and inherited: a connection that comes while a worker is being started waits in the queue
+that all share, and is refused by nobody. Workers are new interpreters, never forks: the store's client has threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from server.gateway.workers.place import Place
+
+log = logging.getLogger("hotswap.gateway")
+
+WRONG_SETTINGS = 2  # the status of a gateway whose settings cannot work; it has said why
+STEADY_S = 30.0  # a worker that lived as long is started anew at once
+MAX_DELAY_S = 10.0
+KILL_AFTER_S = 5.0  # over the time that answers in progress are given
+
+
+class Supervisor:
+    """`count` workers of `hotswap gateway` with the options `argv`, on the listeners `public` and `admin`."""
+
+    def __init__(self, argv: Sequence[str], count: int, public: socket.socket, admin: socket.socket) -> None:
+        self._command = [sys.executable, "-m", "server.gateway", *argv]
+        self._count = count
+        self._listeners = (public.fileno(), admin.fileno())
+        self._stopping = asyncio.Event()
+        self._status = 0
+
+    async def run(self, grace_s: float) -> int:
+        """Until SIGINT or SIGTERM, then ends the workers within `grace_s` and a little; the status to exit with."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stopping.set)
+        with tempfile.TemporaryDirectory(prefix="hotswap-gateway-") as directory:  # nobody else may enter it
+            await asyncio.gather(*(self._keep(index, directory, grace_s) for index in range(self._count)))
+        return self._status
+
+    async def _keep(self, index: int, directory: str, grace_s: float) -> None:
+        deaths = 0
+        while not self._stopping.is_set():
+            begun = time.monotonic()
+            process = await self._start(index, directory)
+            await self._or_stopping(process.wait())
+            if self._stopping.is_set():
+                await self._end(process, grace_s)
+                return
+            if process.returncode == WRONG_SETTINGS:
+                self._status = WRONG_SETTINGS
+                self._stopping.set()
+                return
+            deaths = 1 if time.monotonic() - begun > STEADY_S else deaths + 1
+            delay = min(MAX_DELAY_S, 0.1 * 2 ** (deaths - 1))
+            log.error("worker %d ended (status %s); another starts in %.1f s", index, process.returncode, delay)
+            await self._or_stopping(asyncio.sleep(delay))
+
+    async def _start(self, index: int, directory: str) -> asyncio.subprocess.Process:
+        place = Place(index, self._count, *self._listeners, directory, os.getpid())
+        # In a session of its own: an interrupt at the terminal comes to the supervisor, which tells the workers.
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            env=os.environ | place.to_environment(),
+            pass_fds=self._listeners,
+            start_new_session=True,
+        )
+
+    @staticmethod
+    async def _end(process: asyncio.subprocess.Process, grace_s: float) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(grace_s + KILL_AFTER_S):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _or_stopping(self, wait: Coroutine[Any, Any, object]) -> None:
+        """Returns when `wait` does, or when the supervisor is to stop."""
+        tasks = [asyncio.create_task(wait), asyncio.create_task(self._stopping.wait())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
