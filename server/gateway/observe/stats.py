@@ -6,9 +6,13 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
+from server.gateway.observe.finished import Finished, Watcher, of_exchange
 from server.gateway.proxy.usage import Usage
+
+if TYPE_CHECKING:
+    from server.gateway.proxy.exchange import Exchange
 
 # Upper bounds of buckets, in seconds. First tokens and gaps between tokens have bounds where targets for them lie.
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -42,28 +46,6 @@ class Histogram:
         return pairs
 
 
-class Measured(Protocol):
-    """What is counted of an exchange."""
-
-    @property
-    def route(self) -> str: ...
-
-    @property
-    def bytes_in(self) -> int: ...
-
-    @property
-    def bytes_out(self) -> int: ...
-
-    @property
-    def streams(self) -> bool: ...
-
-    started: float
-    first_byte: float
-    queued_s: float
-    status: int
-    usage: Usage | None
-
-
 @dataclass(slots=True)
 class Tokens:
     """Tokens of one route. `estimated` are those of streams that were cut, whose counts nobody told."""
@@ -79,9 +61,7 @@ class Stats:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.refused: Counter[str] = Counter()  # by error code
-        self.disconnects: Counter[str] = Counter(
-            dict.fromkeys(PHASES, 0)
-        )
+        self.disconnects: Counter[str] = Counter(dict.fromkeys(PHASES, 0))
         self.upstream_failures: Counter[str] = Counter()  # by error code
         self.stale_retries = 0
         self.holds: Counter[tuple[str, str]] = Counter()  # by kind (fleet, version) and outcome (served, refused, left)
@@ -99,18 +79,21 @@ class Stats:
         self.swaps: Counter[str] = Counter({"done": 0, "aborted": 0})  # by outcome
         self.swap_duration = Histogram()
         self.store_up = True
+        self.watchers: list[Watcher] = []  # the access log and traces, where they are wanted
 
     def held(self, kind: str, outcome: str, seconds: float) -> None:
         """A request waited for an instance."""
         self.holds[kind, outcome] += 1
         self.hold_seconds.observe(seconds)
 
-    def begin(self, exchange: Measured) -> None:
+    def begin(self, exchange: Exchange) -> None:
         """A request is being forwarded."""
         self.inflight += 1
         self.bytes_in += exchange.bytes_in
+        for watcher in self.watchers:
+            watcher.begin(exchange)
 
-    def end(self, exchange: Measured) -> None:
+    def end(self, exchange: Exchange) -> None:
         """It is over, however it ended (status 499: the client left)."""
         self.inflight -= 1
         self.requests[exchange.route, exchange.status] += 1
@@ -124,6 +107,16 @@ class Stats:
                 self.first_token.observe(taken)
         if exchange.usage is not None:
             self._count_tokens(exchange.route, exchange.usage)
+        if self.watchers:
+            self._tell(of_exchange(exchange))
+
+    def refuse(self, refusal: Finished) -> None:
+        """The gateway has answered a request itself that it did not forward."""
+        self._tell(refusal)
+
+    def _tell(self, finished: Finished) -> None:
+        for watcher in self.watchers:
+            watcher.end(finished)
 
     def _count_tokens(self, route: str, usage: Usage) -> None:
         tokens = self.tokens.get(route)

@@ -101,6 +101,7 @@ class Exchange:
         "_tried",
         "bytes_in",
         "done",
+        "error_code",
         "first_byte",
         "instance",
         "last_instance",
@@ -138,6 +139,7 @@ class Exchange:
         self.done = False
         self.started = self.last_progress = time.monotonic()
         self.first_byte = 0.0
+        self.error_code: str | None = None  # of the gateway's own error
         self.last_instance = ""  # the id of the last one that was asked
         self.queued_s = 0.0  # in the line, before an instance was chosen
         self.status = 0
@@ -169,7 +171,7 @@ class Exchange:
 
     def turned_away(self, error: HttpError) -> None:
         """It was queued in vain, or could not be (gate.Waiter)."""
-        self._end(status=error.status)
+        self._end(status=error.status, code=error.code)
         self._client.refuse(error)
 
     def pause(self) -> None:
@@ -260,7 +262,7 @@ class Exchange:
         try:
             self._fleet.room.enter(self, patience, soon=bool(self._tried))
         except HttpError as error:
-            self._end(status=error.status)
+            self._end(status=error.status, code=error.code)
             self._client.refuse(error)
             return
         if not self._held_at:
@@ -417,7 +419,7 @@ class Exchange:
         self._stats.upstream_failures[error.code] += 1
         if self.instance is not None:
             self._fleet.failed(self.instance)
-        self._end(status=self.status or error.status)
+        self._end(status=self.status or error.status, code=error.code)
         if answered:
             self._client.write(self._relay.error_event(error))
             self._client.cut()
@@ -426,11 +428,11 @@ class Exchange:
 
     # the end
 
-    def _end(self, status: int) -> None:
+    def _end(self, status: int, code: str | None = None) -> None:
         if self.done:
             return
         self.done = True
-        self.status = status
+        self.status, self.error_code = status, code
         if self.ticket is not None:
             self._gate.leave(self.ticket)
         self._hold_ended("left" if status == 499 else "refused")
