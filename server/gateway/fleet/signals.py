@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import time
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,9 @@ class Signals:
     prefix_cache_queries: float = 0.0
     prefix_cache_hits: float = 0.0
     num_preemptions: float = 0.0
+    prompt_tokens: float = 0.0
+    generation_tokens: float = 0.0
+    read_at: float = field(default=0.0, compare=False)  # monotonic
 
     @property
     def load(self) -> float:
@@ -30,8 +34,10 @@ _SOURCES = {
     b"vllm:prefix_cache_queries_total": "prefix_cache_queries",
     b"vllm:prefix_cache_hits_total": "prefix_cache_hits",
     b"vllm:num_preemptions_total": "num_preemptions",
+    b"vllm:prompt_tokens_total": "prompt_tokens",
+    b"vllm:generation_tokens_total": "generation_tokens",
 }
-FIELDS = tuple(f.name for f in fields(Signals))
+FIELDS = tuple(f.name for f in fields(Signals) if f.name != "read_at")
 
 
 def parse(page: bytes) -> Signals:
@@ -40,12 +46,12 @@ def parse(page: bytes) -> Signals:
     for line in page.splitlines():
         if not line.startswith(b"vllm:"):
             continue
-        field = _SOURCES.get(line.partition(b"{")[0].partition(b" ")[0])
-        if field is None:
+        name = _SOURCES.get(line.partition(b"{")[0].partition(b" ")[0])
+        if name is None:
             continue
         try:
             value = float(line.rpartition(b" ")[2])
         except ValueError:
             continue
-        values[field] = max(values[field], value) if field == "kv_cache_usage" else values[field] + value
-    return Signals(**values)
+        values[name] = max(values[name], value) if name == "kv_cache_usage" else values[name] + value
+    return Signals(**values, read_at=time.monotonic())

@@ -17,7 +17,9 @@ from server.gateway.observe.stats import Histogram, Stats
 from weightsync.records import InstanceState
 
 STATES = get_args(InstanceState)
-_VLLM_COUNTERS = frozenset({"prefix_cache_queries", "prefix_cache_hits", "num_preemptions"})
+_VLLM_COUNTERS = frozenset(
+    {"prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens"}
+)
 _HELP = {
     "num_requests_running": "Requests the instance is running",
     "num_requests_waiting": "Requests waiting in the instance",
@@ -25,6 +27,8 @@ _HELP = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache",
     "num_preemptions": "Requests preempted for lack of KV blocks",
+    "prompt_tokens": "Prompt tokens the engine has taken in",
+    "generation_tokens": "Tokens the engine has generated",
 }
 
 
