@@ -50,8 +50,12 @@ def soak(
 
 
 @app.command()
-def gateway(json: Json = None) -> None:
-    """What the gateway adds: time to first token, CPU per request and per streamed chunk."""
-    from loadtest.gateway_overhead import run
+def gateway(
+    json: Json = None,
+    rounds: Annotated[int, typer.Option(help="how often each contender is asked in every way")] = 3,
+    only: Annotated[list[str] | None, typer.Option(help="contenders whose name contains this; may be repeated")] = None,
+) -> None:
+    """The gateway beside vllm-router, smg and LiteLLM, one core each: requests/s, CPU, added latency, disconnects."""
+    from loadtest.gateway import run
 
-    run(json)
+    run(json, rounds=rounds, only=only or ())

@@ -24,7 +24,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from loadtest.gateway_overhead import Load, run, servers
+from loadtest.gateway_bench.contenders import CONTENDERS, started
+from loadtest.gateway_bench.native import compiled
+from loadtest.gateway_bench.processes import Cores, running
 from server.errors import ConfigError
 from server.gateway import GatewayConfig, UpstreamSettings
 from server.gateway.__main__ import main
@@ -44,31 +46,26 @@ def test_neither_torch_nor_vllm_is_imported() -> None:
     assert done.stdout.strip() == "[]"
 
 
-# one process for these: a canned upstream behind it
+# one process for these: the benchmark's upstream behind it
 
 
 @pytest.fixture(scope="module")
-def base_url() -> Iterator[str]:
-    with servers() as s:
-        yield f"http://127.0.0.1:{s.gateway}"
+def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    port = free_port()
+    upstream = running([str(compiled("upstream")), str(port)], tmp_path_factory.mktemp("upstream") / "log")
+    with upstream, started(CONTENDERS[0], port, Cores.available()) as gateway:
+        yield f"http://127.0.0.1:{gateway.port}"
 
 
 def test_the_sdk_streams_and_lists(base_url: str) -> None:
     client = openai.OpenAI(base_url=f"{base_url}/v1", api_key="EMPTY", max_retries=0)
-    assert [model.id for model in client.models.list()] == ["canned"]
+    assert [model.id for model in client.models.list()] == ["mock"]
     messages = [{"role": "user", "content": "hi"}]
-    whole = client.chat.completions.create(model="canned", messages=messages)  # type: ignore[arg-type]
-    assert whole.choices[0].message.content == "word"
-    stream = client.chat.completions.create(model="canned", messages=messages, max_tokens=5, stream=True)  # type: ignore[call-overload]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "word " * 5
-
-
-def test_the_benchmark_measures(tmp_path: Path) -> None:
-    report = run(tmp_path / "o.json", load=Load(pairs=20, clients=2, requests=20, streams=2, chunks=5, pace_ms=2.0))
-    figures = orjson.loads((tmp_path / "o.json").read_bytes())
-    assert figures.keys() >= {"ttft_ms", "added_ttft_ms", "cpu_us_per_request", "cpu_us_per_chunk", "rss_mb"}
-    assert figures["ttft_ms"]["gateway"]["p50"] > 0
-    assert report.rss_mb < 80
+    whole = client.chat.completions.create(model="mock", messages=messages)  # type: ignore[arg-type]
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == len((whole.choices[0].message.content or "").split()) == 200
+    stream = client.chat.completions.create(model="mock", messages=messages, max_tokens=5, stream=True)  # type: ignore[call-overload]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == " token" * 5
 
 
 # errors, as the SDK shows them

@@ -1,0 +1,156 @@
+"""The gateway's benchmark: its compiled parts, what it computes, and a short run of the whole."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from loadtest.gateway import DIRECT, run
+from loadtest.gateway_bench.cancel import STATES, disconnect_ms, observing
+from loadtest.gateway_bench.contenders import CONTENDERS, FULL, ROUTER, CannotStart, Contender, Running, started
+from loadtest.gateway_bench.loads import CHUNKS, Load, body
+from loadtest.gateway_bench.measure import figures, run_load
+from loadtest.gateway_bench.native import CannotBuild, compiled
+from loadtest.gateway_bench.processes import Cores, cpu_s, free_port, running
+from loadtest.gateway_bench.report import Result, as_json, targets
+
+CORES = Cores.available()
+STREAMS = Load("paced", body(stream=True, max_tokens=CHUNKS, seed=1), clients=4, seconds=0.5, warm_s=0.1)
+
+
+@pytest.fixture(scope="module")
+def upstream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    port = free_port()
+    with running([str(compiled("upstream")), str(port)], tmp_path_factory.mktemp("mock") / "log"):
+        yield port
+
+
+def test_no_compiler_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CannotBuild, match="apt-get install gcc"):
+        compiled("client", tmp_path / "build")
+
+
+def test_a_program_is_compiled_once(tmp_path: Path) -> None:
+    program = compiled("client", tmp_path)
+    made = program.stat().st_mtime_ns
+    assert compiled("client", tmp_path).stat().st_mtime_ns == made
+    assert [p.name for p in tmp_path.iterdir()] == [program.name]
+
+
+def test_the_client_counts_what_the_upstream_sends(upstream: int) -> None:
+    seen = run_load(STREAMS, Running(DIRECT, upstream, None, ""), CORES)
+    assert seen.client["errors"] == 0
+    # Each stream has its chunks, one more with the reason it ended, and [DONE].
+    streams, events = seen.client["all_requests"], seen.client["all_events"]
+    assert streams * (CHUNKS + 2) <= events <= (streams + STREAMS.clients) * (CHUNKS + 2)
+    assert 0 < seen.quantiles["ttft_us"][0] <= seen.quantiles["latency_us"][0]
+    assert seen.quantiles["gap_us"][0] > 500  # paced by a millisecond
+
+
+def test_large_prompts_arrive_whole(upstream: int) -> None:
+    load = Load("large", body(size=220_000), clients=4, seconds=0.3, warm_s=0.1)
+    seen = run_load(load, Running(DIRECT, upstream, None, ""), CORES)
+    assert seen.client["errors"] == 0
+    assert seen.client["requests"] > 0
+
+
+def test_an_error_answer_is_counted(tmp_path: Path) -> None:
+    script = (
+        "import http.server as h\n"
+        "class H(h.BaseHTTPRequestHandler):\n"
+        "    protocol_version = 'HTTP/1.1'\n"
+        "    def do_POST(self): self.send_error(503)\n"
+        "s = h.ThreadingHTTPServer(('127.0.0.1', 0), H); print(s.server_port, flush=True); s.serve_forever()"
+    )
+    with subprocess.Popen(["python3", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        load = Load("one", body(), clients=1, seconds=0.2, warm_s=0.0)
+        seen = run_load(load, Running("refusing", port, server.pid, ""), CORES)
+        server.kill()
+    assert seen.client["errors"] > 0
+    assert seen.client["requests"] == 0
+
+
+def test_the_whole_run_writes_its_figures(tmp_path: Path) -> None:
+    loads = [Load("many", body(), clients=2, seconds=0.3), STREAMS]
+    results = run(tmp_path / "g.json", rounds=1, only=[FULL], loads=loads)
+    written = orjson.loads((tmp_path / "g.json").read_bytes())
+    mine = written["contenders"][FULL]
+    assert mine["figures"]["errors"]["high"] == 0
+    assert {"requests_per_s", "cpu_us_per_request", "cpu_us_per_chunk", "added_ttft_us_p50", "rss_mb"} <= {
+        *mine["figures"]
+    }
+    assert set(mine["cancel_ms"]) == set(STATES)
+    assert all(ms is not None for times in results[FULL].cancel_ms.values() for ms in times)
+    assert {t["name"] for t in written["targets"] if t["met"]} >= {"RSS, MiB"}
+    assert written["machine"]["cores"] >= 1
+
+
+def test_a_contender_that_does_not_start_says_why(upstream: int) -> None:
+    broken = Contender("broken", lambda _: ["python3", "-c", "raise SystemExit('no licence')"])
+    with pytest.raises(CannotStart, match="no licence"), started(broken, upstream, CORES):
+        pass
+
+
+def test_an_upstream_that_answers_no_disconnect_is_told_apart(upstream: int) -> None:
+    """Asked directly nobody closes anything for the client: the observer sees the client's own close, at once."""
+    port = free_port()
+    with observing(port) as observer:
+        for state in STATES[1:]:
+            elapsed = disconnect_ms(state, port, observer, port)
+            assert elapsed is not None
+            assert elapsed < 1000
+
+
+def result(**values: float) -> Result:
+    return Result("1", [dict(values)], {state: [1.0, 2.0, 30.0] for state in STATES})
+
+
+def test_targets_compare_with_the_router() -> None:
+    mine = {"requests_per_core_s": 30_000.0, "cpu_us_per_chunk": 18.0, "rss_mb": 90.0}
+    router = {"requests_per_core_s": 10_000.0, "cpu_us_per_chunk": 17.0}
+    found = {t.name: t for t in targets({FULL: result(**mine), ROUTER: result(**router)})}
+    ratio = found["requests per second of core, over vllm-router's"]
+    assert (ratio.measured, ratio.met) == (3.0, True)
+    assert not found["CPU us per paced chunk (vllm-router's)"].met
+    assert not found["RSS, MiB"].met
+    assert not found["added us at one client, p50"].met  # not measured
+    assert found["upstream closed, client left waiting, ms"].measured == 2.0
+
+
+def test_a_disconnect_nobody_passed_on_misses_the_target() -> None:
+    lost = result()
+    lost.cancel_ms["waiting"] = [None, None, 3.0]
+    waiting = next(t for t in targets({FULL: lost}) if "waiting" in t.name)
+    assert (waiting.measured, waiting.met) == (None, False)
+
+
+def test_who_failed_is_in_the_file() -> None:
+    failed = Result("x==1", failed="x==1 does not install")
+    written = as_json({FULL: result(rss_mb=1.0), "x": failed}, {"cores": 2})
+    assert written["contenders"]["x"] == {"version": "x==1", "failed": "x==1 does not install"}
+
+
+def test_each_contender_is_pinned() -> None:
+    assert all(c.requirement is None or "==" in c.requirement for c in CONTENDERS)
+    assert {FULL, ROUTER} <= {c.name for c in CONTENDERS}
+
+
+def test_cpu_is_counted(tmp_path: Path) -> None:
+    with running(["python3", "-c", "while True: pass"], tmp_path / "log") as spinning:
+        before = cpu_s(spinning.pid)
+        while cpu_s(spinning.pid) < before + 0.05:
+            assert spinning.poll() is None
+
+
+def test_figures_are_over_the_direct_ones(upstream: int) -> None:
+    direct = run_load(STREAMS, Running(DIRECT, upstream, None, ""), CORES)
+    found = figures("paced", direct, direct)
+    assert found["added_ttft_us_p50"] == 0.0
+    assert found["ttft_us_p50"] > 0.0
