@@ -24,6 +24,7 @@ class InstanceConfig:
     port: int = 0
     kv_cache_gib: float = 1.0
     stage_timeout_s: float = 600.0
+    drain_s: float = 25.0  # for streams to end after SIGTERM; Kubernetes kills after 30 s
     vllm_args: tuple[str, ...] = ()
 
     def vllm_argv(self, *, cpu: bool, port: int) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from prometheus_client import Counter, Gauge
 
 from weightsync.checkpoint import Checkpoint
-from weightsync.errors import CheckpointError, StoreUnavailable
+from weightsync.errors import CheckpointError, StoreError, StoreUnavailable
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.store import Store, open_store
 from weightsync.swap.agent import CommitResult, Participant, StageResult
@@ -31,6 +31,7 @@ SWAPS = Counter("hotswap_instance_swaps", "Commits this instance flipped to")
 STAGE_SECONDS = Gauge("hotswap_instance_stage_seconds", "Duration of the last staging")
 COMMIT_SECONDS = Gauge("hotswap_instance_commit_seconds", "Duration of the last flip, between two batches")
 POLL_S = 0.05
+TELL_S = 2.0  # to write to the store that it drains
 TORN_LINGER_S = 1.0
 
 
@@ -39,6 +40,7 @@ class Sidecar:
 
     def __init__(self, config: InstanceConfig, engine: Engine, admission: Admission, address: str) -> None:
         self._config, self._engine, self._admission = config, engine, admission
+        self._participant: Participant | None = None
         self._suspect: int | None = None  # the version built last, or one that was not as published
         self._record = InstanceRecord(
             id=config.instance_id, address=address, pid=os.getpid(), model_dir=str(config.model_dir)
@@ -60,6 +62,7 @@ class Sidecar:
             pause=self._engine.pause,
             resume=self._engine.resume,
         )
+        self._participant = participant
         self._admission.admits = lambda: participant.admits
         tasks = [asyncio.create_task(self._join(store, participant)), asyncio.create_task(self._end_with_engine())]
         try:
@@ -71,6 +74,18 @@ class Sidecar:
             with contextlib.suppress(StoreUnavailable):
                 await participant.stop()
             await store.close()
+
+    async def leave(self) -> bool:
+        """On SIGTERM: no new requests, and the fleet is told; returns when those in flight have ended, or after
+        `drain_s`. False, and at once, when they cannot end: the engine is dead, or what it runs is unknown."""
+        participant = self._participant
+        if participant is None or self._engine.client.errored or participant.record.state == "TORN":
+            return False
+        with contextlib.suppress(StoreError):  # then they are refused here, and the gateway asks others
+            async with asyncio.timeout(TELL_S):
+                await participant.drain()
+        await self._admission.idle(self._config.drain_s)
+        return True
 
     async def _join(self, store: Store, participant: Participant) -> None:
         """Wait for a first version, then join: until one is loaded, this instance runs dummy weights."""

@@ -91,6 +91,7 @@ class Participant:
         self._lease: LeaseKeeper | None = None
         self._task: asyncio.Task[None] | None = None
         self._serving = asyncio.Event()
+        self._left = False
 
     @property
     def record(self) -> InstanceRecord:
@@ -124,8 +125,12 @@ class Participant:
             await self._lease.end()
 
     async def drain(self) -> None:
-        """Tell the fleet that it takes no new requests. Raises StoreUnavailable."""
-        await self._say(replace(self._record, state="DRAINING"))
+        """Take no new requests from here on, and tell the fleet so. Raises StoreUnavailable.
+
+        A step of a swap that is under way ends, but leads out of DRAINING no more.
+        """
+        self._left = True
+        await self._say(self._record)
 
     async def run(self) -> None:
         """Take part for ever."""
@@ -275,6 +280,8 @@ class Participant:
 
     async def _say(self, record: InstanceRecord) -> None:
         """Change the record here, then in the store; if that is away, the next session says it."""
+        if self._left and record.state != "TORN":
+            record = replace(record, state="DRAINING")
         self._record = record
         await self._publish()
 
