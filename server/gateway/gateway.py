@@ -18,9 +18,12 @@ from server.gateway.admin.updates import Updates
 from server.gateway.config import GatewayConfig
 from server.gateway.fleet.scrape import scrape_forever
 from server.gateway.fleet.view import Fleet
-from server.gateway.observe.metrics import build_registry
+from server.gateway.observe.metrics import build_registry, render
+from server.gateway.observe.series import Throughput
 from server.gateway.observe.stats import Stats
+from server.gateway.observe.training import TrainingLog
 from server.gateway.queue.gate import Gate
+from server.gateway.workers.pages import Pages
 from weightsync.errors import StoreError
 from weightsync.store import Store, open_store
 from weightsync.swap.coordinator import Coordinator
@@ -50,7 +53,10 @@ class Gateway:
         self.coordinator = Coordinator(store, config.model, keep=config.keep_versions, probe=probe)
         self.pusher = Pusher(config)
         self.updates = Updates()
-        self.registry = build_registry(self.stats, self.fleet)
+        self.throughput = Throughput()
+        self.training = TrainingLog(store, config.model)
+        self.registry = build_registry(self.stats, self.fleet, self.gate)
+        self.pages = Pages(config.worker, lambda: render(self.registry))
         self.buffered = 0  # bytes of request bodies held now
         self.clients: set[GuardedProtocol] = set()
 
@@ -85,6 +91,9 @@ class Gateway:
             "scraper": scrape_forever(self.fleet, self.config.upstream),
             "sweeper": self._sweep_forever(),
             "cache scopes": self.scopes.keep_adopting(self.store),
+            "throughput": self.throughput.run(self.fleet.instances),
+            "training": self.training.run(),
+            "metrics page": self.pages.serve(),
         }
         if self.config.run_coordinator:
             work["coordinator"] = self.coordinator.run()

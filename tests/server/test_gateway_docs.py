@@ -6,14 +6,16 @@ import re
 from pathlib import Path
 
 from server.errors import HttpError
-from server.gateway import GatewayConfig, UpstreamSettings, __main__
+from server.gateway import GatewayConfig, QueueSettings, UpstreamSettings, __main__
 from server.gateway.admin.error_map import DETAILS, STATUS
 from server.gateway.app import build_app
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.metrics import GatewayCollector
+from server.gateway.observe.queue_metrics import QueueCollector
 from server.gateway.observe.stats import Stats
 from server.gateway.proxy.head import _FORWARDED
 from server.gateway.proxy.routes import public_names
+from server.gateway.queue.gate import Gate
 
 ROOT = Path(__file__).parents[2]
 API = (ROOT / "docs" / "api.md").read_text()
@@ -30,7 +32,9 @@ def test_every_route_is_documented() -> None:
 
 def test_every_metric_is_documented() -> None:
     metrics = set()
-    for family in GatewayCollector(Stats(), Fleet(None, "toy", UpstreamSettings(), Stats())).collect():  # type: ignore[arg-type]
+    fleet = Fleet(None, "toy", UpstreamSettings(), Stats())  # type: ignore[arg-type]
+    queue = QueueCollector(Gate(fleet, QueueSettings()), fleet)
+    for family in [*GatewayCollector(Stats(), fleet).collect(), *queue.collect()]:
         metrics.add(family.name + ("_total" if family.type == "counter" else ""))
     assert set(re.findall(r"`(hotswap_\w+)`", API)) == metrics
 

@@ -13,7 +13,10 @@ from prometheus_client.registry import Collector
 
 from server.gateway.fleet.signals import FIELDS
 from server.gateway.fleet.view import Fleet
+from server.gateway.observe.queue_metrics import QueueCollector
+from server.gateway.observe.routing_metrics import routing_metrics
 from server.gateway.observe.stats import Histogram, Stats
+from server.gateway.queue.gate import Gate
 from weightsync.records import InstanceState
 
 STATES = get_args(InstanceState)
@@ -44,6 +47,7 @@ class GatewayCollector(Collector):  # type: ignore[misc]
         yield from self._swaps()
         yield from self._instances()
         yield from self._signals()
+        yield from routing_metrics(self._fleet)
 
     def _traffic(self) -> Iterator[Metric]:
         s = self._stats
@@ -103,6 +107,9 @@ class GatewayCollector(Collector):  # type: ignore[misc]
         yield CounterMetricFamily(
             "hotswap_gateway_refusal_retries", "Refused requests sent on to another instance", s.refusal_retries
         )
+        yield _labelled("hotswap_gateway_failovers", "Streams whose instance died", "outcome", s.failovers)
+        kept = self._fleet.replay.used
+        yield GaugeMetricFamily("hotswap_gateway_replay_bytes", "Kept so that streams can go on elsewhere", value=kept)
 
     def _swaps(self) -> Iterator[Metric]:
         active = self._fleet.active
@@ -144,10 +151,11 @@ class GatewayCollector(Collector):  # type: ignore[misc]
             yield family
 
 
-def build_registry(stats: Stats, fleet: Fleet) -> CollectorRegistry:
+def build_registry(stats: Stats, fleet: Fleet, gate: Gate) -> CollectorRegistry:
     """A registry of this gateway alone (several may live in one process, in tests)."""
     registry = CollectorRegistry()
     registry.register(GatewayCollector(stats, fleet))
+    registry.register(QueueCollector(gate, fleet))
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     return registry
