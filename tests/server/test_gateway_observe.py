@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.gateway import UpstreamSettings
 from server.gateway.fleet.signals import Signals, parse
 from server.gateway.fleet.view import Fleet
-from server.gateway.observe.stats import Histogram, Stats
+from server.gateway.observe.histogram import Histogram
+from server.gateway.observe.stats import Stats
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, Upstream, upstream
 from weightsync.errors import StoreUnavailable
@@ -148,7 +149,7 @@ async def test_metrics_count_what_happens(gateway: RunningGateway) -> None:
             await gateway.ask(post(body={"prompt": "x"}))
         await gateway.ask(post(body=b"{"))
         await eventually(lambda: gateway.gateway.fleet.instances["i0"].signals == SIGNALS)
-        await eventually(lambda: gateway.gateway.stats.swaps["done"] == 1)
+        await eventually(lambda: gateway.gateway.stats.swaps.ended["done"] == 1)
         found = await families(gateway)
     assert found.keys() >= OWN
     assert found["hotswap_gateway_requests_total"] == {("/v1/completions", "200"): 3.0}

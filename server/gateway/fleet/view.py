@@ -251,6 +251,7 @@ class Fleet:
     def _put_instance(self, record: InstanceRecord) -> None:
         known = self.instances.get(record.id)
         if known is not None and known.record.address == record.address:
+            self._stats.swaps.instance(known.record, record)
             known.renewed(record)
             return
         if known is not None:
@@ -265,8 +266,4 @@ class Fleet:
 
     def _put_swap(self, record: SwapRecord) -> None:
         before, self.swap = self.swap, record
-        if record.phase not in ("done", "aborted") or before is None:
-            return
-        if before.id != record.id or before.phase != record.phase:
-            self._stats.swaps[record.phase] += 1
-            self._stats.swap_duration.observe(max(0.0, time.time() - record.opened_at))
+        self._stats.swaps.swap(before, record)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,9 +16,11 @@ from prometheus_client.registry import Collector
 
 from server.gateway.fleet.signals import FIELDS
 from server.gateway.fleet.view import Fleet
+from server.gateway.observe import logs
+from server.gateway.observe.histogram import Histogram
 from server.gateway.observe.queue_metrics import QueueCollector
 from server.gateway.observe.routing_metrics import routing_metrics
-from server.gateway.observe.stats import Histogram, Stats
+from server.gateway.observe.stats import Stats
 from server.gateway.queue.gate import Gate
 from weightsync.records import InstanceState
 
@@ -70,6 +75,12 @@ class GatewayCollector(Collector):  # type: ignore[misc]
         yield CounterMetricFamily("hotswap_gateway_received_bytes", "Request body bytes from clients", s.bytes_in)
         yield CounterMetricFamily("hotswap_gateway_sent_bytes", "Answer body bytes to clients", s.bytes_out)
         yield GaugeMetricFamily("hotswap_gateway_store_up", "1 if the store answered last time", value=int(s.store_up))
+        yield _labelled("hotswap_gateway_trace_spans", "Spans, by what became of them", "outcome", s.spans)
+        lost = logs.lines_dropped()
+        yield CounterMetricFamily("hotswap_gateway_log_lines_dropped", "Log lines nobody took in time", lost)
+        build = GaugeMetricFamily("hotswap_build_info", "1; what runs here", labels=["version", "python"])
+        build.add_metric([release(), platform.python_version()], 1)
+        yield build
 
     def _latency(self) -> Iterator[Metric]:
         s = self._stats
@@ -77,7 +88,6 @@ class GatewayCollector(Collector):  # type: ignore[misc]
         yield _histogram(f"{of}time_to_first_byte_seconds", "Request complete to first body byte", s.first_byte)
         yield _histogram(f"{of}time_to_first_token_seconds", "The same, of streamed answers", s.first_token)
         yield _histogram(f"{of}inter_token_latency_seconds", "Between pieces of streams from instances", s.gaps)
-        yield _histogram(f"{of}queue_time_seconds", "Waiting in the line for room at an instance", s.queue_time)
         yield _histogram(f"{of}request_duration_seconds", "Request complete to end of answer", s.duration)
 
     def _tokens(self) -> Iterator[Metric]:
@@ -113,8 +123,14 @@ class GatewayCollector(Collector):  # type: ignore[misc]
 
     def _swaps(self) -> Iterator[Metric]:
         active = self._fleet.active
-        yield _labelled("hotswap_swaps", "Weight swaps seen to their end", "outcome", self._stats.swaps)
-        yield _histogram("hotswap_swap_duration_seconds", "Swap opened to its outcome", self._stats.swap_duration)
+        swaps = self._stats.swaps
+        yield _labelled("hotswap_swaps", "Weight swaps seen to their end", "outcome", swaps.ended)
+        yield _histogram("hotswap_swap_duration_seconds", "Swap opened to its outcome", swaps.duration)
+        phases = HistogramMetricFamily("hotswap_swap_phase_duration_seconds", "How long a phase took", labels=["phase"])
+        for phase, taken in swaps.phases.items():
+            phases.add_metric([phase], buckets=taken.cumulative(), sum_value=taken.sum)
+        yield phases
+        yield _histogram("hotswap_swap_stall_seconds", "Engines standing still for a flip, each instance", swaps.stall)
         yield GaugeMetricFamily(
             "hotswap_active_version", "The committed weight version, 0 if none", value=active.version if active else 0
         )
@@ -165,6 +181,15 @@ def render(registry: CollectorRegistry) -> bytes:
     """The page."""
     page: bytes = generate_latest(registry)
     return page
+
+
+@cache
+def release() -> str:
+    """The version of this package, "unknown" where it runs from a directory without being installed."""
+    try:
+        return version("hotswap")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def _labelled(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:

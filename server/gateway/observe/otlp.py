@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -32,12 +32,15 @@ T = TypeVar("T")
 
 
 class SpanSender:
-    """A bounded queue and the thread that empties it. `counts` tells what became of spans."""
+    """A bounded queue and the thread that empties it.
 
-    def __init__(self, endpoint: str, service: str = "hotswap-gateway") -> None:
-        self.exported = 0
-        self.dropped = 0
-        self._queue: deque[tuple[Any, Callable[[Any], Span]]] = deque()
+    What became of spans is counted in `counts`: "exported", "dropped" (the queue was full: one for a record, however
+    many spans it would have made) or "failed" (the collector did not take them).
+    """
+
+    def __init__(self, endpoint: str, counts: dict[str, int], service: str = "hotswap-gateway") -> None:
+        self._counts = counts
+        self._queue: deque[tuple[Any, Callable[[Any], Sequence[Span]]]] = deque()
         self._wake = threading.Event()
         self._stopping = False
         self._failing = False
@@ -45,10 +48,10 @@ class SpanSender:
         self._thread = threading.Thread(target=self._run, name="otlp", daemon=True)
         self._thread.start()
 
-    def put(self, record: T, make: Callable[[T], Span]) -> None:
-        """Takes a record whose span `make` builds later, on the thread."""
+    def put(self, record: T, make: Callable[[T], Sequence[Span]]) -> None:
+        """Takes a record whose spans `make` builds later, on the thread."""
         if len(self._queue) >= QUEUE:
-            self.dropped += 1
+            self._counts["dropped"] += 1
             return
         self._queue.append((record, make))
         if len(self._queue) == QUEUE // 4:
@@ -73,16 +76,14 @@ class SpanSender:
             batch = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
             self._send(batch)
 
-    def _send(self, batch: list[tuple[Any, Callable[[Any], Span]]]) -> None:
+    def _send(self, batch: list[tuple[Any, Callable[[Any], Sequence[Span]]]]) -> None:
+        spans = [self._convert(span) for record, make in batch for span in make(record)]
         try:
-            taken = self._exporter.export([self._convert(make(record)) for record, make in batch]).value == 0
-        except Exception:  # a fault of the exporter must not end the thread; what it says is logged below
+            taken = self._exporter.export(spans).value == 0
+        except Exception:  # a fault of the exporter must not end the thread; what it means is logged below
             taken = False
             log.debug("a fault in sending spans", exc_info=True)
-        if taken:
-            self.exported += len(batch)
-        else:
-            self.dropped += len(batch)
+        self._counts["exported" if taken else "failed"] += len(spans)
         if taken == self._failing:
             self._failing = not taken
             log.warning("the trace collector %s", "takes spans again" if taken else "does not answer; dropping spans")

@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from server.gateway.observe.finished import Finished, Watcher, of_exchange
+from server.gateway.observe.histogram import FIRST_TOKEN, GAP, Histogram
+from server.gateway.observe.swaps import Swaps
 from server.gateway.proxy.usage import Usage
 
 if TYPE_CHECKING:
     from server.gateway.proxy.exchange import Exchange
 
-# Upper bounds of buckets, in seconds. First tokens and gaps between tokens have bounds where targets for them lie.
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
-GAP = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
-
 PHASES = ("queued", "held", "connecting", "waiting", "streaming", "stalled")
 
-
-class Histogram:
-    """Counts per bucket; `le` bounds as Prometheus has them."""
-
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Counts one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(`le`, cumulative count) pairs, `+Inf` last."""
-        pairs, total = [], 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            total += count
-            pairs.append((bound, float(total)))
-        return pairs
+FAILOVERS = ("resumed", "complete", "nobody", "given_up", "not_resumable")
 
 
 @dataclass(slots=True)
@@ -67,19 +41,19 @@ class Stats:
         self.holds: Counter[tuple[str, str]] = Counter()  # by kind (fleet, version) and outcome (served, refused, left)
         self.hold_seconds = Histogram()
         self.refusal_retries = 0
+        self.failovers: Counter[str] = Counter(dict.fromkeys(FAILOVERS, 0))  # by outcome
         self.inflight = 0
         self.bytes_in = 0
         self.bytes_out = 0
         self.first_byte = Histogram()
         self.first_token = Histogram(FIRST_TOKEN)
         self.gaps = Histogram(GAP)  # between pieces of streams as instances send them: one token each, as a rule
-        self.queue_time = Histogram()
         self.tokens: dict[str, Tokens] = {}  # by route
         self.duration = Histogram()
-        self.swaps: Counter[str] = Counter({"done": 0, "aborted": 0})  # by outcome
-        self.swap_duration = Histogram()
+        self.swaps = Swaps()
         self.store_up = True
         self.watchers: list[Watcher] = []  # the access log and traces, where they are wanted
+        self.spans = dict.fromkeys(("exported", "dropped", "failed"), 0)  # dropped: the queue to the collector was full
 
     def held(self, kind: str, outcome: str, seconds: float) -> None:
         """A request waited for an instance."""
@@ -99,7 +73,6 @@ class Stats:
         self.requests[exchange.route, exchange.status] += 1
         self.bytes_out += exchange.bytes_out
         self.duration.observe(time.monotonic() - exchange.started)
-        self.queue_time.observe(exchange.queued_s)
         if exchange.first_byte:
             taken = exchange.first_byte - exchange.started
             self.first_byte.observe(taken)

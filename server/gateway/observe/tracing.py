@@ -62,10 +62,11 @@ class Tracer:
         if trace is not None and trace.sampled:
             self._sender.put(finished, self._span)
 
-    def _span(self, finished: Finished) -> Span:
+    def _span(self, finished: Finished) -> list[Span]:
         trace = finished.trace
         assert trace is not None
-        return Span(
+        failed = finished.status >= 500 or (finished.code and finished.status < 400)  # a 200 whose stream broke, too
+        span = Span(
             name=f"{finished.method} {finished.route}",
             trace_id=trace.trace_id,
             span_id=trace.span_id,
@@ -73,8 +74,9 @@ class Tracer:
             started=finished.ended - finished.duration_s,
             ended=finished.ended,
             attributes=attributes(finished, self._model),
-            error=finished.code or str(finished.status) if finished.status >= 500 or finished.code else None,
+            error=finished.code or str(finished.status) if failed else None,
         )
+        return [span]
 
 
 def attributes(finished: Finished, model: str) -> dict[str, Any]:
