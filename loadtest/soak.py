@@ -22,6 +22,7 @@ from rich.console import Console
 
 from loadtest.checkpoints import make_constant_checkpoint
 from loadtest.machine import machine
+from server.cli import interrupts
 from server.cli.up import Server, UpConfig
 from server.cli.weights import AdminClient
 from weightsync import Publisher
@@ -169,6 +170,7 @@ def _result(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    interrupts.install()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--swaps", type=int, default=10_000)

@@ -40,11 +40,17 @@ def main() -> None:
     parser.add_argument("urls", nargs="*", metavar="URL")
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
     options = parser.parse_args()
-    stores = asyncio.run(measure_all(options.urls))
+    run(options.json, options.urls)
+
+
+def run(json: Path | None, urls: list[str] | None = None) -> dict[str, Any]:
+    """Measure, print the table, and write the figures to `json`; returns them."""
+    stores = asyncio.run(measure_all(urls or []))
     report = {"machine": machine(), "calls": CALLS, "value_bytes": len(VALUE), "stores": stores}
     show(stores)
-    if options.json:
-        options.json.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
+    if json is not None:
+        json.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
+    return report
 
 
 async def measure_all(urls: list[str]) -> dict[str, dict[str, dict[str, float]]]:

@@ -27,6 +27,7 @@ from loadtest.children import publishing, streaming
 from loadtest.cpu import cpu_seconds
 from loadtest.gaps import Gaps, Window, summary
 from loadtest.machine import machine, memcpy_gbps
+from server.cli import interrupts
 from server.cli.cores import BIND_ENV
 from server.cli.up import Server, UpConfig
 from server.cli.weights import AdminClient
@@ -276,6 +277,7 @@ def _print(cases: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    interrupts.install()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--streams", type=int, default=8)

@@ -25,6 +25,7 @@ from loadtest.children import publishing, streaming
 from loadtest.gaps import Gaps, Window, summary
 from loadtest.machine import machine, memcpy_gbps
 from loadtest.stock_vllm import StockVllm
+from server.cli import interrupts
 from server.cli.up import Server, UpConfig
 from server.cli.weights import AdminClient
 
@@ -201,6 +202,7 @@ def _print(figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    interrupts.install()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--streams", type=int, default=16)

@@ -9,6 +9,15 @@ import typer
 
 app = typer.Typer(no_args_is_help=True)
 Json = Annotated[Path | None, typer.Option("--json", help="write the figures here as JSON")]
+Small = Annotated[bool, typer.Option(help="a tiny model: checks the benchmark, says nothing of speed")]
+
+
+@app.callback()
+def interruptible() -> None:
+    """A benchmark that is told to stop (SIGTERM too) takes the processes it started with it."""
+    from server.cli import interrupts
+
+    interrupts.install()
 
 
 @app.command()
@@ -16,7 +25,7 @@ def swap(
     json: Json = None,
     streams: Annotated[int, typer.Option(help="concurrent streams")] = 16,
     swaps: Annotated[int, typer.Option(help="swaps measured per way")] = 6,
-    small: Annotated[bool, typer.Option(help="a tiny model: checks the benchmark, says nothing of speed")] = False,
+    small: Small = False,
 ) -> None:
     """Client-visible token gaps with no swap, with hotswap, and with vLLM's own pause, update and resume."""
     from loadtest.swap_stall import run
@@ -29,7 +38,7 @@ def fleet(
     json: Json = None,
     streams: Annotated[int, typer.Option(help="concurrent streams")] = 8,
     swaps: Annotated[int, typer.Option(help="single swaps measured per case")] = 6,
-    small: Annotated[bool, typer.Option(help="a tiny model: checks the benchmark, says nothing of speed")] = False,
+    small: Small = False,
 ) -> None:
     """Swaps of 1, 2 and 4 instances and of two ranks, together and rolling; goodput with a swap every second."""
     from loadtest.swap_fleet import run
@@ -59,3 +68,35 @@ def gateway(
     from loadtest.gateway import run
 
     run(json, rounds=rounds, only=only or ())
+
+
+@app.command()
+def staging(json: Json = None, small: Small = False) -> None:
+    """Staging while nothing decodes: GB/s, what verifying takes of it, and mapping what is built already."""
+    from loadtest.staging import run
+
+    run(json, small=small)
+
+
+@app.command()
+def delta(json: Json = None, small: Small = False) -> None:
+    """Versions as differences: what real training changes, and how long they take over shaped links."""
+    from loadtest.delta import run
+
+    run(json, small=small)
+
+
+@app.command()
+def prefixes(json: Json = None) -> None:
+    """Prefix cache hits across swaps and rollbacks."""
+    from loadtest.prefix_cache import run
+
+    run(json)
+
+
+@app.command()
+def stores(json: Json = None) -> None:
+    """Latency of the SQLite store and of etcd."""
+    from loadtest.store_latency import run
+
+    run(json)
