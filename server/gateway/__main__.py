@@ -10,7 +10,14 @@ from pathlib import Path
 
 from server.errors import ConfigError
 from server.gateway.workers.place import Place
-from server.gateway.config import GatewayConfig, HealthSettings, Limits, QueueSettings, UpstreamSettings
+from server.gateway.config import (
+    GatewayConfig,
+    HealthSettings,
+    Limits,
+    ObserveSettings,
+    QueueSettings,
+    UpstreamSettings,
+)
 from weightsync.errors import StoreError
 
 
@@ -31,9 +38,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--connect-timeout", type=float, default=upstream.connect_timeout_s, help="to an instance, s")
     p.add_argument("--read-timeout", type=float, default=upstream.read_idle_timeout_s, help="silent instance, s")
     p.add_argument("--hold", type=float, default=upstream.hold_s, help="to wait for an instance before 503, s")
-    p.add_argument(
-        "--max-in-flight", type=int, help="requests at an instance (default: what it can run; 0: any)"
-    )
+    p.add_argument("--max-in-flight", type=int, help="requests at an instance (default: what it can run; 0: any)")
     p.add_argument("--max-queued", type=int, default=queue.max_entries, help="requests that wait for room, at most")
     p.add_argument("--max-queued-bytes", type=int, default=queue.max_bytes, help="bytes of their bodies, at most")
     p.add_argument("--max-queue-wait", type=float, default=queue.max_wait_s, help="longest wait for room, s")
@@ -51,6 +56,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ssl-certfile", type=Path, help="serve TLS with this certificate chain")
     p.add_argument("--ssl-keyfile", type=Path, help="private key of --ssl-certfile")
     p.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    p.add_argument("--log-format", choices=("text", "json"), default="text", help="of the lines on stderr")
+    p.add_argument("--access-log", type=float, help="share of requests with a line (default: 1 with json, else 0)")
+    endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None
+    p.add_argument(
+        "--otlp-endpoint", default=endpoint,
+        help="trace requests to this collector, http://HOST:4318 (default: $OTEL_EXPORTER_OTLP_ENDPOINT)",
+    )  # fmt: skip
+    p.add_argument("--trace-sample-ratio", type=float, default=1.0, help="share of the traces begun here")
     return p
 
 
@@ -78,6 +91,7 @@ def config_from(args: argparse.Namespace, worker: Place | None = None) -> Gatewa
             retry_share=args.retry_share,
         ),
         queue=QueueSettings(args.max_queued, args.max_queued_bytes, args.max_queue_wait),
+        observe=ObserveSettings(args.log_format, args.access_log, args.otlp_endpoint, args.trace_sample_ratio),
         cache_scope=args.cache_scope,
         keep_versions=args.keep_versions,
         probes_file=args.probes,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
 
 from server.errors import ConfigError
 from server.gateway.workers.place import Place
@@ -76,6 +78,29 @@ class QueueSettings:
 
 
 @dataclass(frozen=True)
+class ObserveSettings:
+    """What is told of requests, beside metrics."""
+
+    log_format: Literal["text", "json"] = "text"
+    access_log: float | None = None  # share of requests that get a line; None: all in JSON logs, none in text
+    otlp_endpoint: str | None = None  # http://HOST:PORT of a collector; None: no traces
+    trace_ratio: float = 1.0  # share of the traces begun here that are recorded
+
+    @property
+    def access_share(self) -> float:
+        """Share of requests that get a line."""
+        return self.access_log if self.access_log is not None else float(self.log_format == "json")
+
+    def __post_init__(self) -> None:
+        for option, share in (("--access-log", self.access_share), ("--trace-sample-ratio", self.trace_ratio)):
+            if not 0.0 <= share <= 1.0:
+                raise ConfigError(f"{option} {share:g}: must be a share of requests, from 0 (none) to 1 (all).")
+        url = urlsplit(self.otlp_endpoint or "http://none")
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ConfigError(f"--otlp-endpoint {self.otlp_endpoint}: give http://HOST:PORT of an OTLP/HTTP collector.")
+
+
+@dataclass(frozen=True)
 class GatewayConfig:
     """Everything `hotswap gateway` can be told."""
 
@@ -91,6 +116,7 @@ class GatewayConfig:
     limits: Limits = Limits()
     upstream: UpstreamSettings = UpstreamSettings()
     queue: QueueSettings = QueueSettings()
+    observe: ObserveSettings = ObserveSettings()
     swap_deadline_s: float = 120.0
     push_timeout_s: float = 3600.0
     run_coordinator: bool = True

@@ -21,6 +21,7 @@ from server.gateway.fleet.view import Fleet
 from server.gateway.observe.metrics import build_registry, render
 from server.gateway.observe.series import Throughput
 from server.gateway.observe.stats import Stats
+from server.gateway.observe.watchers import open_watchers
 from server.gateway.observe.training import TrainingLog
 from server.gateway.queue.gate import Gate
 from server.gateway.workers.pages import Pages
@@ -68,6 +69,7 @@ class Gateway:
         store = open_store(config.store)
         gateway = cls(config, store, keys)
         tasks: list[asyncio.Task[None]] = []
+        close_watchers = open_watchers(config.observe, config.model, gateway.stats, lambda: gateway.coordinator.leads)
         try:
             with contextlib.suppress(StoreError, TimeoutError):  # then `Fleet.run` goes on trying
                 async with asyncio.timeout(FIRST_VIEW_TIMEOUT_S):
@@ -84,6 +86,7 @@ class Gateway:
             gateway.gate.close()
             gateway.fleet.close()
             await store.close()
+            await asyncio.to_thread(close_watchers)
 
     def _work(self) -> dict[str, Coroutine[Any, Any, None]]:
         work: dict[str, Coroutine[Any, Any, None]] = {

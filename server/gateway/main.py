@@ -16,6 +16,7 @@ from server.gateway.access.keys import load_keys
 from server.gateway.admin.probes import ProbeSettings
 from server.gateway.app import build_app
 from server.gateway.config import GatewayConfig
+from server.gateway.observe.logs import configure
 from server.gateway.proxy.protocol import GatewayProtocol
 from weightsync.store import open_store
 
@@ -35,6 +36,7 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
         loop="uvloop",
         lifespan="on",
         access_log=False,
+        log_config=None,
         log_level=config.log_level,
         server_header=False,
         date_header=False,
@@ -62,7 +64,7 @@ def bind(config: GatewayConfig) -> tuple[GatewayConfig, list[socket.socket]]:
 
 def run(config: GatewayConfig) -> None:
     """Serves until SIGINT or SIGTERM, then lets answers in progress finish. Raises ConfigError, StoreUnavailable."""
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure(config.log_level, config.observe.log_format)
     ProbeSettings.of(config)
     load_keys(config)  # what cannot work is said here, in one line, rather than by a server that fails to start
     asyncio.run(_try_store(config.store))

@@ -90,11 +90,8 @@ class SpanSender:
 
 
 def traces_url(endpoint: str) -> str:
-    """The URL spans are posted to: `endpoint` itself if it has a path, else with OTLP's own. Raises ConfigError."""
-    url = urlsplit(endpoint)
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise ConfigError(f"--otlp-endpoint {endpoint}: give http://HOST:PORT of a collector that takes OTLP by HTTP.")
-    return endpoint if url.path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
+    """The URL spans are posted to: `endpoint` itself if it has a path, else with OTLP's own."""
+    return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
 
 
 def _open_exporter(url: str, service: str) -> tuple[Callable[[Span], ReadableSpan], Any]:
