@@ -162,23 +162,29 @@ def test_trainer_killed_while_publishing(fleet: Fleet) -> None:
     assert_clean(seen, fleet)
 
 
-def test_instance_killed_while_staging(fleet: Fleet) -> None:
-    """Its streams fail over or end with a typed fault; the swap aborts; the other instance serves on; it comes back."""
+@pytest.mark.parametrize("on_lost", ["abort", "continue"])
+def test_instance_killed_while_staging(fleet: Fleet, on_lost: str) -> None:
+    """Its streams fail over or end with a typed fault; the swap aborts, or goes on without it by policy; it comes back."""
     version = fleet.publish()
     target = fleet.publish(activate=False)
     victim = fleet.live.tree(1)
     with Clients([fleet.live.url]).streaming() as seen:
         assert eventually(lambda: seen.answers > 4)
         victim[0].suspend()  # so that it does not stage before it is killed
-        swapping, results = in_background(lambda: fleet.live.activate(target))
+        wish = {"version": target, "on_lost": on_lost}
+        swapping, results = in_background(lambda: fleet.live.admin.post("/admin/weights/activate", json=wish))
         assert eventually(lambda: "STAGED" in fleet.states().values())
         os.kill(victim[0].pid, signal.SIGKILL)
         swapping.join(60)
-        assert results[0].status_code == 409, results[0].text
-        assert "instance-1" in results[0].json()["error"]["message"]
+        if on_lost == "abort":
+            assert results[0].status_code == 409, results[0].text
+            assert "instance-1" in results[0].json()["error"]["message"]
+        else:
+            assert results[0].status_code == 200, results[0].text
+            assert fleet.live.active() == target
         before = seen.answers
         assert eventually(lambda: seen.answers > before + 4)
-        assert fleet.whole_again(version)
+        assert fleet.whole_again(version if on_lost == "abort" else target)
         assert fleet.live.activate(target).status_code == 200
         assert fleet.both_serve(target)
     assert_clean(seen, fleet, faults=CUT)
