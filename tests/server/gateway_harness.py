@@ -35,6 +35,11 @@ class RunningGateway:
     admin_port: int
     store: SyncStore
     gateway: Gateway
+    server: uvicorn.Server
+
+    def stop(self) -> None:
+        """Tells it to end, as SIGTERM does; it goes on until what it has is answered."""
+        self.server.should_exit = True
 
     @property
     def url(self) -> str:
@@ -110,7 +115,8 @@ def running_gateway(directory: Path, **settings: Any) -> Iterator[RunningGateway
     store = SyncStore(url)
     assert config.admin_port is not None
     try:
-        yield RunningGateway(config.host, config.port, config.admin_port, store, server.lifespan.state["gateway"])
+        gateway: Gateway = server.lifespan.state["gateway"]
+        yield RunningGateway(config.host, config.port, config.admin_port, store, gateway, server)
     finally:
         server.should_exit = True
         thread.join(10)
