@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from fastapi import Response
 
 from server.errors import HttpError, NotFound
 from server.gateway.access.keys import ADMIN
+from server.gateway.observe.finished import Finished
 
 Scope = dict[str, Any]
 Message = MutableMapping[str, Any]
@@ -18,7 +20,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class RequestIdMiddleware:
-    """Returns the request id on every answer of the app, as the hot path does on its own."""
+    """Returns the request id on every answer of the app, and tells of the request, as the hot path does on its own."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -27,13 +29,26 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        status, began = 499, time.monotonic()
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", scope["state"]["request_id"])]
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+        stats = scope["state"]["gateway"].stats
+        if stats.watchers and scope["path"] not in OPEN:
+            stats.tell(_finished(scope, status, time.monotonic() - began))
+
+
+def _finished(scope: Scope, status: int, duration_s: float) -> Finished:
+    """By the route's template: a path may hold anything a client thinks of."""
+    route = getattr(scope.get("route"), "path", "-")
+    request_id = scope["state"]["request_id"].decode()
+    return Finished(request_id, scope["method"], route, status, None, "-", time.time(), duration_s)
 
 
 OPEN = frozenset({"/healthz", "/readyz", "/metrics"})

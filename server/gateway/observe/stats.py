@@ -81,13 +81,10 @@ class Stats:
         if exchange.usage is not None:
             self._count_tokens(exchange.route, exchange.usage)
         if self.watchers:
-            self._tell(of_exchange(exchange))
+            self.tell(of_exchange(exchange))
 
-    def refuse(self, refusal: Finished) -> None:
-        """The gateway has answered a request itself that it did not forward."""
-        self._tell(refusal)
-
-    def _tell(self, finished: Finished) -> None:
+    def tell(self, finished: Finished) -> None:
+        """A request is over, one that was not forwarded too."""
         for watcher in self.watchers:
             watcher.end(finished)
 

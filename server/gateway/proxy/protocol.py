@@ -13,6 +13,7 @@ import httptools
 
 from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound
 from server.gateway.access.keys import ANONYMOUS, INFER
+from server.gateway.observe.finished import of_refusal
 from server.gateway.proxy import terms
 from server.gateway.proxy.exchange import Exchange, Request
 from server.gateway.proxy.guard import GuardedProtocol
@@ -85,6 +86,7 @@ class GatewayProtocol(GuardedProtocol):
             self._target = None
             self._hand_to_app(head)
             return
+        self._principal = ANONYMOUS
         self._principal = self.gateway.keys.authorize(head.key, INFER)
         head.scope = self.gateway.scopes.line(self._principal)
         head.forward += head.scope
@@ -172,6 +174,16 @@ class GatewayProtocol(GuardedProtocol):
         keep_alive = self._keep_alive and not self._close_after
         self.write_error(error, keep_alive=keep_alive)
         self.answered(keep_alive=keep_alive)
+
+    def write_error(self, error: HttpError, *, keep_alive: bool) -> None:
+        """A whole answer of the gateway's own. What an exchange ends with is told of by itself."""
+        if self.exchange is None and self.gateway.stats.watchers:
+            request_id = self.head.request_id if self.head is not None else b"-"
+            targets = find(self.url)
+            route = targets[0].route.name if targets else "-"
+            told = of_refusal(request_id, self.method, route, self._principal.name, error)
+            self.gateway.stats.tell(told)
+        super().write_error(error, keep_alive=keep_alive)
 
     def cut(self) -> None:
         """Ends an answer that cannot be completed; what is written goes out first."""
