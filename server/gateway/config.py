@@ -112,7 +112,8 @@ class GatewayConfig:
     admin_port: int | None = None  # None: the one after `port` if it is free, else any
     admin_key: str | None = None  # the key itself, or "sha256:<hex>"; None: see admin_key_file
     admin_key_file: Path | None = None  # None: `admin.key` beside the SQLite store
-    api_key_file: Path | None = None  # None: no key is asked for inference
+    api_key_file: Path | None = None  # keys for inference, beside those in the store
+    require_key: bool = False  # ask for a key for inference even while there is none
     limits: Limits = Limits()
     upstream: UpstreamSettings = UpstreamSettings()
     queue: QueueSettings = QueueSettings()

@@ -10,8 +10,12 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from server.gateway.access.keys import KeyRing, load_keys
+from server.gateway.access.key_files import KeyFiles, load_keys
+from server.gateway.access.key_store import KeyStore
+from server.gateway.access.keys import KeyRing
+from server.gateway.access.limits import Limits
 from server.gateway.access.scope import CacheScopes
+from server.gateway.access.sharing import Sharing
 from server.gateway.admin.probes import ProbeSettings, build_probe
 from server.gateway.admin.push import Pusher
 from server.gateway.admin.updates import Updates
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hotswap.gateway")
 
 SWEEP_INTERVAL_S = 0.25
+RELOAD_INTERVAL_S = 1.0
 FIRST_VIEW_TIMEOUT_S = 2.0
 
 
@@ -49,6 +54,10 @@ class Gateway:
         self.fleet = Fleet(store, config.model, config.upstream, self.stats)
         self.gate = Gate(self.fleet, config.queue)
         self.fleet.on_change = self.gate.changed
+        self.key_files = KeyFiles(config, keys)
+        self.key_store = KeyStore(store, keys)
+        self.limits = Limits(self.stats.limited)
+        self.sharing = Sharing(store, self.limits, lambda: keys.limits)
         self.scopes = CacheScopes(shared=config.cache_scope == "shared")
         probe = build_probe(ProbeSettings.of(config), lambda: [i.record for i in self.fleet.instances.values()])
         self.coordinator = Coordinator(store, config.model, keep=config.keep_versions, probe=probe)
@@ -74,13 +83,18 @@ class Gateway:
             with contextlib.suppress(StoreError, TimeoutError):  # then `Fleet.run` goes on trying
                 async with asyncio.timeout(FIRST_VIEW_TIMEOUT_S):
                     await gateway.scopes.adopt(store)
+                    await gateway.key_store.refresh()
+                    await gateway.sharing.enter()
                     await gateway.fleet.refresh()
             tasks = [asyncio.create_task(_outlive(name, work)) for name, work in gateway._work().items()]
+            with contextlib.suppress(TimeoutError):  # the other gateways make room for this one
+                await asyncio.wait_for(gateway.sharing.entered.wait(), FIRST_VIEW_TIMEOUT_S)
             yield gateway
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await gateway.sharing.leave()
             await gateway.pusher.close()
             gateway.updates.drop()
             gateway.gate.close()
@@ -93,6 +107,9 @@ class Gateway:
             "fleet": self.fleet.run(),
             "scraper": scrape_forever(self.fleet, self.config.upstream),
             "sweeper": self._sweep_forever(),
+            "keys": self.key_store.run(),
+            "limits": self.sharing.run(),
+            "files": self._reload_forever(),
             "cache scopes": self.scopes.keep_adopting(self.store),
             "throughput": self.throughput.run(self.fleet.instances),
             "training": self.training.run(),
@@ -112,6 +129,12 @@ class Gateway:
             self.gate.changed()  # a limit may have grown
             for instance in self.fleet.instances.values():
                 instance.pool.sweep(asyncio.get_running_loop().time())
+
+    async def _reload_forever(self) -> None:
+        """Takes in files that were changed: keys, and the certificate."""
+        while True:
+            await asyncio.sleep(RELOAD_INTERVAL_S)
+            self.key_files.reload()
 
 
 async def _outlive(name: str, work: Coroutine[Any, Any, None]) -> None:

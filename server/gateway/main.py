@@ -12,7 +12,7 @@ from typing import cast
 import uvicorn
 
 from server.errors import ConfigError
-from server.gateway.access.keys import load_keys
+from server.gateway.access.key_files import load_keys
 from server.gateway.admin.probes import ProbeSettings
 from server.gateway.app import build_app
 from server.gateway.config import GatewayConfig

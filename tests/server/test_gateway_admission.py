@@ -84,7 +84,7 @@ async def waiting(gateway: RunningGateway, headers: str) -> tuple[asyncio.Stream
 )
 def test_what_goes_upstream(headers: dict[bytes, bytes], field: Any, lines: dict[str, str]) -> None:
     body = b'{"prompt":"x"}' if field is None else orjson.dumps({"prompt": "x", "hotswap": field})
-    asked, rest = terms.read(headers, body, in_body=check_object(body))
+    asked, rest = terms.read(headers, body, in_body=check_object(body).has_wish)
     assert rest == b'{"prompt":"x"}'
     assert dict(line.split(": ") for line in asked.lines.decode().splitlines()) == {
         f"x-hotswap-{name}": value for name, value in lines.items()
@@ -96,13 +96,13 @@ def test_the_rest_of_the_body_keeps_its_bytes() -> None:
     body = (
         b'{"a": 1.0e5, "hotswap": {"version": 2}, "b":[ 12345678901234567890123 , "\\u00e9"], "hotswap":{"version":3}}'
     )
-    assert check_object(body)
+    assert check_object(body).has_wish
     asked, rest = terms.read({}, body, in_body=True)
     assert rest == b'{"a":1.0e5,"b":[ 12345678901234567890123 , "\\u00e9"]}'
     assert asked.need is not None
     assert asked.need.version == 3  # the last one counts, as everywhere in JSON
     for other in (b'{"model":"hotswap"}', b'{"a":{"hotswap":{"version":1}}}', rb'{"prompt":"say \"hotswap\""}'):
-        assert not check_object(other)
+        assert not check_object(other).has_wish
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 
 from server.errors import BadUpstream
 from server.gateway import GatewayConfig, Limits
-from server.gateway.access.keys import load_keys
+from server.gateway.access.key_files import load_keys
 from server.gateway.app import build_app
 from server.gateway.fleet.instance import Instance
 from server.gateway.gateway import Gateway
@@ -85,6 +85,7 @@ class Bench:
         limits = Limits(max_body=5000, max_head=2000)
         config = GatewayConfig(f"sqlite://{directory}/store.db", "toy", admin_key=ADMIN_KEY, limits=limits)
         self.gateway = Gateway(config, open_store(config.store), load_keys(config))
+        self.gateway.keys.use_records([])
         self.uvicorn = uvicorn.Config(build_app(config), access_log=False, log_config=None)
         self.uvicorn.load()
         instance = Instance(InstanceRecord("i0", "http://127.0.0.1:1", "SERVING", active_version=2), config.upstream)

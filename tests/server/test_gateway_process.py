@@ -30,7 +30,8 @@ from loadtest.gateway_bench.processes import Cores, running
 from server.errors import ConfigError
 from server.gateway import GatewayConfig, UpstreamSettings
 from server.gateway.__main__ import main
-from server.gateway.access.keys import ADMIN, INFER, load_keys
+from server.gateway.access.key_files import load_keys
+from server.gateway.access.keys import ADMIN, INFER
 from tests.server.gateway_harness import RunningGateway, running_gateway
 from tests.server.gateway_upstream import Link, Received, upstream
 

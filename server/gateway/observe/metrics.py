@@ -63,6 +63,7 @@ class GatewayCollector(Collector):  # type: ignore[misc]
             requests.add_metric([route, str(status)], count)
         yield requests
         yield _labelled("hotswap_gateway_refused", "Requests answered by the gateway itself", "code", s.refused)
+        yield _labelled("hotswap_gateway_limited", "Requests over a limit of their key", "limit", s.limited)
         yield GaugeMetricFamily("hotswap_gateway_requests_in_flight", "Requests being forwarded", value=s.inflight)
         yield from self._latency()
         yield from self._tokens()

@@ -35,6 +35,7 @@ class Stats:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.refused: Counter[str] = Counter()  # by error code
+        self.limited: Counter[str] = Counter(dict.fromkeys(("requests", "tokens", "concurrency", "max_output"), 0))
         self.disconnects: Counter[str] = Counter(dict.fromkeys(PHASES, 0))
         self.upstream_failures: Counter[str] = Counter()  # by error code
         self.stale_retries = 0

@@ -7,12 +7,14 @@ from server.gateway.config import Limits
 from server.gateway.proxy.relay import status_line
 
 
-def error_answer(error: HttpError, request_id: bytes, *, keep_alive: bool, head_only: bool) -> bytes:
-    """A whole response; `head_only` for a HEAD request, whose answer has no body."""
+def error_answer(
+    error: HttpError, request_id: bytes, *, keep_alive: bool, head_only: bool, extra_head: bytes = b""
+) -> bytes:
+    """A whole response; `head_only` for a HEAD request, whose answer has no body. `extra_head`: more header lines."""
     body = error.body()
     lines = [status_line(error.status), b"content-type: application/json\r\n"]
     lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in error.headers().items()]
-    lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n" % (request_id, len(body)))
+    lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n" % (request_id, len(body)) + extra_head)
     lines.append(b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
     return b"".join(lines) if head_only else b"".join((*lines, body))
 

@@ -25,6 +25,7 @@ from typing import Protocol
 
 from server.errors import BadUpstream, HttpError, Unavailable, UpstreamTimeout
 from server.gateway.access.keys import ANONYMOUS, Principal
+from server.gateway.access.limits import Grant
 from server.gateway.fleet import affinity, retries
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.view import Fleet

@@ -50,6 +50,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._close_after = False
         self._keep_alive = False
         self._streamed = False
+        self.extra_head = b""  # header lines for every answer to this request
 
     # for the subclass
 
@@ -126,6 +127,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._deaf:
             return
         self.head = None
+        self.extra_head = b""
         self.method = b""
         self._reading = self._reading_head = True
         self._head_size = 0
@@ -238,7 +240,10 @@ class GuardedProtocol(HttpToolsProtocol):
         """A whole answer of the gateway's own."""
         self.gateway.stats.refused[error.code] += 1
         request_id = self.head.request_id if self.head is not None else new_request_id()
-        self.transport.write(error_answer(error, request_id, keep_alive=keep_alive, head_only=self.method == b"HEAD"))
+        head_only, extra = self.method == b"HEAD", self.extra_head
+        self.transport.write(
+            error_answer(error, request_id, keep_alive=keep_alive, head_only=head_only, extra_head=extra)
+        )
 
     def _take_back(self) -> bool:
         """Tells an app that is reading this request that it is over; False if an answer has already begun."""

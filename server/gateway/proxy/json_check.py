@@ -8,22 +8,32 @@ import msgspec
 from server.errors import BadRequest
 
 
-class _Object(msgspec.Struct):
-    """Any object: its fields are skipped, but checked. `hotswap` is for admission.py."""
+class Fields(msgspec.Struct):
+    """Any object: its fields are skipped, but checked. Those named are what the gateway looks at, as they were sent."""
 
     hotswap: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    max_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    max_completion_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    max_output_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    n: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def has_wish(self) -> bool:
+        """Whether the field `hotswap` was sent (terms.py)."""
+        return self.hotswap is not msgspec.UNSET
 
 
-_decoder = msgspec.json.Decoder(_Object)
+NONE = Fields()  # of a request without a JSON body
+_decoder = msgspec.json.Decoder(Fields)
 
 
-def check_object(body: bytes) -> bool:
-    """Whether `body` has a field `hotswap`. Raises BadRequest if it is not a JSON object in UTF-8."""
+def check_object(body: bytes) -> Fields:
+    """What `body` has of them. Raises BadRequest if it is not a JSON object in UTF-8."""
     try:
         found = _decoder.decode(body)
         if not body.isascii():
             body.decode()
-        return found.hotswap is not msgspec.UNSET
+        return found
     except msgspec.ValidationError as exc:
         raise BadRequest("The body must be a JSON object.", code="invalid_json") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:

@@ -18,7 +18,7 @@ from server.gateway.proxy import terms
 from server.gateway.proxy.exchange import Exchange, Request
 from server.gateway.proxy.guard import GuardedProtocol
 from server.gateway.proxy.head import RequestHead
-from server.gateway.proxy.json_check import check_object
+from server.gateway.proxy.json_check import NONE, Fields, check_object
 from server.gateway.proxy.routes import Target, find
 
 
@@ -129,14 +129,15 @@ class GatewayProtocol(GuardedProtocol):
         assert self.head is not None
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body = []
-        in_body = False
+        fields = NONE
         if target.route.json_body:
-            in_body = check_object(body)
+            fields = check_object(body)
         elif target.route.method == b"GET":
             body = b""
         http10 = self.parser.get_http_version() == "1.0"
         request = Request(target, self.head, body, None, http10, self._keep_alive, self._principal)
         request.priority = self._principal.priority
+        in_body = fields.has_wish
         if in_body or self.head.asked:
             asked, request.body = terms.read(self.head.asked or {}, body, in_body=in_body)
             self.head.forward += asked.lines
@@ -144,10 +145,27 @@ class GatewayProtocol(GuardedProtocol):
             request.priority = terms.priority_within(asked, self._principal)
         if request.priority:
             self.head.forward += b"x-hotswap-priority: %d\r\n" % request.priority
+        if self._principal.limits is not None:
+            self._admit(request, fields)
         self.exchange = Exchange(self, request, self.gateway.fleet, self.gateway.gate, self.gateway.stats)
         if self.flow.write_paused:  # the client has not taken the previous answer yet
             self.exchange.pause()
         self.exchange.start()
+
+    def _admit(self, request: Request, fields: Fields) -> None:
+        """Within the limits of the key; what is left of them is said in the answer, whoever writes it."""
+        limits, route = self.gateway.limits, request.target.route
+        if not route.json_body:
+            self.extra_head = request.extra_head = limits.head(self._principal)
+            return
+        try:
+            grant = request.grant = limits.admit(self._principal, fields, route.name, request.body)
+        except HttpError:
+            self.extra_head = limits.head(self._principal)
+            raise
+        if grant is not None:
+            request.body = grant.body
+            self.extra_head = request.extra_head = grant.head
 
     # what an exchange tells its client (exchange.Client)
 

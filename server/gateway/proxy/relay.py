@@ -205,7 +205,7 @@ class ResponseRelay:
             elif name == b"content-type":
                 self.sse = value[:17].lower() == b"text/event-stream"
         lines += [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] not in dropped and pair[0] not in _OURS]
-        lines.append(b"x-request-id: %b\r\n" % self._request_id)
+        lines.append(b"x-request-id: %b\r\n%b" % (self._request_id, self.extra_head))
         bodiless = status in (204, 304)
         self._close_delimited = not (length or self._chunked or bodiless)
         self._chunked = (self._chunked or self._close_delimited) and not self._http10 and not bodiless

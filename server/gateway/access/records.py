@@ -1,0 +1,104 @@
+"""What the store keeps of keys, for all gateways: never a key, only the SHA-256 of one.
+
+    gateway/keys/{id}       KeyRecord
+    gateway/usage/{gateway} UsageRecord (shares.py), under the gateway's lease
+    gateway/usage/round     changed with every share that grows (shares.py)
+
+A SHA-256 without salt or stretching is enough: keys are 256 random bits made here, not words that somebody chose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from weightsync.records import Record
+
+KEYS_PREFIX = "gateway/keys/"
+USAGE_PREFIX = "gateway/usage/"
+USAGE_ROUND = USAGE_PREFIX + "round"
+Scope = Literal["infer", "admin"]
+INFER: Scope = "infer"
+ADMIN: Scope = "admin"
+Standing = Literal["active", "disabled", "expired", "revoked"]
+
+
+@dataclass(frozen=True)
+class KeyLimits(Record):
+    """What a key may use; None: as much as there is. Per minute means in any 60 seconds.
+
+    `priority` is the most urgent class of its requests (lower goes first) and `weight` its share of a class (queue/).
+    """
+
+    requests_per_min: int | None = None
+    tokens_per_min: int | None = None
+    concurrency: int | None = None
+    max_output_tokens: int | None = None
+    priority: int = 0
+    weight: int = 1
+
+    def of(self, kind: str) -> int | None:
+        """The limit of a kind of quota: requests, tokens or concurrency."""
+        by_kind = {"requests": self.requests_per_min, "tokens": self.tokens_per_min, "concurrency": self.concurrency}
+        return by_kind.get(kind)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether anything is limited at all."""
+        bounds = (self.requests_per_min, self.tokens_per_min, self.concurrency, self.max_output_tokens)
+        return any(bound is not None for bound in bounds)
+
+
+@dataclass(frozen=True)
+class KeyRecord(Record):
+    """One key. Times are unix seconds; `digest` is the key's SHA-256 in hexadecimal.
+
+    `old_digest` is that of the key before the last rotation, which works until `old_until`. A revoked key's record
+    stays: it says why the key fails, and that keys are asked for here.
+    """
+
+    id: str
+    name: str
+    digest: str
+    scopes: tuple[Scope, ...]
+    created_at: float
+    expires_at: float | None = None
+    disabled: bool = False
+    revoked_at: float | None = None
+    rotated_at: float | None = None
+    old_digest: str | None = None
+    old_until: float = 0.0
+    limits: KeyLimits = KeyLimits()
+
+    def standing(self, now: float) -> Standing:
+        """Whether it works at `now`, and if not, why."""
+        if self.revoked_at is not None:
+            return "revoked"
+        if self.disabled:
+            return "disabled"
+        return "expired" if self.expires_at is not None and self.expires_at <= now else "active"
+
+    def rotated(self, grace_s: float) -> tuple[KeyRecord, str]:
+        """The record with a new key, and that key; the one it had works for another `grace_s`."""
+        key, now = new_key(self.id), time.time()
+        old_digest = self.digest if grace_s else None
+        rotated = replace(self, digest=digest_of(key), rotated_at=now, old_digest=old_digest, old_until=now + grace_s)
+        return rotated, key
+
+
+def digest_of(key: str) -> str:
+    """SHA-256, hexadecimal."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def new_id() -> str:
+    """An id for a key; it is no secret."""
+    return secrets.token_hex(6)
+
+
+def new_key(key_id: str) -> str:
+    """A key that says which one it is, and 256 bits that nobody can guess."""
+    return f"hs-{key_id}-{secrets.token_urlsafe(32)}"
