@@ -72,6 +72,8 @@ class Request:
     priority: int = 0  # its class in the queue; the lowest goes first
     deadline_s: float = math.inf  # in which it must get to an instance
     known: affinity.Hint | None = None
+    grant: Grant | None = None  # of the key's limits, where it has any
+    extra_head: bytes = b""  # header lines for the answer
 
     def hint(self) -> affinity.Hint:
         """What routing may know of it; made when it is first asked for."""
@@ -448,6 +450,8 @@ class Exchange:
         if self._charged and self.usage is not None:
             more = self.usage.prompt_tokens + self.usage.completion_tokens - self._charged
             self._gate.queue.settle(self.request.principal.digest, self.request.priority, more)
+        if self.request.grant is not None:
+            self.request.grant.settle(self.usage, status)
         self._stats.end(self)
         self._drop_instance()
 
@@ -461,4 +465,6 @@ class Exchange:
 
     @staticmethod
     def _new_relay(request: Request) -> ResponseRelay:
-        return ResponseRelay(request.head.request_id, http10=request.http10, keep_alive=request.keep_alive)
+        relay = ResponseRelay(request.head.request_id, http10=request.http10, keep_alive=request.keep_alive)
+        relay.extra_head = request.extra_head
+        return relay

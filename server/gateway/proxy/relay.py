@@ -51,6 +51,7 @@ class ResponseRelay:
         "_request_id",
         "body_bytes",
         "complete",
+        "extra_head",
         "keep_alive",
         "refused",
         "reusable",
@@ -81,6 +82,7 @@ class ResponseRelay:
         self.reusable = False  # the upstream connection may carry another request
         self.refused = False  # for the version it runs, or a dead engine: another instance may answer
         self.body_bytes = 0
+        self.extra_head = b""  # header lines for the client
 
     def feed(self, data: bytes) -> bytes:
         """Bytes for the client. Raises BadUpstream if `data` is not what HTTP allows here."""
