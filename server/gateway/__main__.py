@@ -32,8 +32,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--admin-host", default="127.0.0.1", help="address of the admin port; keep it private")
     p.add_argument("--admin-port", type=int, help="port of /admin/* (default: the one after --port, or any free one)")
     p.add_argument("--admin-key-file", type=Path, help="file with the admin key, made (0600) if it does not exist")
-    p.add_argument("--api-key-file", type=Path, help="file with inference keys, one a line; without it none is asked")
+    p.add_argument("--api-key-file", type=Path, help="file with keys for inference, one a line")
+    p.add_argument("--require-key", action="store_true", help="ask for a key for inference even before there is one")
     p.add_argument("--max-body", type=int, default=limits.max_body, help="largest request body, bytes")
+    p.add_argument("--max-buffered", type=int, default=limits.max_buffered, help="request bodies held at a time, bytes")
+    p.add_argument("--max-head", type=int, default=limits.max_head, help="request line and headers, bytes")
+    p.add_argument("--max-headers", type=int, default=limits.max_headers, help="headers of a request")
+    p.add_argument("--max-connections", type=int, default=limits.max_connections, help="open at a time")
+    p.add_argument("--keep-alive", type=float, default=limits.keep_alive_s, help="idle connections are closed after, s")
+    p.add_argument("--write-timeout", type=float, default=limits.stalled_client_s, help="client that takes nothing, s")
     p.add_argument("--request-timeout", type=float, default=limits.request_timeout_s, help="to receive a request, s")
     p.add_argument("--connect-timeout", type=float, default=upstream.connect_timeout_s, help="to an instance, s")
     p.add_argument("--read-timeout", type=float, default=upstream.read_idle_timeout_s, help="silent instance, s")
@@ -67,6 +74,19 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def _limits(args: argparse.Namespace) -> Limits:
+    return Limits(
+        max_body=args.max_body,
+        max_head=args.max_head,
+        max_headers=args.max_headers,
+        request_timeout_s=args.request_timeout,
+        keep_alive_s=args.keep_alive,
+        stalled_client_s=args.write_timeout,
+        max_connections=args.max_connections,
+        max_buffered=args.max_buffered,
+    )
+
+
 def config_from(args: argparse.Namespace, worker: Place | None = None) -> GatewayConfig:
     """Checked settings. Raises ConfigError. The admin key itself is taken from the environment, never from argv."""
     if not args.store:
@@ -81,7 +101,8 @@ def config_from(args: argparse.Namespace, worker: Place | None = None) -> Gatewa
         admin_key=os.environ.get("HOTSWAP_ADMIN_KEY") or None,
         admin_key_file=args.admin_key_file,
         api_key_file=args.api_key_file,
-        limits=Limits(max_body=args.max_body, request_timeout_s=args.request_timeout),
+        require_key=args.require_key,
+        limits=_limits(args),
         upstream=UpstreamSettings(
             connect_timeout_s=args.connect_timeout,
             read_idle_timeout_s=args.read_timeout,

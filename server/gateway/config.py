@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 from server.errors import ConfigError
 from server.gateway.workers.place import Place
+
+
+_LIMIT_OPTIONS = {"stalled_client_s": "write-timeout"}  # the others are called as they are
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,12 @@ class Limits:
     stalled_client_s: float = 60.0  # a reader that takes nothing for so long is dropped
     max_connections: int = 10_000
     max_buffered: int = 256 * 2**20  # request bodies held at one time, over all connections
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:
+                option = _LIMIT_OPTIONS.get(name, name.removesuffix("_s").replace("_", "-"))
+                raise ConfigError(f"--{option} {value:g}: must be more than 0.")
 
 
 @dataclass(frozen=True)
@@ -154,8 +163,6 @@ class GatewayConfig:
             raise ConfigError("--keep-versions: at least 2, the active version and the one to roll back to.")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both or neither.")
-        if self.limits.max_body <= 0 or self.limits.max_head <= 0:
-            raise ConfigError("--max-body and --max-head must be positive numbers of bytes.")
 
     @property
     def key_path(self) -> Path:
