@@ -32,16 +32,23 @@ PAGE = b'{"object":"list","data":[{"id":"mock","object":"model","created":1,"own
 _SYN_SENT = "02"
 
 
+class Watched:
+    """One request, as the upstream sees it."""
+
+    def __init__(self, *, streams: bool) -> None:
+        self.streams = streams
+        self.asked = threading.Event()
+        self.gone = threading.Event()
+        self.gone_at = 0.0
+
+
 class Observer:
     """An upstream that notices when it is left. One thread per connection; a few are open at a time."""
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._streams = False
+        self._next: Watched | None = None
         self._open: set[socket.socket] = set()
-        self.asked = threading.Event()
-        self.gone = threading.Event()
-        self.gone_at = 0.0
         self._listener: socket.socket | None = None
         self.listen()
 
@@ -60,11 +67,10 @@ class Observer:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
 
-    def expect(self, *, streams: bool) -> None:
-        """Prepares for the next request."""
-        self._streams = streams
-        self.asked.clear()
-        self.gone.clear()
+    def expect(self, *, streams: bool) -> Watched:
+        """Watches the next request; what comes of those before is no longer of interest."""
+        self._next = Watched(streams=streams)
+        return self._next
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -76,8 +82,10 @@ class Observer:
     def _serve(self, link: socket.socket) -> None:
         try:
             while (request := _read_request(link)) is not None:
-                if b"POST /v1/chat/completions HTTP" in request:
-                    self._never_finish(link)
+                watched = self._next
+                if watched is not None and b"POST /v1/chat/completions HTTP" in request:
+                    self._next = None
+                    _never_finish(link, watched)
                     return
                 link.sendall(
                     b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(PAGE)
@@ -89,21 +97,20 @@ class Observer:
             self._open.discard(link)
             link.close()
 
-    def _never_finish(self, link: socket.socket) -> None:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._streams:
-            link.sendall(SSE_HEAD)
-        self.asked.set()
-        try:
-            while True:
-                if self._streams:
-                    link.sendall(CHUNK)
-                if select.select([link], [], [], 0.02 if self._streams else 60.0)[0] and not link.recv(65536):
-                    break
-        except OSError:
-            pass
-        self.gone_at = time.perf_counter()
-        self.gone.set()
+
+def _never_finish(link: socket.socket, watched: Watched) -> None:
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if watched.streams:
+        link.sendall(SSE_HEAD)
+    watched.asked.set()
+    with contextlib.suppress(OSError):
+        while True:
+            if watched.streams:
+                link.sendall(CHUNK)
+            if select.select([link], [], [], 0.02 if watched.streams else 60.0)[0] and not link.recv(65536):
+                break
+    watched.gone_at = time.perf_counter()
+    watched.gone.set()
 
 
 @contextlib.contextmanager
@@ -120,16 +127,16 @@ def disconnect_ms(state: str, port: int, observer: Observer, upstream: int) -> f
     """Leaves one request in `state`; milliseconds until the upstream saw it, None if over `GIVE_UP_S`."""
     if state == "connecting":
         return _leave_connecting(port, observer, upstream)
-    observer.expect(streams=state == "streaming")
+    watched = observer.expect(streams=state == "streaming")
     client = _ask(port, stream=state != "whole")
     try:
-        if not observer.asked.wait(GIVE_UP_S) or (state == "streaming" and b"data: " not in _receive(client)):
+        if not watched.asked.wait(GIVE_UP_S) or (state == "streaming" and b"data: " not in _receive(client)):
             return None
         time.sleep(SETTLE_S)
         left = time.perf_counter()
     finally:
         client.close()
-    return (observer.gone_at - left) * 1e3 if observer.gone.wait(GIVE_UP_S) else None
+    return (watched.gone_at - left) * 1e3 if watched.gone.wait(GIVE_UP_S) else None
 
 
 def _leave_connecting(port: int, observer: Observer, upstream: int) -> float | None:

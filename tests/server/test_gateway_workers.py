@@ -1,0 +1,248 @@
+"""Several worker processes on one port: what they share, what a scrape shows, and what happens when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import orjson
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadtest.gateway_bench.contenders import Place as BenchPlace
+from loadtest.gateway_bench.contenders import answers, hotswap
+from loadtest.gateway_bench.loads import KEY, body
+from loadtest.gateway_bench.native import compiled
+from loadtest.gateway_bench.processes import free_port, running, tree
+from server.gateway.__main__ import config_from, parser
+from server.gateway.workers.pages import Pages, merged
+from server.gateway.workers.place import VARIABLE, Place
+from server.gateway.workers.supervisor import WRONG_SETTINGS, Supervisor
+
+Sample = tuple[str, frozenset[tuple[str, str]], float]
+
+
+def samples(page: bytes) -> set[Sample]:
+    """Every sample, as a Prometheus parser reads the page."""
+    families = text_string_to_metric_families(page.decode())
+    found = (sample for family in families for sample in family.samples)
+    return {(s.name, frozenset(s.labels.items()), s.value) for s in found if not s.name.endswith("_created")}
+
+
+def page(value: float) -> bytes:
+    registry = CollectorRegistry()
+    Counter("asked", "with a label", ["route"], registry=registry).labels('/v1 {"odd"}\n').inc(value)
+    Gauge("held", "without", registry=registry).set(value)
+    Histogram("took", "buckets", registry=registry, buckets=(1, 2)).observe(value)
+    return generate_latest(registry)
+
+
+# merging
+
+
+def test_every_sample_says_whose_it_is() -> None:
+    together = samples(merged({0: page(1.0), 3: page(2.0)}))
+    for worker, value in (("0", 1.0), ("3", 2.0)):
+        own = {(n, frozenset({*labels, ("worker", worker)}), v) for n, labels, v in samples(page(value))}
+        assert own <= together
+    assert len(together) == 2 * len(samples(page(1.0)))
+
+
+def test_a_family_is_described_once() -> None:
+    lines = merged({0: page(1.0), 1: page(2.0)}).splitlines()
+    described = [line for line in lines if line.startswith(b"# TYPE")]
+    assert len(described) == len(set(described))
+    # Samples of one family stand together, as the format asks.
+    names = [line.partition(b"{")[0] for line in lines if not line.startswith(b"#")]
+    assert names.count(b"held") == 2
+    assert names[names.index(b"held") + 1] == b"held"
+
+
+async def test_workers_give_each_other_their_pages(tmp_path: Path) -> None:
+    places = [Place(i, 3, -1, -1, str(tmp_path), os.getpid()) for i in range(3)]
+    pages = [Pages(place, lambda i=place.index: page(i + 1.0)) for place in places]  # type: ignore[misc]
+    tasks = [asyncio.create_task(p.serve()) for p in pages[:2]]  # the third is not up
+    async with asyncio.timeout(10):
+        while not all(places[i].page_socket(i).exists() for i in range(2)):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+    try:
+        whole = samples(merged({0: page(1.0), 1: page(2.0)}))
+        for asked in pages[:2]:
+            assert samples(await asked.all()) == whole
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_gateway_alone_has_no_label() -> None:
+    assert await Pages(None, lambda: b"# nothing\n").all() == b"# nothing\n"
+
+
+# what a worker is told
+
+
+def test_a_place_is_passed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(1, 2, 7, 8, "/tmp/x", 1234)
+    for name, value in place.to_environment().items():
+        monkeypatch.setenv(name, value)
+    assert Place.taken() == place
+    assert VARIABLE not in os.environ
+    assert Place.taken() is None
+
+
+def test_only_the_first_worker_is_a_candidate_for_coordinator() -> None:
+    options = parser().parse_args(["--store", "sqlite:///x/store.db", "--model", "toy", "--workers", "2"])
+    assert [config_from(options, Place(i, 2, -1, -1, "", 0)).run_coordinator for i in range(2)] == [True, False]
+
+
+def test_auto_is_one_for_each_core() -> None:
+    options = parser().parse_args(["--store", "sqlite:///x/store.db", "--model", "toy", "--workers", "auto"])
+    assert config_from(options).workers == len(os.sched_getaffinity(0))
+
+
+# the supervisor
+
+
+@contextlib.contextmanager
+def listeners() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as public, socket.create_server(("127.0.0.1", 0)) as admin:
+        yield public, admin
+
+
+async def test_wrong_settings_end_all() -> None:
+    with listeners() as (public, admin):
+        supervisor = Supervisor([], 2, public, admin)
+        script = f"import os, sys, time; '\"index\":1' in os.environ['{VARIABLE}'] and sys.exit(2); time.sleep(60)"
+        supervisor._command = [sys.executable, "-c", script]
+        assert await asyncio.wait_for(supervisor.run(1.0), 20) == WRONG_SETTINGS
+
+
+# real processes
+
+
+@dataclass
+class Workers:
+    """A gateway of two workers in front of the benchmark's upstream."""
+
+    port: int
+    supervisor: subprocess.Popen[bytes]
+
+    @property
+    def pids(self) -> list[int]:
+        return [pid for pid in tree(self.supervisor.pid)[1:] if is_worker(pid)]
+
+    def metrics(self) -> set[Sample]:
+        return samples(httpx.get(f"http://127.0.0.1:{self.port}/metrics").content)
+
+    def answered(self) -> dict[str, float]:
+        """Requests each worker has answered."""
+        found = [(dict(labels), v) for name, labels, v in self.metrics() if name == "hotswap_gateway_requests_total"]
+        return {labels["worker"]: v for labels, v in found if labels["status"] == "200"}
+
+    def scraped(self) -> set[str]:
+        """Workers whose samples a scrape has."""
+        return {dict(labels)["worker"] for name, labels, _ in self.metrics() if name == "process_start_time_seconds"}
+
+
+def is_worker(pid: int) -> bool:
+    try:
+        return b"server.gateway" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    upstream, port = free_port(), free_port()
+    command = [*hotswap(BenchPlace(port, upstream, tmp_path)), "--workers", "2"]
+    mock = running([str(compiled("upstream")), str(upstream)], tmp_path / "upstream.log")
+    with mock, running(command, tmp_path / "log") as supervisor:
+        found = Workers(port, supervisor)
+        wait_for(lambda: answers(port))
+        wait_for(lambda: found.scraped() == {"0", "1"})
+        yield found
+
+
+def test_a_scrape_of_any_worker_shows_all(workers: Workers) -> None:
+    before = sum(workers.answered().values())
+    for _ in range(20):
+        assert answers(workers.port)  # on a connection of its own, so that either may get it
+    counts = [workers.answered() for _ in range(6)]
+    assert all(count == counts[0] for count in counts)
+    assert sum(counts[0].values()) == before + 20
+
+
+def test_a_killed_worker_comes_back_and_the_others_go_on(workers: Workers, tmp_path: Path) -> None:
+    before = workers.pids
+    assert len(before) == 2
+    (tmp_path / "body").write_bytes(body())
+    # 8 connections for 3 s; a connection that is refused would end the client with an error.
+    options = [workers.port, 8, 0, 3, 0, tmp_path / "body", KEY]
+    client = subprocess.Popen([compiled("client"), *map(str, options)], stdout=subprocess.PIPE)
+    wait_for(lambda: sum(workers.answered().values()) > 20)
+    os.kill(before[0], signal.SIGKILL)
+    output, _ = client.communicate(timeout=60)
+    assert client.returncode == 0
+    seen = orjson.loads(output)
+    assert seen["errors"] <= 8  # those the killed one had in hand, each asked again
+    assert seen["all_requests"] > 20
+    wait_for(lambda: len(workers.pids) == 2 and before[0] not in workers.pids)
+    assert before[1] in workers.pids
+    wait_for(lambda: workers.scraped() == {"0", "1"})
+
+
+def test_stopping_drains_every_worker(workers: Workers) -> None:
+    ask = body(stream=True, max_tokens=40, seed=20)
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    )
+    with contextlib.ExitStack() as stack:
+        links = [stack.enter_context(socket.create_connection(("127.0.0.1", workers.port), 60)) for _ in range(8)]
+        streams = [link.makefile("rb") for link in links]
+        for link, stream in zip(links, streams, strict=True):
+            link.sendall(head % len(ask) + ask)
+            while not stream.readline().startswith(b"data: "):
+                pass
+        pids = workers.pids
+        workers.supervisor.send_signal(signal.SIGTERM)
+        assert all(stream.read().endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") for stream in streams)
+    assert workers.supervisor.wait(60) == 0
+    assert not any(is_worker(pid) for pid in pids)
+
+
+def test_workers_end_with_a_killed_supervisor(workers: Workers) -> None:
+    pids = workers.pids
+    workers.supervisor.kill()
+    wait_for(lambda: not any(is_worker(pid) for pid in pids))
+
+
+def test_the_admin_port_is_one_workers_own(workers: Workers, tmp_path: Path) -> None:
+    key = (tmp_path / "admin.key").read_text().strip()
+    log = (tmp_path / "log").read_text()
+    admin = re.search(r"port (\d+)", log)
+    port = int(admin[1]) if admin else workers.port + 1
+    for _ in range(6):
+        answer = httpx.get(f"http://127.0.0.1:{port}/admin/weights", headers={"authorization": f"Bearer {key}"})
+        assert answer.json()["model"] == "mock"
+    refused = httpx.get(f"http://127.0.0.1:{workers.port}/admin/weights", headers={"authorization": f"Bearer {key}"})
+    assert refused.status_code == 404
