@@ -197,7 +197,7 @@ class GatewayProtocol(GuardedProtocol):
         """A whole answer of the gateway's own. What an exchange ends with is told of by itself."""
         if self.exchange is None and self.gateway.stats.watchers:
             request_id = self.head.request_id if self.head is not None else b"-"
-            targets = find(self.url) if self.url else ()
+            targets = find(self.url) if self.head is not None else ()
             route = targets[0].route.name if targets else "-"
             told = of_refusal(request_id, self.method, route, self._principal.name, error)
             self.gateway.stats.tell(told)
