@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from server.errors import ConfigError
-from server.gateway.workers.place import Place
 from server.gateway.config import (
+    FailoverSettings,
     GatewayConfig,
     HealthSettings,
     Limits,
@@ -18,6 +18,7 @@ from server.gateway.config import (
     QueueSettings,
     UpstreamSettings,
 )
+from server.gateway.workers.place import Place
 from weightsync.errors import StoreError
 
 
@@ -53,7 +54,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--eject-after", type=int, default=health.eject_after, help="failures in a row of an instance")
     p.add_argument("--max-ejected", type=float, default=health.max_ejected, help="share of the instances, 0 to 1")
     p.add_argument("--retry-share", type=float, default=upstream.retry_share, help="of requests retried, 0 to 1")
+    failover = upstream.failover
+    p.add_argument(
+        "--failover", choices=("same", "any", "off"), default=failover.mode,
+        help="who goes on with a stream whose instance dies: one of the same version, of any if none runs it, nobody",
+    )  # fmt: skip
+    p.add_argument("--failover-bytes", type=int, default=failover.max_bytes, help="kept for that, of all streams")
+    p.add_argument("--failover-idle", type=float, default=0.0, help="silent stream taken for a dead one, s (0: never)")
     p.add_argument("--cache-scope", choices=("key", "shared"), default="key", help="who shares prefix cache blocks")
+    p.add_argument("--leave", type=float, default=0.0, help="on SIGTERM: not ready for so long before it stops, s")
     p.add_argument("--keep-versions", type=int, default=GatewayConfig.keep_versions, help="versions kept staged")
     p.add_argument("--probes", type=Path, help="file with prompts that a canary is asked in rolling swaps")
     p.add_argument("--max-logprob-drift", type=float, help="mean drift of a canary's log-probabilities let pass")
@@ -110,11 +119,13 @@ def config_from(args: argparse.Namespace, worker: Place | None = None) -> Gatewa
             max_in_flight=args.max_in_flight,
             health=HealthSettings(eject_after=args.eject_after, max_ejected=args.max_ejected),
             retry_share=args.retry_share,
+            failover=FailoverSettings(args.failover, args.failover_bytes, idle_s=args.failover_idle),
         ),
         queue=QueueSettings(args.max_queued, args.max_queued_bytes, args.max_queue_wait),
         observe=ObserveSettings(args.log_format, args.access_log, args.otlp_endpoint, args.trace_sample_ratio),
         cache_scope=args.cache_scope,
         keep_versions=args.keep_versions,
+        leave_s=args.leave,
         probes_file=args.probes,
         max_logprob_drift=args.max_logprob_drift,
         swap_deadline_s=args.swap_deadline,

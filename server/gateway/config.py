@@ -52,6 +52,19 @@ class HealthSettings:
     trial_interval_s: float = 1.0
 
 
+Failover = Literal["same", "any", "off"]
+
+
+@dataclass(frozen=True)
+class FailoverSettings:
+    """Who goes on with a stream whose instance dies (proxy/failover.py), and what may be kept for it, in bytes."""
+
+    mode: Failover = "same"  # an instance of the same version; of any version if none runs it; nobody
+    max_bytes: int = 64 * 2**20  # requests and tokens, of all streams
+    max_stream_bytes: int = 2**20
+    idle_s: float = 0.0  # a stream silent for so long counts as dead; 0: only with its connection, or its record
+
+
 @dataclass(frozen=True)
 class UpstreamSettings:
     """How instances are spoken to."""
@@ -69,6 +82,7 @@ class UpstreamSettings:
     max_in_flight: int | None = None  # at one instance; None: what it says it can run, 0: no limit
     health: HealthSettings = HealthSettings()
     retry_share: float = 0.2  # of the requests of the last seconds may be sent again after a lost connection
+    failover: FailoverSettings = FailoverSettings()
 
 
 @dataclass(frozen=True)
@@ -131,6 +145,7 @@ class GatewayConfig:
     push_timeout_s: float = 3600.0
     run_coordinator: bool = True
     keep_versions: int = 2
+    leave_s: float = 0.0  # on SIGTERM: how long /readyz says no before the port closes
     probes_file: Path | None = None  # prompts asked of the canary of a rolling swap
     max_logprob_drift: float | None = None
     cache_scope: str = "key"  # whose prefix cache a request may hit: its "key"'s, or "shared" by all
@@ -148,6 +163,9 @@ class GatewayConfig:
                 raise ConfigError(f"{option} {port}: must be between 0 (any free port) and 65535.")
         if self.port and self.port == self.admin_port:
             raise ConfigError("--admin-port must differ from --port: what it serves is not for the public.")
+        kept = self.upstream.failover
+        if kept.max_bytes < 0 or kept.idle_s < 0:
+            raise ConfigError("--failover-bytes and --failover-idle must be 0 or more.")
         if self.upstream.hold_s < 0:
             raise ConfigError(f"--hold {self.upstream.hold_s:g}: must be 0 (answer 503 at once) or more seconds.")
         health = self.upstream.health
@@ -159,6 +177,8 @@ class GatewayConfig:
             raise ConfigError("--max-in-flight: must be 1 or more requests at one instance, or 0 for no limit.")
         if self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: must be 1 or more processes, or `auto`.")
+        if not 0 <= self.leave_s <= 300:
+            raise ConfigError(f"--leave {self.leave_s:g}: must be from 0 to 300 seconds.")
         if self.keep_versions < 2:
             raise ConfigError("--keep-versions: at least 2, the active version and the one to roll back to.")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

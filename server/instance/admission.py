@@ -25,7 +25,7 @@ def _refusal(message: str, kind: str, code: str) -> bytes:
 
 
 REFUSAL = _refusal(
-    "This instance takes no requests while its weights are changed; ask another one.",
+    "This instance takes no requests now: its weights are being changed, or it stops; ask another one.",
     "conflict_error",
     "version_mismatch",
 )
@@ -56,7 +56,7 @@ class Admission:
         if scope["type"] != "http" or scope["path"] not in GENERATING or _is_probe(scope):
             await self._app(scope, receive, send)
         elif not self.admits():
-            await _refuse(send, 409, REFUSAL, b"version")
+            await refuse(send, 409, REFUSAL, b"version")
         else:
             await self._count(scope, receive, send)
 
@@ -78,7 +78,7 @@ class Admission:
             nonlocal refused
             if message["type"] == "http.response.start" and message["status"] >= 500 and self._dead():
                 refused = True
-                await _refuse(send, 503, DEAD, b"engine")
+                await refuse(send, 503, DEAD, b"engine")
             elif not refused:
                 await send(message)
 
@@ -89,7 +89,8 @@ def _is_probe(scope: Any) -> bool:
     return any(name == PROBE for name, _ in scope["headers"])
 
 
-async def _refuse(send: Any, status: int, body: bytes, why: bytes) -> None:
+async def refuse(send: Any, status: int, body: bytes, why: bytes) -> None:
+    """Tell the gateway that another instance may answer."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers.append((b"x-hotswap-refused", why))
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from .inflight import VersionMismatch, WeightsChanged
-from .provenance import Span, problem_body, prompt_spans, to_spans
+from .provenance import Span, current_trace, problem_body, prompt_spans, to_spans
 
 router = APIRouter()
 T = TypeVar("T")
@@ -73,16 +73,22 @@ class Choice:
         self.token_ids += token_ids
         self.logprobs += new
         self.spans = to_spans(output.weight_versions or ())
-        if self.spans and not self.prompt:
+        first = bool(self.spans) and not self.prompt
+        if first:
             self.prompt = prompt_spans(output, self.spans[0]["version"], prompt_tokens)
         self.finish_reason = output.finish_reason or self.finish_reason
-        return {
+        event = {
             "index": self.index,
             "text": output.text,
             "token_ids": token_ids,
             "logprobs": new if logprobs else None,
             "weight_version": self.spans[-1]["version"] if self.spans else None,
         }
+        if first:
+            event["prompt_weight_versions"] = self.prompt
+        if len(self.spans) > 1 and self.spans[-1]["start"] > len(self.token_ids) - len(token_ids):
+            event["weight_versions"] = self.spans  # more than one wrote these tokens
+        return event if output.finish_reason is None else {**event, "finish_reason": output.finish_reason}
 
     def summary(self) -> dict[str, Any]:
         spans = {"weight_versions": self.spans, "prompt_weight_versions": self.prompt}
@@ -103,7 +109,7 @@ async def generate(raw: Request) -> Response:
         # The first output is awaited before the head is sent: what the engine refuses is then a plain error answer.
         await unless_gone(raw, run.start())
         if request.stream:
-            return EventSourceResponse(run.events(), headers={"cache-control": "no-store"}, ping=3600)
+            return EventSourceResponse(run.events(), headers={"cache-control": "no-store"}, ping=3600, sep="\n")
         return JSONResponse(await unless_gone(raw, run.whole()))
     except (VersionMismatch, WeightsChanged) as ended:
         return JSONResponse(problem_body(ended), status_code=409)
@@ -205,7 +211,7 @@ class Run:
         try:
             async for event in self._tokens():
                 yield ServerSentEvent(orjson.dumps(event).decode(), event="token", sep="\n")
-            done = self._answer([c.summary() for c in self._choices])
+            done = self._answer([c.summary() | self._seams() for c in self._choices])
             yield ServerSentEvent(orjson.dumps(done).decode(), event="done", sep="\n")
         except WeightsChanged as ended:
             yield ServerSentEvent(orjson.dumps(problem_body(ended)).decode(), event="error", sep="\n")
@@ -230,6 +236,11 @@ class Run:
                 output = await anext(self._outputs, None)
         finally:
             await self._outputs.aclose()
+
+    @staticmethod
+    def _seams() -> dict[str, list[int]]:
+        trace = current_trace.get()
+        return trace.replaying.seams() if trace is not None else {}
 
     def _answer(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The counts stand last, where the gateway reads them (server/gateway/proxy/usage.py)."""

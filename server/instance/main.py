@@ -9,12 +9,14 @@ from typing import Any
 import httpx
 import uvicorn
 
+from server.leaving import LeavingServer
+
 from .admission import Admission
 from .config import InstanceConfig
 
 
 def run_instance(config: InstanceConfig) -> None:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM, which lets requests in flight end, or SIGINT."""
     prepare_environment()
     import uvloop
 
@@ -44,8 +46,8 @@ async def serve(config: InstanceConfig) -> None:
     async with start_engine(args) as engine:
         app = Admission(await build_app(engine, args, config), dead=lambda: engine.client.errored)
         await warm_up(app, config.model)
-        server = uvicorn.Server(_uvicorn_config(app))
         sidecar = Sidecar(config, engine, app, address=f"http://{config.host}:{port}")
+        server = LeavingServer(_uvicorn_config(app), sidecar.leave)
         async with sidecar.running():
             await server.serve(sockets=[listener])
 
@@ -55,12 +57,16 @@ async def build_app(engine: Any, args: Any, config: InstanceConfig) -> Any:
     from .engine import build_vllm_app
     from .generate import router
     from .middleware import ProvenanceMiddleware
+    from .replay import ROUTES
 
     app = await build_vllm_app(engine, args)
     app.state.hotswap_models = [config.model]
     app.state.hotswap_adapters = engine.adapters
     app.include_router(router)
-    return ProvenanceMiddleware(app, engine.active_version)
+    # A parser of reasoning or tool calls has a state that depends on how its text was cut into deltas.
+    parsed = getattr(app.state.openai_serving_chat, "parser_cls", None) is not None
+    resumable = ROUTES - {"/v1/chat/completions"} if parsed else ROUTES
+    return ProvenanceMiddleware(app, engine.active_version, lambda: bool(engine.client.errored), resumable)
 
 
 async def warm_up(app: Any, model: str) -> None:

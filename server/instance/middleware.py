@@ -1,4 +1,4 @@
-"""ASGI middleware that writes a request's provenance into its answer."""
+"""ASGI middleware that writes a request's provenance into its answer, and lets another instance's answer go on here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import orjson
 
+from . import replay
+from .admission import DEAD, refuse
 from .inflight import VersionMismatch, Wish
 from .provenance import Trace, annotate, annotate_chunk, current_trace, problem_body
 
@@ -15,19 +17,36 @@ TRACED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messa
 
 
 class ProvenanceMiddleware:
-    """Wraps vLLM's app. The response head waits for the first body part, so that the header is exact."""
+    """Wraps vLLM's app. The response head waits for the first body part, so that the header is exact.
 
-    def __init__(self, app: Any, active_version: Callable[[], int | None]) -> None:
+    `dead`: whether the engine has ended. `resumable`: routes whose streams may be continued by another instance.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        active_version: Callable[[], int | None],
+        dead: Callable[[], bool] = lambda: False,
+        resumable: frozenset[str] = replay.ROUTES,
+    ) -> None:
         self._app = app
         self._active = active_version
+        self._dead = dead
+        self._resumable = resumable
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        trace = Trace(Wish.of(scope.get("headers", ())))
+        try:
+            replaying, receive = await replay.read(scope, receive, self._resumable)
+        except replay.BadResume as problem:
+            error = {"message": str(problem), "type": "invalid_request_error", "param": None, "code": "bad_resume"}
+            await _send_json(send, 400, {"error": error})
+            return
+        trace = Trace(Wish.of(scope.get("headers", ())), replaying)
         current_trace.set(trace)
-        answer = _Answer(trace, send, self._active, annotated=scope["path"] in TRACED)
+        answer = _Answer(trace, send, self._active, self._dead, annotated=scope["path"] in TRACED)
         try:
             await self._app(scope, receive, answer.send)
         except Exception:
@@ -36,8 +55,11 @@ class ProvenanceMiddleware:
 
 
 class _Answer:
-    def __init__(self, trace: Trace, send: Any, active: Callable[[], int | None], *, annotated: bool) -> None:
+    def __init__(
+        self, trace: Trace, send: Any, active: Callable[[], int | None], dead: Callable[[], bool], *, annotated: bool
+    ) -> None:
         self._trace, self._send, self._active, self._annotated = trace, send, active, annotated
+        self._dead = dead
         self._start: dict[str, Any] | None = None
         self._kind = b""
         self._body = b""
@@ -69,9 +91,13 @@ class _Answer:
             await self._refuse()
             return
         body = message.get("body", b"")
-        annotated = self._annotated or self._trace.problem is not None
-        if annotated and self._kind.startswith(b"text/event-stream"):
-            message = {**message, "body": annotate_chunk(body, self._trace)}
+        if self._kind.startswith(b"text/event-stream"):
+            if self._dead() and _is_error(body) and await self._broken_off():
+                return
+            events = self._events(body)
+            if body and not events and message.get("more_body"):
+                return  # the client has them
+            message = {**message, "body": events}
         elif self._annotated and self._kind.startswith(b"application/json"):
             self._body += body
             if message.get("more_body"):
@@ -79,6 +105,21 @@ class _Answer:
             message = {**message, "body": self._whole(self._body)}
         await self._send_start(message)
         await self._send(message)
+
+    def _events(self, body: bytes) -> bytes:
+        """What is sent of the event(s) in `body`."""
+        if self._annotated or self._trace.problem is not None:
+            return annotate_chunk(body, self._trace)
+        return b"" if self._trace.replaying.muted else body
+
+    async def _broken_off(self) -> bool:
+        """The engine has died. What no other instance can go on with ends with vLLM's own error instead: False."""
+        if self._start is not None:
+            self._over = True
+            await refuse(self._send, 503, DEAD, b"engine")
+            return True
+        self._over = self._trace.replaying.resumable  # nothing more is sent: the server cuts the connection
+        return self._over
 
     async def _refuse(self) -> None:
         """Nothing was sent yet: the typed error, whatever the route made of it."""
@@ -108,4 +149,18 @@ class _Answer:
             headers += [(b"content-length", b"%d" % length)] if length is not None else []
         version = self._trace.first_version() or self._active()
         headers += [(HEADER, b"%d" % version)] if version is not None else []
+        if self._kind.startswith(b"text/event-stream"):
+            headers += self._trace.replaying.headers()
         await self._send({**start, "headers": headers})
+
+
+def _is_error(body: bytes) -> bool:
+    """Whether vLLM, or /generate, tells the end of a stream in this event."""
+    return body.startswith((b"event: error", b'data: {"error"'))
+
+
+async def _send_json(send: Any, status: int, body: dict[str, Any]) -> None:
+    data = orjson.dumps(body)
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})

@@ -13,18 +13,23 @@ extras:
     "hotswap_usage": {"prompt_tokens", "completion_tokens"}   in a chunk that ends a choice, where it has no `usage`: of
                                                     all choices so far. Either stands near the end of what it counts,
                                                     where the gateway reads it (server/gateway/proxy/usage.py)
+    "token_ids": [17]                               per choice, in streams that another instance can go on with
+    "resumed_at": [12]                              per choice, on the last chunk of a stream that others went on with:
+                                                    how many tokens it had each time
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import orjson
 
+from . import replay
 from .inflight import Inflight, VersionMismatch, WeightsChanged, Wish
+from .replay import Replaying
 
 Span = dict[str, int]
 MESSAGES = ("message", "message_delta")
@@ -34,8 +39,9 @@ current_trace: ContextVar[Trace | None] = ContextVar("current_trace", default=No
 class Trace:
     """Version spans of one HTTP request, by choice index. Several prompts in one body number their choices on."""
 
-    def __init__(self, wish: Wish | None = None) -> None:
+    def __init__(self, wish: Wish | None = None, replaying: Replaying | None = None) -> None:
         self.wish = wish or Wish()
+        self.replaying = replaying or Replaying()
         self.problem: WeightsChanged | VersionMismatch | None = None
         self._prompts: dict[int, list[Span]] = {}
         self._spans: dict[int, list[Span]] = {}
@@ -49,7 +55,16 @@ class Trace:
         self._calls += 1
         return base
 
-    def record(self, base: int, outputs: Iterable[Any], prompt_tokens: int = 0) -> None:
+    def open_for(self, params: Any) -> int:
+        """The same, for an engine request with these sampling parameters, which are given what the engine must know."""
+        base = self.open(params.n or 1)
+        self.replaying.begins(self._calls, params)
+        # Always written: what a client puts there itself (vllm_xargs) must not reach the engine.
+        asked = self.wish.for_engine() | self.replaying.for_engine()
+        params.extra_args = {**(params.extra_args or {}), "hotswap": asked}
+        return base
+
+    def record(self, base: int, outputs: Sequence[Any], prompt_tokens: int = 0) -> None:
         """Note the spans of an engine output (`RequestOutput.outputs`)."""
         self._prompt_tokens[base] = prompt_tokens or self._prompt_tokens.get(base, 0)
         for output in outputs:
@@ -58,6 +73,7 @@ class Trace:
                 self._spans[choice] = to_spans(output.weight_versions)
             if self._spans.get(choice) and choice not in self._prompts:
                 self._prompts[choice] = prompt_spans(output, self._spans[choice][0]["version"], prompt_tokens)
+        self.replaying.record(outputs)
 
     def prompt(self, choice: int) -> list[Span]:
         """The versions that computed the prompt's keys and values, over its tokens."""
@@ -112,9 +128,8 @@ def traced(generate: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> C
 
     def wrapper(prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
         trace = current_trace.get() or Trace()
-        # Always written: what a client puts there itself (vllm_xargs) must not reach the engine.
-        sampling_params.extra_args = {**(sampling_params.extra_args or {}), "hotswap": trace.wish.for_engine()}
-        base = trace.open(sampling_params.n or 1)
+        base = trace.open_for(sampling_params)
+        kwargs["priority"] = trace.wish.in_engine(kwargs.get("priority", 0))
         return _follow(trace, base, inflight, lambda: generate(prompt, sampling_params, request_id, **kwargs))
 
     return wrapper
@@ -130,6 +145,7 @@ def pooled(encode: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> Cal
         trace = current_trace.get() or Trace()
         wish = trace.wish
         pooling_params.extra_kwargs = {**(pooling_params.extra_kwargs or {}), "hotswap": {"scope": wish.scope}}
+        kwargs["priority"] = wish.in_engine(kwargs.get("priority", 0))
         try:
             await inflight.admit(wish)
             with inflight.running(wish):
@@ -153,10 +169,11 @@ async def _follow(
 ) -> AsyncIterator[Any]:
     try:
         await inflight.admit(trace.wish)
+        _check_resumed(trace, inflight)
         with inflight.running(trace.wish):
             outputs = begin()
             try:
-                async for output in _uncut(outputs, trace.wish, inflight):
+                async for output in _with_replay(_uncut(outputs, trace.wish, inflight), trace):
                     trace.record(base, output.outputs, len(output.prompt_token_ids or ()))
                     yield output
             finally:
@@ -164,6 +181,28 @@ async def _follow(
     except (VersionMismatch, WeightsChanged) as problem:
         trace.problem = problem
         raise
+
+
+def _check_resumed(trace: Trace, inflight: Inflight) -> None:
+    """Raises VersionMismatch if other weights run here than have to go on with the answer."""
+    resume = trace.replaying.resume
+    if resume is not None and resume.version not in (None, inflight.active):
+        raise VersionMismatch(inflight.active)
+
+
+async def _with_replay(outputs: AsyncIterator[Any], trace: Trace) -> AsyncIterator[Any]:
+    """The engine's outputs; before them, where the engine goes on with an answer, what the client has of it."""
+    replaying = trace.replaying
+    async for output in outputs:
+        told = replay.replayed(output, replaying.resume) if replaying.resume is not None else None
+        if told is not None:
+            replaying.muted = True
+            yield told
+            replaying.muted = False
+            trace.take_new(0)
+            if told.finished:
+                return
+        yield output
 
 
 async def _uncut(outputs: AsyncIterator[Any], wish: Wish, inflight: Inflight) -> AsyncIterator[Any]:
@@ -177,8 +216,10 @@ async def _uncut(outputs: AsyncIterator[Any], wish: Wish, inflight: Inflight) ->
 
 
 def annotate_chunk(body: bytes, trace: Trace) -> bytes:
-    """Server-sent event(s) in `body` with the version of the tokens they carry."""
-    return b"\n\n".join(_annotate_event(event, trace) for event in body.split(b"\n\n"))
+    """Server-sent event(s) in `body` with the version of the tokens they carry, without those the client has."""
+    *events, rest = body.split(b"\n\n")
+    annotated = [_annotate_event(event, trace) for event in events]
+    return b"".join(event + b"\n\n" for event in annotated if event) + _annotate_event(rest, trace)
 
 
 def _annotate_event(event: bytes, trace: Trace) -> bytes:
@@ -188,6 +229,9 @@ def _annotate_event(event: bytes, trace: Trace) -> bytes:
     payload = orjson.loads(data)
     if payload.get("object") == "error" or payload.get("error") is not None:
         return event if trace.problem is None else head + b"data: " + orjson.dumps(problem_body(trace.problem))
+    if trace.replaying.silences(payload):
+        return b""
+    trace.replaying.disguise(payload)
     annotate(payload, trace, last=_is_last(payload))
     return head + b"data: " + orjson.dumps(payload)
 
@@ -208,8 +252,10 @@ def annotate(payload: dict[str, Any], trace: Trace, *, last: bool) -> None:
     for choice in choices or ():
         index = choice.get("index", 0)
         new = trace.take_new(index)
+        trace.replaying.stamp(choice, trace.prompt(index))
         if last and (choice.get("finish_reason") or "message" in choice):
             choice |= {"weight_versions": trace.spans(index), "prompt_weight_versions": trace.prompt(index)}
+            choice |= trace.replaying.seams()
         elif len(new) > 1:
             choice["weight_versions"] = new
     version = trace.version(choices[-1].get("index", 0) if choices else 0)

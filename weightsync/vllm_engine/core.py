@@ -10,6 +10,7 @@
 * A request that must see no token of the new version is ended by the commit, or not let in (policies.py).
 * Version spans are attached to every partial output, not to the last one only; those over a prompt that a commit fell
   into travel with the label of the first output.
+* A request may go on with an answer that another engine began (replay.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import orjson
 
-from . import policies
+from . import policies, replay
 from .namespaces import enter, go_private, namespace, version_of
 
 _MARK = "_hotswap_installed"
@@ -38,9 +39,10 @@ def install() -> None:
         return
     EngineCore.hotswap_commit = commit
     EngineCore._attach_weight_version = attach_weight_version
-    EngineCore.preprocess_add_request = _salted(EngineCore.preprocess_add_request)
+    EngineCore.preprocess_add_request = _salted(replay.extended(EngineCore.preprocess_add_request))
     EngineCore.add_request = _resalted(EngineCore.add_request)
     Scheduler._preempt_request = _started_over(Scheduler._preempt_request)
+    OutputProcessor.add_request = replay.registered(OutputProcessor.add_request)
     OutputProcessor.process_outputs = _unpacked(OutputProcessor.process_outputs)
     RequestState._new_completion_output = _with_spans(RequestState._new_completion_output)
     setattr(EngineCore, _MARK, True)
@@ -174,7 +176,7 @@ def _unpacked(original: Callable[..., Any]) -> Callable[..., Any]:
             weight_version, _, crossed = weight_version.partition("|")
             for request_id, parts in orjson.loads(crossed).items():
                 if (state := self.request_states.get(request_id)) is not None:
-                    state.hotswap_prompt = parts
+                    state.__dict__.setdefault("hotswap_prompt", parts)  # a replayed one keeps what was told of it
         return original(self, outputs, timestamp, stats, weight_version)
 
     return process_outputs
@@ -187,6 +189,7 @@ def _with_spans(original: Callable[..., Any]) -> Callable[..., Any]:
         if output.weight_versions is None:
             output.weight_versions = self._weight_version_spans()
         output.hotswap_prompt = getattr(self, "hotswap_prompt", ())
+        output.hotswap_replay = self.__dict__.pop("hotswap_replay", None)
         return output
 
     return new_completion_output

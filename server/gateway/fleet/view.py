@@ -22,6 +22,7 @@ from server.gateway.fleet.health import FAULTS
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.retries import RetryBudget
 from server.gateway.observe.stats import Stats
+from server.gateway.proxy.journal import ReplayMemory
 from server.gateway.proxy.terms import Need
 from server.gateway.proxy.waiting import Patience, WaitingRoom
 from weightsync.errors import RecordError, StoreError
@@ -47,6 +48,7 @@ class Fleet:
         self.serving: list[Instance] = []  # those that may be asked; made anew with every change of the view
         self.unwell: list[Instance] = []  # of those, who are ejected or do not answer probes
         self.budget = RetryBudget(settings.retry_share)
+        self.replay = ReplayMemory(settings.failover.max_bytes, settings.failover.max_stream_bytes)
         self.retries = Counter(dict.fromkeys(("not_sent", "lost"), 0))  # requests sent on to another instance, by why
         self.picks = Counter(dict.fromkeys(("only", "load", "prefix", "session"), 0))  # what decided
         self.room = WaitingRoom(settings.max_held)
@@ -55,7 +57,7 @@ class Fleet:
         self._store = store
         self._keys = Keys(model)
         self._drains = drains(self._keys)
-        self._settings = settings
+        self.settings = settings
         self._stats = stats
         self._serial = itertools.count(1)
         self._sessions: Recent[str] = Recent(SESSIONS)  # who answered a session last
@@ -106,7 +108,7 @@ class Fleet:
         if need is not None and failure is None and self.serving:
             return Patience("version", need.wait_s, need.unmet(self.active))
         expected = self.instances or time.monotonic() - self._last_seen < REMEMBERED_S
-        hold_s = self._settings.hold_s if expected else 0.0
+        hold_s = self.settings.hold_s if expected else 0.0
         if need is not None and need.wait_s:
             return Patience("fleet", max(hold_s, need.wait_s), need.unmet(self.active))
         return Patience("fleet", hold_s, failure or self.unavailable())
@@ -149,7 +151,7 @@ class Fleet:
             return True
         others = [i for i in self.serving if i is not instance]
         out = sum(not i.health.closed for i in others)
-        most = max(1, int(self._settings.health.max_ejected * len(self.serving)))
+        most = max(1, int(self.settings.health.max_ejected * len(self.serving)))
         return out < most and any(i.health.well for i in others)
 
     def _judge(self) -> None:
@@ -256,7 +258,7 @@ class Fleet:
             return
         if known is not None:
             self._remove(record.id)
-        self.instances[record.id] = Instance(record, self._settings)
+        self.instances[record.id] = Instance(record, self.settings)
 
     def _remove(self, instance_id: str) -> None:
         instance = self.instances.pop(instance_id, None)

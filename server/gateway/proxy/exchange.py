@@ -11,7 +11,8 @@ refused for its version       -> next instance, else held, then 409 or 504 (noth
 pooled connection was stale   -> once more on a fresh one (nothing of the answer had been seen)
 connection lost, no byte yet  -> next instance, within the retry budget (fleet/retries.py)
 upstream fails, nothing sent  -> 502/504 as JSON
-upstream fails, mid-answer    -> an error event where one fits, then the connection is cut
+upstream fails, mid-answer    -> another instance goes on with the stream (failover.py), else an error event where one
+                                 fits, and the connection is cut
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ from typing import Protocol
 from server.errors import BadUpstream, HttpError, Unavailable, UpstreamTimeout
 from server.gateway.access.keys import ANONYMOUS, Principal
 from server.gateway.access.limits import Grant
+from server.gateway.config import Failover
 from server.gateway.fleet import affinity, retries
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.context import TraceContext
 from server.gateway.observe.stats import Stats
+from server.gateway.proxy import failover
+from server.gateway.proxy.failover import Continuation
 from server.gateway.proxy.head import RequestHead, upstream_head
+from server.gateway.proxy.journal import ReplayMemory
 from server.gateway.proxy.relay import ResponseRelay
 from server.gateway.proxy.routes import Target
 from server.gateway.proxy.terms import Need
@@ -72,6 +77,7 @@ class Request:
     priority: int = 0  # its class in the queue; the lowest goes first
     deadline_s: float = math.inf  # in which it must get to an instance
     known: affinity.Hint | None = None
+    failover: Failover = "off"  # who may go on with a stream whose instance dies
     grant: Grant | None = None  # of the key's limits, where it has any
     extra_head: bytes = b""  # header lines for the answer
 
@@ -89,6 +95,7 @@ class Exchange:
         "_charged",
         "_client",
         "_connecting",
+        "_continuation",
         "_fleet",
         "_gate",
         "_held_at",
@@ -127,7 +134,8 @@ class Exchange:
         self._fleet = fleet
         self._stats = stats
         self._link: UpstreamConnection | None = None
-        self._relay = self._new_relay(request)
+        self._relay = self._new_relay(request, fleet.replay)
+        self._continuation: Continuation | None = None  # of a stream whose instance has died, the last time
         self._connecting: asyncio.Task[None] | None = None
         self._tried: list[Instance] = []
         self._pooled = False
@@ -232,6 +240,13 @@ class Exchange:
             self._client.cut()
         elif not self._paused and self._link is not None and idle > read_idle_timeout_s:
             self._upstream_failed(UpstreamTimeout(f"The instance was silent for {read_idle_timeout_s:g} s."))
+        elif not self._paused and self._stream_stands_still(idle):
+            self._upstream_failed(BadUpstream("The instance has fallen silent mid-answer.", code="upstream_died"))
+
+    def _stream_stands_still(self, idle: float) -> bool:
+        if self._link is None or self.instance is None or self._relay.journal is None:
+            return False
+        return failover.silent(self._fleet, self.instance, idle, self._fleet.settings.failover.idle_s)
 
     # choosing and connecting
 
@@ -261,12 +276,16 @@ class Exchange:
             self.turned_away(error)
 
     def _hold(self, failure: HttpError | None) -> None:
-        patience = self._fleet.patience(self.request.need, failure)
+        if self._continuation is not None:
+            patience = self._continuation.patience(self.started, self._fleet.settings.hold_s)
+        else:
+            patience = self._fleet.patience(self.request.need, failure)
         try:
             self._fleet.room.enter(self, patience, soon=bool(self._tried))
         except HttpError as error:
-            self._end(status=error.status, code=error.code)
-            self._client.refuse(error)
+            if self._continuation is not None:
+                self._stats.failovers["nobody"] += 1
+            self._break_off(error)
             return
         if not self._held_at:
             self._held_at, self._held_for = time.monotonic(), patience.kind
@@ -306,10 +325,13 @@ class Exchange:
     def _send(self, link: UpstreamConnection) -> None:
         assert self.instance is not None
         request = self.request
-        head = upstream_head(request.target, self.instance.pool.authority, request.head, len(request.body))
+        body, lines = request.body, b"" if request.failover == "off" else failover.WANTED
+        if self._continuation is not None:
+            body, lines = self._continuation.prefix + body, self._continuation.lines
+        head = upstream_head(request.target, self.instance.pool.authority, request.head, len(body), lines)
         self._link = link
         self.last_progress = time.monotonic()
-        link.send(self, head, request.body)
+        link.send(self, head, body)
         if self._paused:
             link.pause()
 
@@ -338,8 +360,11 @@ class Exchange:
         self._second_try = False
         if self.instance is not None:
             self._fleet.answered(self.instance, self._relay.status)
-        self.request.need = None
-        self.request.body = b""
+        if self._relay.journal is None:
+            self.request.need = None
+            self.request.body = b""
+        if self._continuation is not None:
+            self._stats.failovers["resumed"] += 1
         self._client.body_done()
 
     def _refused(self) -> None:
@@ -347,7 +372,10 @@ class Exchange:
         assert self.instance is not None
         self.instance.refusals += 1
         self._give_back()
-        self._relay = self._new_relay(self.request)
+        if self._continuation is not None:
+            self._relay.go_on()
+        else:
+            self._relay = self._new_relay(self.request, self._fleet.replay)
         self._try_next(None)
         if self.instance is not None:
             self._stats.refusal_retries += 1
@@ -418,10 +446,40 @@ class Exchange:
 
     def _upstream_failed(self, error: HttpError) -> None:
         log.warning("%s: %s", self.request.head.request_id.decode(), error)
-        answered = self.status != 0
         self._stats.upstream_failures[error.code] += 1
         if self.instance is not None:
             self._fleet.failed(self.instance)
+        if not (self.status and self._goes_on(error)):
+            self._break_off(error)
+
+    def _goes_on(self, error: HttpError) -> bool:
+        """Whether the answer does not end with `error`, but in order or elsewhere (failover.py)."""
+        relay, journal, last = self._relay, self._relay.journal, self._continuation
+        if journal is None or not journal.broken() or failover.turn_after(last) > failover.LIMIT:
+            self._stats.failovers["not_resumable" if journal is None or journal.lost else "given_up"] += 1
+            return False
+        if self._link is not None:
+            self._link.abort()
+            self._link = None
+        if journal.done:
+            self._stats.failovers["complete"] += 1
+            self._client.write(relay.finish())
+            self._complete()
+            return True
+        self._tried = [self.instance] if self.instance is not None else []
+        others = [i for i in self._fleet.serving if i is not self.instance]
+        told = relay.header(b"x-hotswap-weight-version")
+        version = failover.version_for(journal, told, self.request.failover, others)
+        need = self.request.need
+        self._continuation = failover.go_on(journal, last, error, time.monotonic(), need, version)
+        self.request.need = self._continuation.need
+        relay.go_on()
+        self._second_try = True
+        self._try_next(error)
+        return True
+
+    def _break_off(self, error: HttpError) -> None:
+        answered = self.status != 0
         self._end(status=self.status or error.status, code=error.code)
         if answered:
             self._client.write(self._relay.error_event(error))
@@ -453,6 +511,8 @@ class Exchange:
         if self.request.grant is not None:
             self.request.grant.settle(self.usage, status)
         self._stats.end(self)
+        if self._relay.journal is not None:
+            self._relay.journal.close()
         self._drop_instance()
 
     def _drop_instance(self) -> None:
@@ -464,7 +524,9 @@ class Exchange:
             self.instance = None
 
     @staticmethod
-    def _new_relay(request: Request) -> ResponseRelay:
+    def _new_relay(request: Request, memory: ReplayMemory) -> ResponseRelay:
         relay = ResponseRelay(request.head.request_id, http10=request.http10, keep_alive=request.keep_alive)
         relay.extra_head = request.extra_head
+        if request.failover != "off":
+            relay.memory, relay.request_bytes = memory, len(request.body)
         return relay

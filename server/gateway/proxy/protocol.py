@@ -19,7 +19,7 @@ from server.gateway.proxy.exchange import Exchange, Request
 from server.gateway.proxy.guard import GuardedProtocol
 from server.gateway.proxy.head import RequestHead
 from server.gateway.proxy.json_check import NONE, Fields, check_object
-from server.gateway.proxy.routes import Target, find
+from server.gateway.proxy.routes import Target, find, for_console
 
 
 class GatewayProtocol(GuardedProtocol):
@@ -81,7 +81,9 @@ class GatewayProtocol(GuardedProtocol):
         return self.exchange is not None or super().busy
 
     def head_read(self, head: RequestHead) -> None:
-        targets = () if self._on_admin_port else find(self.url)
+        targets = find(self.url)
+        if self._on_admin_port:
+            targets = for_console(targets)
         if not targets:
             self._target = None
             self._hand_to_app(head)
@@ -137,12 +139,16 @@ class GatewayProtocol(GuardedProtocol):
         http10 = self.parser.get_http_version() == "1.0"
         request = Request(target, self.head, body, None, http10, self._keep_alive, self._principal)
         request.priority = self._principal.priority
+        mode = self.gateway.config.upstream.failover.mode
+        request.failover = mode if target.route.continued else "off"
         in_body = fields.has_wish
         if in_body or self.head.asked:
             asked, request.body = terms.read(self.head.asked or {}, body, in_body=in_body)
             self.head.forward += asked.lines
             request.need, request.deadline_s = asked.need, asked.deadline_s
             request.priority = terms.priority_within(asked, self._principal)
+            if target.route.continued:
+                request.failover = asked.failover_or(mode)
         if request.priority:
             self.head.forward += b"x-hotswap-priority: %d\r\n" % request.priority
         if self._principal.limits is not None:

@@ -5,7 +5,8 @@ arrive together leave as one chunk. So a malformed upstream response cannot reac
 body it can read, and at every moment it is known whether an error event still fits into the stream.
 
     IDLE --first byte--> HEAD --headers--> BODY --last byte--> complete
-                           `-- 1xx: back to IDLE
+      ^                    `-- 1xx: back to IDLE  |
+      `------------- go_on: another instance -----'
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import httptools
 
 from server.errors import BadUpstream, HttpError
 from server.gateway.proxy import usage
+from server.gateway.proxy.journal import Journal, ReplayMemory
 from server.gateway.proxy.usage import Usage
+from server.resume import RESUMABLE, RESUMED
 
 MAX_HEAD = 64 * 2**10
 _HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 )
-_OURS = frozenset({b"x-request-id", b"x-hotswap-refused"})
+_OURS = frozenset({b"x-request-id", b"x-hotswap-refused", RESUMABLE, RESUMED})
 STATUS_LINES = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in http.HTTPStatus}
 
 
@@ -39,6 +42,7 @@ class ResponseRelay:
         "_chunked",
         "_close_delimited",
         "_fault",
+        "_going_on",
         "_head",
         "_head_size",
         "_headers",
@@ -52,8 +56,11 @@ class ResponseRelay:
         "body_bytes",
         "complete",
         "extra_head",
+        "journal",
         "keep_alive",
+        "memory",
         "refused",
+        "request_bytes",
         "reusable",
         "seen",
         "sse",
@@ -83,6 +90,10 @@ class ResponseRelay:
         self.refused = False  # for the version it runs, or a dead engine: another instance may answer
         self.body_bytes = 0
         self.extra_head = b""  # header lines for the client
+        self._going_on = False  # the head of an answer that another instance left unfinished was sent before
+        self.memory: ReplayMemory | None = None  # for a journal, where one is wanted
+        self.request_bytes = 0  # that are kept along with it
+        self.journal: Journal | None = None  # of a stream that another instance could go on with
 
     def feed(self, data: bytes) -> bytes:
         """Bytes for the client. Raises BadUpstream if `data` is not what HTTP allows here."""
@@ -105,6 +116,19 @@ class ResponseRelay:
         if not (self._close_delimited and self.status):
             state = "mid-answer" if self.seen else "before its first byte"
             raise BadUpstream(f"The instance closed the connection {state}.", code="upstream_died")
+        self.complete = True
+        return self._drain()
+
+    def go_on(self) -> None:
+        """The instance has died; the next one's answer is what comes after the events that went out."""
+        self._parser = httptools.HttpResponseParser(self)
+        self._going_on, self.status, self._head_size = True, 0, 0
+        self.seen = self.complete = self.reusable = self.refused = self._close_delimited = False
+        self._fault = None
+        self._body.clear()
+
+    def finish(self) -> bytes:
+        """The end of a body of which only that is missing."""
         self.complete = True
         return self._drain()
 
@@ -132,7 +156,7 @@ class ResponseRelay:
 
     def usage(self) -> Usage | None:
         """The tokens of the answer; None for errors and what counts no tokens. Of a cut stream it is an estimate."""
-        if not 200 <= self.status < 300 or not self.body_bytes:
+        if not (200 <= self.status < 300 or self._going_on) or not self.body_bytes:
             return None
         tail = self.tail()
         found = usage.read(tail)
@@ -140,9 +164,15 @@ class ResponseRelay:
 
     def _drain(self) -> bytes:
         out, self._head = self._head, b""
+        piece = b""
         if self._body:
             piece = self._body[0] if len(self._body) == 1 else b"".join(self._body)
             self._body.clear()
+            if self.journal is not None:
+                piece = self.journal.take(piece)
+        if self.complete and self.journal is not None:
+            piece += self.journal.rest()
+        if piece:
             self.body_bytes += len(piece)
             self._recent.append(piece)
             self._kept += len(piece)
@@ -176,11 +206,15 @@ class ResponseRelay:
             self._fail(f"status {status}")
         if status in (409, 503):
             self.refused = any(name == b"x-hotswap-refused" for name, _ in self._headers)
-        self._head = self._build_head(status)
+        if not self._going_on:
+            self._head = self._build_head(status)
+            self._open_journal(status)
+        elif not self.refused:
+            self._check_going_on(status)
         self.status = status
 
     def on_body(self, body: bytes) -> None:
-        if not self.complete:
+        if not (self.complete or (self.refused and self._going_on)):
             self._body.append(body)
 
     def on_message_complete(self) -> None:
@@ -218,6 +252,18 @@ class ResponseRelay:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")
         return b"".join(lines)
+
+    def _open_journal(self, status: int) -> None:
+        if self.memory is None or not self.sse or status != 200 or not (self._chunked or self._http10):
+            return
+        if self.header(RESUMABLE):
+            self.journal = self.memory.open(self.request_bytes)
+
+    def _check_going_on(self, status: int) -> None:
+        if status != 200 or not self.header(RESUMED):
+            self._fail(f"it did not go on with the answer, status {status}")
+        framed = self.header(b"transfer-encoding") or self.header(b"content-length")
+        self._close_delimited = not framed
 
     def _fail(self, fault: str) -> None:
         self._fault = fault

@@ -17,7 +17,8 @@ from urllib.parse import unquote_to_bytes
 class Route:
     """One forwarded route. `name` labels metrics; `json_body` is checked to be a JSON object before forwarding.
 
-    `works` is what it occupies an instance with: it waits in the queue for that ("" if it never waits).
+    `works` is what it occupies an instance with: it waits in the queue for that ("" if it never waits). `continued`:
+    an instance can go on with a stream that another one began (failover.py).
     """
 
     name: str
@@ -25,6 +26,7 @@ class Route:
     json_body: bool
     takes_query: bool = False
     works: Literal["", "prefill", "generate"] = ""
+    continued: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,16 @@ _POSTS: dict[bytes, Literal["", "prefill", "generate"]] = {
     b"/detokenize": "",
     b"/generate": "generate",
 }
+_CONTINUED = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/generate"})
 _EXACT: dict[bytes, tuple[Target, ...]] = {
     b"/v1/models": (Target(Route("/v1/models", b"GET", json_body=False), b"/v1/models"),),
-    **{p: (Target(Route(p.decode(), b"POST", json_body=True, works=works), p),) for p, works in _POSTS.items()},
+    **{
+        p: (Target(Route(p.decode(), b"POST", True, works=w, continued=p in _CONTINUED), p),) for p, w in _POSTS.items()
+    },
 }
 _RESPONSE_GET = Route("/v1/responses/{id}", b"GET", json_body=False, takes_query=True)
 _RESPONSE_CANCEL = Route("/v1/responses/{id}/cancel", b"POST", json_body=False)
+_CONSOLE = frozenset({"/v1/models", "/v1/chat/completions", "/generate"})
 _RESPONSE_ID = re.compile(rb"/v1/responses/([A-Za-z0-9_-]{1,128})(/cancel)?")
 _ENCODED_DELIMITER = re.compile(rb"%(?:2f|5c|00|25|3f|23|3b)", re.IGNORECASE)
 
@@ -81,6 +87,12 @@ def find(url: bytes) -> tuple[Target, ...]:
     if match[2]:
         return (Target(_RESPONSE_CANCEL, path),)
     return (Target(_RESPONSE_GET, path + b"?" + query if query else path),)
+
+
+def for_console(targets: tuple[Target, ...]) -> tuple[Target, ...]:
+    """Those of `targets` that the console's chat asks for: they answer on the admin port too, so that the page there
+    stays with its own origin."""
+    return tuple(target for target in targets if target.route.name in _CONSOLE)
 
 
 def public_names() -> list[str]:

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from server.errors import BadRequest, Conflict, Forbidden, HttpError, UpstreamTimeout
 from server.gateway.access.keys import MAX_PRIORITY, MIN_PRIORITY, Principal
+from server.gateway.config import Failover
 from weightsync.records import ActiveRecord
 from weightsync.swap.state import CONFIRM_S
 
@@ -40,6 +41,7 @@ class _Wish(msgspec.Struct, forbid_unknown_fields=True):
     wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] | None = None
     priority: Priority | None = None
     deadline_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] | None = None
+    failover: Failover | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +75,21 @@ class Need:
 class Asked:
     """`lines` are for the instance; `need` is None if any version will do.
 
-    `priority` (None: its key's) and `deadline_s`, in which it must get to an instance, are for the queue.
+    `priority` (None: its key's) and `deadline_s`, in which it must get to an instance, are for the queue. `failover` is
+    None if the gateway's setting holds; `uncrossed`: one version must give the whole answer.
     """
 
     lines: bytes
     need: Need | None
     priority: int | None
     deadline_s: float
+    failover: Failover | None
+    uncrossed: bool
+
+    def failover_or(self, mode: Failover) -> Failover:
+        """Who may go on with its stream, where the gateway is set to `mode`."""
+        chosen = self.failover or mode
+        return "same" if chosen == "any" and self.uncrossed else chosen
 
 
 # Names and values of the headers that are read; everything else with the prefix is refused.
@@ -93,6 +103,7 @@ _FORMS: dict[bytes, tuple[str, re.Pattern[bytes] | None]] = {
     b"x-hotswap-wait-s": ("wait_s", _SECONDS),
     b"x-hotswap-priority": ("priority", _SIGNED),
     b"x-hotswap-deadline-s": ("deadline_s", _SECONDS),
+    b"x-hotswap-failover": ("failover", None),
 }
 HEADERS = frozenset(_FORMS)
 _NAMES = {name: header.decode() for header, (name, _) in _FORMS.items()}
@@ -113,7 +124,7 @@ def read(headers: Mapping[bytes, bytes], body: bytes, *, in_body: bool) -> tuple
     constrained = wish.version is not None or wish.min_version is not None
     need = Need(wish.version, wish.min_version, wish.wait_s or 0.0) if constrained else None
     deadline_s = wish.deadline_s if wish.deadline_s is not None else math.inf
-    return Asked(_lines(wish), need, wish.priority, deadline_s), body
+    return Asked(_lines(wish), need, wish.priority, deadline_s, wish.failover, _uncrossed(wish)), body
 
 
 def priority_within(asked: Asked, principal: Principal) -> int:
@@ -171,6 +182,12 @@ def _check(wish: _Wish) -> None:
         raise _contradiction("finish_s bounds the policy finish, or a version; ask for one of them.", "finish_s")
     if wish.wait_s is not None and not constrained:
         raise _contradiction("wait_s waits for a version; say which (version, min_version).", "wait_s")
+    if wish.failover == "any" and _uncrossed(wish):
+        raise _contradiction("failover any goes on with other weights; leave it out, or ask for same.", "failover")
+
+
+def _uncrossed(wish: _Wish) -> bool:
+    return wish.policy in ("finish", "abort") or wish.version is not None
 
 
 def _lines(wish: _Wish) -> bytes:

@@ -1,0 +1,223 @@
+"""What a client has of a stream that another instance could go on with.
+
+The pieces that went out are kept as they are: bytes in a list. They are read in bundles of some kilobytes, or when the
+instance has died; then only what a continuation needs is left of them: token ids, which version wrote them, and a few
+names. A client is only ever given whole events, so that it can be gone on after any of them.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+
+import msgspec
+
+from server.resume import Resume, Span
+
+BUNDLE = 16 * 2**10  # bytes kept as they came, at most, and one piece
+ID_BYTES = array("I").itemsize
+
+_IDS = re.compile(rb'"token_ids":\[([0-9,]+)\]')
+_VERSION = re.compile(rb'"weight_version":([0-9]+)[,}]')
+_RARE = (b'"weight_versions":', b'"finish_reason":"')  # in JSON a text cannot hold these: its quotes are escaped
+
+
+class _Said(msgspec.Struct):
+    """What an event says of its tokens: a choice of it, or the whole event on /generate."""
+
+    token_ids: list[int] = []
+    weight_versions: list[Span] = []
+    prompt_weight_versions: list[Span] = []
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _Thing(msgspec.Struct):
+    """An object of which only its being there counts."""
+
+
+class _Event(_Said):
+    id: str | None = None
+    created: int | None = None
+    choices: list[_Said] = []
+    usage: _Thing | None = None
+    error: _Thing | str | None = None
+    weight_version: int | None = None
+
+
+_events = msgspec.json.Decoder(_Event)
+
+
+class ReplayMemory:
+    """Bytes that all streams of a gateway may keep for it, `per_stream` of them one; 0: none do."""
+
+    def __init__(self, limit: int, per_stream: int) -> None:
+        self.limit, self.per_stream = limit, per_stream
+        self.used = 0
+
+    def open(self, request_bytes: int) -> Journal | None:
+        """A journal for the answer to a request of this size, which is kept along; None if that would be too much."""
+        size = request_bytes + BUNDLE
+        if size > self.per_stream or self.used + size > self.limit:
+            return None
+        self.used += size
+        return Journal(self, size)
+
+
+class Journal:
+    """Of one stream. `take` is on the hot path."""
+
+    __slots__ = (
+        "_charged", "_ids", "_lead", "_memory", "_names", "_partial", "_pieces", "_prompt", "_seams", "_size", "_spans",
+        "_usage_sent", "done", "finish", "lost",
+    )  # fmt: skip
+
+    def __init__(self, memory: ReplayMemory, charged: int) -> None:
+        self._memory, self._charged = memory, charged
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._partial = b""  # the beginning of an event, held until its end is here
+        self._ids = array("I")
+        self._spans: list[Span] = []
+        self._prompt: list[Span] = []
+        self._lead = 0
+        self._names: tuple[str | None, int | None] = None, None
+        self._usage_sent = False
+        self._seams: list[int] = []
+        self.finish: tuple[str, int | str | None] | None = None
+        self.done = False  # the last event has gone out
+        self.lost = False  # it has become too long, or what the instance sends cannot be continued
+
+    def take(self, piece: bytes) -> bytes:
+        """What of the body may go out now: whole events."""
+        if self._partial or piece[-2:] != b"\n\n":
+            piece = self._whole(piece)
+        self._pieces.append(piece)
+        self._size += len(piece)
+        if self._size > BUNDLE:
+            self._read()
+        return piece
+
+    def rest(self) -> bytes:
+        """What was held back, when the body has ended in order."""
+        rest, self._partial = self._partial, b""
+        return rest
+
+    def close(self) -> None:
+        """The stream has ended, or cannot be gone on with: nothing is kept any more."""
+        self._memory.used -= self._charged
+        self._charged = 0
+        self.lost = True
+        self._pieces.clear()
+
+    def broken(self) -> bool:
+        """The instance has died, the unfinished event with it; whether the stream could be gone on with."""
+        self._partial = b""
+        self._read()
+        return not self.lost
+
+    def resume(self, version: int | None) -> Resume:
+        """What another instance has to know; `version`: of the weights that must go on, None if any may."""
+        self._seams.append(len(self._ids))
+        reason, stop = self.finish or (None, None)
+        return Resume(
+            self._ids.tolist(), self._spans, self._prompt, version, self._lead, *self._names, reason, stop,
+            self._usage_sent, list(self._seams),
+        )  # fmt: skip
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights that wrote the last token."""
+        return self._spans[-1].version if self._spans else None
+
+    def _whole(self, piece: bytes) -> bytes:
+        piece = self._partial + piece
+        end = piece.rfind(b"\n\n") + 2 if not self.lost else len(piece)
+        if end < 2:
+            end = 0
+        self._partial = piece[end:]
+        if len(self._partial) > self._memory.per_stream:  # no event is so long
+            self.close()
+            return piece[:end] + self.rest()
+        return piece[:end]
+
+    def _read(self) -> None:
+        bundle = b"".join(self._pieces)
+        self._pieces.clear()
+        self._size = 0
+        if self.lost:
+            return
+        before = len(self._ids)
+        try:
+            if not self._read_fast(bundle):
+                for event in bundle.split(b"\n\n"):
+                    self._read_event(event)
+        except (msgspec.DecodeError, ValueError, OverflowError):
+            self.close()
+            return
+        self._charge((len(self._ids) - before) * ID_BYTES)
+
+    def _charge(self, size: int) -> None:
+        memory = self._memory
+        if self._charged + size > memory.per_stream or memory.used + size > memory.limit:
+            self.close()
+            return
+        memory.used += size
+        self._charged += size
+
+    def _read_fast(self, bundle: bytes) -> bool:
+        """The middle of an answer that one version writes, without parsing it; False if it may be anything else."""
+        if not self._ids or self.finish is not None or any(each in bundle for each in _RARE):
+            return False
+        versions = set(_VERSION.findall(bundle))
+        if len(versions) != 1:
+            return False
+        found = b",".join(_IDS.findall(bundle))
+        self._add([int(i) for i in found.split(b",")] if found else [], int(versions.pop()), [])
+        return True
+
+    def _read_event(self, event: bytes) -> None:
+        name, found, data = event.rpartition(b"data: ") if event[:1] != b"d" else (b"", event[:6], event[6:])
+        if not found:
+            return  # a comment, or the nothing behind the last event
+        if data == b"[DONE]":
+            self.done = True
+            return
+        payload = _events.decode(data)
+        if payload.error is not None:
+            raise ValueError("it has ended with an error")
+        if name.startswith(b"event: done"):
+            self.done = True
+            return
+        self._note(payload, payload.choices[0] if payload.choices else payload)
+
+    def _note(self, payload: _Event, said: _Said) -> None:
+        if self._names[0] is None:
+            self._names = payload.id, payload.created
+        if said.token_ids:
+            if payload.weight_version is None:
+                raise ValueError("tokens of no version")
+            self._prompt = self._prompt or said.prompt_weight_versions
+            self._add(said.token_ids, payload.weight_version, said.weight_versions)
+        elif not self._ids:
+            self._lead += 1
+        if said.finish_reason is not None:
+            self.finish = said.finish_reason, said.stop_reason
+        elif not payload.choices and payload.usage is not None:
+            self._usage_sent = True
+
+    def _add(self, ids: list[int], version: int, spans: list[Span]) -> None:
+        start = len(self._ids)
+        self._ids.extend(ids)
+        end = len(self._ids)
+        for span in spans or [Span(version, start, end)]:
+            self._extend(span.version, max(span.start, start), min(span.end, end))
+
+    def _extend(self, version: int, start: int, end: int) -> None:
+        if end <= start:
+            return
+        last = self._spans[-1] if self._spans else None
+        if last is not None and last.version == version and last.end == start:
+            self._spans[-1] = Span(version, last.start, end)
+        else:
+            self._spans.append(Span(version, start, end))
