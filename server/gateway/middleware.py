@@ -10,6 +10,7 @@ from fastapi import Response
 
 from server.errors import HttpError, NotFound
 from server.gateway.access.keys import ADMIN
+from server.gateway.console.routes import is_open
 from server.gateway.observe.finished import Finished
 
 Scope = dict[str, Any]
@@ -55,14 +56,14 @@ OPEN = frozenset({"/healthz", "/readyz", "/metrics"})
 
 
 class AdminGate:
-    """Health and metrics are for everybody, on both ports. Everything else is on the admin port alone, and is not
-    reached, and no body read for it, without an admin key."""
+    """Health, metrics and the console's files are for everybody, on both ports. Everything else is on the admin port
+    alone, and is not reached, and no body read for it, without an admin key."""
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN:
+        if scope["type"] == "http" and scope["path"] not in OPEN and not is_open(scope["path"]):
             try:
                 _check(scope)
             except HttpError as error:

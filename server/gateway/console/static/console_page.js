@@ -1,0 +1,105 @@
+// The admin port's page: the chat, and once a key is given, everything else, asked for once a second while it is seen.
+
+import { Announcer } from "./announce.js";
+import { Api } from "./api.js";
+import { Chat } from "./chat.js";
+import { CurvesView } from "./curves.js";
+import { byId, setText } from "./dom.js";
+import { FleetView } from "./fleet.js";
+import { Key, wireKeyForm } from "./key.js";
+import { SwapDialog } from "./swap_dialog.js";
+import { SwapsView } from "./swaps.js";
+import { Talk } from "./talk.js";
+import { badge, versionName } from "./versions.js";
+import { WeightsView } from "./weights.js";
+
+const PERIOD_MS = 1000;
+
+class ConsolePage {
+  constructor() {
+    this.key = new Key();
+    this.api = new Api(this.key);
+    this.announcer = new Announcer(byId("announcements"));
+    this.talk = new Talk(this.api);
+    this.chat = new Chat(this.talk, this.announcer);
+    this.dialog = new SwapDialog(this.api, () => this.#look());
+    this.fleet = new FleetView();
+    this.weights = new WeightsView(this.dialog);
+    this.swaps = new SwapsView(this.announcer);
+    this.curves = new CurvesView();
+    this.history = [];
+    this.seen = null; // the swap the history was read after
+    this.rounds = 0;
+    this.looking = false;
+    this.timer = null;
+    this.key.onchange = () => this.#look();
+    wireKeyForm(byId("key-form"), this.key);
+    document.addEventListener("visibilitychange", () => document.hidden || this.#look());
+    this.#look();
+  }
+
+  // One round, and the next in a second; while nobody sees the page, and without a key, there is none.
+  async #look() {
+    if (this.looking) return;
+    this.looking = true;
+    clearTimeout(this.timer);
+    try {
+      await this.#round();
+    } catch (error) {
+      this.#problem(error);
+    }
+    this.looking = false;
+    if (this.key.value && !document.hidden) this.timer = setTimeout(() => this.#look(), PERIOD_MS);
+  }
+
+  async #round() {
+    if (this.talk.model === null) await this.#greet();
+    if (!this.key.value) {
+      setText(byId("key-message"), "Type the admin key to see the fleet. The chat works without, where no key is asked.");
+      return;
+    }
+    const paths = ["/admin/instances", "/admin/weights", "/admin/swap", "/admin/pause"];
+    const [{ instances }, weights, { swap }, pause] = await Promise.all(paths.map((path) => this.api.json(path)));
+    setText(byId("key-message"), "The key works.");
+    this.fleet.update(instances);
+    this.weights.update(weights);
+    this.dialog.follow(swap, instances);
+    this.#now(weights.active, swap, pause);
+    await this.#past(swap);
+    if (this.rounds++ % 2 === 0) this.curves.update(await this.api.json("/admin/series"), this.history);
+  }
+
+  async #greet() {
+    try {
+      setText(byId("model"), (await this.talk.findModel()) ?? "");
+    } catch {
+      setText(byId("model"), ""); // the chat says why when it is asked; the fleet may be shown all the same
+    }
+  }
+
+  async #past(swap) {
+    const now = swap === null ? "" : `${swap.id} ${swap.phase}`;
+    if (now === this.seen) return;
+    this.history = (await this.api.json("/admin/swaps")).swaps;
+    this.seen = now;
+    this.swaps.update(this.history);
+  }
+
+  #now(active, swap, pause) {
+    const shown = byId("active");
+    if (shown.textContent !== versionName(active?.version)) shown.replaceChildren(badge(active?.version));
+    const moving = swap?.in_flight ? `swap to ${versionName(swap.target)}: ${swap.phase}` : "no swap under way";
+    setText(byId("swap-now"), active ? `epoch ${active.epoch}, ${moving}` : moving);
+    const names = pause.pauses.map((p) => p.requested_by).join(", ");
+    const before = byId("pause-now").textContent;
+    setText(byId("pause-now"), pause.paused ? `Generation is paused by ${names}` : "");
+    if (before !== byId("pause-now").textContent) this.announcer.say(pause.paused ? `Generation is paused by ${names}.` : "Generation goes on.");
+  }
+
+  #problem(error) {
+    setText(byId("key-message"), error.line ?? `The console failed: ${error.message}`);
+    if (error.status === 401 || error.status === 403) this.key.drop();
+  }
+}
+
+new ConsolePage();

@@ -1,0 +1,62 @@
+// How weight versions look: a tint and a kind of underline that go with the number, and the number itself. So colour is
+// never the only sign, and a version looks the same in the chat, the fleet and the timeline.
+
+import { el } from "./dom.js";
+
+export const STYLES = 6;
+
+export function versionClass(version) {
+  return Number.isInteger(version) ? `v${version % STYLES}` : "vnone";
+}
+
+export function versionName(version) {
+  return Number.isInteger(version) ? `v${version}` : "no version";
+}
+
+export function badge(version) {
+  return el("span", { class: `badge ${versionClass(version)}` }, versionName(version));
+}
+
+// Text written by versions: one run for each stretch of one version, marked with its number where it begins.
+export class VersionedText {
+  constructor(element) {
+    this.element = element;
+    this.tokens = new Map(); // version -> pieces that came from it
+    this.version = undefined;
+    this.run = null;
+  }
+
+  // Returns whether this piece began a run of another version than the one before.
+  add(version, text) {
+    const changed = this.run === null || version !== this.version;
+    const crossed = changed && this.run !== null;
+    if (changed) {
+      this.version = version;
+      this.run = document.createTextNode("");
+      const attributes = { class: `run ${versionClass(version)}`, "data-version": versionName(version) };
+      this.element.append(el("span", attributes, this.run));
+    }
+    this.run.appendData(text);
+    this.tokens.set(version, (this.tokens.get(version) ?? 0) + 1);
+    return crossed;
+  }
+}
+
+// Which versions have written in this conversation, and how much.
+export class Legend {
+  constructor(list) {
+    this.list = list;
+    this.items = new Map(); // version -> {count, element}
+  }
+
+  add(version) {
+    let item = this.items.get(version);
+    if (item === undefined) {
+      item = { count: 0, text: document.createTextNode("") };
+      this.items.set(version, item);
+      this.list.append(el("li", { "data-version": versionName(version) }, badge(version), " ", item.text));
+    }
+    item.count += 1;
+    item.text.data = item.count === 1 ? "1 token" : `${item.count} tokens`;
+  }
+}

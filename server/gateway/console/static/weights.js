@@ -1,0 +1,59 @@
+// The published versions, with what an administrator may do to them.
+
+import { byId, el, setText } from "./dom.js";
+import { fingerprintCell } from "./fleet.js";
+import { Table, clock } from "./table.js";
+import { badge, versionName } from "./versions.js";
+
+export class WeightsView {
+  constructor(dialog) {
+    this.dialog = dialog;
+    this.active = null;
+    this.table = new Table(byId("versions"), this.#columns(), (v) => v.version, "Nothing has been published.");
+    this.rollback = byId("rollback");
+    this.rollback.addEventListener("click", () => this.dialog.open({ version: this.active.previous, rollback: true }));
+  }
+
+  update({ active, versions }) {
+    this.active = active;
+    this.dialog.active = active;
+    this.table.update([...versions].sort((a, b) => b.version - a.version));
+    const previous = active?.previous ?? null;
+    const ready = versions.some((v) => v.version === previous && v.state === "ready");
+    this.rollback.disabled = !ready;
+    setText(byId("rollback-note"), ready ? `to ${versionName(previous)}, which served before` : "there is nothing to go back to");
+  }
+
+  #columns() {
+    return [
+      { head: "Version", header: true, value: (v) => v.version, render: (v) => badge(v.version) },
+      { head: "State", value: (v) => (this.#isActive(v) ? "active" : v.state) },
+      { head: "Step", kind: "number", value: (v) => v.step ?? "–" },
+      { head: "Published by", value: (v) => v.publisher || v.source },
+      { head: "At", value: (v) => clock(v.created_at) },
+      { head: "Size", kind: "number", value: (v) => size(v.nbytes) },
+      { head: "Fingerprint", value: (v) => v.fingerprint, render: (v) => fingerprintCell(v.fingerprint) },
+      { head: "Parts", value: (v) => (v.parts ?? []).map((part) => part.name).join(", ") || "–" },
+      { head: "Do", value: (v) => `${this.#isActive(v)} ${v.state}`, render: (v) => this.#actions(v) },
+    ];
+  }
+
+  #isActive(version) {
+    return this.active?.version === version.version;
+  }
+
+  #actions(version) {
+    if (this.#isActive(version) || version.state !== "ready") return document.createTextNode("–");
+    const name = versionName(version.version);
+    const button = el("button", { type: "button", "aria-label": `Activate ${name}` }, "Activate");
+    button.addEventListener("click", () => this.dialog.open({ version: version.version, rollback: false }));
+    return button;
+  }
+}
+
+function size(bytes) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let at = 0;
+  for (; bytes >= 1000 && at < units.length - 1; at += 1) bytes /= 1000;
+  return `${bytes.toFixed(at > 2 ? 2 : 0)} ${units[at]}`;
+}
