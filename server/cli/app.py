@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from server.cli import bench, weights
+from server.cli import bench, keys, weights
 from server.cli.paths import default_state_dir
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(weights.app, name="weights", help="Publish, activate, roll back, verify and compare weight versions.")
+app.add_typer(keys.app, name="keys", help="Make, limit, rotate and revoke keys of a running gateway.")
 app.add_typer(bench.app, name="bench", help="Benchmarks; each prints a table and writes JSON.")
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -35,6 +36,7 @@ def up(
     api_key_file: Annotated[
         Path | None, typer.Option(help="file with API keys, one a line; default: none asked")
     ] = None,
+    require_key: Annotated[bool, typer.Option(help="ask for an API key even before there is one")] = False,
     train: Annotated[Path | None, typer.Option(help="also run this trainer configuration")] = None,
     kv_cache_gib: Annotated[float, typer.Option(help="KV cache on CPU, GiB, of each instance")] = 1.0,
     instances: Annotated[int, typer.Option(help="vLLM instances; they share the weights' memory")] = 1,
@@ -49,6 +51,7 @@ def up(
     from server.cli.up import UpConfig, run_up
 
     gateway_args = ["--keep-versions", str(keep_versions), "--cache-scope", cache_scope, "--hold", str(hold)]
+    gateway_args += ["--require-key"] if require_key else []
     gateway_args += ["--probes", str(probes.resolve())] if probes is not None else []
     gateway_args += ["--max-logprob-drift", str(max_logprob_drift)] if max_logprob_drift is not None else []
     config = UpConfig(

@@ -6,8 +6,10 @@ import asyncio
 import logging
 import resource
 import socket
+import ssl
+from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 
@@ -44,7 +46,16 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
         timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
         ssl_certfile=cast(str | None, config.ssl_certfile and str(config.ssl_certfile)),
         ssl_keyfile=config.ssl_keyfile and str(config.ssl_keyfile),
+        ssl_context_factory=_certificate(config),
     )
+
+
+def _certificate(config: GatewayConfig) -> Callable[[Any, Callable[[], ssl.SSLContext]], ssl.SSLContext] | None:
+    if config.ssl_certfile is None or config.ssl_keyfile is None:
+        return None
+    from server.gateway.tls import Certificate
+
+    return Certificate(config.ssl_certfile, config.ssl_keyfile).context
 
 
 def bind(config: GatewayConfig) -> tuple[GatewayConfig, list[socket.socket]]:

@@ -25,9 +25,10 @@ MAX_WEIGHT = 1000
 class Principal:
     """Who a key belongs to and what it may do.
 
-    `digest` tells owners apart: a hash of the key, or of the record's id, which a rotated key keeps; empty for nobody's.
-    `priority` is the most urgent class its requests may have (lower goes first, as in vLLM), `weight` its share of a
-    class relative to other keys' (queue/). `until` (unix seconds) is when the key ends, `limits` None if it has none.
+    `digest` tells owners apart: a hash of the key, or of the record's id, which a rotated key keeps; empty for
+    nobody's. `priority` is the most urgent class its requests may have (lower goes first, as in vLLM), `weight` its
+    share of a class relative to other keys' (queue/). `until` (unix seconds) is when the key ends, `limits` None if it
+    has none.
     """
 
     name: str

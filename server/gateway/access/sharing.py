@@ -1,7 +1,7 @@
 """Dividing limits with the other gateways of a store: one small record each, under a lease (shares.py has the rules).
 
-Nothing here is waited for by a request. A gateway that is alone writes nothing but its lease; where there are several,
-each writes its record once a second while limited keys are in use. While the store is away the last parts stay in force.
+No request waits for anything here. A gateway that is alone writes nothing but its lease; where there are several, each
+writes its record once a second while limited keys are in use. While the store is away the last parts stay in force.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Sharing:
                 await watching
 
     async def _watch(self, revision: int) -> None:
-        self._news = news = asyncio.Queue()
+        self._news = news = asyncio.Queue[Event | StoreError]()
         try:
             async for event in self._store.watch(USAGE_PREFIX, revision):
                 news.put_nowait(event)

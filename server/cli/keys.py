@@ -1,0 +1,206 @@
+"""`hotswap keys`: the keys of a running gateway, from the shell."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from server.cli.errors import CliError
+from server.cli.weights import AdminClient, AsJson, KeyFile, StateDir, Url
+
+app = typer.Typer(no_args_is_help=True)
+
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+LIMITS = ("requests_per_min", "tokens_per_min", "concurrency", "max_output_tokens", "priority", "weight")
+NO_LIMIT = "none"
+
+
+class Scope(StrEnum):
+    """What a key may be used for."""
+
+    infer = "infer"
+    admin = "admin"
+
+
+Id = Annotated[str, typer.Argument(help="a key's id, from `hotswap keys list`")]
+Scopes = Annotated[list[Scope] | None, typer.Option("--scope", help="infer (default), admin; may be repeated")]
+Expires = Annotated[str | None, typer.Option(help="time from now, such as 30d, 12h or 90m; `none`: never")]
+Requests = Annotated[str | None, typer.Option("--requests-per-min", help="a number, or `none`")]
+Tokens = Annotated[str | None, typer.Option("--tokens-per-min", help="prompt and answer; a number, or `none`")]
+Concurrency = Annotated[str | None, typer.Option(help="requests at one time; a number, or `none`")]
+MaxOutput = Annotated[str | None, typer.Option("--max-output-tokens", help="of one answer; a number, or `none`")]
+Priority = Annotated[int | None, typer.Option(help="most urgent class it may ask for, -9 to 9; lower goes first")]
+Weight = Annotated[int | None, typer.Option(help="its share of a class against other keys, 1 to 1000")]
+
+
+@app.command()
+def create(
+    name: Annotated[str, typer.Argument(help="who it is for")],
+    scope: Scopes = None,
+    expires: Expires = None,
+    requests_per_min: Requests = None,
+    tokens_per_min: Tokens = None,
+    concurrency: Concurrency = None,
+    max_output_tokens: MaxOutput = None,
+    priority: Priority = None,
+    weight: Weight = None,
+    as_json: AsJson = False,
+    state_dir: StateDir = None,
+    url: Url = None,
+    admin_key_file: KeyFile = None,
+) -> None:
+    """Make a key. It is shown this once: only its digest is kept."""
+    limits = _limits(requests_per_min, tokens_per_min, concurrency, max_output_tokens, priority, weight)
+    body = {"name": name, **_scopes(scope), **_expiry(expires), **limits}
+    _show_key(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/keys", body), as_json)
+
+
+@app.command("list")
+def list_keys(
+    as_json: AsJson = False, state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None
+) -> None:
+    """List all keys with their limits."""
+    answer = AdminClient(state_dir, url, admin_key_file).call("GET", "/admin/keys")
+    if as_json:
+        print(json.dumps(answer))
+        return
+    table = Table("id", "name", "scopes", "state", "expires", *(_title(name) for name in LIMITS))
+    for key in answer["keys"]:
+        limits = [_bound(key["limits"][name]) for name in LIMITS]
+        table.add_row(key["id"], key["name"], " ".join(key["scopes"]), key["state"], _date(key["expires_at"]), *limits)
+    Console().print(table)
+    if answer["inference"] == "open":
+        Console().print("inference asks for no key: there is none with the scope infer")
+
+
+@app.command()
+def show(key_id: Id, state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
+    """Print one key's record as JSON."""
+    print(json.dumps(AdminClient(state_dir, url, admin_key_file).call("GET", _path(key_id)), indent=1))
+
+
+@app.command()
+def update(
+    key_id: Id,
+    name: Annotated[str | None, typer.Option(help="who it is for")] = None,
+    scope: Scopes = None,
+    expires: Expires = None,
+    disabled: Annotated[bool | None, typer.Option("--disable/--enable", help="whether it works for now")] = None,
+    requests_per_min: Requests = None,
+    tokens_per_min: Tokens = None,
+    concurrency: Concurrency = None,
+    max_output_tokens: MaxOutput = None,
+    priority: Priority = None,
+    weight: Weight = None,
+    state_dir: StateDir = None,
+    url: Url = None,
+    admin_key_file: KeyFile = None,
+) -> None:
+    """Change what is named, in all gateways, within a moment; the rest stays."""
+    limits = _limits(requests_per_min, tokens_per_min, concurrency, max_output_tokens, priority, weight)
+    body = {**_scopes(scope), **_expiry(expires), **limits}
+    body |= ({"name": name} if name is not None else {}) | ({"disabled": disabled} if disabled is not None else {})
+    if not body:
+        raise CliError("nothing to change: name what is to be different (--help lists the options)")
+    record = AdminClient(state_dir, url, admin_key_file).call("PATCH", _path(key_id), body)
+    Console().print(f"key {record['id']} ({record['name']}) is {record['state']}")
+
+
+@app.command()
+def rotate(
+    key_id: Id,
+    grace: Annotated[str, typer.Option(help="how long the old key works beside the new one, such as 24h")] = "0s",
+    as_json: AsJson = False,
+    state_dir: StateDir = None,
+    url: Url = None,
+    admin_key_file: KeyFile = None,
+) -> None:
+    """Give a record a new key, which is shown this once; limits stay."""
+    client = AdminClient(state_dir, url, admin_key_file)
+    _show_key(client.call("POST", f"{_path(key_id)}/rotate", {"grace_s": _seconds("--grace", grace)}), as_json)
+
+
+@app.command()
+def revoke(
+    key_id: Id,
+    forget: Annotated[bool, typer.Option(help="also remove its record")] = False,
+    state_dir: StateDir = None,
+    url: Url = None,
+    admin_key_file: KeyFile = None,
+) -> None:
+    """End a key for good."""
+    client = AdminClient(state_dir, url, admin_key_file)
+    record = client.call("GET", _path(key_id))
+    if record["state"] != "revoked":
+        record = client.call("DELETE", _path(key_id))
+    if forget:
+        client.call("DELETE", f"{_path(key_id)}?forget=true")
+    Console().print(f"key {record['id']} ({record['name']}) is revoked" + (" and forgotten" if forget else ""))
+
+
+def _path(key_id: str) -> str:
+    if not re.fullmatch("[A-Za-z0-9_-]{1,64}", key_id):
+        raise CliError(f"{key_id!r} is not a key's id; `hotswap keys list` shows them")
+    return f"/admin/keys/{key_id}"
+
+
+def _limits(*values: str | int | None) -> dict[str, Any]:
+    found = {name: _number(name, value) for name, value in zip(LIMITS, values, strict=True) if value is not None}
+    return {"limits": found} if found else {}
+
+
+def _number(name: str, value: str | int) -> int | None:
+    if isinstance(value, int):
+        return value
+    if value == NO_LIMIT:
+        return None
+    if not value.isdecimal():
+        raise CliError(f"--{name.replace('_', '-')} {value}: write a number, or `{NO_LIMIT}`")
+    return int(value)
+
+
+def _scopes(scopes: list[Scope] | None) -> dict[str, Any]:
+    return {"scopes": [scope.value for scope in scopes]} if scopes else {}
+
+
+def _expiry(expires: str | None) -> dict[str, Any]:
+    if expires is None:
+        return {}
+    return {"expires_at": None} if expires == NO_LIMIT else {"expires_in_s": _seconds("--expires", expires)}
+
+
+def _seconds(option: str, text: str) -> float:
+    found = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
+    if found is None:
+        raise CliError(f"{option} {text}: write a number and a unit of s, m, h, d or w, such as 30d")
+    return float(int(found[1]) * SECONDS[found[2]])
+
+
+def _show_key(answer: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(answer))
+        return
+    print(answer["key"])
+    note = "keep it now: it is not shown again"
+    if answer["old_key_until"] is not None:
+        note += f"; the old one works until {_date(answer['old_key_until'])}"
+    Console(stderr=True).print(f"key {answer['id']} ({answer['name']}): {note}")
+
+
+def _title(name: str) -> str:
+    return name.replace("_per_min", "/min").replace("_", " ")
+
+
+def _bound(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _date(moment: float | None) -> str:
+    return "" if moment is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))

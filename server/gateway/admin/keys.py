@@ -1,0 +1,162 @@
+"""`/admin/keys`: making, limiting, rotating and revoking keys. A key itself is only in the answer that made it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from server.errors import BadRequest
+from server.gateway.access.key_store import NewKey
+from server.gateway.access.keys import MAX_PRIORITY, MAX_WEIGHT, MIN_PRIORITY
+from server.gateway.access.records import INFER, KeyLimits, KeyRecord, Scope
+from server.gateway.deps import GatewayDep
+
+router = APIRouter(prefix="/admin/keys", tags=["admin"])
+
+MAX_LIFE_S = 10 * 365 * 86400
+MAX_GRACE_S = 30 * 86400
+Forget = Annotated[bool, Query(description="remove the record of a revoked one")]
+KeyId = Annotated[str, Path(pattern="^[A-Za-z0-9_-]{1,64}$")]
+Bound = Annotated[int | None, Field(ge=1, le=10**12)]
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Scopes = Annotated[list[Scope], Field(min_length=1, max_length=2)]
+
+
+class Limits(BaseModel):
+    """What the key may use; null: as much as there is."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    requests_per_min: Bound = None
+    tokens_per_min: Bound = None
+    concurrency: Bound = None
+    max_output_tokens: Bound = None
+    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY, description="its most urgent class")] = 0
+    weight: Annotated[int, Field(ge=1, le=MAX_WEIGHT, description="share of its class")] = 1
+
+    def on(self, before: KeyLimits) -> KeyLimits:
+        """`before`, changed in what was sent."""
+        return replace(before, **self.model_dump(exclude_unset=True))
+
+
+class Expiry(BaseModel):
+    """When a key ends; in neither form: never."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    expires_at: Annotated[float | None, Field(ge=0, le=2**40, description="unix seconds")] = None
+    expires_in_s: Annotated[float | None, Field(gt=0, le=MAX_LIFE_S)] = None
+
+    def moment(self) -> float | None:
+        """Unix seconds. Raises BadRequest."""
+        if self.expires_in_s is None:
+            return self.expires_at
+        if self.expires_at is not None:
+            raise BadRequest("Send one of expires_at and expires_in_s.", code="invalid_parameter", param="expires_at")
+        return time.time() + self.expires_in_s
+
+
+class Create(Expiry):
+    """A new key."""
+
+    name: Name
+    scopes: Scopes = [INFER]
+    limits: Limits = Limits()
+
+
+class Update(Expiry):
+    """What is to change; what is left out stays. A null takes a limit, or the expiry, away."""
+
+    name: Name | None = None
+    scopes: Scopes | None = None
+    disabled: bool | None = None
+    limits: Limits = Limits()
+
+    def on(self, record: KeyRecord) -> KeyRecord:
+        """The record as it is to be."""
+        sent = self.model_fields_set
+        changes: dict[str, Any] = {"limits": self.limits.on(record.limits)}
+        changes |= {"expires_at": self.moment()} if sent & {"expires_at", "expires_in_s"} else {}
+        changes |= {"name": self.name} if self.name is not None else {}
+        changes |= {"scopes": _scopes(self.scopes)} if self.scopes is not None else {}
+        changes |= {"disabled": self.disabled} if self.disabled is not None else {}
+        return replace(record, **changes)
+
+
+class Rotate(BaseModel):
+    """How long the key of before works beside the new one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    grace_s: Annotated[float, Field(ge=0, le=MAX_GRACE_S)] = 0.0
+
+
+@router.get("")
+async def list_keys(gateway: GatewayDep) -> dict[str, Any]:
+    """Every key, oldest first, and whether inference asks for one."""
+    asked = "open" if gateway.keys.open_inference else "keys"
+    return {"inference": asked, "keys": [described(record) for record in await gateway.key_store.every()]}
+
+
+@router.post("")
+async def create_key(gateway: GatewayDep, body: Create, response: Response) -> dict[str, Any]:
+    """Makes a key, and shows it this once."""
+    expires_at = body.moment()
+    if expires_at is not None and expires_at <= time.time():
+        raise BadRequest("expires_at is over already.", code="invalid_parameter", param="expires_at")
+    new = NewKey(body.name, _scopes(body.scopes), expires_at, body.limits.on(KeyLimits()))
+    record, key = await gateway.key_store.create(new)
+    return _shown_once(record, key, response)
+
+
+@router.get("/{key_id}")
+async def show_key(gateway: GatewayDep, key_id: KeyId) -> dict[str, Any]:
+    """One key's record."""
+    return described(await gateway.key_store.one(key_id))
+
+
+@router.patch("/{key_id}")
+async def update_key(gateway: GatewayDep, key_id: KeyId, body: Update) -> dict[str, Any]:
+    """Changes name, scopes, expiry, limits, or whether it works for now."""
+    return described(await gateway.key_store.change(key_id, body.on))
+
+
+@router.delete("/{key_id}")
+async def revoke_key(gateway: GatewayDep, key_id: KeyId, forget: Forget = False) -> dict[str, Any]:
+    """Ends a key for good. Its record stays until it is forgotten."""
+    if forget:
+        return described(await gateway.key_store.forget(key_id))
+    return described(await gateway.key_store.change(key_id, lambda record: replace(record, revoked_at=time.time())))
+
+
+@router.post("/{key_id}/rotate")
+async def rotate_key(
+    gateway: GatewayDep, key_id: KeyId, response: Response, body: Rotate | None = None
+) -> dict[str, Any]:
+    """Gives a record a new key, shown this once; limits and prefix cache stay the same."""
+    grace_s, made = (body or Rotate()).grace_s, ""
+
+    def rotated(record: KeyRecord) -> KeyRecord:
+        nonlocal made
+        record, made = record.rotated(grace_s)
+        return record
+
+    return _shown_once(await gateway.key_store.change(key_id, rotated), made, response)
+
+
+def described(record: KeyRecord) -> dict[str, Any]:
+    """A record as it is shown: without digests."""
+    now = time.time()
+    shown = {k: v for k, v in asdict(record).items() if k not in ("digest", "old_digest", "old_until")}
+    old_until = record.old_until if record.old_digest is not None and record.old_until > now else None
+    return {**shown, "state": record.standing(now), "old_key_until": old_until}
+
+
+def _shown_once(record: KeyRecord, key: str, response: Response) -> dict[str, Any]:
+    response.headers["cache-control"] = "no-store"
+    return {**described(record), "key": key}
+
+
+def _scopes(scopes: list[Scope]) -> tuple[Scope, ...]:
+    return tuple(sorted(set(scopes)))
