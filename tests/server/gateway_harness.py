@@ -86,6 +86,23 @@ def get(path: str, headers: str = "") -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: t\r\n{headers}\r\n".encode("latin-1")
 
 
+async def admin(gateway: RunningGateway, method: str, path: str, key: str = ADMIN_KEY, **fields: Any) -> Answer:
+    """Asks `/admin/keys{path}`."""
+    body = orjson.dumps(fields) if fields else b""
+    head = f"{method} /admin/keys{path} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return await gateway.ask(head.encode() + body, admin=True)
+
+
+async def new_key(gateway: RunningGateway, **fields: Any) -> tuple[str, str]:
+    """Makes a key and waits until the gateway knows it; its id, and a header line with it."""
+    answer = await admin(gateway, "POST", "", **{"name": "test", **fields})
+    assert answer.status == 200, answer.body
+    made = orjson.loads(answer.body)
+    await eventually(lambda: made["id"] in gateway.gateway.keys.limits)
+    return made["id"], f"Authorization: Bearer {made['key']}\r\n"
+
+
 def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     """Until `condition` holds; fails the test when it never does."""
     deadline = time.monotonic() + timeout_s
