@@ -46,6 +46,11 @@ def up(
     max_logprob_drift: Annotated[float | None, typer.Option(help="drift of its log-probabilities let pass")] = None,
     cache_scope: Annotated[str, typer.Option(help="who shares prefix cache blocks: key or shared")] = "key",
     hold: Annotated[float, typer.Option(help="seconds a request waits while no instance can be asked")] = 5.0,
+    log_format: Annotated[str, typer.Option(help="of the gateway's lines: text, or json with a line a request")] = "text",
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="trace requests to http://HOST:4318")
+    ] = None,
+    trace_sample_ratio: Annotated[float, typer.Option(help="share of the traces begun here")] = 1.0,
 ) -> None:
     """Start a gateway and vLLM instances on this host. Further options go to vLLM as they are."""
     from server.cli.up import UpConfig, run_up
@@ -54,10 +59,11 @@ def up(
     gateway_args += ["--require-key"] if require_key else []
     gateway_args += ["--probes", str(probes.resolve())] if probes is not None else []
     gateway_args += ["--max-logprob-drift", str(max_logprob_drift)] if max_logprob_drift is not None else []
+    gateway_args += ["--log-format", log_format, "--trace-sample-ratio", str(trace_sample_ratio)]
     config = UpConfig(
         model=model, name=name, host=host, port=port, state_dir=state_dir, admin_key_file=admin_key_file,
         api_key_file=api_key_file, train=train, kv_cache_gib=kv_cache_gib, instances=instances, store=store,
-        gateway_args=tuple(gateway_args), vllm_args=tuple(context.args),
+        gateway_args=tuple(gateway_args), vllm_args=tuple(context.args), otlp_endpoint=otlp_endpoint,
     )  # fmt: skip
     run_up(config)
 

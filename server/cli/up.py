@@ -22,6 +22,7 @@ from server.cli.cores import share_of_cores
 from server.cli.errors import CliError, ProcessFailed
 from server.cli.paths import ServerInfo, default_state_dir, resolve_model
 from server.cli.processes import Child
+from server.gateway.observe.otlp import traces_url
 from weightsync.errors import StoreError
 
 READY_TIMEOUT_S = 600.0
@@ -45,6 +46,7 @@ class UpConfig:
     store: str | None = None  # None: a SQLite file in the state directory, made anew
     gateway_args: tuple[str, ...] = ()
     vllm_args: tuple[str, ...] = ()
+    otlp_endpoint: str | None = None  # a collector of traces, for the gateway and for vLLM
 
     def __post_init__(self) -> None:
         if self.instances < 1:
@@ -93,7 +95,7 @@ class Server:
             self._spawn("publish", push if draft is None else [*push, "--with", f"draft={draft}"])
         for index in range(self.config.instances):
             env = share_of_cores(index, self.config.instances, self.config.vllm_args, os.environ)
-            self._spawn(f"instance-{index}", self._instance_args(index), env)
+            self._spawn(f"instance-{index}", self._instance_args(index), {**env, **self._instance_tracing()})
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Block until every instance serves. ProcessFailed shows the log of what ended early."""
@@ -188,13 +190,21 @@ class Server:
         c = self.config
         args = ["server.gateway", "--store", self.store, "--model", self.name, "--host", c.host, "--port", str(c.port)]
         args += ["--admin-port", str(self.admin_port), "--admin-key-file", str(self.admin_key_file)]
+        args += ["--otlp-endpoint", c.otlp_endpoint] if c.otlp_endpoint else []
         return [*args, *(["--api-key-file", str(c.api_key_file)] if c.api_key_file else []), *c.gateway_args]
 
     def _instance_args(self, index: int) -> list[str]:
         c = self.config
         args = ["server.cli", "instance", "--model", str(self.model_dir), "--name", self.name, "--store", self.store]
         args += ["--instance-id", self.instance_id(index)]
+        args += ["--otlp-traces-endpoint", traces_url(c.otlp_endpoint)] if c.otlp_endpoint else []
         return [*args, "--kv-cache-gib", str(c.kv_cache_gib), *c.vllm_args]
+
+    def _instance_tracing(self) -> dict[str, str]:
+        """What vLLM's own tracing reads from the environment: it speaks gRPC unless told otherwise."""
+        if self.config.otlp_endpoint is None:
+            return {}
+        return {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": "hotswap-instance"}
 
 
 def run_up(config: UpConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import orjson
@@ -105,7 +105,7 @@ async def generate(raw: Request) -> Response:
     try:
         request = parse(await raw.body())
         check_model(request, raw.app.state)
-        run = Run(request, f"gen-{uuid.uuid4().hex}", raw.app.state)
+        run = Run(request, f"gen-{uuid.uuid4().hex}", raw.app.state, raw.headers)
         # The first output is awaited before the head is sent: what the engine refuses is then a plain error answer.
         await unless_gone(raw, run.start())
         if request.stream:
@@ -179,8 +179,8 @@ def check_model(request: GenerateRequest, state: Any) -> None:
 class Run:
     """One request in the engine."""
 
-    def __init__(self, request: GenerateRequest, request_id: str, state: Any) -> None:
-        self._request, self._id, self._state = request, request_id, state
+    def __init__(self, request: GenerateRequest, request_id: str, state: Any, headers: Mapping[str, str]) -> None:
+        self._request, self._id, self._state, self._headers = request, request_id, state, headers
         self._choices = [Choice(i) for i in range(request.n)]
         self._prompt_tokens = 0
         self._first: Any = None
@@ -190,6 +190,7 @@ class Run:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
+        from vllm.tracing import extract_trace_headers
 
         r = self._request
         try:
@@ -201,7 +202,10 @@ class Run:
             prompt = {"prompt": r.prompt} if r.prompt is not None else {"prompt_token_ids": r.prompt_token_ids}
             client = self._state.engine_client
             adapter = self._state.hotswap_adapters.find(r.model)
-            self._outputs = client.generate(prompt, params, self._id, priority=r.priority, lora_request=adapter)
+            self._outputs = client.generate(
+                prompt, params, self._id, priority=r.priority, lora_request=adapter,
+                trace_headers=extract_trace_headers(self._headers) or None,
+            )  # fmt: skip
             self._first = await anext(self._outputs)
         except (ValueError, VLLMValidationError) as error:
             raise RequestProblem(str(error), param="prompt") from error
