@@ -208,7 +208,7 @@ async def test_a_streams_usage_is_settled(gateway: RunningGateway, answering: Up
     [
         (CHAT, b'{"messages":[]}', b'{"messages":[],"max_completion_tokens":50}'),
         (CHAT, b'{"messages":[],"max_tokens":50}', None),
-        (CHAT, b'{ "messages": [], "max_tokens": null }\n', b'{ "messages": [], "max_tokens": null,"max_completion_tokens":50}'),
+        (CHAT, b'{ "n": 1, "max_tokens": null }\n', b'{ "n": 1, "max_tokens": null,"max_completion_tokens":50}'),
         ("/v1/responses", b"{}", b'{"max_output_tokens":50}'),
         ("/v1/responses", b'{"max_output_tokens":1}', None),
         ("/v1/messages", b' { } ', b' {"max_tokens":50}'),
