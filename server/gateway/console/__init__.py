@@ -1,1 +1,1 @@
-"""The page at `/console`: static files (static/), and what serves them (files.py). On the public port the chat alone."""
+"""The page at `/console`: static files (static/) and what serves them (files.py). On the public port the chat alone."""

@@ -1,7 +1,7 @@
 """The console's files by name, read once; what is not in the table cannot be asked for, however it is spelt.
 
-The public port has the chat and nothing else: the pages and scripts of the fleet are on the admin port only. None of the
-files holds data; what the page shows it asks of `/admin/*`, with the key that is typed into it.
+The public port has the chat and nothing else: the pages and scripts of the fleet are on the admin port only. None of
+the files holds data; what the page shows it asks of `/admin/*`, with the key that is typed into it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`GET /console` and the files of the page. No key is asked for: a browser could not send one, and they hold no data."""
+"""`GET /console` and the files of the page. No key is asked for: a browser sends none, and they hold no data."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ async def console_file(request: Request, name: FileName) -> Response:
     return _answer(request, name)
 
 
+router.get(PREFIX + "/", include_in_schema=False)(console)
 router.head(PREFIX, include_in_schema=False)(console)
 router.head(PREFIX + "/{name}", include_in_schema=False)(console_file)
 

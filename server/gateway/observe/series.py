@@ -1,4 +1,4 @@
-"""Throughput over the last ten minutes, from the counters that the engines keep: the fleet's, whichever gateway asks."""
+"""Throughput over the last ten minutes, from the counters the engines keep: the fleet's, whichever gateway asks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer reports of its steps: the last `KEPT`, in the store, so that every gateway knows them, and restarts too.
+"""What a trainer reports of its steps: the last `KEPT`, in the store: all gateways know them, after restarts too.
 
 A point supersedes those of the same and of later steps that were reported before it: a run that went back to a
 checkpoint, or a new one, goes on from where it is. What is reported of one step in several requests is put together.

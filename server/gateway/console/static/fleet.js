@@ -46,9 +46,14 @@ function percent(share) {
   return typeof share === "number" ? `${(share * 100).toFixed(0)} %` : "–";
 }
 
+// What the gateway makes of it: the circuit breaker's state, unless all is well.
 function health(instance) {
-  const told = instance.health ?? instance.circuit;
-  if (told === undefined || told === null) return instance.signals ? "answers" : "–";
-  if (typeof told === "string") return told;
-  return told.state ?? (told.answering === false ? "does not answer" : "answers");
+  const told = [];
+  if (instance.answering === false) told.push("does not answer");
+  if (instance.circuit && instance.circuit !== "closed") {
+    const left = instance.ejected_for_s ? ` for ${number(instance.ejected_for_s)} s` : "";
+    told.push(`circuit ${instance.circuit.replace("_", "-")}${left}`);
+  }
+  if (instance.draining) told.push("draining");
+  return told.join(", ") || "well";
 }
