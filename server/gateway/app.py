@@ -18,7 +18,6 @@ from server.gateway.deps import GatewayDep
 from server.gateway.fleet.scrape import answering
 from server.gateway.gateway import Gateway
 from server.gateway.middleware import AdminGate, RequestIdMiddleware, error_response
-from server.gateway.observe.metrics import render
 from weightsync.errors import WeightSyncError
 
 PROBE_TIMEOUT_S = 1.0
@@ -54,7 +53,9 @@ def _add_probes(app: FastAPI) -> None:
 
     @app.get("/readyz", tags=["health"])
     async def readyz(gateway: GatewayDep) -> dict[str, Any]:
-        """An instance that serves a committed version answers."""
+        """An instance that serves a committed version answers, and this process is not about to stop."""
+        if gateway.leaving:
+            raise Unavailable("This gateway is about to stop; ask another one.", code="leaving")
         ready = [i for i in gateway.fleet.serving if i.record.active_version is not None]
         if not ready:
             raise gateway.fleet.unavailable()
@@ -68,7 +69,7 @@ def _add_probes(app: FastAPI) -> None:
     @app.get("/metrics", tags=["health"])
     async def metrics(gateway: GatewayDep) -> Response:
         """Prometheus text format."""
-        return Response(render(gateway.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await gateway.pages.all(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _http_error(_: Request, exc: Exception) -> Response:

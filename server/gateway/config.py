@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 from server.errors import ConfigError
 from server.gateway.workers.place import Place
 
-
 _LIMIT_OPTIONS = {"stalled_client_s": "write-timeout"}  # the others are called as they are
 
 

@@ -25,8 +25,8 @@ from server.gateway.fleet.view import Fleet
 from server.gateway.observe.metrics import build_registry, render
 from server.gateway.observe.series import Throughput
 from server.gateway.observe.stats import Stats
-from server.gateway.observe.watchers import open_watchers
 from server.gateway.observe.training import TrainingLog
+from server.gateway.observe.watchers import open_watchers
 from server.gateway.queue.gate import Gate
 from server.gateway.workers.pages import Pages
 from weightsync.errors import StoreError
@@ -67,6 +67,7 @@ class Gateway:
         self.training = TrainingLog(store, config.model)
         self.registry = build_registry(self.stats, self.fleet, self.gate)
         self.pages = Pages(config.worker, lambda: render(self.registry))
+        self.leaving = False  # it was told to stop: load balancers are to send nothing more
         self.buffered = 0  # bytes of request bodies held now
         self.clients: set[GuardedProtocol] = set()
 
@@ -128,7 +129,7 @@ class Gateway:
                 client.sweep(now)
             self.gate.changed()  # a limit may have grown
             for instance in self.fleet.instances.values():
-                instance.pool.sweep(asyncio.get_running_loop().time())
+                instance.pool.sweep(now)
 
     async def _reload_forever(self) -> None:
         """Takes in files that were changed: keys, and the certificate."""

@@ -1,4 +1,7 @@
-"""Starting a gateway process."""
+"""Starting a gateway process, or several on one port.
+
+A process that only looks after workers imports neither the app nor uvicorn: half its memory.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,24 @@ import asyncio
 import logging
 import resource
 import socket
-import ssl
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
-
-import uvicorn
+from typing import TYPE_CHECKING, Any, cast
 
 from server.errors import ConfigError
 from server.gateway.access.key_files import load_keys
 from server.gateway.admin.probes import ProbeSettings
-from server.gateway.app import build_app
 from server.gateway.config import GatewayConfig
 from server.gateway.observe.logs import configure
-from server.gateway.proxy.protocol import GatewayProtocol
+from server.gateway.workers.place import Place
+from server.gateway.workers.supervisor import Supervisor
 from weightsync.store import open_store
+
+if TYPE_CHECKING:
+    import ssl
+
+    import uvicorn
 
 log = logging.getLogger("hotswap.gateway")
 
@@ -29,6 +35,11 @@ SHUTDOWN_GRACE_S = 30
 
 def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
     """How uvicorn runs the gateway: its protocol on our routes, our app for the rest."""
+    import uvicorn
+
+    from server.gateway.app import build_app
+    from server.gateway.proxy.protocol import GatewayProtocol
+
     return uvicorn.Config(
         build_app(config),
         host=config.host,
@@ -73,17 +84,50 @@ def bind(config: GatewayConfig) -> tuple[GatewayConfig, list[socket.socket]]:
     return replace(config, port=port, admin_port=admin.getsockname()[1]), [public, admin]
 
 
-def run(config: GatewayConfig) -> None:
-    """Serves until SIGINT or SIGTERM, then lets answers in progress finish. Raises ConfigError, StoreUnavailable."""
+def run(config: GatewayConfig, argv: Sequence[str] = ()) -> None:
+    """Serves until SIGINT or SIGTERM, then lets answers in progress finish. Raises ConfigError, StoreUnavailable.
+
+    `argv`: the options, for the workers to read, if there are to be several.
+    """
     configure(config.log_level, config.observe.log_format)
+    if config.worker is not None:
+        _serve(*inherited(config, config.worker))
+        return
     ProbeSettings.of(config)
     load_keys(config)  # what cannot work is said here, in one line, rather than by a server that fails to start
     asyncio.run(_try_store(config.store))
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection takes two descriptors while it is forwarded
     config, listeners = bind(config)
     log.info("admin routes on %s, port %d", config.admin_host, config.admin_port)
-    uvicorn.Server(uvicorn_config(config)).run(listeners)
+    if config.workers == 1:
+        _serve(config, listeners)
+    else:
+        sys.exit(asyncio.run(Supervisor(argv, config.workers, *listeners).run(config.leave_s + SHUTDOWN_GRACE_S)))
+
+
+def inherited(config: GatewayConfig, place: Place) -> tuple[GatewayConfig, list[socket.socket]]:
+    """What `bind` has done already, in the process that started this one."""
+    place.die_with_parent()
+    public, admin = place.listeners()
+    config = replace(config, port=public.getsockname()[1], admin_port=admin.getsockname()[1])
+    if place.leads:
+        return config, [public, admin]
+    admin.close()
+    return config, [public]
+
+
+def _serve(config: GatewayConfig, listeners: list[socket.socket]) -> None:
+    from server.leaving import LeavingServer
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection takes two descriptors while it is forwarded
+
+    async def leave() -> bool:
+        server.lifespan.state["gateway"].leaving = True  # /readyz says so, for load balancers to see
+        await asyncio.sleep(config.leave_s)
+        return True
+
+    server = LeavingServer(uvicorn_config(config), leave)
+    server.run(listeners)
 
 
 def _listen(option: str, host: str, port: int) -> socket.socket:

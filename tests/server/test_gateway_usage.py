@@ -165,3 +165,20 @@ def test_the_last_version_is_the_last_one_named() -> None:
     assert usage.last_version(chunk(weight_version=6) + chunk(weight_version=7) + DONE) == 7
     assert usage.last_version(b'{"text":"\\"weight_version\\":9"}') is None
     assert usage.last_version(b'{"weight_version":null}') is None
+
+
+VLLM = {"prompt_tokens": 5, "total_tokens": 17, "completion_tokens": 12, "prompt_tokens_details": None}
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"choices": [], "usage": VLLM, "prompt_logprobs": None, "weight_version": 3}, Usage(5, 12)),
+        ({"usage": VLLM, "metadata": {"usage": VLLM | {"completion_tokens": 0}}}, Usage(5, 12)),
+        ({"metadata": {"usage": VLLM}}, None),
+        ({"metadata": {"usage": VLLM, "x": 1}, "y": 2}, None),
+        ({"text": '"usage":' + orjson.dumps(VLLM).decode() + "}"}, None),
+    ],
+)
+def test_the_short_way_reads_only_the_outermost_usage(body: dict[str, Any], expected: Usage | None) -> None:
+    assert whole(body).usage() == expected

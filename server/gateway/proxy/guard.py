@@ -42,6 +42,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.deadline: float | None = None  # monotonic; None while an answer is being made
         self.head: RequestHead | None = None
         self.method = b""
+        self.http10 = False
         self._body_size = 0
         self._head_size = 0
         self._reading_head = False
@@ -93,7 +94,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
-        self._unset_keepalive_if_required()
+        if self.timeout_keep_alive_task is not None:
+            self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -132,15 +134,26 @@ class GuardedProtocol(HttpToolsProtocol):
         self._reading = self._reading_head = True
         self._head_size = 0
         self.deadline = time.monotonic() + self.limits.request_timeout_s
+        # As uvicorn begins a request, without its ASGI scope: see `begin_scope`. This, and no call of uvicorn for each
+        # header, took 2 us from a request.
+        self.url = b""
+        self.headers = []
+
+    def begin_scope(self, head: RequestHead) -> None:
+        """Makes the ASGI scope of the request that is being read; those that are forwarded do without."""
+        url, headers = self.url, self.headers
         super().on_message_begin()
+        self.url, self.headers = url, headers
+        self.scope["headers"] = headers
+        self.expect_100_continue = head.expect_continue
 
     def on_url(self, url: bytes) -> None:
         if not self._deaf:
-            super().on_url(url)
+            self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._reading_head and not self._deaf:  # later ones are trailers, which are dropped
-            super().on_header(name, value)
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self._deaf:
@@ -188,13 +201,15 @@ class GuardedProtocol(HttpToolsProtocol):
     def _checked_head(self) -> RequestHead:
         self.method = self.parser.get_method()
         version = self.parser.get_http_version()
-        if version not in ("1.1", "1.0"):
+        self.http10 = version == "1.0"
+        if version != "1.1" and not self.http10:
             raise BadRequest("HTTP/1.1 is spoken here.", code="http_version")
         if self.parser.should_upgrade():
             raise BadRequest("Protocol upgrades are not served here.", code="upgrade_refused")
         if len(self.url) > self.limits.max_head:
             raise head_too_large(self.limits)
-        self._streamed = self.method == b"POST" and self.url.partition(b"?")[0] == STREAMED
+        self._streamed = self.url.startswith(STREAMED) and self.url.partition(b"?")[0] == STREAMED
+        self._streamed = self._streamed and self.method == b"POST"
         limits = replace(self.limits, max_body=sys.maxsize) if self._streamed else self.limits
         return read_head(self.headers, version, limits)
 

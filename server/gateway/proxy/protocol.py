@@ -92,8 +92,10 @@ class GatewayProtocol(GuardedProtocol):
         self._principal = self.gateway.keys.authorize(head.key, INFER)
         head.scope = self.gateway.scopes.line(self._principal)
         head.forward += head.scope
-        target = next((t for t in targets if t.route.method == self.method), None)
-        if target is None:
+        for target in targets:
+            if target.route.method == self.method:
+                break
+        else:
             allow = ", ".join(t.route.method.decode() for t in targets)
             raise MethodNotAllowed(f"Use {allow} for {targets[0].route.name}.", allow=allow)
         self._target = target
@@ -121,6 +123,7 @@ class GatewayProtocol(GuardedProtocol):
     def _hand_to_app(self, head: RequestHead) -> None:
         if not self.url.startswith(b"/"):
             raise NotFound("Only paths are served, not absolute URLs.")
+        self.begin_scope(head)
         self.scope["state"] |= {"request_id": head.request_id, "key": head.key, "admin_port": self._on_admin_port}
         try:
             super().head_read(head)
@@ -136,8 +139,7 @@ class GatewayProtocol(GuardedProtocol):
             fields = check_object(body)
         elif target.route.method == b"GET":
             body = b""
-        http10 = self.parser.get_http_version() == "1.0"
-        request = Request(target, self.head, body, None, http10, self._keep_alive, self._principal)
+        request = Request(target, self.head, body, None, self.http10, self._keep_alive, self._principal)
         request.priority = self._principal.priority
         mode = self.gateway.config.upstream.failover.mode
         request.failover = mode if target.route.continued else "off"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from typing import Protocol
 
@@ -134,7 +135,7 @@ class Pool:
         if self._closed or len(self._idle) >= self._settings.max_idle_connections or link.closed:
             link.abort()
             return
-        link.idle_since = asyncio.get_running_loop().time()
+        link.idle_since = time.monotonic()
         self._idle.append(link)
 
     def forget(self, link: UpstreamConnection) -> None:

@@ -10,21 +10,25 @@ that close after it.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 KEPT = 4096  # at least so many of the last bytes are kept, where there are as many, and at most twice that
 
 _OBJECT = re.compile(rb'"(?:hotswap_)?usage"\s*:\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}')
+# How a whole answer of vLLM's ends, nothing but flat fields after its usage: read in a third of the time.
+_PLAIN = re.compile(
+    rb'"usage":\{"prompt_tokens":(\d{1,12}),"total_tokens":\d+,"completion_tokens":(\d{1,12})[^{}]*\}[^{}]*\}\s*\Z'
+)
 _COUNT = re.compile(rb'"(prompt|input|completion|output)_tokens"\s*:\s*(\d{1,12})')
 _NESTED = re.compile(rb"\{[^{}]*\}")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _NO_BRACKET = bytes(set(range(256)) - set(b"{}[]"))
 _VERSION = re.compile(rb'"weight_version"\s*:\s*(\d{1,18})')
+_PLAIN_WITHIN = 512  # bytes from the end
 _EVENTS_AFTER = 3  # the usage chunk, [DONE], and one for a route that ends otherwise
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """Tokens of one answer. If not `exact`, a stream was cut: completion tokens are estimated, prompt ones 0."""
 
     prompt_tokens: int
@@ -35,6 +39,9 @@ class Usage:
 def read(tail: bytes) -> Usage | None:
     """The counts that an answer ending in `tail` reports, None if it reports none."""
     end = len(tail)
+    plain = _PLAIN.search(tail, max(0, end - _PLAIN_WITHIN))
+    if plain is not None:
+        return Usage(int(plain[1]), int(plain[2]))
     while (at := tail.rfind(b'usage"', 0, end)) >= 0:
         end = at
         start = at - 8 if tail[at - 8 : at] == b"hotswap_" else at
