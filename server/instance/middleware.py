@@ -78,7 +78,9 @@ class _Answer:
         """The app broke off; if a swap is why, the client gets the typed error, as an event where its stream runs."""
         if self._trace.problem is None:
             return False
-        if self._start is None and not self._over:
+        if self._start is not None and not self._over:
+            await self._refuse()
+        elif not self._over:
             self._over = True
             event = orjson.dumps({"type": "error", **problem_body(self._trace.problem)})
             await self._send({"type": "http.response.body", "body": b"event: error\ndata: " + event + b"\n\n"})

@@ -30,10 +30,10 @@ class Replaying:
         self.resume = resume
         self.resumable = False  # known once the engine has been asked
         self.muted = False  # the client has what is being told now
-        self._lead = resume.lead if resume is not None and not resume.tokens else 0
+        self._begun = resume is not None and bool(resume.tokens)
+        self._lead = resume.lead if resume is not None and not self._begun else 0
         self._ids: list[int] = []  # of the tokens that the next event tells,
         self._text = ""  # and the end of what it says
-        self._begun = resume is not None
 
     def begins(self, calls: int, sampling_params: Any) -> None:
         """The engine is asked, for the `calls`th time."""
