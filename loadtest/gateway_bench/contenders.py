@@ -17,6 +17,7 @@ from pathlib import Path
 from loadtest.gateway_bench.loads import KEY, MODEL, WHOLE
 from loadtest.gateway_bench.processes import Cores, free_port, pinned, running
 from server.cli.errors import CliError
+from server.gateway.access.records import INFER, KEYS_PREFIX, KeyLimits, KeyRecord, digest_of
 from weightsync.records import InstanceRecord, Keys
 from weightsync.store.sync import SyncStore
 
@@ -60,7 +61,7 @@ class Running:
 
 def hotswap(place: Place, *options: str) -> list[str]:
     """This gateway in front of the upstream, with a store of its own."""
-    url = f"sqlite://{place.directory}/store.db"
+    url = _store(place)
     with contextlib.closing(SyncStore(url)) as store:
         address = f"http://127.0.0.1:{place.upstream}"
         record = InstanceRecord("i0", address, "SERVING", active_version=1, active_epoch=1)
@@ -71,10 +72,16 @@ def hotswap(place: Place, *options: str) -> list[str]:
 
 def hotswap_full(place: Place) -> list[str]:
     """With authentication and limits on: a key whose limits are asked at every request and never met."""
-    keys = place.directory / "api.keys"
-    keys.write_text(f"{KEY} bench\n")
-    keys.chmod(0o600)
-    return hotswap(place, "--api-key-file", str(keys))
+    limits = KeyLimits(requests_per_min=10**9, tokens_per_min=10**12, concurrency=10**6)
+    record = KeyRecord("bench", "bench", digest_of(KEY), (INFER,), time.time(), limits=limits)
+    command = hotswap(place)
+    with contextlib.closing(SyncStore(_store(place))) as store:
+        store.put(KEYS_PREFIX + record.id, record.to_json())
+    return command
+
+
+def _store(place: Place) -> str:
+    return f"sqlite://{place.directory}/store.db"
 
 
 def _vllm_router(policy: str) -> Callable[[Place], list[str]]:

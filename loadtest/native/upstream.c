@@ -3,7 +3,8 @@
  *     upstream [PORT]        0 or nothing: any free port; the port is the first line printed
  *
  * A chat completion is answered whole (about 1.2 KB), or, with "stream": true, in "max_tokens" chunks, each a write of
- * its own as an engine's are: the first at once, the others "seed" milliseconds apart (0 or none: without a pause).
+ * its own as an engine's are: the first at once, the others "seed" milliseconds apart (0 or none: without a pause). As an
+ * instance of this project does, it stamps token ids and the weight version into the chunks for who asks for that.
  * Other paths are what routers ask a worker when they start. Requests come one at a time on a connection; the parameters
  * are looked for at both ends of the body only, so that a long prompt costs nothing here.
  */
@@ -19,18 +20,19 @@ typedef struct {
     char *out; /* what the socket did not take */
     size_t out_len, out_sent;
     long chunks_left; /* of the stream being sent; -1: none is */
+    int resumable;    /* with chunks that another instance could go on from */
     int64_t pace_ns, due_ns;
 } connection;
 
 static connection *connections[MAX_FD];
 static int paced[MAX_FD], paced_count; /* descriptors whose next chunk waits for its time */
 static int epoll, timer;
-static char whole[8192], chunk[1024], last[1024];
-static size_t whole_len, chunk_len, last_len;
+typedef struct {
+    char bytes[4096];
+    size_t len;
+} canned;
 
-static const char STREAM_HEAD[] =
-    "HTTP/1.1 200 OK\r\ndate: Thu, 01 Jan 2026 00:00:00 GMT\r\nserver: uvicorn\r\n"
-    "content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n";
+static canned whole, stream_head[2], chunk[2], last[2]; /* of streams: plain ones, and resumable ones */
 
 static void drop(int fd) {
     connection *c = connections[fd];
@@ -99,16 +101,17 @@ static long parameter(const char *body, size_t length, const char *name, long ot
 /* One chunk, and the end after the last. 0 if the connection is gone. */
 static int step(int fd) {
     connection *c = connections[fd];
-    if (c->chunks_left-- > 0) return answer(fd, chunk, chunk_len);
-    return answer(fd, last, last_len);
+    canned *next = c->chunks_left-- > 0 ? &chunk[c->resumable] : &last[c->resumable];
+    return answer(fd, next->bytes, next->len);
 }
 
 static void begin_stream(int fd, const char *body, size_t length) {
     connection *c = connections[fd];
+    c->resumable = memmem(c->in, c->head_len, "\nx-hotswap-resumable: 1", 23) != NULL;
     long fallback = parameter(body, length, "max_completion_tokens", 64);
     c->chunks_left = parameter(body, length, "max_tokens", fallback);
     c->pace_ns = parameter(body, length, "seed", 0) * 1000000;
-    if (!answer(fd, STREAM_HEAD, sizeof STREAM_HEAD - 1) || !step(fd)) return;
+    if (!answer(fd, stream_head[c->resumable].bytes, stream_head[c->resumable].len) || !step(fd)) return;
     if (c->pace_ns) {
         c->due_ns = now_ns() + c->pace_ns;
         paced[paced_count++] = fd;
@@ -123,7 +126,7 @@ static void handle(int fd, const char *head, const char *body, size_t length) {
         if (parameter(body, length, "stream", 0) == 1)
             begin_stream(fd, body, length);
         else
-            answer(fd, whole, whole_len);
+            answer(fd, whole.bytes, whole.len);
     } else if (!strncmp(head, "GET /v1/models", 14)) {
         answer_json(fd, "{\"object\":\"list\",\"data\":[{\"id\":\"mock\",\"object\":\"model\",\"created\":1700000000,"
                         "\"owned_by\":\"vllm\",\"root\":\"mock\",\"max_model_len\":32768}]}");
@@ -219,30 +222,48 @@ static void pace(void) {
     timerfd_settime(timer, TFD_TIMER_ABSTIME, &at, NULL);
 }
 
-/* What an instance of this project sends, its stamps of weight versions included. */
+static void can(canned *c, const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    c->len = vsnprintf(c->bytes, sizeof c->bytes, format, values);
+    va_end(values);
+    if (c->len >= sizeof c->bytes) die("upstream: a canned answer is too long");
+}
+
+#define HEAD "HTTP/1.1 200 OK\r\ndate: Thu, 01 Jan 2026 00:00:00 GMT\r\nserver: uvicorn\r\n"
+#define CHUNK_OF(choice, more)                                                                                         \
+    "data: {\"id\":\"chatcmpl-0123456789abcdef0123456789abcdef\",\"object\":\"chat.completion.chunk\",\"created\":"    \
+    "1700000000,\"model\":\"mock\",\"choices\":[{\"index\":0," choice "}]" more "}\n\n"
+#define TOKEN "\"delta\":{\"content\":\" token\"},\"logprobs\":null,\"finish_reason\":null"
+#define STOP "\"delta\":{},\"logprobs\":null,\"finish_reason\":\"stop\""
+#define SPANS                                                                                                          \
+    ",\"weight_versions\":[{\"version\":1,\"start\":0,\"end\":50}],"                                                   \
+    "\"prompt_weight_versions\":[{\"version\":1,\"start\":0,\"end\":180}]"
+#define USAGE ",\"weight_version\":1,\"hotswap_usage\":{\"prompt_tokens\":180,\"completion_tokens\":50}"
+#define DONE "data: [DONE]\n\n"
+
+static void can_chunk(canned *c, const char *event, const char *end) {
+    can(c, "%zx\r\n%s\r\n%s", strlen(event), event, end);
+}
+
 static void can_answers(void) {
-    char words[2048] = "", body[4096];
+    char words[2048] = "", body[3072];
     for (int i = 0; i < 200; i++) strcat(words, i % 7 ? " token" : " word");
-    int length = snprintf(body, sizeof body,
-                          "{\"id\":\"chatcmpl-0123456789abcdef0123456789abcdef\",\"object\":\"chat.completion\",\"created\":"
-                          "1700000000,\"model\":\"mock\",\"choices\":[{\"index\":0,\"message\":{\"role\":\"assistant\","
-                          "\"content\":\"%s\",\"tool_calls\":[]},\"logprobs\":null,\"finish_reason\":\"stop\","
-                          "\"stop_reason\":null}],\"usage\":{\"prompt_tokens\":180,\"total_tokens\":380,"
-                          "\"completion_tokens\":200}}",
-                          words);
-    whole_len = snprintf(whole, sizeof whole,
-                         "HTTP/1.1 200 OK\r\ndate: Thu, 01 Jan 2026 00:00:00 GMT\r\nserver: uvicorn\r\n"
-                         "content-type: application/json\r\ncontent-length: %d\r\n\r\n%s",
-                         length, body);
-    const char *event = "data: {\"id\":\"chatcmpl-0123456789abcdef0123456789abcdef\",\"object\":\"chat.completion.chunk\","
-                        "\"created\":1700000000,\"model\":\"mock\",\"choices\":[{\"index\":0,\"delta\":{\"content\":\" token"
-                        "\"},\"logprobs\":null,\"finish_reason\":null}]}\n\n";
-    chunk_len = snprintf(chunk, sizeof chunk, "%zx\r\n%s\r\n", strlen(event), event);
-    const char *end = "data: {\"id\":\"chatcmpl-0123456789abcdef0123456789abcdef\",\"object\":\"chat.completion.chunk\","
-                      "\"created\":1700000000,\"model\":\"mock\",\"choices\":[{\"index\":0,\"delta\":{},\"logprobs\":null,"
-                      "\"finish_reason\":\"stop\"}],\"weight_versions\":[{\"version\":1,\"start\":0,\"end\":200}],"
-                      "\"prompt_weight_versions\":[{\"version\":1,\"start\":0,\"end\":180}]}\n\ndata: [DONE]\n\n";
-    last_len = snprintf(last, sizeof last, "%zx\r\n%s\r\n0\r\n\r\n", strlen(end), end);
+    snprintf(body, sizeof body,
+             "{\"id\":\"chatcmpl-0123456789abcdef0123456789abcdef\",\"object\":\"chat.completion\",\"created\":1700000000,"
+             "\"model\":\"mock\",\"choices\":[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\"%s\","
+             "\"tool_calls\":[]},\"logprobs\":null,\"finish_reason\":\"stop\",\"stop_reason\":null}],\"usage\":{"
+             "\"prompt_tokens\":180,\"total_tokens\":380,\"completion_tokens\":200}}",
+             words);
+    can(&whole, HEAD "content-type: application/json\r\ncontent-length: %zu\r\n\r\n%s", strlen(body), body);
+    for (int resumable = 0; resumable < 2; resumable++)
+        can(&stream_head[resumable],
+            HEAD "content-type: text/event-stream; charset=utf-8\r\n%stransfer-encoding: chunked\r\n\r\n",
+            resumable ? "x-hotswap-resumable: 1\r\n" : "");
+    can_chunk(&chunk[0], CHUNK_OF(TOKEN, ""), "");
+    can_chunk(&chunk[1], CHUNK_OF(TOKEN ",\"token_ids\":[1234]", ",\"weight_version\":1"), "");
+    can_chunk(&last[0], CHUNK_OF(STOP, "") DONE, "0\r\n\r\n");
+    can_chunk(&last[1], CHUNK_OF(STOP SPANS ",\"token_ids\":[]", USAGE) DONE, "0\r\n\r\n");
 }
 
 static int listen_on(int port) {

@@ -6,13 +6,14 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import orjson
 import pytest
 
 from loadtest.gateway import DIRECT, run
 from loadtest.gateway_bench.cancel import STATES, disconnect_ms, observing
 from loadtest.gateway_bench.contenders import CONTENDERS, FULL, ROUTER, CannotStart, Contender, Running, started
-from loadtest.gateway_bench.loads import CHUNKS, Load, body
+from loadtest.gateway_bench.loads import CHUNKS, KEY, Load, body
 from loadtest.gateway_bench.measure import figures, run_load
 from loadtest.gateway_bench.native import CannotBuild, compiled
 from loadtest.gateway_bench.processes import Cores, cpu_s, free_port, running
@@ -90,6 +91,16 @@ def test_the_whole_run_writes_its_figures(tmp_path: Path) -> None:
     assert all(ms is not None for times in results[FULL].cancel_ms.values() for ms in times)
     assert {t["name"] for t in written["targets"] if t["met"]} >= {"RSS, MiB"}
     assert written["machine"]["cores"] >= 1
+
+
+def test_everything_is_on(upstream: int) -> None:
+    full = next(c for c in CONTENDERS if c.name == FULL)
+    with started(full, upstream, CORES) as gateway:
+        url = f"http://127.0.0.1:{gateway.port}/v1/chat/completions"
+        assert httpx.post(url, content=body()).status_code == 401
+        answer = httpx.post(url, content=body(stream=True, max_tokens=3), headers={"authorization": f"Bearer {KEY}"})
+        assert int(answer.headers["x-ratelimit-remaining-tokens"]) > 0
+        assert answer.text.count('"token_ids":[1234]') == 3  # it asks for streams that it could continue elsewhere
 
 
 def test_a_contender_that_does_not_start_says_why(upstream: int) -> None:
