@@ -404,7 +404,7 @@ async def test_what_metrics_say(gateway: RunningGateway) -> None:
         assert await metrics(gateway) >= {
             'hotswap_gateway_queue_depth{priority="4"} 1.0',
             "hotswap_gateway_queue_bytes 29.0",
-            'hotswap_instance_in_flight_limit{instance="i0"} 1.0',
+            'hotswap_instance_in_flight_limit{instance_id="i0"} 1.0',
         }
         s.release()
         await eventually(lambda: len(s.gates) == 2)

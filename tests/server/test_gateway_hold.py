@@ -155,7 +155,7 @@ async def test_what_metrics_say(gateway: RunningGateway) -> None:
     async with upstream() as up:
         gateway.register(up, "stale", active_version=1, active_epoch=1)
         reader, writer = await held(gateway)
-        assert {"hotswap_gateway_held 1.0", 'hotswap_instance_fresh{instance="stale"} 0.0'} <= await metrics(gateway)
+        assert {"hotswap_gateway_held 1.0", 'hotswap_instance_fresh{instance_id="stale"} 0.0'} <= await metrics(gateway)
         gateway.register(up, "fresh", active_version=2, active_epoch=2)
         assert (await read_answer(reader)).status == 200
         writer.close()
@@ -163,12 +163,12 @@ async def test_what_metrics_say(gateway: RunningGateway) -> None:
             "hotswap_gateway_held 0.0",
             'hotswap_gateway_holds_total{for="fleet",outcome="served"} 1.0',
             "hotswap_gateway_hold_seconds_count 1.0",
-            'hotswap_instance_active_epoch{instance="stale"} 1.0',
-            'hotswap_instance_active_epoch{instance="fresh"} 2.0',
-            'hotswap_instance_fresh{instance="fresh"} 1.0',
-            'hotswap_instance_eligible{instance="stale"} 0.0',
-            'hotswap_instance_eligible{instance="fresh"} 1.0',
-            'hotswap_gateway_version_refusals_total{instance="fresh"} 0.0',
+            'hotswap_instance_active_epoch{instance_id="stale"} 1.0',
+            'hotswap_instance_active_epoch{instance_id="fresh"} 2.0',
+            'hotswap_instance_fresh{instance_id="fresh"} 1.0',
+            'hotswap_instance_eligible{instance_id="stale"} 0.0',
+            'hotswap_instance_eligible{instance_id="fresh"} 1.0',
+            'hotswap_gateway_version_refusals_total{instance_id="fresh"} 0.0',
             "hotswap_gateway_refusal_retries_total 0.0",
         }
 

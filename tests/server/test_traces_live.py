@@ -83,7 +83,8 @@ def test_a_swap_is_a_trace(traced: LiveServer, collector: Collector, checkpoints
 
 
 def engine_spans(collector: Collector) -> list[Seen]:
-    return collector.named("llm_request")
+    """Of requests of these tests: an instance asks itself a few before it serves, in traces of their own."""
+    return [span for span in collector.named("llm_request") if span.trace_id == TRACE]
 
 
 def gateway_spans(collector: Collector, route: str) -> list[Seen]:

@@ -69,7 +69,7 @@ class GatewayCollector(Collector):  # type: ignore[misc]
         yield from self._tokens()
         yield _labelled("hotswap_gateway_disconnects", "Clients that left before the end", "phase", s.disconnects)
         failed = {i.id: i.connect_errors for i in self._fleet.instances.values()}
-        yield _labelled("hotswap_gateway_upstream_connect_errors", "Failed connects", "instance", failed)
+        yield _labelled("hotswap_gateway_upstream_connect_errors", "Failed connects", "instance_id", failed)
         yield _labelled("hotswap_gateway_upstream_failures", "Answers an instance broke", "code", s.upstream_failures)
         yield CounterMetricFamily("hotswap_gateway_stale_retries", "Pooled connections found closed", s.stale_retries)
         yield from self._holds()
@@ -114,7 +114,7 @@ class GatewayCollector(Collector):  # type: ignore[misc]
         yield GaugeMetricFamily("hotswap_gateway_held", "Requests waiting for an instance", value=len(self._fleet.room))
         yield _histogram("hotswap_gateway_hold_seconds", "How long they waited", s.hold_seconds)
         refusals = {i.id: i.refusals for i in self._fleet.instances.values()}
-        yield _labelled("hotswap_gateway_version_refusals", "Refused for the version it runs", "instance", refusals)
+        yield _labelled("hotswap_gateway_version_refusals", "Refused for the version it runs", "instance_id", refusals)
         yield CounterMetricFamily(
             "hotswap_gateway_refusal_retries", "Refused requests sent on to another instance", s.refusal_retries
         )
@@ -138,14 +138,16 @@ class GatewayCollector(Collector):  # type: ignore[misc]
         yield GaugeMetricFamily("hotswap_active_epoch", "Commits so far", value=active.epoch if active else 0)
 
     def _instances(self) -> Iterator[Metric]:
-        state = GaugeMetricFamily("hotswap_instance_state", "1 for the state it is in", labels=["instance", "state"])
-        version = GaugeMetricFamily("hotswap_instance_active_version", "Version it serves", labels=["instance"])
-        epoch = GaugeMetricFamily("hotswap_instance_active_epoch", "Commit it has carried out", labels=["instance"])
-        fresh = GaugeMetricFamily("hotswap_instance_fresh", "1 if it runs the committed weights", labels=["instance"])
-        asked = GaugeMetricFamily("hotswap_instance_eligible", "1 if requests are routed to it", labels=["instance"])
-        inflight = GaugeMetricFamily("hotswap_instance_in_flight", "Requests there from here", labels=["instance"])
-        idle = GaugeMetricFamily("hotswap_instance_idle_connections", "Pooled connections", labels=["instance"])
-        up = GaugeMetricFamily("hotswap_instance_up", "1 if its last scrape worked", labels=["instance"])
+        state = GaugeMetricFamily("hotswap_instance_state", "1 for the state it is in", labels=["instance_id", "state"])
+        version = GaugeMetricFamily("hotswap_instance_active_version", "Version it serves", labels=["instance_id"])
+        epoch = GaugeMetricFamily("hotswap_instance_active_epoch", "Commit it has carried out", labels=["instance_id"])
+        fresh = GaugeMetricFamily(
+            "hotswap_instance_fresh", "1 if it runs the committed weights", labels=["instance_id"]
+        )
+        asked = GaugeMetricFamily("hotswap_instance_eligible", "1 if requests are routed to it", labels=["instance_id"])
+        inflight = GaugeMetricFamily("hotswap_instance_in_flight", "Requests there from here", labels=["instance_id"])
+        idle = GaugeMetricFamily("hotswap_instance_idle_connections", "Pooled connections", labels=["instance_id"])
+        up = GaugeMetricFamily("hotswap_instance_up", "1 if its last scrape worked", labels=["instance_id"])
         for i in self._fleet.instances.values():
             for name in STATES:
                 state.add_metric([i.id, name], float(i.state == name))
@@ -161,7 +163,7 @@ class GatewayCollector(Collector):  # type: ignore[misc]
     def _signals(self) -> Iterator[Metric]:
         for field in FIELDS:
             kind = CounterMetricFamily if field in _VLLM_COUNTERS else GaugeMetricFamily
-            family = kind(f"hotswap_instance_{field}", _HELP[field], labels=["instance"])
+            family = kind(f"hotswap_instance_{field}", _HELP[field], labels=["instance_id"])
             for i in self._fleet.instances.values():
                 if i.signals is not None:
                     family.add_metric([i.id], getattr(i.signals, field))

@@ -39,7 +39,7 @@ class QueueCollector(Collector):  # type: ignore[misc]
             wait.add_metric([str(priority)], buckets=histogram.cumulative(), sum_value=histogram.sum)
         yield wait
         limit = GaugeMetricFamily(
-            "hotswap_instance_in_flight_limit", "Requests this gateway lets in at a time", labels=["instance"]
+            "hotswap_instance_in_flight_limit", "Requests this gateway lets in at a time", labels=["instance_id"]
         )
         for instance in self._fleet.instances.values():
             limit.add_metric([instance.id], instance.window.limit)
