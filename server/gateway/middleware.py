@@ -53,6 +53,16 @@ def _finished(scope: Scope, status: int, duration_s: float) -> Finished:
 
 
 OPEN = frozenset({"/healthz", "/readyz", "/metrics"})
+DOCUMENT = "/openapi.json"  # each port has its own; that of the admin port is behind the key
+
+
+def is_public(path: str) -> bool:
+    """Whether the app serves `path` on the public port."""
+    return path in OPEN or path == DOCUMENT or is_open(path)
+
+
+def _is_open_here(scope: Scope) -> bool:
+    return is_public(scope["path"]) and not (scope["path"] == DOCUMENT and scope["state"]["admin_port"])
 
 
 class AdminGate:
@@ -63,7 +73,7 @@ class AdminGate:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN and not is_open(scope["path"]):
+        if scope["type"] == "http" and not _is_open_here(scope):
             try:
                 _check(scope)
             except HttpError as error:

@@ -57,12 +57,14 @@ async def build_app(engine: Any, args: Any, config: InstanceConfig) -> Any:
     from .engine import build_vllm_app
     from .generate import router
     from .middleware import ProvenanceMiddleware
+    from .openapi import router as openapi_router
     from .replay import ROUTES
 
     app = await build_vllm_app(engine, args)
     app.state.hotswap_models = [config.model]
     app.state.hotswap_adapters = engine.adapters
     app.include_router(router)
+    app.include_router(openapi_router)
     # A parser of reasoning or tool calls has a state that depends on how its text was cut into deltas.
     parsed = getattr(app.state.openai_serving_chat, "parser_cls", None) is not None
     resumable = ROUTES - {"/v1/chat/completions"} if parsed else ROUTES

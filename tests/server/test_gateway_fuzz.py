@@ -173,7 +173,8 @@ def check_upstream(sent: list[bytes]) -> None:
 
 
 INTERNAL = re.compile(
-    rb"x-hotswap-(cache-scope: public|policy: (keep|recompute|finish|abort)|(min-)?version: [1-9]\d*|finish-s: [\d.]+)"
+    rb"x-hotswap-(cache-scope: public|policy: (keep|recompute|finish|abort)|(min-)?version: [1-9]\d*|finish-s: [\d.]+"
+    rb"|priority: [1-9]|resumable: 1)"
 )
 
 
@@ -195,7 +196,8 @@ targets = words(
 names = words(
     """Host Content-Length Transfer-Encoding Connection Expect Upgrade Authorization X-Request-Id Cookie Content-Type
     Keep-Alive TE Trailer content-length X-Hotswap-Version X-Hotswap-Min-Version X-Hotswap-Policy X-Hotswap-Finish-S
-    X-Hotswap-Wait-S X-Hotswap-Cache-Scope X-Hotswap-Refused x-hotswap-version"""
+    X-Hotswap-Wait-S X-Hotswap-Cache-Scope X-Hotswap-Refused x-hotswap-version X-Hotswap-Priority X-Hotswap-Deadline-S
+    X-Hotswap-Failover X-Hotswap-Resume X-Hotswap-Resumable X-Hotswap-Probe X-Session-Id Traceparent Tracestate"""
 )
 values = (
     words("t 2 3 0 chunked identity close keep-alive upgrade 100-continue websocket content-length 999999 -1")

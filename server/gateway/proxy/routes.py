@@ -95,7 +95,12 @@ def for_console(targets: tuple[Target, ...]) -> tuple[Target, ...]:
     return tuple(target for target in targets if target.route.name in _CONSOLE)
 
 
+def public_routes() -> list[Route]:
+    """Every forwarded route."""
+    exact = [target.route for targets in _EXACT.values() for target in targets]
+    return [*exact, _RESPONSE_GET, _RESPONSE_CANCEL]
+
+
 def public_names() -> list[str]:
-    """Names of every forwarded route, for metrics and documentation."""
-    exact = [target.route.name for targets in _EXACT.values() for target in targets]
-    return sorted([*exact, _RESPONSE_GET.name, _RESPONSE_CANCEL.name])
+    """Their names, for metrics and documentation."""
+    return sorted(route.name for route in public_routes())

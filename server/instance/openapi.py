@@ -1,0 +1,152 @@
+"""The OpenAPI document of one instance: vLLM's routes as vLLM describes them, with the answers it leaves undescribed.
+
+vLLM declares what its routes take, but not what most of them answer, and nothing of what is added here. The gateway
+shows the public part of this document on its port (server/gateway/openapi/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from functools import lru_cache
+from typing import Any, Literal
+
+import orjson
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, Field, TypeAdapter
+
+from .generate import GenerateRequest
+
+PROTOCOL = "vllm.entrypoints."
+ANSWERS = {
+    "/v1/models": "serve.engine.protocol:ModelList",
+    "/v1/completions": "openai.completion.protocol:CompletionResponse",
+    "/v1/chat/completions": "openai.chat_completion.protocol:ChatCompletionResponse",
+    "/v1/responses": "openai.responses.protocol:ResponsesResponse",
+    "/v1/responses/{response_id}": "openai.responses.protocol:ResponsesResponse",
+    "/v1/responses/{response_id}/cancel": "openai.responses.protocol:ResponsesResponse",
+    "/v1/messages": "anthropic.protocol:AnthropicMessagesResponse",
+    "/v1/embeddings": "pooling.embed.protocol:EmbeddingResponse",
+    "/tokenize": "serve.tokenize.protocol:TokenizeResponse",
+    "/detokenize": "serve.tokenize.protocol:DetokenizeResponse",
+}
+STREAMS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"})
+# Where `weight_versions` and `prompt_weight_versions` stand in whole answers (provenance.py).
+ANNOTATED = (
+    "CompletionResponseChoice",
+    "ChatCompletionResponseChoice",
+    "ResponsesResponse",
+    "AnthropicMessagesResponse",
+)
+
+
+class WeightSpan(BaseModel):
+    """Tokens `start` to `end` (exclusive) were computed by version `version` of the weights."""
+
+    version: int = Field(ge=1)
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+
+
+class GeneratedChoice(BaseModel):
+    """One sample of /generate."""
+
+    index: int
+    finish_reason: str | None
+    text: str
+    token_ids: list[int]
+    logprobs: list[float] | None
+    weight_versions: list[WeightSpan]
+    prompt_weight_versions: list[WeightSpan]
+
+
+class GenerateUsage(BaseModel):
+    """Tokens of a request and its answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class GenerateResponse(BaseModel):
+    """The whole answer of /generate, with `"stream": false`."""
+
+    id: str
+    model: str
+    choices: list[GeneratedChoice]
+    usage: GenerateUsage
+
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/hotswap/openapi.json")
+async def openapi(request: Request) -> Response:
+    """The document; half a second's work, once, and on a thread so that streams go on."""
+    return Response(await asyncio.to_thread(_document_bytes, request.app), media_type="application/json")
+
+
+@lru_cache(maxsize=1)
+def _document_bytes(app: FastAPI) -> bytes:
+    return orjson.dumps(document(app))
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """`paths` and `components` of the routes of `app` that are described here; needs no engine.
+
+    Not FastAPI's own: that builds validators of every answer anew, which takes seconds.
+    """
+    routes = [route for route in app.routes if isinstance(route, APIRoute) and route.path in ANSWERS]
+    asked = {route.path: _request_type(route) for route in routes} | {"/generate": GenerateRequest}
+    answered = {route.path: _answer_type(route.path) for route in routes} | {"/generate": GenerateResponse}
+    schemas, definitions = _schemas(asked, answered)
+    paths: dict[str, Any] = {}
+    for path, method in [*((route.path, min(route.methods).lower()) for route in routes), ("/generate", "post")]:
+        paths[path] = {method: _operation(path, schemas)}
+    for name in ANNOTATED:
+        if name in definitions:
+            _annotate(definitions[name])
+    return {"paths": paths, "components": {"schemas": definitions}}
+
+
+def _request_type(route: APIRoute) -> Any:
+    return route.body_field.field_info.annotation if route.body_field is not None else None
+
+
+def _answer_type(path: str) -> Any:
+    module, _, name = ANSWERS[path].partition(":")
+    return getattr(importlib.import_module(PROTOCOL + module), name)
+
+
+Side = Literal["validation", "serialization"]
+
+
+def _schemas(asked: dict[str, Any], answered: dict[str, Any]) -> tuple[dict[tuple[str, Side], Any], dict[str, Any]]:
+    """A schema for each path and side, and the definitions they share, named so that no two clash."""
+    wanted: list[tuple[str, Side, TypeAdapter[Any]]] = []
+    wanted += [(path, "validation", TypeAdapter(of)) for path, of in asked.items() if of is not None]
+    wanted += [(path, "serialization", TypeAdapter(of)) for path, of in answered.items()]
+    found, shared = TypeAdapter.json_schemas(wanted, ref_template="#/components/schemas/{model}")
+    definitions: dict[str, Any] = shared["$defs"]
+    return dict(found), definitions
+
+
+def _operation(path: str, schemas: dict[tuple[str, Side], Any]) -> dict[str, Any]:
+    content = {"application/json": {"schema": schemas[path, "serialization"]}}
+    if path in STREAMS:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    operation: dict[str, Any] = {"responses": {"200": {"description": "The answer", "content": content}}}
+    if (path, "validation") in schemas:
+        body = {"application/json": {"schema": schemas[path, "validation"]}}
+        operation["requestBody"] = {"required": True, "content": body}
+    return operation
+
+
+def _annotate(schema: dict[str, Any]) -> None:
+    spans = {"type": "array", "items": {"$ref": "#/components/schemas/WeightSpan"}}
+    where = {
+        "weight_versions": "Which weights wrote which tokens of the answer.",
+        "prompt_weight_versions": "Which weights computed the prompt's keys and values.",
+    }
+    schema["properties"] |= {name: {**spans, "description": text} for name, text in where.items()}
