@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound, Unavailable
@@ -18,6 +19,7 @@ from server.gateway.deps import GatewayDep
 from server.gateway.fleet.scrape import answering
 from server.gateway.gateway import Gateway
 from server.gateway.middleware import AdminGate, RequestIdMiddleware, error_response
+from server.gateway.openapi import routes as openapi
 from weightsync.errors import WeightSyncError
 
 PROBE_TIMEOUT_S = 1.0
@@ -31,7 +33,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
         async with Gateway.open(config) as gateway:
             yield {"gateway": gateway}
 
-    app = FastAPI(title="hotswap gateway", lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
+    app = FastAPI(title="hotswap", lifespan=lifespan, redirect_slashes=False, openapi_url=None)  # openapi/ has its own
     app.add_exception_handler(HttpError, _http_error)
     app.add_exception_handler(WeightSyncError, _weightsync_error)
     app.add_exception_handler(HTTPException, _starlette_error)
@@ -40,7 +42,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
     app.add_middleware(AdminGate)
     app.add_middleware(RequestIdMiddleware)
     _add_probes(app)
-    for router in routers:
+    for router in (openapi.router, *routers):
         app.include_router(router)
     return app
 
@@ -66,7 +68,7 @@ def _add_probes(app: FastAPI) -> None:
             f"{len(ready)} instance(s) are registered, none answers its health check.", code="not_answering"
         )
 
-    @app.get("/metrics", tags=["health"])
+    @app.get("/metrics", tags=["health"], response_class=PlainTextResponse)
     async def metrics(gateway: GatewayDep) -> Response:
         """Prometheus text format."""
         return Response(await gateway.pages.all(), media_type="text/plain; version=0.0.4; charset=utf-8")

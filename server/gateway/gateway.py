@@ -27,6 +27,7 @@ from server.gateway.observe.series import Throughput
 from server.gateway.observe.stats import Stats
 from server.gateway.observe.training import TrainingLog
 from server.gateway.observe.watchers import open_watchers
+from server.gateway.openapi.source import PublicDocument
 from server.gateway.queue.gate import Gate
 from server.gateway.workers.pages import Pages
 from weightsync.errors import StoreError
@@ -63,6 +64,7 @@ class Gateway:
         self.coordinator = Coordinator(store, config.model, keep=config.keep_versions, probe=probe)
         self.pusher = Pusher(config)
         self.updates = Updates()
+        self.document = PublicDocument()
         self.throughput = Throughput()
         self.training = TrainingLog(store, config.model)
         self.registry = build_registry(self.stats, self.fleet, self.gate)
