@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from server.gateway.admin import adapters_sglang, adapters_vllm, keys, pause, routes, upload
+from server.gateway.admin import adapters_sglang, adapters_vllm, instances, keys, pause, routes, series, upload
+from server.gateway.console import routes as console
 
-routers: list[APIRouter] = [routes.router, upload.router, pause.router, keys.router]
-routers += [adapters_vllm.router, adapters_sglang.router]
+routers: list[APIRouter] = [
+    routes.router,
+    instances.router,
+    series.router,
+    upload.router,
+    pause.router,
+    keys.router,
+    adapters_vllm.router,
+    adapters_sglang.router,
+    console.router,
+]

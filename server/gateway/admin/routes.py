@@ -12,7 +12,6 @@ from pydantic import Field
 from server.gateway.admin import swaps
 from server.gateway.admin.swaps import SwapOptions
 from server.gateway.deps import GatewayDep
-from server.gateway.fleet.signals import FIELDS
 from server.gateway.gateway import Gateway
 from weightsync.records import ActiveRecord, Keys, VersionRecord
 
@@ -98,17 +97,6 @@ async def active(gateway: GatewayDep) -> dict[str, Any]:
     """The commit record; `version` is null and `epoch` 0 before the first commit."""
     nothing = {"version": None, "epoch": 0, "previous": None}
     return {"model": gateway.config.model, **(await _active(gateway) or nothing)}
-
-
-@router.get("/instances")
-async def instances(gateway: GatewayDep) -> dict[str, Any]:
-    """Every instance: its record, and what this gateway sees of it."""
-    rows = []
-    for i in gateway.fleet.instances.values():
-        signals = {name: getattr(i.signals, name) for name in FIELDS} if i.signals is not None else None
-        seen = {"eligible": i in gateway.fleet.serving, "in_flight": i.inflight, "signals": signals}
-        rows.append({**asdict(i.record), **seen})
-    return {"model": gateway.config.model, "instances": rows}
 
 
 async def _active(gateway: Gateway) -> dict[str, Any] | None:
