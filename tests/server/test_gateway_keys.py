@@ -172,7 +172,7 @@ async def test_expiry(gateway: RunningGateway) -> None:
 
 async def test_an_update_changes_what_it_names(gateway: RunningGateway) -> None:
     key_id, _ = await new_key(gateway, limits={"requests_per_min": 5, "tokens_per_min": 100, "priority": 3})
-    body = {"name": "other", "limits": {"requests_per_min": None, "weight": 7}}
+    body: dict[str, Any] = {"name": "other", "limits": {"requests_per_min": None, "weight": 7}}
     record = orjson.loads((await admin(gateway, "PATCH", f"/{key_id}", **body)).body)
     assert (record["name"], record["scopes"], record["expires_at"]) == ("other", ["infer"], None)
     assert record["limits"] == {
@@ -187,7 +187,7 @@ async def test_a_revoked_key_stays_revoked(gateway: RunningGateway) -> None:
     assert code(await admin(gateway, "DELETE", f"/{key_id}?forget=true")) == (409, "key_not_revoked")
     assert orjson.loads((await admin(gateway, "DELETE", f"/{key_id}")).body)["state"] == "revoked"
     for method, path in (("PATCH", ""), ("POST", "/rotate"), ("DELETE", "")):
-        fields = {"disabled": False} if method == "PATCH" else {}
+        fields: dict[str, Any] = {"disabled": False} if method == "PATCH" else {}
         assert code(await admin(gateway, method, f"/{key_id}{path}", **fields)) == (409, "key_revoked")
     assert (await admin(gateway, "DELETE", f"/{key_id}?forget=true")).status == 200
     assert code(await admin(gateway, "GET", f"/{key_id}")) == (404, "unknown_key")
@@ -231,7 +231,7 @@ async def test_what_cannot_be_a_key_is_refused(gateway: RunningGateway, fields: 
 
 async def test_ids_are_checked(gateway: RunningGateway) -> None:
     for method, path in (("GET", "/nobody"), ("PATCH", "/nobody"), ("DELETE", "/nobody"), ("POST", "/nobody/rotate")):
-        fields = {"disabled": True} if method == "PATCH" else {}
+        fields: dict[str, Any] = {"disabled": True} if method == "PATCH" else {}
         assert code(await admin(gateway, method, path, **fields)) == (404, "unknown_key")
     assert code(await admin(gateway, "GET", "/a.b")) == (400, "invalid_parameter")
 

@@ -100,8 +100,8 @@ class Division:
 
     @property
     def alone(self) -> bool:
-        """All limits are this gateway's, whole."""
-        return self._active and not self.others and len(self._allows_for) == 1
+        """All limits are this gateway's, whole, and it need say nothing of them."""
+        return self._active and not self.others and len(self._allows_for) == 1 and not self._held
 
     @property
     def active(self) -> bool:
