@@ -1,0 +1,203 @@
+"""What a key uses: the sliding window against a plain list of what was taken, estimates, headers, and what it costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.errors import BadRequest
+from server.gateway.access import output
+from server.gateway.access.keys import Principal
+from server.gateway.access.limits import Limits, RateLimited
+from server.gateway.access.quota import SLOTS, Window
+from server.gateway.access.records import KeyLimits
+from server.gateway.proxy.json_check import NONE, check_object
+from server.gateway.proxy.usage import Usage
+
+STEPS = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 9), st.booleans()), max_size=60)
+CHAT = "/v1/chat/completions"
+
+
+@given(STEPS)
+def test_the_window_against_a_list(steps: list[tuple[int, int, bool]]) -> None:
+    now = 5000
+    window = Window(10**6, now)
+    taken: list[tuple[int, int]] = []
+    for wait, units, settle in steps:
+        now += wait
+        window.advance(now)
+        window.take(units)
+        taken.append((now, units))
+        if settle:  # the first that still counts turns out to have taken nothing
+            at, was = taken.pop(0)
+            window.correct(at, -was)
+        taken = [(at, n) for at, n in taken if now - at < SLOTS]
+        assert window.used == sum(n for _, n in taken)
+        wants = [at + SLOTS - now for at, n in taken if n]
+        assert window.seconds_until_unused() == (max(wants) if wants else 0)
+        if wants:
+            assert window.seconds_until(1) == min(wants)
+            assert window.seconds_until(window.used) == max(wants)
+        assert window.seconds_until(window.used + 1) == SLOTS
+
+
+def test_an_excess_counts_from_when_it_is_known() -> None:
+    window = Window(100, 1000)
+    window.take(10)
+    window.advance(1050)
+    window.correct(1000, 25)
+    window.advance(1061)
+    assert window.used == 25
+    window.correct(1000, -10)  # it has left the window already
+    assert window.used == 25
+    window.advance(1111)
+    assert window.used == 0
+
+
+@given(st.integers(1, 50), st.lists(st.integers(0, 20), min_size=1, max_size=100))
+def test_no_minute_holds_more_than_the_limit(limit: int, waits: list[int]) -> None:
+    now, admitted = 0, []
+    window = Window(limit, now)
+    for wait in waits:
+        now += wait
+        window.advance(now)
+        for _ in range(limit):
+            if window.used < window.allotted:
+                window.take(1)
+                admitted.append(now)
+    for start in admitted:
+        assert sum(start <= at < start + 60 for at in admitted) <= limit
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "tokens"),
+    [
+        (CHAT, b"{}", output.USUAL_OUTPUT),
+        (CHAT, b'{"max_tokens":7}', 7),
+        (CHAT, b'{"max_tokens":7,"max_completion_tokens":9}', 9),
+        (CHAT, b'{"max_tokens":7,"max_completion_tokens":null}', 7),
+        (CHAT, b'{"max_tokens":7,"n":3}', 21),
+        (CHAT, b'{"max_tokens":"7","n":"3"}', output.USUAL_OUTPUT),
+        ("/v1/completions", b"{}", 16),
+        ("/v1/completions", b'{"max_output_tokens":5}', 16),
+        ("/v1/responses", b'{"max_output_tokens":5}', 5),
+        ("/v1/messages", b'{"max_tokens":5}', 5),
+        ("/generate", b'{"max_tokens":5,"n":2}', 10),
+        ("/v1/embeddings", b'{"max_tokens":5}', 0),
+        ("/tokenize", b"{}", 0),
+    ],
+)
+def test_what_an_answer_is_expected_to_take(route: str, body: bytes, tokens: int) -> None:
+    assert output.expected(check_object(body), route) == tokens
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 10_000.0
+        monkeypatch.setattr("server.gateway.access.limits.time.monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def principal(**limits: int) -> Principal:
+    return Principal("p", frozenset(), id="p", limits=KeyLimits(**limits))
+
+
+def lines(head: bytes) -> dict[str, str]:
+    return dict(line.split(": ") for line in head.decode().split("\r\n") if line)
+
+
+def test_headers_and_retry_after(clock: Clock) -> None:
+    limits, p = Limits(Counter()), principal(requests_per_min=2, tokens_per_min=1000)
+    first = limits.admit(p, check_object(b'{"max_tokens":99}'), CHAT, b"x" * 400)
+    assert first is not None
+    assert lines(first.head) == {
+        "x-ratelimit-limit-requests": "2",
+        "x-ratelimit-remaining-requests": "1",
+        "x-ratelimit-reset-requests": "1m1s",
+        "x-ratelimit-limit-tokens": "1000",
+        "x-ratelimit-remaining-tokens": "800",
+        "x-ratelimit-reset-tokens": "1m1s",
+    }
+    clock.now += 20
+    assert limits.admit(p, NONE, CHAT, b"{}") is not None
+    clock.now += 10.5
+    with pytest.raises(RateLimited) as caught:
+        limits.admit(p, NONE, CHAT, b"{}")
+    assert (caught.value.retry_after_s, caught.value.code) == (31, "requests_limit")
+    assert lines(limits.head(p))["x-ratelimit-reset-requests"] == "51s"
+    clock.now += 31
+    assert limits.admit(p, NONE, CHAT, b"{}") is not None
+    first.settle(Usage(1, 1), 200)  # too late to give anything back
+    assert lines(limits.head(p))["x-ratelimit-remaining-tokens"] == str(1000 - 2 * (1 + output.USUAL_OUTPUT))
+    clock.now += 62
+    assert lines(limits.head(p))["x-ratelimit-reset-requests"] == "0s"
+
+
+def test_what_is_refused_takes_nothing(clock: Clock) -> None:
+    hits: Counter[str] = Counter()
+    limits, p = Limits(hits), principal(requests_per_min=5, tokens_per_min=300, concurrency=1, max_output_tokens=200)
+    grant = limits.admit(p, check_object(b'{"max_tokens":100}'), CHAT, b"{}")
+    before = limits.head(p)
+    assert grant is not None
+    for body in (b'{"max_tokens":100}', b'{"max_tokens":200}', b'{"max_tokens":201}', b'{"max_tokens":200,"n":2}'):
+        with pytest.raises((RateLimited, BadRequest)):
+            limits.admit(p, check_object(body), CHAT, body)
+    assert limits.head(p) == before
+    grant.settle(None, 499)
+    grant.settle(None, 499)
+    with pytest.raises(BadRequest):
+        limits.admit(p, check_object(b'{"max_tokens":200,"n":2}'), CHAT, b"{}")
+    assert limits.admit(p, check_object(b'{"max_tokens":100}'), CHAT, b"{}") is not None
+    assert hits == {"concurrency": 3, "max_output": 1, "tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("usage", "status", "tokens"),
+    [
+        (Usage(3, 5), 200, 8),
+        (Usage(0, 5, exact=False), 499, 101 + 5),
+        (Usage(0, 5, exact=False), 200, 101 + 5),
+        (None, 499, 101),
+        (None, 200, 101),
+        (None, 503, 0),
+        (None, 400, 0),
+        (Usage(1000, 2000), 200, 3000),
+    ],
+)
+def test_what_an_answer_costs_in_the_end(clock: Clock, usage: Usage | None, status: int, tokens: int) -> None:
+    limits, p = Limits(Counter()), principal(tokens_per_min=1000)
+    grant = limits.admit(p, check_object(b'{"max_tokens":50}'), CHAT, b"x" * 400)
+    assert grant is not None
+    grant.settle(usage, status)
+    (meter,) = limits.meters()
+    assert meter.tokens is not None
+    assert meter.tokens.used == tokens
+    assert int(lines(limits.head(p))["x-ratelimit-remaining-tokens"]) == max(0, 1000 - tokens)
+
+
+def test_unlimited_keys_have_no_meter() -> None:
+    limits = Limits(Counter())
+    assert limits.admit(Principal("p", frozenset()), NONE, CHAT, b"{}") is None
+    assert limits.head(Principal("p", frozenset())) == b""
+    assert limits.meters() == []
+
+
+def test_meters_of_idle_keys_are_forgotten(clock: Clock) -> None:
+    limits = Limits(Counter())
+    grants = [
+        limits.admit(Principal("p", frozenset(), id=str(i), limits=KeyLimits(9)), NONE, CHAT, b"{}") for i in (1, 2)
+    ]
+    clock.now += 62
+    limits.forget_idle()
+    assert len(limits.meters()) == 2  # their requests have not ended
+    assert grants[0] is not None
+    grants[0].settle(None, 200)
+    limits.forget_idle()
+    assert [meter.key for meter in limits.meters()] == ["2"]
