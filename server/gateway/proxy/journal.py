@@ -177,7 +177,7 @@ class Journal:
         return True
 
     def _read_event(self, event: bytes) -> None:
-        name, found, data = event.rpartition(b"data: ") if event[:1] != b"d" else (b"", event[:6], event[6:])
+        name, found, data = event.partition(b"data: ")
         if not found:
             return  # a comment, or the nothing behind the last event
         if data == b"[DONE]":

@@ -1,0 +1,291 @@
+"""Streams of real engines that are killed in the middle: a greedy answer is to the token what it would have been."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import orjson
+import psutil
+import pytest
+
+from tests.live import LiveServer, eventually
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+TOKENS = 700
+PROMPTS = [[9, 8, 7, 6], [40 + i % 60 for i in range(200)]]
+
+
+@pytest.fixture(scope="module")
+def fleet(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    server = LiveServer(checkpoints["a"], tmp_path_factory.mktemp("failover"), instances=2)
+    with server.running():
+        assert eventually(lambda: both_serve(server), 120)
+        yield server
+
+
+def both_serve(server: LiveServer) -> bool:
+    return [r["eligible"] for r in server.instances()] == [True, True]
+
+
+def whole_again(server: LiveServer) -> bool:
+    def look() -> bool:
+        server.processes.restart_ended()
+        return both_serve(server)
+
+    return eventually(look, 200)
+
+
+def busy(server: LiveServer) -> list[int]:
+    """Indices of the instances that have requests of the gateway."""
+    return [i for i, record in enumerate(server.instances()) if record["in_flight"]]
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        os.kill(process.pid, signal.SIGKILL)
+
+
+def kill_instance(server: LiveServer, index: int) -> None:
+    """The host of an instance gone, as far as a process can tell: nothing of it says goodbye."""
+    kill(server.tree(index))
+
+
+def kill_engine(server: LiveServer, index: int) -> None:
+    """Its HTTP server lives on for a moment, and has to say what became of its answers."""
+    kill([p for p in server.tree(index)[1:] if "EngineCore" in p.name() or "EngineCore" in str(p.cmdline())])
+
+
+@dataclass
+class Stream:
+    """One stream, read on a thread of its own."""
+
+    server: LiveServer
+    path: str
+    body: dict[str, Any]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    ids: set[Any] = field(default_factory=set)
+    logprobs: list[float] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    roles: int = 0
+    events: int = 0
+    last: dict[str, Any] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
+    ended: bool = False
+    fault: str = ""
+    error: dict[str, Any] = field(default_factory=dict)
+
+    def start(self) -> Stream:
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+        return self
+
+    def finish(self) -> Stream:
+        self.thread.join(120)
+        assert not self.thread.is_alive()
+        return self
+
+    def answer(self) -> tuple[Any, ...]:
+        """All that must not depend on who answered."""
+        spans = [(s["start"], s["end"]) for s in self.last["weight_versions"]]
+        prompt = [(s["start"], s["end"]) for s in self.last["prompt_weight_versions"]]
+        said = (self.text, self.token_ids, self.last["finish_reason"], self.last.get("stop_reason"), spans, prompt)
+        return (*said, self.roles, self.usage, self.offsets)
+
+    def _read(self) -> None:
+        try:
+            url = self.server.url + self.path
+            with httpx.stream("POST", url, json=self.body, timeout=120) as answer:
+                assert answer.status_code == 200, answer.read()
+                for line in answer.iter_lines():
+                    self._line(line)
+        except Exception as error:
+            self.fault = repr(error)
+
+    def _line(self, line: str) -> None:
+        name, _, data = line.partition(": ")
+        if name != "data":
+            self.fault = data if data == "error" else self.fault
+            return
+        self.events += 1
+        if data == "[DONE]":
+            self.ended = True
+            return
+        payload = orjson.loads(data)
+        if payload.get("error"):
+            self.error = payload["error"]
+            return
+        self.ids.add((payload.get("id"), payload.get("created")))
+        self.usage = payload.get("usage") or self.usage
+        for choice in payload.get("choices", [payload]):
+            self._choice(choice)
+
+    def _choice(self, choice: dict[str, Any]) -> None:
+        delta = choice.get("delta") or {}
+        self.roles += "role" in delta
+        self.text += choice.get("text") or delta.get("content") or ""
+        self.token_ids += choice.get("token_ids") or []
+        scores = choice.get("logprobs")
+        if isinstance(scores, dict):
+            self.logprobs += scores.get("token_logprobs") or [c["logprob"] for c in scores.get("content", [])]
+            self.offsets += scores.get("text_offset") or []
+        elif scores:
+            self.logprobs += scores
+        if choice.get("finish_reason"):
+            self.last = choice
+
+
+def asks(name: str) -> list[tuple[str, dict[str, Any]]]:
+    """One request for every way of asking."""
+    greedy = {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": TOKENS}
+    openai_like = {**greedy, "model": name, "stream_options": {"include_usage": True}}
+    found: list[tuple[str, dict[str, Any]]] = []
+    for prompt in PROMPTS:
+        found.append(("/generate", {**greedy, "prompt_token_ids": prompt, "logprobs": True}))
+        found.append(("/v1/completions", {**openai_like, "prompt": prompt}))
+        found.append(("/v1/completions", {**openai_like, "prompt": prompt, "logprobs": 2, "min_tokens": 600}))
+        messages = [{"role": "user", "content": f"what of {len(prompt)}?"}]
+        found.append(("/v1/chat/completions", {**openai_like, "messages": messages}))
+        found.append(("/v1/chat/completions", {**openai_like, "messages": messages, "logprobs": True}))
+        found.append(("/v1/chat/completions", {**openai_like, "messages": messages, "stop": ["w3"], "min_tokens": 500}))
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(fleet: LiveServer) -> list[Stream]:
+    """The answers that nothing happens to."""
+    streams = [Stream(fleet, path, body).start().finish() for path, body in asks(fleet.name)]
+    assert [s.fault for s in streams] == [""] * len(streams)
+    return streams
+
+
+def failovers(server: LiveServer) -> float:
+    page = httpx.get(server.url + "/metrics").text
+    wanted = 'hotswap_gateway_failovers_total{outcome="resumed"} '
+    return float(next(line for line in page.splitlines() if line.startswith(wanted)).rpartition(" ")[2])
+
+
+def break_in_mid_stream(server: LiveServer, streams: list[Stream], how: Callable[[LiveServer, int], None]) -> int:
+    """Breaks an instance that some of the streams come from, when about `at` events of each are here; which it was."""
+    at = random.Random().randrange(1, TOKENS // 2)
+    assert eventually(lambda: all(s.events for s in streams), 60)
+    victim = random.choice(busy(server))
+    assert eventually(lambda: sum(s.events for s in streams) >= at * len(streams), 60)
+    how(server, victim)
+    return victim
+
+
+@pytest.mark.parametrize("how", [kill_instance, kill_engine])
+@pytest.mark.parametrize("again", range(2))
+def test_greedy_streams_are_what_they_would_have_been(
+    fleet: LiveServer, whole: list[Stream], how: Callable[[LiveServer, int], None], again: int
+) -> None:
+    assert whole_again(fleet)
+    before = failovers(fleet)
+    streams = [Stream(fleet, path, body).start() for path, body in asks(fleet.name)]
+    break_in_mid_stream(fleet, streams, how)
+    for stream, uninterrupted in zip(streams, whole, strict=True):
+        stream.finish()
+        assert stream.fault == ""
+        assert stream.answer() == uninterrupted.answer()
+        assert stream.logprobs == pytest.approx(uninterrupted.logprobs, abs=0.05)
+        assert stream.ended == uninterrupted.ended
+        assert stream.path == "/generate" or len(stream.ids) == 1
+    assert eventually(lambda: not both_serve(fleet), 60)  # the gateway has heard of it
+    resumed = [s for s in streams if s.last.get("resumed_at")]
+    assert len(resumed) == failovers(fleet) - before > 0
+
+
+def test_an_instance_that_freezes(fleet: LiveServer, whole: list[Stream]) -> None:
+    """Its connections stay open and say nothing, as when its host is gone; the end of its lease tells."""
+    assert whole_again(fleet)
+    streams = [Stream(fleet, path, body).start() for path, body in asks(fleet.name)[:4]]
+    frozen: list[psutil.Process] = []
+
+    def freeze(server: LiveServer, index: int) -> None:
+        frozen.extend(server.tree(index))
+        for process in frozen:
+            process.suspend()
+
+    break_in_mid_stream(fleet, streams, freeze)
+    try:
+        for stream, uninterrupted in zip(streams, whole, strict=False):
+            stream.finish()
+            assert stream.fault == ""
+            assert stream.answer() == uninterrupted.answer()
+        assert any(s.last.get("resumed_at") for s in streams)
+    finally:
+        kill(frozen)
+    assert eventually(lambda: not both_serve(fleet), 60)
+
+
+def test_the_openai_sdk_sees_one_answer(fleet: LiveServer) -> None:
+    assert whole_again(fleet)
+    client = openai.OpenAI(base_url=fleet.url + "/v1", api_key="unused", max_retries=0, timeout=120)
+    messages: Any = [{"role": "user", "content": "what of 4?"}]
+    greedy: Any = {"model": fleet.name, "messages": messages, "temperature": 0, "max_tokens": TOKENS}
+    extra = {"ignore_eos": True}
+    expected = client.chat.completions.create(**greedy, extra_body=extra).choices[0].message.content
+    text, finish, ids, resumed = "", None, set(), None
+    options: Any = {"include_usage": True}
+    for n, chunk in enumerate(
+        client.chat.completions.create(**greedy, extra_body=extra, stream=True, stream_options=options)
+    ):
+        if n == 20:
+            kill_instance(fleet, busy(fleet)[0])
+        ids.add(chunk.id)
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            finish = choice.finish_reason or finish
+            resumed = (choice.model_extra or {}).get("resumed_at", resumed)
+        if chunk.usage is not None:
+            assert chunk.usage.completion_tokens == TOKENS
+    assert text == expected
+    assert (finish, len(ids)) == ("length", 1)
+    assert resumed is not None
+    assert eventually(lambda: not both_serve(fleet), 60)
+
+
+def test_sampled_streams_go_on_and_those_that_cannot_say_so(fleet: LiveServer) -> None:
+    assert whole_again(fleet)
+    common = {"temperature": 1.0, "ignore_eos": True, "stream": True, "max_tokens": TOKENS, "prompt": [9, 8, 7]}
+    common |= {"model": fleet.name, "return_token_ids": True}
+    continued = [Stream(fleet, "/v1/completions", {**common, "seed": i}).start() for i in range(3)]
+    stuck = [Stream(fleet, "/v1/completions", {**common, "presence_penalty": 0.5}).start() for _ in range(3)]
+    break_in_mid_stream(fleet, continued + stuck, kill_instance)
+    for stream in continued:
+        stream.finish()
+        assert (stream.fault, len(stream.token_ids), stream.ended) == ("", TOKENS, True)
+    cut = [s for s in stuck if s.finish().fault]
+    assert cut
+    for stream in cut:
+        assert stream.error["code"] == "upstream_died"
+    assert eventually(lambda: not both_serve(fleet), 60)
+
+
+def test_a_stream_that_has_crossed_a_swap(fleet: LiveServer, checkpoints: dict[str, Path]) -> None:
+    """Which version wrote what is known of the whole answer, whoever tells its end."""
+    assert whole_again(fleet)
+    before = fleet.active()
+    body = {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": TOKENS, "prompt_token_ids": PROMPTS[1]}
+    streams = [Stream(fleet, "/generate", body).start() for _ in range(4)]
+    assert eventually(lambda: all(s.events > 3 for s in streams), 60)
+    after = fleet.push(checkpoints["b"])
+    kill_instance(fleet, busy(fleet)[0])
+    for stream in streams:
+        stream.finish()
+        assert stream.fault == ""
+        spans = stream.last["weight_versions"]
+        assert [s["version"] for s in spans] == [before, after]
+        assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], TOKENS)
+        assert stream.last["prompt_weight_versions"] == [{"version": before, "start": 0, "end": len(PROMPTS[1])}]
+    assert [s for s in streams if s.last.get("resumed_at")]
