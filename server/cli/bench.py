@@ -79,6 +79,14 @@ def staging(json: Json = None, small: Small = False) -> None:
 
 
 @app.command()
+def serve(json: Json = None, small: Small = False) -> None:
+    """Open-loop load on real vLLM: goodput up to three times saturation, fairness between keys, urgent requests."""
+    from loadtest.serve import run
+
+    run(json, small=small)
+
+
+@app.command()
 def delta(json: Json = None, small: Small = False) -> None:
     """Versions as differences: what real training changes, and how long they take over shaped links."""
     from loadtest.delta import run

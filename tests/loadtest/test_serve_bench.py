@@ -1,0 +1,146 @@
+"""The serving benchmark's parts: prompts, arrivals, figures; and all of it once, small."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import orjson
+import pytest
+
+from loadtest.arrivals import CUT, Load, Plan, Seen, Stream
+from loadtest.goodput import Target, figures, jain, quantile
+from loadtest.prompts import SYSTEMS, Prompts
+from tests.server.gateway_upstream import Link, Received, upstream
+
+
+def test_prompts_are_varied_repeatable_and_share_beginnings() -> None:
+    def some(seed: int) -> list[str]:
+        supply = Prompts(seed, shared=0.5)
+        return [supply.prompt() for _ in range(400)]
+
+    prompts = some(1)
+    assert prompts == some(1) != some(2)
+    assert len(set(prompts)) > 390
+    assert 0.4 < sum(p.startswith(SYSTEMS) for p in prompts) / 400 < 0.6
+    lengths = [len(p) for p in prompts]
+    assert min(lengths) >= 24
+    assert max(lengths) > 4 * statistics.median(lengths) / 2
+    assert all(32 <= ord(c) < 127 or c == "\n" for p in prompts for c in p)
+
+
+def test_fairness_and_quantiles() -> None:
+    assert jain([3.0, 3.0]) == 1.0
+    assert jain([5.0, 1.0]) == pytest.approx(36 / 52)
+    assert jain([4.0, 0.0]) == 0.5
+    assert jain([0.0, 0.0]) == 1.0
+    values = [float(v) for v in range(1, 101)]
+    assert [quantile(values, q) for q in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
+    assert quantile([], 0.5) is None
+
+
+def test_goodput_counts_what_meets_both_bounds() -> None:
+    seen = [
+        Seen("a", 0.0, 200, first=0.1, gap=0.01, tokens=10, seconds=0.2),
+        Seen("a", 0.0, 200, first=0.9, gap=0.01, tokens=10, seconds=1.0),
+        Seen("a", 0.0, 200, first=0.1, gap=0.09, tokens=10, seconds=1.0),
+        Seen("a", 0.0, 429),
+        Seen("a", 0.0, 504),
+        Seen("a", 0.0, 500),
+        Seen("a", 0.0),
+    ]
+    found = figures(seen, 2.0, Target(0.5, 0.05))
+    assert (found["offered_per_s"], found["completed_per_s"], found["goodput_per_s"]) == (3.5, 1.5, 0.5)
+    assert (found["good_tokens_per_s"], found["tokens_per_s"]) == (5.0, 15.0)
+    assert (found["refused"], found["unfinished"], found["failed"]) == ({"429": 1, "504": 1}, 1, 1)
+    assert found["first_token_ms_p99"] == pytest.approx(900.0)
+
+
+@contextlib.asynccontextmanager
+async def answering(tokens: int, broken: bool = False) -> AsyncIterator[str]:
+    async def handler(link: Link, received: Received) -> None:
+        asked = orjson.loads(received.body)
+        assert asked["stream"]
+        assert received.headers["x-mark"] == "yes"
+        if asked["max_tokens"] % 5 == 0:
+            await link.json(b"{}", status=b"429 Too Many Requests")
+            return
+        await link.sse_head()
+        for _ in range(tokens):
+            await link.chunk(b'data: {"choices":[{"text":"x"}]}\n\n')
+            await asyncio.sleep(0.001)
+        if broken:
+            link.cut()
+            return
+        await link.chunk(b"data: [DO")
+        await link.chunk(b"NE]\n\n")
+        await link.end()
+
+    async with upstream(handler) as up:
+        yield up.address
+
+
+async def offered(url: str, clients: int = 0, grace_s: float = 10.0) -> list[Seen]:
+    load = Load(Plan(url, "m", 1.0, grace_s, 3, [Stream("a", 60.0, {"x-mark": "yes"})], clients))
+    await load.run()
+    return load.seen
+
+
+async def test_arrivals_do_not_wait_for_answers_and_tell_what_became_of_them() -> None:
+    async with answering(5) as url:
+        seen = await offered(url)
+    assert 25 < len(seen) < 110
+    assert {s.status for s in seen} == {200, 429}
+    for s in seen:
+        if s.status == 200:
+            assert s.first is not None
+            assert s.gap is not None
+            assert s.seconds is not None
+            assert 0 < s.first < s.seconds
+            assert s.gap > 0
+            assert s.tokens % 5
+
+
+async def test_so_many_clients_ask_one_after_the_other() -> None:
+    async with answering(5) as url:
+        seen = await offered(url, clients=3)
+    assert len(seen) > 3
+    assert {s.status for s in seen} == {200, 429}
+
+
+async def test_broken_and_late_answers_are_no_good_ones() -> None:
+    async with answering(5, broken=True) as url:
+        assert {s.status for s in await offered(url)} == {0, 429}
+    async with answering(10**6) as url:
+        assert {s.status for s in await offered(url, grace_s=0.0)} == {CUT, 429}
+    assert {s.status for s in await offered("http://127.0.0.1:1")} == {0}
+
+
+async def test_two_runs_of_a_plan_offer_the_same() -> None:
+    async with answering(1) as url:
+        first, second = await offered(url), await offered(url)
+    count = min(len(first), len(second)) - 5
+    assert count > 10
+    assert [s.tokens or s.status for s in first[:count]] == [s.tokens or s.status for s in second[:count]]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_all_of_it_once(tmp_path: os.PathLike[str]) -> None:
+    report = os.path.join(tmp_path, "serve.json")
+    command = [sys.executable, "-m", "server.cli", "bench", "serve", "--small", "--json", report]
+    subprocess.run(command, check=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    with open(report, "rb") as file:
+        found = orjson.loads(file.read())
+    assert found["saturation"]["completed_per_s"] > 0
+    assert found["machine"]["cores"]
+    for load in found["loads"].values():
+        assert load["queue"]["completed_per_s"] > 0
+        assert load["queue"]["failed"] == load["direct"]["failed"] == 0
+    assert set(found["fairness"]["queue"]) >= {"jain_tokens", "heavy", "light"}
+    assert set(found["urgent"]["queue"]) == {"urgent", "patient"}
