@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import hashlib
 import os
 import signal
 import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -28,8 +30,8 @@ from loadtest.gateway_bench.contenders import CONTENDERS, started
 from loadtest.gateway_bench.native import compiled
 from loadtest.gateway_bench.processes import Cores, running
 from server.errors import ConfigError
-from server.gateway import GatewayConfig, UpstreamSettings
-from server.gateway.__main__ import main
+from server.gateway import GatewayConfig, Limits, UpstreamSettings
+from server.gateway.__main__ import config_from, main, parser
 from server.gateway.access.key_files import load_keys
 from server.gateway.access.keys import ADMIN, INFER
 from tests.server.gateway_harness import RunningGateway, running_gateway
@@ -192,6 +194,7 @@ def test_a_generated_admin_key_works_and_is_private(tmp_path: Path) -> None:
 
 
 def self_signed(directory: Path) -> tuple[Path, Path]:
+    """A new certificate and its key, in `directory`."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
@@ -220,6 +223,44 @@ def test_tls(tmp_path: Path) -> None:
         process.communicate(timeout=30)
 
 
+def presented(gateway: RunningGateway) -> bytes:
+    """The certificate a client gets now."""
+    pem = ssl.get_server_certificate((gateway.host, gateway.port), timeout=10)
+    return ssl.PEM_cert_to_DER_cert(pem)
+
+
+def test_a_renewed_certificate_needs_no_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.gateway.tls.INTERVAL_S", 0.0)
+    cert, key = self_signed(tmp_path)
+    with running_gateway(tmp_path, ssl_certfile=cert, ssl_keyfile=key) as gateway:
+        first = presented(gateway)
+        url = f"https://{gateway.host}:{gateway.port}/healthz"
+        with httpx.Client(verify=False) as client:
+            assert client.get(url).status_code == 200
+            (tmp_path / "next").mkdir()
+            new_cert, new_key = self_signed(tmp_path / "next")
+            new_cert.rename(cert)  # the key has not come yet
+            assert presented(gateway) == first
+            new_key.rename(key)
+            assert presented(gateway) == ssl.PEM_cert_to_DER_cert(cert.read_text()) != first
+            cert.unlink()
+            assert presented(gateway) != first
+            assert client.get(url).status_code == 200  # over the connection of before
+
+
+def test_every_limit_is_an_option() -> None:
+    numbers = {
+        "max_body": 1, "max_head": 2, "max_headers": 3, "request_timeout_s": 4.0, "keep_alive_s": 5.0,
+        "stalled_client_s": 6.0, "max_connections": 7, "max_buffered": 8,
+    }  # fmt: skip
+    assert numbers.keys() == {f.name for f in dataclasses.fields(Limits)}
+    options = "--max-body 1 --max-head 2 --max-headers 3 --request-timeout 4 --keep-alive 5 --write-timeout 6 "
+    options += "--max-connections 7 --max-buffered 8 --require-key --store sqlite:///s.db --model toy"
+    config = config_from(parser().parse_args(options.split()))
+    assert dataclasses.asdict(config.limits) == numbers
+    assert config.require_key
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -231,6 +272,9 @@ def test_tls(tmp_path: Path) -> None:
         (["--model", "toy", "--store", "sqlite:///tmp/x.db", "--admin-port", "70000"], "--admin-port"),
         (["--model", "toy", "--store", "sqlite:///tmp/x.db", "--admin-port", "8000"], "--admin-port"),
         (["--model", "toy", "--store", "sqlite:///tmp/x.db", "--ssl-certfile", "/x"], "--ssl-keyfile"),
+        (["--model", "toy", "--store", "sqlite:///tmp/x.db", "--max-headers", "0"], "--max-headers"),
+        (["--model", "toy", "--store", "sqlite:///tmp/x.db", "--write-timeout", "-1"], "--write-timeout"),
+        (["--model", "toy", "--store", "sqlite:///tmp/x.db", "--keep-alive", "nan"], "--keep-alive"),
         (["--model", "toy", "--store", "sqlite:///tmp/x.db", "--api-key-file", "/nowhere/keys"], "/nowhere/keys"),
     ],
 )
