@@ -195,6 +195,14 @@ def test_a_wait_over_the_longest_is_refused_at_once() -> None:
     line.enter(ticket("x"), now)
 
 
+def test_a_line_that_was_empty_for_long_has_not_been_slow() -> None:
+    line = queue(max_wait_s=2.0)
+    now = steady(line, 0.1)
+    drained(line, now)
+    line.enter(ticket("x", deadline=now + 86_400.2), now + 86_400.0)
+    assert line.waiting == 1
+
+
 def test_the_pace() -> None:
     pace = DrainRate()
     assert pace.wait_s(1000, 5.0) == 0.0

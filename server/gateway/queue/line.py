@@ -88,14 +88,14 @@ class AdmissionQueue(Generic[W]):
         Raises TooManyRequests or Unavailable, and changes nothing then.
         """
         lines = self._lines(ticket.priority)
+        if not self.waiting:
+            self._drain.began(now)
         self._check_wait(ticket, lines, now)
         if self.bytes + ticket.size > self._settings.max_bytes:
             raise self._overloaded(f"Requests of {self.bytes} bytes wait", now)
         evicted = self._make_room(ticket, lines, now) if len(self) >= self._settings.max_entries else None
         if evicted is not None:
             self.leave(evicted)
-        if not self.waiting:
-            self._drain.began(now)
         lines.push(ticket)
         self.waiting += 1
         self._admit(ticket, now)
