@@ -84,6 +84,12 @@ class Fleet:
         candidates = [i for i in candidates if i.working < i.window.limit] or candidates  # no cache is worth a queue
         return self._choose(candidates, now, hint())
 
+    def has_other(self, tried: Sequence[Instance], need: Need | None) -> bool:
+        """Whether somebody who was not tried may be asked now."""
+        now = time.monotonic()
+        meets = [i for i in self.serving if need is None or need.met_by(i.record.active_version)]
+        return any(i not in tried and i.health.admits(now) for i in meets)
+
     def _choose(self, candidates: list[Instance], now: float, hint: Hint) -> Instance:
         if hint.session:
             hint.home = self._sessions.get(hint.session) or ""

@@ -406,8 +406,8 @@ class Exchange:
 
     def _lost(self, instance: Instance, failure: HttpError) -> None:
         """Its connection has ended before the first byte: retries.py says whether another instance is asked."""
-        now = time.monotonic()
-        if not retries.again("lost", self.route, self._losses, self._fleet.budget, now):
+        others = self._fleet.has_other(self._tried, self.request.need)
+        if not (others and retries.again("lost", self.route, self._losses, self._fleet.budget, time.monotonic())):
             self._upstream_failed(failure)
             return
         log.warning("%s is sent again: %s", self.request.head.request_id.decode(), failure)
@@ -511,8 +511,7 @@ class Exchange:
         if self.request.grant is not None:
             self.request.grant.settle(self.usage, status)
         self._stats.end(self)
-        if self._relay.journal is not None:
-            self._relay.journal.close()
+        self._relay.close()
         self._drop_instance()
 
     def _drop_instance(self) -> None:
