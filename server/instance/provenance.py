@@ -55,10 +55,10 @@ class Trace:
         self._calls += 1
         return base
 
-    def open_for(self, params: Any) -> int:
-        """The same, for an engine request with these sampling parameters, which are given what the engine must know."""
+    def open_for(self, prompt: Any, params: Any) -> int:
+        """The same, for this prompt and these sampling parameters, which are given what the engine must know."""
         base = self.open(params.n or 1)
-        self.replaying.begins(self._calls, params)
+        self.replaying.begins(self._calls, prompt, params)
         # Always written: what a client puts there itself (vllm_xargs) must not reach the engine.
         asked = self.wish.for_engine() | self.replaying.for_engine()
         params.extra_args = {**(params.extra_args or {}), "hotswap": asked}
@@ -128,7 +128,7 @@ def traced(generate: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> C
 
     def wrapper(prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
         trace = current_trace.get() or Trace()
-        base = trace.open_for(sampling_params)
+        base = trace.open_for(prompt, sampling_params)
         kwargs["priority"] = trace.wish.in_engine(kwargs.get("priority", 0))
         return _follow(trace, base, inflight, lambda: generate(prompt, sampling_params, request_id, **kwargs))
 

@@ -35,9 +35,9 @@ class Replaying:
         self._ids: list[int] = []  # of the tokens that the next event tells,
         self._text = ""  # and the end of what it says
 
-    def begins(self, calls: int, sampling_params: Any) -> None:
+    def begins(self, calls: int, prompt: Any, sampling_params: Any) -> None:
         """The engine is asked, for the `calls`th time."""
-        self.resumable = self.wanted and calls == 1 and reproducible(sampling_params)
+        self.resumable = self.wanted and calls == 1 and extensible(prompt) and reproducible(sampling_params)
 
     def record(self, outputs: Iterable[Any]) -> None:
         """An output of the engine, of which the next event is made."""
@@ -89,6 +89,13 @@ class Replaying:
         """What the gateway is told in the head of a stream."""
         found = [(RESUMABLE, b"1")] if self.resumable else []
         return [*found, (RESUMED, b"1")] if self.resume is not None else found
+
+
+def extensible(prompt: Any) -> bool:
+    """Whether tokens can be put behind it: it consists of tokens, and is the decoder's own."""
+    if not isinstance(prompt, dict):
+        return isinstance(prompt, str)
+    return prompt.get("type", "token") in ("token", "multimodal") and "prompt_embeds" not in prompt
 
 
 def reproducible(params: Any) -> bool:

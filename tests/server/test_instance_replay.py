@@ -14,7 +14,7 @@ import pytest
 from server.instance.inflight import Inflight
 from server.instance.middleware import ProvenanceMiddleware
 from server.instance.provenance import traced
-from server.instance.replay import Replaying, reproducible
+from server.instance.replay import Replaying, extensible, reproducible
 from server.resume import RESUMABLE, RESUME, RESUMED, Resume, Span
 from weightsync.vllm_engine import replay as engine_replay
 
@@ -54,14 +54,30 @@ def test_what_a_replay_reproduces(changed: dict[str, Any], can: bool) -> None:
 def test_one_engine_request_wanted_by_the_gateway() -> None:
     for wanted, calls, can in ((True, 1, True), (False, 1, False), (True, 2, False)):
         replaying = Replaying(wanted=wanted)
-        replaying.begins(calls, params())
+        replaying.begins(calls, "a prompt", params())
         assert replaying.resumable is can
+
+
+@pytest.mark.parametrize(
+    ("prompt", "can"),
+    [
+        ({"prompt": "text"}, True),
+        ({"prompt_token_ids": [1]}, True),
+        ({"type": "token", "prompt_token_ids": [1]}, True),
+        ({"type": "multimodal", "prompt_token_ids": [1]}, True),
+        ({"type": "embeds", "prompt_embeds": object()}, False),
+        ({"type": "multimodal", "prompt_token_ids": [1], "prompt_embeds": object()}, False),
+        ({"type": "enc_dec"}, False),
+    ],
+)
+def test_prompts_that_tokens_can_be_put_behind(prompt: Any, can: bool) -> None:
+    assert extensible(prompt) is can
 
 
 def test_several_prompts_in_one_body_cannot_be_continued() -> None:
     replaying = Replaying(wanted=True)
-    replaying.begins(1, params())
-    replaying.begins(2, params())
+    replaying.begins(1, "one", params())
+    replaying.begins(2, "two", params())
     assert not replaying.resumable
 
 
