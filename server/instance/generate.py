@@ -20,10 +20,16 @@ router = APIRouter()
 T = TypeVar("T")
 
 
+_ONE_PROMPT: list[Any] = [
+    {"required": [one], "properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}}}
+    for one, other in (("prompt", "prompt_token_ids"), ("prompt_token_ids", "prompt"))
+]
+
+
 class GenerateRequest(BaseModel):
     """Body of POST /generate; unknown fields are refused. `logprobs` asks for the chosen tokens' log-probabilities."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"oneOf": _ONE_PROMPT})
 
     model: str | None = None
     prompt: str | None = None

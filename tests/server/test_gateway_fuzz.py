@@ -173,7 +173,7 @@ def check_upstream(sent: list[bytes]) -> None:
 
 
 INTERNAL = re.compile(
-    rb"x-hotswap-(cache-scope: public|policy: (keep|recompute|finish|abort)|(min-)?version: [1-9]\d*|finish-s: [\d.]+"
+    rb"x-hotswap-(cache-scope: public|policy: (keep|recompute|finish|abort)|(min-)?version: [1-9]\d*|finish-s: [\d.e-]+"
     rb"|priority: [1-9]|resumable: 1)"
 )
 

@@ -93,7 +93,8 @@ class Asked:
 
 
 # Names and values of the headers that are read; everything else with the prefix is refused.
-_INTEGER, _SECONDS = re.compile(rb"[0-9]{1,19}"), re.compile(rb"[0-9]{1,5}(\.[0-9]{1,9})?")
+_INTEGER = re.compile(rb"[0-9]{1,19}")
+_SECONDS = re.compile(rb"[0-9]{1,5}(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?")  # what JSON writes
 _SIGNED = re.compile(rb"-?[0-9]{1,3}")
 _FORMS: dict[bytes, tuple[str, re.Pattern[bytes] | None]] = {
     b"x-hotswap-policy": ("policy", None),
