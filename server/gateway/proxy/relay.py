@@ -127,6 +127,12 @@ class ResponseRelay:
         self._fault = None
         self._body.clear()
 
+    def close(self) -> None:
+        """Nothing more comes. Parser and relay know each other: left so, each request would be the collector's work."""
+        del self._parser
+        if self.journal is not None:
+            self.journal.close()
+
     def finish(self) -> bytes:
         """The end of a body of which only that is missing."""
         self.complete = True
