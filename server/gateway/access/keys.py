@@ -82,7 +82,7 @@ class KeyRing:
         if self._open and scope == INFER:
             return ANONYMOUS
         if not key:
-            raise self._unknown("A key is required: send `Authorization: Bearer KEY`.", "missing_api_key")
+            raise self._unknown("A key is required: send `Authorization: Bearer KEY`.", code="missing_api_key")
         digest = hashlib.sha256(key).digest()
         principal = self._keys.get(digest)
         if principal is None:
@@ -97,9 +97,10 @@ class KeyRing:
         why = self._barred.get(digest)
         if why is not None:
             return Unauthorized(f"This key was {why}; ask the operator for another.", code="revoked_api_key")
-        return self._unknown("This key is not known here; check it, or ask the operator for one.", "invalid_api_key")
+        unknown = "This key is not known here; check it, or ask the operator for one."
+        return self._unknown(unknown, code="invalid_api_key")
 
-    def _unknown(self, message: str, code: str) -> Unauthorized | Unavailable:
+    def _unknown(self, message: str, *, code: str) -> Unauthorized | Unavailable:
         if not self._known:
             return Unavailable("The keys have not been read from the store yet; try again.", code="keys_unknown")
         return Unauthorized(message, code=code)

@@ -180,10 +180,10 @@ class Limits:
                 requests.advance(now)
             requests.asked += 1
             if requests.used >= requests.allotted:
-                raise self._over(requests, "requests", 1)
+                raise self._over(requests, 1, code="requests_limit")
         running.asked += 1
         if running.used >= running.allotted:
-            raise self._over(running, "concurrency", 1)
+            raise self._over(running, 1, code="concurrency_limit")
         if tokens is not None:
             if now != tokens.now:
                 tokens.advance(now)
@@ -206,9 +206,10 @@ class Limits:
             )
         tokens.asked += needed
         if tokens.used + needed > tokens.allotted:
-            raise self._over(tokens, "tokens", needed)
+            raise self._over(tokens, needed, code="tokens_limit")
 
-    def _over(self, quota: Quota, kind: str, needed: int) -> RateLimited:
+    def _over(self, quota: Quota, needed: int, *, code: str) -> RateLimited:
+        kind = code.removesuffix("_limit")
         self._hits[kind] += 1
         elsewhere = quota.used + quota.elsewhere + needed <= quota.limit
         if isinstance(quota, Window) and not elsewhere:
@@ -217,7 +218,7 @@ class Limits:
             wait = 1  # a request ends at any moment; or other gateways are about to give what they do not use
         per = "at one time" if kind == "concurrency" else f"{kind} a minute"
         message = f"This key may use {quota.limit} {per}, and does; try again in {wait} s."
-        return RateLimited(message, code=f"{kind}_limit", retry_after_s=wait)
+        return RateLimited(message, code=code, retry_after_s=wait)
 
     def _bounded(self, asked: output.Asked, route: str, bound: int, body: bytes) -> bytes:
         try:
