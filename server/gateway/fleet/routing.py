@@ -104,16 +104,17 @@ def pick(candidates: Sequence[C], now: float, hint: Hint = NO_HINT) -> C | None:
         worth = SLACK + SPREAD * sum(loads) / len(loads)
         loads = [load - worth * c.cached(hint) for c, load in zip(peers, loads, strict=True)]
     least = min(loads)
+    if loads.count(least) == 1:
+        return peers[loads.index(least)]
     equal = [c for c, load in zip(peers, loads, strict=True) if load == least]
-    if len(equal) == 1:
-        return equal[0]
     return max(equal, key=lambda c: c.tie_break(hint)) if hint.key else min(equal, key=lambda c: c.picked_at)
 
 
 def _best_placed(candidates: Sequence[C], now: float) -> Sequence[C]:
     """Those of the lowest rank; who refused a connection a moment ago comes last."""
-    ranks = [_RANK[c.state] + 2 * (c.failed_at > now - _AVOID_AFTER_FAILURE_S) for c in candidates]
-    lowest = min(ranks)
-    if lowest == max(ranks):
+    since = now - _AVOID_AFTER_FAILURE_S
+    if not any(c.failed_at > since or c.state == "STAGING" for c in candidates):
         return candidates
+    ranks = [_RANK[c.state] + 2 * (c.failed_at > since) for c in candidates]
+    lowest = min(ranks)
     return [c for c, rank in zip(candidates, ranks, strict=True) if rank == lowest]
