@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.async_api import Browser, BrowserContext, Page, Request, async_playwright
+from playwright.async_api import Browser, BrowserContext, Page, Request, async_playwright, expect
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_MS = 30_000  # a condition that comes true is seen at once; this is for loaded machines
@@ -55,8 +56,8 @@ class Watched:
     faults: list[str] = field(default_factory=list)
 
     def check(self) -> None:
-        assert self.elsewhere == [], "a request left the origin"
-        assert self.faults == []
+        assert not self.elsewhere, f"requests left the origin: {self.elsewhere}"
+        assert not self.faults, self.faults
         for request in self.requests:
             assert "key" not in urlsplit(request.url).query
 
@@ -64,9 +65,11 @@ class Watched:
         return (await self.page.text_content(selector)) or ""
 
     async def wait_text(self, selector: str, text: str) -> None:
-        await self.page.wait_for_function(
-            "([s, t]) => document.querySelector(s)?.textContent.includes(t)", arg=[selector, text]
-        )
+        await expect(self.page.locator(selector)).to_contain_text(text, timeout=TIMEOUT_MS)
+
+    async def wait_attribute(self, selector: str, name: str, pattern: str) -> None:
+        """`pattern` is a regular expression, found anywhere in the attribute."""
+        await expect(self.page.locator(selector)).to_have_attribute(name, re.compile(pattern), timeout=TIMEOUT_MS)
 
 
 @asynccontextmanager

@@ -31,6 +31,8 @@ class ConsolePage {
     this.seen = null; // the swap the history was read after
     this.rounds = 0;
     this.looking = false;
+    this.again = false;
+    this.paused = null; // by whom; null: not known yet
     this.timer = null;
     this.key.onchange = () => this.#look();
     wireKeyForm(byId("key-form"), this.key);
@@ -40,8 +42,12 @@ class ConsolePage {
 
   // One round, and the next in a second; while nobody sees the page, and without a key, there is none.
   async #look() {
-    if (this.looking) return;
+    if (this.looking) {
+      this.again = true; // what is under way may have begun with another key
+      return;
+    }
     this.looking = true;
+    this.again = false;
     clearTimeout(this.timer);
     try {
       await this.#round();
@@ -49,12 +55,14 @@ class ConsolePage {
       this.#problem(error);
     }
     this.looking = false;
-    if (this.key.value && !document.hidden) this.timer = setTimeout(() => this.#look(), PERIOD_MS);
+    if (this.again) this.#look();
+    else if (this.key.value && !document.hidden) this.timer = setTimeout(() => this.#look(), PERIOD_MS);
   }
 
   async #round() {
     if (this.talk.model === null) await this.#greet();
     if (!this.key.value) {
+      this.#forget();
       setText(byId("key-message"), "Type the admin key to see the fleet. The chat works without, where no key is asked.");
       return;
     }
@@ -67,6 +75,18 @@ class ConsolePage {
     this.#now(weights.active, swap, pause);
     await this.#past(swap);
     if (this.rounds++ % 2 === 0) this.curves.update(await this.api.json("/admin/series"), this.history);
+  }
+
+  // Without the key nothing of what it showed stays on the page.
+  #forget() {
+    this.fleet.update([]);
+    this.weights.update({ active: null, versions: [] });
+    this.swaps.forget();
+    this.curves.update({ throughput: [], training: [] }, []);
+    this.seen = null;
+    this.paused = null;
+    for (const id of ["swap-now", "pause-now"]) setText(byId(id), "");
+    setText(byId("active"), "unknown");
   }
 
   async #greet() {
@@ -91,9 +111,11 @@ class ConsolePage {
     const moving = swap?.in_flight ? `swap to ${versionName(swap.target)}: ${swap.phase}` : "no swap under way";
     setText(byId("swap-now"), active ? `epoch ${active.epoch}, ${moving}` : moving);
     const names = pause.pauses.map((p) => p.requested_by).join(", ");
-    const before = byId("pause-now").textContent;
-    setText(byId("pause-now"), pause.paused ? `Generation is paused by ${names}` : "");
-    if (before !== byId("pause-now").textContent) this.announcer.say(pause.paused ? `Generation is paused by ${names}.` : "Generation goes on.");
+    setText(byId("pause-now"), names ? `Generation is paused by ${names}` : "");
+    if (this.paused !== null && this.paused !== names) {
+      this.announcer.say(names ? `Generation is paused by ${names}.` : "Generation goes on.");
+    }
+    this.paused = names;
   }
 
   #problem(error) {

@@ -1,6 +1,8 @@
 // Server-sent events out of a response body (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 // EventSource cannot send a body or a key, so the stream is read here.
 
+import { ApiError } from "./api.js";
+
 export async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   const lines = new Lines();
@@ -8,7 +10,7 @@ export async function* events(body) {
   let data = [];
   try {
     while (true) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch(broken);
       if (done) return;
       for (const line of lines.feed(value)) {
         if (line === "") {
@@ -25,6 +27,12 @@ export async function* events(body) {
   } finally {
     reader.cancel().catch(() => {}); // who stops early ends the request
   }
+}
+
+// A connection that broke, unless it was we who ended it.
+function broken(error) {
+  if (error.name === "AbortError") throw error;
+  throw new ApiError("The answer was cut off: the connection broke.", { code: "incomplete" });
 }
 
 function field(line) {

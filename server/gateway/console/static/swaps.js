@@ -43,6 +43,11 @@ export class SwapsView {
     this.#draw();
   }
 
+  forget() {
+    this.update([]);
+    this.newest = undefined; // the next ones seen are no news
+  }
+
   #announce(swap) {
     const what = swap.outcome === "done" ? "serves now" : `was not taken: ${reason(swap)}`;
     this.announcer.say(`Weight version ${swap.version} ${what}.`);
