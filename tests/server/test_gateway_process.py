@@ -37,12 +37,13 @@ from server.gateway.access.keys import ADMIN, INFER
 from tests.server.gateway_harness import RunningGateway, running_gateway
 from tests.server.gateway_upstream import Link, Received, upstream
 
-FORBIDDEN = ("torch", "vllm", "transformers", "megatron")
+# Far too large, or needed by few gateways and imported when they are.
+FORBIDDEN = ("torch", "vllm", "transformers", "megatron", "numpy", "httpx", "rich", "grpc", "opentelemetry")
 
 
-def test_neither_torch_nor_vllm_is_imported() -> None:
+def test_nothing_large_is_imported() -> None:
     probe = (
-        "import sys, server.gateway.__main__, server.gateway.main, weightsync.swap.coordinator\n"
+        "import sys, server.gateway.__main__, server.gateway.main, server.gateway.app, server.gateway.proxy.protocol\n"
         f"print([m for m in {FORBIDDEN!r} if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)

@@ -13,15 +13,16 @@ import math
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from server.errors import ConfigError, ServerError
 from server.gateway.admin.probe_file import ProbePrompt, load_probes
 from server.gateway.config import GatewayConfig
 from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord
 from weightsync.swap.probe import Probe, ProbeResult
+
+if TYPE_CHECKING:
+    import httpx  # at run time only where something is asked: it is 5 MB, and many gateways never ask
 
 SERVING = frozenset({"SERVING", "STAGING", "STAGED"})
 
@@ -52,6 +53,8 @@ def build_probe(settings: ProbeSettings, fleet: Callable[[], Iterable[InstanceRe
     """The callable for the coordinator; `fleet` says who there is to compare with."""
 
     async def probe(canary: InstanceRecord, swap: SwapRecord, active: ActiveRecord | None) -> ProbeResult:
+        import httpx
+
         try:
             async with asyncio.timeout(settings.timeout_s):
                 async with httpx.AsyncClient(timeout=settings.timeout_s, trust_env=False) as client:
@@ -117,6 +120,8 @@ class _Asker:
             raise self._failed(prompt, f"gave log-probabilities that cannot be read ({error!r})") from error
 
     async def _post(self, prompt: ProbePrompt, path: str, body: dict[str, Any]) -> Any:
+        import httpx
+
         # A scope of its own: a probe shares no cached block with clients, nor with another probe. A canary that is on
         # trial refuses whatever is not marked as a probe.
         headers = {"x-hotswap-cache-scope": secrets.token_hex(16), "x-hotswap-probe": "1"}
