@@ -183,6 +183,17 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     assert line.waiting == 52
 
 
+def test_who_would_be_next_may_always_try() -> None:
+    line = queue()
+    now = steady(line, 10.0)
+    drained(line, now)
+    line.enter(ticket("x", deadline=now + 1.0), now)
+    with pytest.raises(Unavailable):
+        line.enter(ticket("x", deadline=now + 1.0), now)
+    line.pop(now + 0.1)
+    line.enter(ticket("x", deadline=now + 1.0), now + 0.1)
+
+
 def test_a_wait_over_the_longest_is_refused_at_once() -> None:
     line = queue(max_wait_s=2.0)
     now = steady(line, 0.1)
@@ -383,15 +394,17 @@ def test_a_window_shrinks_when_requests_wait_inside_and_grows_back() -> None:
     assert window.limit == window.most == 72  # the headroom
     window.adapt(Signals(num_requests_waiting=9), 72)
     assert window.limit == 57
-    window.adapt(Signals(num_preemptions=1), 20)
-    assert window.limit == 16
-    window.adapt(Signals(num_preemptions=1), 16)
-    assert window.limit == 20
+    window.adapt(Signals(num_preemptions=1), 40)
+    assert window.limit == 32
+    window.adapt(Signals(num_preemptions=2), 0)
+    assert window.limit == 12  # of what is not used, half is believed
+    window.adapt(Signals(num_requests_waiting=1, num_preemptions=2), 12)
+    assert window.limit == 17
     for _ in range(40):
-        window.adapt(Signals(num_requests_waiting=99, num_preemptions=1), 0)
+        window.adapt(Signals(num_requests_waiting=99, num_preemptions=2), 0)
     assert window.limit == 1
-    for _ in range(16):
-        window.adapt(Signals(num_preemptions=1), 1)
+    for _ in range(4):
+        window.adapt(Signals(num_preemptions=2), 1)
     assert window.limit == 72
 
 

@@ -4,12 +4,14 @@ The most is what the engine runs at once (`max_num_seqs`, which the instance say
 so that a place that falls free is filled in the engine's next step and not after a round trip. Below that the window
 follows vLLM's own figures at each scrape, additive increase and multiplicative decrease (Chiu and Jain, 1989):
 
-    more wait inside than the headroom, or requests were preempted  ->  four fifths, at least 1
-    else                                                            ->  a sixteenth of the most more, up to the most
+    more wait inside than the headroom, or requests were preempted  ->  four fifths, of what is used of it; at least 1
+    some wait inside                                                ->  a sixteenth of the most more
+    none waits inside                                               ->  a quarter of the most more: there is room
 
 Requests wait inside when the KV cache is full before `max_num_seqs` is reached, when one request asks for many samples,
 or when other gateways send there too: all see the same figures, so their windows come to equal shares, and none has to
-know of the others. An instance that does not say what it can run gets `UNKNOWN` at most.
+know of the others. A window that is not used is believed to be half as large at best (so does TCP, RFC 7661). An
+instance that does not say what it can run gets `UNKNOWN` at most.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from server.gateway.fleet.signals import Signals
 
 UNKNOWN = 1024
 SHRINK = 0.8
-GROWTH = 16  # steps from nothing to the most
+GROWTH, FAST_GROWTH = 16, 4  # steps from nothing to the most
 HEADROOM = 8  # one place ahead for so many that run
 
 
@@ -44,7 +46,8 @@ class Window:
         if self.most == math.inf:
             return
         if preempted or signals.num_requests_waiting > max(self._headroom, 1):
-            self._size = max(1.0, min(self._size, in_flight) * SHRINK)
+            self._size = max(1.0, min(self._size, max(in_flight, self._size / 2)) * SHRINK)
         else:
-            self._size = min(self.most, self._size + max(1.0, self.most / GROWTH))
+            steps = GROWTH if signals.num_requests_waiting else FAST_GROWTH
+            self._size = min(self.most, self._size + max(1.0, self.most / steps))
         self.limit = math.floor(self._size)

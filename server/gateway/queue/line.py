@@ -196,8 +196,11 @@ class AdmissionQueue(Generic[W]):
         return min(waiting, key=lambda lines: lines.served)
 
     def _check_wait(self, ticket: Ticket[W], lines: _Lines[W], now: float) -> None:
-        more_urgent = sum(len(self._classes[p]) for p in self._order if p < ticket.priority)
-        wait_s = self._drain.wait_s(more_urgent + lines.ahead(ticket.key, ticket.weight), now)
+        ahead = sum(len(self._classes[p]) for p in self._order if p < ticket.priority)
+        ahead += lines.ahead(ticket.key, ticket.weight)
+        if not ahead:
+            return  # who is next may always try: an estimate that nobody may test would stand for ever
+        wait_s = self._drain.wait_s(ahead, now)
         if now + wait_s > ticket.deadline:
             over_s = now + wait_s - ticket.deadline
             message = f"At the present pace this request would wait {wait_s:.1f} s, past its deadline; try again later."
