@@ -25,11 +25,12 @@ types: setup
 	$(VENV)/bin/mypy
 
 setup: $(STAMP)
-$(STAMP): pyproject.toml requirements/$(ACCEL).txt requirements/dev.txt scripts/etcd.sh
+$(STAMP): pyproject.toml requirements/$(ACCEL).txt requirements/dev.txt scripts/etcd.sh scripts/chromium.sh
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/$(ACCEL).txt -r requirements/dev.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	scripts/etcd.sh $(VENV)
+	scripts/chromium.sh $(VENV)
 	touch $@
 
 clean:
