@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from server.cli import bench, keys, weights
+from server.cli import bench, instances, keys, weights
 from server.cli.paths import default_state_dir
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.add_typer(weights.app, name="weights", help="Publish, activate, roll back, verify and compare weight versions.")
 app.add_typer(keys.app, name="keys", help="Make, limit, rotate and revoke keys of a running gateway.")
+app.add_typer(instances.app, name="instances", help="Show instances, take one out of routing, and back.")
 app.add_typer(bench.app, name="bench", help="Benchmarks; each prints a table and writes JSON.")
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -46,7 +47,11 @@ def up(
     max_logprob_drift: Annotated[float | None, typer.Option(help="drift of its log-probabilities let pass")] = None,
     cache_scope: Annotated[str, typer.Option(help="who shares prefix cache blocks: key or shared")] = "key",
     hold: Annotated[float, typer.Option(help="seconds a request waits while no instance can be asked")] = 5.0,
-    log_format: Annotated[str, typer.Option(help="of the gateway's lines: text, or json with a line a request")] = "text",
+    max_queued: Annotated[int, typer.Option(help="requests that wait for room at an instance, at most")] = 1024,
+    max_queue_wait: Annotated[float, typer.Option(help="longest such wait, seconds")] = 30.0,
+    log_format: Annotated[
+        str, typer.Option(help="of the gateway's lines: text, or json with a line a request")
+    ] = "text",
     otlp_endpoint: Annotated[
         str | None, typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="trace requests to http://HOST:4318")
     ] = None,
@@ -56,6 +61,7 @@ def up(
     from server.cli.up import UpConfig, run_up
 
     gateway_args = ["--keep-versions", str(keep_versions), "--cache-scope", cache_scope, "--hold", str(hold)]
+    gateway_args += ["--max-queued", str(max_queued), "--max-queue-wait", str(max_queue_wait)]
     gateway_args += ["--require-key"] if require_key else []
     gateway_args += ["--probes", str(probes.resolve())] if probes is not None else []
     gateway_args += ["--max-logprob-drift", str(max_logprob_drift)] if max_logprob_drift is not None else []
@@ -124,4 +130,4 @@ def status(
     name: Annotated[str | None, typer.Option(help="model name, if several run here")] = None,
 ) -> None:
     """Show the instances and the active version of a running server."""
-    weights.show_instances(state_dir or default_state_dir(name))
+    instances.show_instances(state_dir or default_state_dir(name))
