@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from server.gateway.access.records import USAGE_PREFIX, USAGE_ROUND, KeyLimits
 from server.gateway.access.shares import Division, Plan, UsageRecord, Use, divide
 from server.gateway.access.sharing import Sharing
 from server.gateway.observe.stats import Stats
+from tests.etcd import Etcd
 from tests.server.gateway_harness import ADMIN_KEY, KEYS
 from tests.server.gateway_upstream import Link, Received, Upstream, upstream
 from weightsync.errors import LeaseLost, StoreUnavailable
@@ -228,6 +230,25 @@ class Gateway:
         return taken
 
 
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[Etcd]:
+    server = Etcd()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty store: a SQLite file, or etcd where a test asks for it."""
+    if getattr(request, "param", "sqlite") == "sqlite":
+        return f"sqlite://{tmp_path}/store.db"
+    server: Etcd = request.getfixturevalue("etcd")
+    return server.url(f"test-{uuid.uuid4().hex}")
+
+
+on_both_stores = pytest.mark.parametrize("url", ["sqlite", "etcd"], indirect=True)
+
+
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.gateway.access.sharing.INTERVAL_S", 0.02)
@@ -235,11 +256,11 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def gateways(directory: Path, number: int, limit: int) -> AsyncIterator[list[Gateway]]:
+async def gateways(url: str, number: int, limit: int) -> AsyncIterator[list[Gateway]]:
     async with contextlib.AsyncExitStack() as stack:
         every = []
         for _ in range(number):
-            store = open_store(f"sqlite://{directory}/store.db")
+            store = open_store(url)
             stack.push_async_callback(store.close)
             one = Gateway(store, KeyLimits(requests_per_min=limit))
             await one.sharing.enter()
@@ -261,9 +282,10 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
+@on_both_stores
 @pytest.mark.usefixtures("fast")
-async def test_alone_it_has_the_whole_limit_and_writes_nothing(tmp_path: Path) -> None:
-    async with gateways(tmp_path, 1, 60) as (one,):
+async def test_alone_it_has_the_whole_limit_and_writes_nothing(url: str) -> None:
+    async with gateways(url, 1, 60) as (one,):
         assert one.take(100) == 60
         _, before = await one.store.list("")
         await asyncio.sleep(0.3)  # many intervals
@@ -271,9 +293,10 @@ async def test_alone_it_has_the_whole_limit_and_writes_nothing(tmp_path: Path) -
         assert after == before
 
 
+@on_both_stores
 @pytest.mark.usefixtures("fast")
-async def test_units_come_to_where_they_are_asked_for(tmp_path: Path) -> None:
-    async with gateways(tmp_path, 3, 90) as (one, two, three):
+async def test_units_come_to_where_they_are_asked_for(url: str) -> None:
+    async with gateways(url, 3, 90) as (one, two, three):
         assert [g.quota.allotted for g in (one, two, three)] == [30, 30, 30]
         assert two.take(5) == 5
         taken = one.take(200)
@@ -288,11 +311,12 @@ async def test_units_come_to_where_they_are_asked_for(tmp_path: Path) -> None:
         assert one.quota.remaining() == 0
 
 
+@on_both_stores
 @pytest.mark.usefixtures("fast")
-async def test_who_comes_later_gets_what_is_left(tmp_path: Path) -> None:
-    async with gateways(tmp_path, 1, 60) as (one,):
+async def test_who_comes_later_gets_what_is_left(url: str) -> None:
+    async with gateways(url, 1, 60) as (one,):
         assert one.take(50) == 50
-        async with gateways(tmp_path, 1, 60) as (two,):
+        async with gateways(url, 1, 60) as (two,):
             taken = 0
             async with asyncio.timeout(60):
                 while taken < 10:
@@ -301,9 +325,10 @@ async def test_who_comes_later_gets_what_is_left(tmp_path: Path) -> None:
             assert (taken, one.take(5)) == (10, 0)
 
 
+@on_both_stores
 @pytest.mark.usefixtures("fast")
-async def test_what_a_gateway_used_counts_after_its_end(tmp_path: Path) -> None:
-    async with gateways(tmp_path, 2, 60) as (one, two):
+async def test_what_a_gateway_used_counts_after_its_end(url: str) -> None:
+    async with gateways(url, 2, 60) as (one, two):
         assert one.take(30) == 30
         assert one.task is not None
         await ended(one.task)
@@ -317,9 +342,10 @@ async def test_what_a_gateway_used_counts_after_its_end(tmp_path: Path) -> None:
         assert (taken, two.take(50)) == (30, 0)
 
 
+@on_both_stores
 @pytest.mark.usefixtures("fast")
-async def test_one_that_was_killed_leaves_its_part_when_its_lease_ends(tmp_path: Path) -> None:
-    async with gateways(tmp_path, 2, 60) as (one, two):
+async def test_one_that_was_killed_leaves_its_part_when_its_lease_ends(url: str) -> None:
+    async with gateways(url, 2, 60) as (one, two):
         assert one.task is not None
         await ended(one.task)
         keeper = one.sharing._keeper
@@ -330,8 +356,8 @@ async def test_one_that_was_killed_leaves_its_part_when_its_lease_ends(tmp_path:
 
 
 @pytest.mark.usefixtures("fast")
-async def test_the_last_part_stays_in_force_without_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with gateways(tmp_path, 2, 60) as (one, two):
+async def test_the_last_part_stays_in_force_without_the_store(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateways(url, 2, 60) as (one, two):
         assert two.take(30) == 30
         outage = Outage(one.store, monkeypatch)
         await until(lambda: outage.refused > 3)
@@ -371,8 +397,8 @@ class Outage:
 
 
 @pytest.mark.usefixtures("fast")
-async def test_a_lost_lease_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with gateways(tmp_path, 2, 60) as (one, two):
+async def test_a_lost_lease_is_taken_up_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateways(url, 2, 60) as (one, two):
         keeper = one.sharing._keeper
         assert keeper is not None
         put = one.store.put
@@ -389,9 +415,10 @@ async def test_a_lost_lease_is_taken_up_again(tmp_path: Path, monkeypatch: pytes
         await until(lambda: one.quota.allotted + two.quota.allotted == 60)
 
 
+@on_both_stores
 @pytest.mark.usefixtures("fast")
-async def test_a_lower_limit_holds_everywhere(tmp_path: Path) -> None:
-    async with gateways(tmp_path, 2, 100) as (one, two):
+async def test_a_lower_limit_holds_everywhere(url: str) -> None:
+    async with gateways(url, 2, 100) as (one, two):
         assert one.take(10) == 10
         await until(lambda: two.quota.elsewhere == 10)
         for g in (one, two):
@@ -406,10 +433,10 @@ async def test_a_lower_limit_holds_everywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fast")
-async def test_records_of_no_known_form_are_left_alone(tmp_path: Path) -> None:
-    async with gateways(tmp_path, 1, 60) as (one,):
+async def test_records_of_no_known_form_are_left_alone(url: str) -> None:
+    async with gateways(url, 1, 60) as (one,):
         await one.store.put(USAGE_PREFIX + "stranger", b"nonsense")
-        async with gateways(tmp_path, 1, 60) as (two,):
+        async with gateways(url, 1, 60) as (two,):
             await until(lambda: one.quota.allotted == two.quota.allotted == 30)
             found = await one.store.get(USAGE_ROUND)
             assert found is not None
