@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
 
+from server.instance.config import InstanceConfig
 from server.instance.inflight import Inflight, VersionMismatch, WeightsChanged, Wish
 from server.instance.middleware import ProvenanceMiddleware
-from server.instance.provenance import Trace, annotate, annotate_chunk, current_trace, pooled
+from server.instance.provenance import Trace, annotate, annotate_chunk, current_trace, pooled, traced
 
 
 @dataclass
@@ -153,6 +155,30 @@ async def test_embeddings_that_must_not_cross_a_swap_do_not(wish: Wish) -> None:
     assert (await embed(wish))[0]
     with pytest.raises(WeightsChanged):
         await embed(wish, swapped_to=2)
+
+
+@pytest.mark.parametrize(("own", "engine"), [({}, 3000), ({"priority": 7}, 3007), ({"priority": -7}, 3000)])
+async def test_the_engine_is_told_the_class_whatever_the_body_says(own: dict[str, int], engine: int) -> None:
+    told: list[int] = []
+
+    async def run(prompt: str, params: Any, request_id: str, priority: int = 0) -> AsyncIterator[Any]:
+        told.append(priority)
+        return
+        yield
+
+    current_trace.set(Trace(Wish(priority=3)))
+    params = SimpleNamespace(n=1, extra_args=None, extra_kwargs=None)
+    assert [output async for output in traced(run, Inflight())("p", params, "r", **own)] == []
+    assert [output async for output in pooled(run, Inflight())("p", params, "r", **own)] == []
+    assert told == [engine, engine]
+
+
+def test_the_scheduler_goes_by_priority_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+    for own in ((), ("--scheduling-policy", "fcfs")):
+        config = InstanceConfig(tmp_path, "m", "sqlite:///unused.db", "i", vllm_args=own)
+        argv = config.vllm_argv(cpu=True, port=1)
+        last = len(argv) - argv[::-1].index("--scheduling-policy")  # argparse takes the last one
+        assert argv[last] == (own[1] if own else "priority")
 
 
 async def test_embeddings_of_a_version_that_is_not_here_are_refused() -> None:
