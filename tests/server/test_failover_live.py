@@ -275,17 +275,19 @@ def test_sampled_streams_go_on_and_those_that_cannot_say_so(fleet: LiveServer) -
 def test_a_stream_that_has_crossed_a_swap(fleet: LiveServer, checkpoints: dict[str, Path]) -> None:
     """Which version wrote what is known of the whole answer, whoever tells its end."""
     assert whole_again(fleet)
-    before = fleet.active()
-    body = {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": TOKENS, "prompt_token_ids": PROMPTS[1]}
-    streams = [Stream(fleet, "/generate", body).start() for _ in range(4)]
+    before, most = fleet.active(), 1000
+    published = fleet.admin.post("/admin/weights", json={"path": str(checkpoints["b"]), "activate": False})
+    after = published.json()["version"]
+    body = {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": most, "prompt_token_ids": PROMPTS[0]}
+    streams = [Stream(fleet, "/generate", body).start() for _ in range(16)]
     assert eventually(lambda: all(s.events > 3 for s in streams), 60)
-    after = fleet.push(checkpoints["b"])
+    assert fleet.activate(after).status_code == 200
     kill_instance(fleet, busy(fleet)[0])
     for stream in streams:
         stream.finish()
         assert stream.fault == ""
         spans = stream.last["weight_versions"]
         assert [s["version"] for s in spans] == [before, after]
-        assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], TOKENS)
-        assert stream.last["prompt_weight_versions"] == [{"version": before, "start": 0, "end": len(PROMPTS[1])}]
+        assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], most)
+        assert stream.last["prompt_weight_versions"] == [{"version": before, "start": 0, "end": len(PROMPTS[0])}]
     assert [s for s in streams if s.last.get("resumed_at")]
