@@ -102,7 +102,7 @@ def _leave_all(contenders: Sequence[Running], upstream: int, results: dict[str, 
         for state in reversed(STATES):  # connecting last: it closes every pooled connection
             for contender in contenders:
                 console.print(f"leaving {contender.name}: {state}")
-                times = [disconnect_ms(state, contender.port, observer, upstream) for _ in range(CANCELS)]
+                times = [disconnect_ms(state, contender, observer, upstream) for _ in range(CANCELS)]
                 results[contender.name].cancel_ms[state] = times
 
 

@@ -2,7 +2,7 @@
 
 The upstream of the load is replaced, on the same port, by one that never finishes an answer, and looks at its sockets:
 
-    connecting   it accepts nobody; when the contender's half-open connection goes is read from /proc/net/tcp
+    connecting   it accepts nobody; the contender's half-open connection is found in /proc, and watched until it goes
     waiting      it has the request (of a stream) and has sent nothing
     streaming    it sends a chunk every 20 ms
     whole        it has a request without "stream" and has sent nothing
@@ -11,6 +11,7 @@ The upstream of the load is replaced, on the same port, by one that never finish
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import struct
@@ -19,7 +20,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from loadtest.gateway_bench.contenders import Running
 from loadtest.gateway_bench.loads import KEY, body
+from loadtest.gateway_bench.processes import tree
 
 STATES = ("connecting", "waiting", "streaming", "whole")
 GIVE_UP_S = 2.0
@@ -123,12 +126,12 @@ def observing(port: int) -> Iterator[Observer]:
         observer.close()
 
 
-def disconnect_ms(state: str, port: int, observer: Observer, upstream: int) -> float | None:
+def disconnect_ms(state: str, contender: Running, observer: Observer, upstream: int) -> float | None:
     """Leaves one request in `state`; milliseconds until the upstream saw it, None if over `GIVE_UP_S`."""
     if state == "connecting":
-        return _leave_connecting(port, observer, upstream)
+        return _leave_connecting(contender, observer, upstream)
     watched = observer.expect(streams=state == "streaming")
-    client = _ask(port, stream=state != "whole")
+    client = _ask(contender.port, stream=state != "whole")
     try:
         if not watched.asked.wait(GIVE_UP_S) or (state == "streaming" and b"data: " not in _receive(client)):
             return None
@@ -139,20 +142,21 @@ def disconnect_ms(state: str, port: int, observer: Observer, upstream: int) -> f
     return (watched.gone_at - left) * 1e3 if watched.gone.wait(GIVE_UP_S) else None
 
 
-def _leave_connecting(port: int, observer: Observer, upstream: int) -> float | None:
+def _leave_connecting(contender: Running, observer: Observer, upstream: int) -> float | None:
     observer.close()
     try:
         with _full_listener(upstream):
             before = _half_open(upstream)
-            client = _ask(port, stream=True)
+            client = _ask(contender.port, stream=True)
             try:
-                mine = _appears(upstream, before)
+                held = _appears(contender, upstream, before)
                 left = time.perf_counter()
             finally:
                 client.close()
-            while mine and time.perf_counter() - left < GIVE_UP_S:
-                if not mine & _half_open(upstream):
-                    return (time.perf_counter() - left) * 1e3
+            while held and (elapsed := time.perf_counter() - left) < GIVE_UP_S:
+                held = [(path, name) for path, name in held if _link(path) == name]
+                if not held:
+                    return elapsed * 1e3
             return None
     finally:
         observer.listen()
@@ -169,19 +173,33 @@ def _full_listener(port: int) -> Iterator[None]:
         yield
 
 
-def _appears(port: int, before: set[int]) -> set[int]:
+def _appears(contender: Running, port: int, before: set[str]) -> list[tuple[Path, str]]:
+    """The descriptors under which `contender` holds connections to `port` that were half open only after `before`.
+
+    Reading /proc/net/tcp takes milliseconds, a descriptor microseconds: so the latter is what is watched.
+    """
     deadline = time.perf_counter() + GIVE_UP_S
-    while time.perf_counter() < deadline:
-        if new := _half_open(port) - before:
-            return new
-    return set()
+    while time.perf_counter() < deadline and contender.pid is not None:
+        new = _half_open(port) - before
+        descriptors = (fd for pid in tree(contender.pid) for fd in Path(f"/proc/{pid}/fd").glob("*"))
+        held = [(path, name) for path in descriptors if (name := _link(path)) in new]
+        if held:
+            return held
+    return []
 
 
-def _half_open(port: int) -> set[int]:
-    """Local ports of connections to `port` whose SYN has not been answered."""
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _half_open(port: int) -> set[str]:
+    """Connections to `port` whose SYN has not been answered, as descriptors name them."""
     remote = f"{struct.unpack('=I', socket.inet_aton('127.0.0.1'))[0]:08X}:{port:04X}"
-    rows = (line.split(None, 4) for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
-    return {int(row[1].partition(":")[2], 16) for row in rows if row[2] == remote and row[3] == _SYN_SENT}
+    rows = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    return {f"socket:[{row[9]}]" for row in rows if row[2] == remote and row[3] == _SYN_SENT}
 
 
 def _ask(port: int, *, stream: bool) -> socket.socket:

@@ -114,7 +114,7 @@ def test_an_upstream_that_answers_no_disconnect_is_told_apart(upstream: int) -> 
     port = free_port()
     with observing(port) as observer:
         for state in STATES[1:]:
-            elapsed = disconnect_ms(state, port, observer, port)
+            elapsed = disconnect_ms(state, Running(DIRECT, port, None, ""), observer, port)
             assert elapsed is not None
             assert elapsed < 1000
 
