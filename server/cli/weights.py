@@ -186,18 +186,6 @@ def diff(
     show_diff(found, as_json=as_json)
 
 
-def show_instances(state_dir: Path) -> None:
-    """Print every instance with its state, versions and last swap times."""
-    rows = AdminClient(state_dir).call("GET", "/admin/instances")["instances"]
-    table = Table("instance", "state", "version", "epoch", "weights", "load", "stage, flip ms", "error")
-    for r in rows:
-        state = r["state"] if r["eligible"] else f"{r['state']} (not asked)"
-        times = " ".join(f"{r[k]:.2f}" for k in ("stage_ms", "commit_ms") if r.get(k))
-        cells = [r["id"], state, r["active_version"], r["active_epoch"], (r["fingerprint"] or "")[:8], r["in_flight"]]
-        table.add_row(*(str(c) if c is not None else "" for c in cells), times, (r["error"] or {}).get("message", ""))
-    Console().print(table)
-
-
 def _swap_options(mode: SwapMode, drain_s: float | None, deadline_s: float | None, on_lost: OnLost) -> dict[str, Any]:
     return {"mode": mode.value, "drain_s": drain_s, "deadline_s": deadline_s, "on_lost": on_lost.value}
 

@@ -92,7 +92,7 @@ async def look_after(fleet: Fleet, instance: Instance, settings: UpstreamSetting
 
 
 async def scrape_forever(fleet: Fleet, settings: UpstreamSettings) -> None:
-    """Keeps every routable instance's health and signals fresh, at most one round of each at a time.
+    """Keeps every serving or drained instance's health and signals fresh, at most one round of each at a time.
 
     A slow one holds up nobody: the next round of the others does not wait for it.
     """
@@ -103,7 +103,7 @@ async def scrape_forever(fleet: Fleet, settings: UpstreamSettings) -> None:
                 if task.done() and (fault := task.exception()) is not None:
                     log.error("a round of health checks failed", exc_info=fault)
             rounds = {i: task for i, task in rounds.items() if not task.done()}
-            for instance in fleet.serving:
+            for instance in fleet.watched:
                 if instance not in rounds:
                     rounds[instance] = asyncio.create_task(look_after(fleet, instance, settings))
             await asyncio.sleep(settings.scrape_interval_s)

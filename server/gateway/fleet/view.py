@@ -46,7 +46,8 @@ class Fleet:
         self.swap: SwapRecord | None = None
         self.drains: dict[str, DrainRecord] = {}  # by instance; an operator wants them to get nothing new
         self.serving: list[Instance] = []  # those that may be asked; made anew with every change of the view
-        self.unwell: list[Instance] = []  # of those, who are ejected or do not answer probes
+        self.watched: list[Instance] = []  # the same, and those an operator has drained
+        self.unwell: list[Instance] = []  # of those that serve, who are ejected or do not answer probes
         self.budget = RetryBudget(settings.retry_share)
         self.replay = ReplayMemory(settings.failover.max_bytes, settings.failover.max_stream_bytes)
         self.retries = Counter(dict.fromkeys(("not_sent", "lost"), 0))  # requests sent on to another instance, by why
@@ -229,13 +230,12 @@ class Fleet:
             self._changed()
 
     def _changed(self) -> None:
-        self.serving = [i for i in self.instances.values() if self._eligible(i)]
+        able = (i for i in self.instances.values() if routing.eligible(i.record, self.active, self.swap))
+        self.watched = list(able)
+        self.serving = [i for i in self.watched if not self.is_draining(i)]
         self._judge()
         self.room.wake()
         self.on_change()
-
-    def _eligible(self, instance: Instance) -> bool:
-        return routing.eligible(instance.record, self.active, self.swap) and not self.is_draining(instance)
 
     def _word(self, instance: Instance) -> str:
         return "DRAINING" if self.is_draining(instance) else instance.state

@@ -1,0 +1,87 @@
+"""`hotswap instances`: who there is and how they do; taking one out of routing, and back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from server.cli.errors import RequestFailed
+from server.cli.weights import AdminClient, KeyFile, StateDir, Url
+
+app = typer.Typer(no_args_is_help=True)
+POLL_S = 0.25
+SETTLED_S = 3.0  # without a request: longer than between two looks of a gateway at its metrics
+Name = Annotated[str, typer.Argument(help="id of the instance, as `hotswap instances list` shows it")]
+
+
+@app.command("list")
+def list_(state_dir: StateDir = None, url: Url = None, key_file: KeyFile = None) -> None:
+    """Every instance with its state, versions, load and last swap times."""
+    show_instances(state_dir, url, key_file)
+
+
+@app.command()
+def drain(
+    name: Name,
+    wait: Annotated[float, typer.Option(help="seconds to wait until it has no request of any gateway's")] = 0.0,
+    state_dir: StateDir = None,
+    url: Url = None,
+    key_file: KeyFile = None,
+) -> None:
+    """Send it no new requests, at any gateway, until `resume` or until it is started anew."""
+    client = AdminClient(state_dir, url, key_file)
+    client.call("POST", f"/admin/instances/{name}/drain")
+    if wait:
+        _wait_until_idle(client, name, wait)
+    Console().print(f"{name} gets no new requests" + (" and has none" if wait else ""))
+
+
+@app.command()
+def resume(name: Name, state_dir: StateDir = None, url: Url = None, key_file: KeyFile = None) -> None:
+    """Send it requests again."""
+    answer = AdminClient(state_dir, url, key_file).call("POST", f"/admin/instances/{name}/resume")
+    Console().print(f"{name} " + ("is about to stop by itself" if answer["draining"] else "gets requests again"))
+
+
+def show_instances(state_dir: Path | None, url: str | None = None, key_file: Path | None = None) -> None:
+    """Print every instance with its state, versions and last swap times."""
+    rows = AdminClient(state_dir, url, key_file).call("GET", "/admin/instances")["instances"]
+    table = Table("instance", "state", "version", "epoch", "weights", "load", "circuit", "stage, flip ms", "error")
+    for r in rows:
+        times = " ".join(f"{r[k]:.2f}" for k in ("stage_ms", "commit_ms") if r.get(k))
+        cells = [r["id"], _state(r), r["active_version"], r["active_epoch"], (r["fingerprint"] or "")[:8]]
+        cells += [f"{r['load']:g}", r["circuit"] if r["answering"] else "does not answer", times]
+        table.add_row(*(str(c) if c is not None else "" for c in cells), (r["error"] or {}).get("message", ""))
+    Console().print(table)
+
+
+def _state(row: dict[str, Any]) -> str:
+    if row["draining"]:
+        return "DRAINING"
+    return str(row["state"]) if row["eligible"] else f"{row['state']} (not asked)"
+
+
+def _wait_until_idle(client: AdminClient, name: str, wait_s: float) -> None:
+    deadline, busy_at, left = time.monotonic() + wait_s, time.monotonic(), 0
+    while (now := time.monotonic()) < busy_at + SETTLED_S:
+        left = _requests(client, name)
+        busy_at = now if left else busy_at
+        if left and now > deadline:
+            raise RequestFailed(f"{name} still has {left} request(s) after {wait_s:g} s, and gets no new ones; wait on")
+        time.sleep(POLL_S)
+
+
+def _requests(client: AdminClient, name: str) -> int:
+    """Requests there: this gateway's, and all that the engine has. 0 when it has gone."""
+    rows = client.call("GET", "/admin/instances")["instances"]
+    row = next((r for r in rows if r["id"] == name), None)
+    if row is None:
+        return 0
+    signals = row["signals"] or {}
+    engine = signals.get("num_requests_running", 0) + signals.get("num_requests_waiting", 0)
+    return max(int(row["in_flight"]), int(engine))

@@ -1,0 +1,109 @@
+"""Two real engines: prompts that share a beginning meet its blocks again, and a stop breaks no stream."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from tests.live import LiveServer, eventually
+
+pytestmark = pytest.mark.engine
+
+APPLICATIONS, ROUNDS = 7, 4  # an odd number, so that taking turns brings each prompt to both instances
+PREFIX = 512  # tokens, whole blocks of vLLM's prefix cache (16 on a GPU, 128 on a CPU)
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    live = LiveServer(checkpoints["a"], tmp_path_factory.mktemp("pair"), instances=2)
+    with live.running():
+        yield live
+
+
+def cached_tokens(live: LiveServer) -> float:
+    """Prompt tokens that were found in a prefix cache so far, over both engines."""
+    pages = [httpx.get(i["address"] + "/metrics").text for i in live.instances()]
+    return sum(
+        float(v)
+        for page in pages
+        for v in re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", page, re.MULTILINE)
+    )
+
+
+def prompt(application: int, question: int) -> dict[str, Any]:
+    shared = [(7 * n + 31 * application) % 400 + 5 for n in range(PREFIX)]
+    asked = [(question * 13 + n) % 400 + 5 for n in range(8)]
+    return {"prompt_token_ids": shared + asked, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": False}
+
+
+def ask_all(urls: list[str], first: int) -> None:
+    """Every application asks ROUNDS questions, the applications in turn; request n goes to the n-th address in turn."""
+    with httpx.Client(timeout=60) as client:
+        for n in range(APPLICATIONS * ROUNDS):
+            question, application = divmod(n, APPLICATIONS)
+            answer = client.post(urls[n % len(urls)] + "/generate", json=prompt(first + application, question))
+            assert answer.status_code == 200, answer.text
+
+
+def test_a_shared_beginning_is_computed_once_and_not_once_per_instance(pair: LiveServer) -> None:
+    start = cached_tokens(pair)
+    ask_all([i["address"] for i in pair.instances()], first=100)
+    in_turn = cached_tokens(pair) - start
+    ask_all([pair.url], first=0)
+    by_affinity = cached_tokens(pair) - start - in_turn
+    assert in_turn == APPLICATIONS * (ROUNDS - 2) * PREFIX  # computed by both
+    assert by_affinity == APPLICATIONS * (ROUNDS - 1) * PREFIX  # computed by one
+    picks = dict(
+        re.findall(r'^hotswap_gateway_picks_total\{by="(\w+)"\} (\S+)$', pair.client.get("/metrics").text, re.MULTILINE)
+    )
+    assert float(picks["prefix"]) >= APPLICATIONS * (ROUNDS - 1)
+
+
+def stream(url: str) -> tuple[int, str]:
+    """Tokens of one streamed answer, and how it ended: "done", or an error's code."""
+    body = {"prompt_token_ids": [3, 4, 5], "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+    tokens, end = 0, "cut"
+    with httpx.stream("POST", url + "/generate", json=body, timeout=120) as answer:
+        if answer.status_code != 200:
+            return 0, str(orjson.loads(answer.read())["error"]["code"])
+        for line in answer.iter_lines():
+            event = orjson.loads(line[6:]) if line.startswith("data: ") else {}
+            tokens += len(event.get("token_ids", ()))
+            end = "done" if "usage" in event else event["error"]["code"] if "error" in event else end
+    return tokens, end
+
+
+def counters(live: LiveServer, *names: str) -> list[str]:
+    """Lines of the gateway's metrics of these names that are not zero."""
+    lines = live.client.get("/metrics").text.splitlines()
+    return [line for line in lines if line.startswith(names) and not line.endswith(" 0.0")]
+
+
+def test_an_instance_that_is_told_to_stop_ends_its_streams_first(pair: LiveServer) -> None:
+    """Its own streams, that is: none is gone on with elsewhere."""
+    leaving = pair.processes.children["instance-0"].process
+
+    def record() -> dict[str, Any]:
+        return next((i for i in pair.instances() if i["id"] == pair.processes.instance_id(0)), {})
+
+    with ThreadPoolExecutor(16) as pool:
+        before = [pool.submit(stream, pair.url) for _ in range(8)]
+        assert eventually(lambda: record()["in_flight"] >= 2, 60)
+        leaving.send_signal(signal.SIGTERM)
+        assert eventually(lambda: record().get("state", "DRAINING") == "DRAINING")
+        assert leaving.poll() is None, "it has streams to end"
+        after = [pool.submit(stream, pair.url) for _ in range(4)]
+        assert eventually(lambda: not record(), 60), "and then it leaves at once"
+        assert [future.result(120) for future in before + after] == [(600, "done")] * 12
+    assert leaving.wait(60) == 0
+    assert counters(pair, "hotswap_gateway_upstream_failures_total", "hotswap_gateway_failovers_total") == []
+    assert [i["id"] for i in pair.instances()] == [pair.processes.instance_id(1)]
+    assert stream(pair.url) == (600, "done")
