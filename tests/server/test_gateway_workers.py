@@ -27,9 +27,11 @@ from loadtest.gateway_bench.loads import KEY, body
 from loadtest.gateway_bench.native import compiled
 from loadtest.gateway_bench.processes import free_port, running, tree
 from server.gateway.__main__ import config_from, parser
+from server.gateway.access.records import INFER, KEYS_PREFIX, KeyLimits, KeyRecord, digest_of
 from server.gateway.workers.pages import Pages, merged
 from server.gateway.workers.place import VARIABLE, Place
 from server.gateway.workers.supervisor import WRONG_SETTINGS, Supervisor
+from weightsync.store.sync import SyncStore
 
 Sample = tuple[str, frozenset[tuple[str, str]], float]
 
@@ -246,3 +248,18 @@ def test_the_admin_port_is_one_workers_own(workers: Workers, tmp_path: Path) -> 
         assert answer.json()["model"] == "mock"
     refused = httpx.get(f"http://127.0.0.1:{workers.port}/admin/weights", headers={"authorization": f"Bearer {key}"})
     assert refused.status_code == 404
+
+
+def test_a_limit_holds_over_all_workers(workers: Workers, tmp_path: Path) -> None:
+    record = KeyRecord("k1", "k", digest_of(KEY), (INFER,), time.time(), limits=KeyLimits(requests_per_min=30))
+    with contextlib.closing(SyncStore(f"sqlite://{tmp_path}/store.db")) as store:
+        store.put(KEYS_PREFIX + record.id, record.to_json())
+    wait_for(lambda: all(ask(workers.port, "no-key-of-theirs") == 401 for _ in range(8)))
+    statuses = [ask(workers.port, KEY) for _ in range(90)]  # each on a connection of its own
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) <= 30
+
+
+def ask(port: int, key: str) -> int:
+    url = f"http://127.0.0.1:{port}/v1/chat/completions"
+    return httpx.post(url, content=body(), headers={"authorization": f"Bearer {key}"}).status_code
