@@ -30,8 +30,9 @@ from rich.table import Table
 from loadtest.checkpoints import BENCH_SHAPE, TINY_SHAPE, make_checkpoint
 from loadtest.machine import machine, memcpy_gbps
 from loadtest.vllm_worker import Worker, worker
-from weightsync import Publisher, SyncStore
+from weightsync import Publisher
 from weightsync.records import VersionRecord
+from weightsync.store.sync import SyncStore
 
 MODEL = "staging"
 WAYS = ("staged", "unchecked", "mapped")

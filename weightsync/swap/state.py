@@ -12,7 +12,7 @@
                                                                     `---> canary     rolling
     canary  --the canary flipped ahead, its probe passed, the others still STAGED--> commit
     prepare, canary --error, fingerprint that differs, probe failed, deadline--> aborted
-    prepare, canary --participant gone, torn or draining--> aborted, or the same without it (`on_lost`), if others are left
+    prepare, canary --participant gone, torn or draining--> aborted, or the same without it (`on_lost`), if any is left
     commit  --every participant confirmed, gone or TORN, or confirmation overdue--> done
 
 A canary flips while it is COMMITTING, which keeps it out of routing; when its swap aborts it goes back by itself, to a
