@@ -129,12 +129,16 @@ class Grant:
 
 
 class Limits:
-    """The meters of all limited keys that were used here. `allot` is told of each new one, to say what it may use."""
+    """The meters of all limited keys that were used here.
+
+    `allot` is told of each new one, to say what it may use; `short` when one is refused that another gateway has left.
+    """
 
     def __init__(self, hits: Counts) -> None:
         self._hits = hits
         self._meters: dict[str, Meter] = {}
         self.allot: Callable[[Meter], None] = lambda _: None
+        self.short: Callable[[], None] = lambda: None
 
     def meters(self) -> list[Meter]:
         """Those of keys that were used here."""
@@ -215,6 +219,8 @@ class Limits:
         if isinstance(quota, Window) and not elsewhere:
             wait = quota.seconds_until(quota.used + needed - quota.allotted)
         else:
+            if elsewhere:
+                self.short()
             wait = 1  # a request ends at any moment; or other gateways are about to give what they do not use
         per = "at one time" if kind == "concurrency" else f"{kind} a minute"
         message = f"This key may use {quota.limit} {per}, and does; try again in {wait} s."

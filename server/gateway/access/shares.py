@@ -119,6 +119,15 @@ class Division:
         """Units others last said to be in use."""
         return sum(o.shares[resource].used for o in self.others.values() if resource in o.shares)
 
+    def is_short(self, resource: str, use: Use) -> bool:
+        """It was asked for more than it holds, and there are units that nobody holds."""
+        wanting = use.demand > 0 and use.used + use.demand > self.held(resource, use.limit)
+        return wanting and self._room(resource, use.limit) > self.held(resource, use.limit)
+
+    def can_give(self, share: Share, use: Use) -> bool:
+        """Another one was asked for more than it holds, and this one does not use all of its own."""
+        return share.demand > 0 and share.used + share.demand > share.held and self._spare(share.resource, use) > 0
+
     # what others say
 
     def seen(self, record: UsageRecord, uses: Mapping[str, Use]) -> bool:
@@ -210,6 +219,9 @@ class Division:
             return True
         wanted[resource] = self._held[resource]
         return False
+
+    def _spare(self, resource: str, use: Use) -> int:
+        return self.held(resource, use.limit) - use.used
 
     def _room(self, resource: str, limit: int) -> int:
         return limit - sum(other.held(resource, limit) for other in self.others.values())

@@ -1,7 +1,8 @@
 """Dividing limits with the other gateways of a store: one small record each, under a lease (shares.py has the rules).
 
 No request waits for anything here. A gateway that is alone writes nothing but its lease; where there are several, each
-writes its record once a second while limited keys are in use. While the store is away the last parts stay in force.
+writes its record once a second while limited keys are in use, and sooner when one is short of what another has. While
+the store is away the last parts stay in force.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import socket
@@ -26,6 +28,7 @@ from weightsync.store import Event, Store
 log = logging.getLogger("hotswap.gateway")
 
 INTERVAL_S = 1.0
+HURRY_S = 0.1  # between two steps, when somebody is short
 TTL_S = 10.0
 REMEMBERED_S = 62.0  # what a gateway has used is counted for so long after its end
 RETRY_STORE_S = 0.5
@@ -44,7 +47,7 @@ class Sharing:
         self._before = self._division  # the one in force until that is active
         self.entered = asyncio.Event()
         self._keeper: LeaseKeeper | None = None
-        self._news: asyncio.Queue[Event | StoreError] = asyncio.Queue()
+        self._news: asyncio.Queue[Event | StoreError | None] = asyncio.Queue()  # None: look again when the next is due
         self._revisions: dict[str, int] = {}  # of the other gateways' records
         self._round = (0, "")  # the revision at which a share last grew, and whose it was
         self._written: UsageRecord | None = None
@@ -52,7 +55,10 @@ class Sharing:
         self._known_limits: dict[str, int] = {}
         self._tick_at = time.monotonic() + INTERVAL_S
         self._ticks = 0
+        self._stepped_at = 0.0
+        self._hurry_at = math.inf
         limits.allot = self._allot
+        limits.short = self._hurry
 
     # the life of it
 
@@ -129,7 +135,7 @@ class Sharing:
                 await watching
 
     async def _watch(self, revision: int) -> None:
-        self._news = news = asyncio.Queue[Event | StoreError]()
+        self._news = news = asyncio.Queue[Event | StoreError | None]()
         try:
             async for event in self._store.watch(USAGE_PREFIX, revision):
                 news.put_nowait(event)
@@ -138,20 +144,31 @@ class Sharing:
 
     async def _something_new(self) -> bool:
         """Waits for word of the others, or for the next second. Whether there is something to do. Raises StoreError."""
-        if time.monotonic() >= self._tick_at:
+        now = time.monotonic()
+        if now >= self._tick_at:
             self._tick()
             return not self._division.alone
+        if now >= self._hurry_at:
+            self._hurry_at = math.inf
+            self._note_demand()
+            return not self._division.alone
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, self._tick_at - time.monotonic())):
+            async with asyncio.timeout(min(self._tick_at, self._hurry_at) - now):
                 return self._heard(await self._news.get()) or not self._division.active
         return False
 
+    def _hurry(self) -> None:
+        """Somebody is short: the next step comes soon."""
+        if self._hurry_at == math.inf:
+            self._hurry_at = self._stepped_at + HURRY_S
+            self._news.put_nowait(None)
+
     # what others say
 
-    def _heard(self, news: Event | StoreError) -> bool:
+    def _heard(self, news: Event | StoreError | None) -> bool:
         if isinstance(news, StoreError):
             raise news
-        return self._take_in(news)
+        return news is not None and self._take_in(news)
 
     def _take_in(self, event: Event) -> bool:
         """Whether somebody has come or gone."""
@@ -166,12 +183,25 @@ class Sharing:
             return True
         self._revisions[gateway] = event.kv.mod_revision
         try:
-            new = self._division.seen(UsageRecord.from_json(event.kv.value), self._uses())
+            record = UsageRecord.from_json(event.kv.value)
         except RecordError as exc:
             log.error("ignoring %s: %s", event.kv.key, exc)
             return False
+        uses = self._uses()
+        new = self._division.seen(record, uses)
         self._apply()
+        if self._worth_a_step(record, uses):
+            self._hurry()
         return new
+
+    def _worth_a_step(self, record: UsageRecord, uses: Mapping[str, Use]) -> bool:
+        """Units may change hands, by what `record` says."""
+        shares = [share for share in record.shares if share.resource in uses]
+        return any(
+            self._division.can_give(share, uses[share.resource])
+            or self._division.is_short(share.resource, uses[share.resource])
+            for share in shares
+        )
 
     def _gone(self, gateway: str) -> None:
         self._revisions.pop(gateway, None)
@@ -186,6 +216,7 @@ class Sharing:
 
     async def _step(self) -> None:
         """Takes stock, and writes what has changed. Raises StoreError."""
+        self._stepped_at, self._hurry_at = time.monotonic(), math.inf
         uses = self._uses()
         plan = self._division.plan(uses)
         self._apply()
@@ -205,6 +236,7 @@ class Sharing:
         assert self._keeper is not None
         record = self._division.record(plan, uses)
         puts: dict[str, bytes | None] = {self._key: record.to_json(), USAGE_ROUND: self.id.encode()}
+        self._written = None  # should it not be known whether it is
         revision = await self._store.txn({USAGE_ROUND: self._round[0]}, puts, {self._key: self._keeper.id})
         self._round = (revision, self.id)
         self._written = record
@@ -213,6 +245,7 @@ class Sharing:
     async def _write(self, record: UsageRecord) -> None:
         assert self._keeper is not None
         if record != self._written:
+            self._written = None
             await self._store.put(self._key, record.to_json(), self._keeper.id)
             self._written = record
 
@@ -224,11 +257,14 @@ class Sharing:
         self._ticks += 1
         if self._ticks % FORGET_TICKS == 0:
             self._limits.forget_idle()
-        demand = {resource: was * 3 // 4 for resource, was in self._demand.items() if was > 1}
-        for resource, quota in self._quotas().items():
-            demand[resource] = max(demand.get(resource, 0), quota.asked)
+        self._demand = {resource: was * 3 // 4 for resource, was in self._demand.items() if was > 1}
+        self._note_demand()
+        for quota in self._quotas().values():
             quota.asked = 0
-        self._demand = demand
+
+    def _note_demand(self) -> None:
+        for resource, quota in self._quotas().items():
+            self._demand[resource] = max(self._demand.get(resource, 0), quota.asked)
 
     def _quotas(self) -> dict[str, Quota]:
         return {r: quota for meter in self._limits.meters() for r, quota in meter.quotas().items()}
