@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hotswap.gateway")
 
 SHUTDOWN_GRACE_S = 30
+BACKLOG = 2048
 
 
 def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
@@ -92,7 +93,7 @@ def run(config: GatewayConfig, argv: Sequence[str] = ()) -> None:
     """
     configure(config.log_level, config.observe.log_format)
     if config.worker is not None:
-        _serve(*inherited(config, config.worker))
+        _serve(*bind_beside(config, config.worker))
         return
     ProbeSettings.of(config)
     load_keys(config)  # what cannot work is said here, in one line, rather than by a server that fails to start
@@ -101,19 +102,33 @@ def run(config: GatewayConfig, argv: Sequence[str] = ()) -> None:
     log.info("admin routes on %s, port %d", config.admin_host, config.admin_port)
     if config.workers == 1:
         _serve(config, listeners)
-    else:
-        sys.exit(asyncio.run(Supervisor(argv, config.workers, *listeners).run(config.leave_s + SHUTDOWN_GRACE_S)))
+        return
+    public, admin = listeners
+    public.close()  # it has shown that nobody else listens there
+    with _shared(config.host, config.port) as public:
+        supervisor = Supervisor(argv, config.workers, public, admin)
+        sys.exit(asyncio.run(supervisor.run(config.leave_s + SHUTDOWN_GRACE_S)))
 
 
-def inherited(config: GatewayConfig, place: Place) -> tuple[GatewayConfig, list[socket.socket]]:
-    """What `bind` has done already, in the process that started this one."""
+def bind_beside(config: GatewayConfig, place: Place) -> tuple[GatewayConfig, list[socket.socket]]:
+    """What `bind` does, for one of several workers."""
     place.die_with_parent()
-    public, admin = place.listeners()
-    config = replace(config, port=public.getsockname()[1], admin_port=admin.getsockname()[1])
+    public, admin = _shared(config.host, place.port), socket.socket(fileno=place.admin)
+    public.listen(BACKLOG)
+    config = replace(config, port=place.port, admin_port=admin.getsockname()[1])
     if place.leads:
         return config, [public, admin]
     admin.close()
     return config, [public]
+
+
+def _shared(host: str, port: int) -> socket.socket:
+    """A socket on a port that others may listen on too."""
+    shared = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    shared.bind((host, port))
+    return shared
 
 
 def _serve(config: GatewayConfig, listeners: list[socket.socket]) -> None:

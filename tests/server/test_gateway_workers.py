@@ -73,7 +73,7 @@ def test_a_family_is_described_once() -> None:
 
 
 async def test_workers_give_each_other_their_pages(tmp_path: Path) -> None:
-    places = [Place(i, 3, -1, -1, str(tmp_path), os.getpid()) for i in range(3)]
+    places = [Place(i, 3, 0, -1, str(tmp_path), os.getpid()) for i in range(3)]
     pages = [Pages(place, lambda i=place.index: page(i + 1.0)) for place in places]  # type: ignore[misc]
     tasks = [asyncio.create_task(p.serve()) for p in pages[:2]]  # the third is not up
     async with asyncio.timeout(10):
@@ -97,7 +97,7 @@ async def test_a_gateway_alone_has_no_label() -> None:
 
 
 def test_a_place_is_passed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(1, 2, 7, 8, "/tmp/x", 1234)
+    place = Place(1, 2, 8000, 8, "/tmp/x", 1234)
     for name, value in place.to_environment().items():
         monkeypatch.setenv(name, value)
     assert Place.taken() == place
@@ -107,7 +107,7 @@ def test_a_place_is_passed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_the_first_worker_is_a_candidate_for_coordinator() -> None:
     options = parser().parse_args(["--store", "sqlite:///x/store.db", "--model", "toy", "--workers", "2"])
-    assert [config_from(options, Place(i, 2, -1, -1, "", 0)).run_coordinator for i in range(2)] == [True, False]
+    assert [config_from(options, Place(i, 2, 0, -1, "", 0)).run_coordinator for i in range(2)] == [True, False]
 
 
 def test_auto_is_one_for_each_core() -> None:
@@ -206,8 +206,9 @@ def test_a_killed_worker_comes_back_and_the_others_go_on(workers: Workers, tmp_p
     output, _ = client.communicate(timeout=60)
     assert client.returncode == 0
     seen = orjson.loads(output)
-    assert seen["errors"] <= 8  # those the killed one had in hand, each asked again
-    assert seen["all_requests"] > 20
+    # Those the killed one had in hand; asked again, they may have met its listener as that was closing.
+    assert seen["errors"] <= 3 * 8
+    assert seen["all_requests"] > 20 + seen["errors"]
     wait_for(lambda: len(workers.pids) == 2 and before[0] not in workers.pids)
     assert before[1] in workers.pids
     wait_for(lambda: workers.scraped() == {"0", "1"})

@@ -1,11 +1,10 @@
-"""What a worker process is told beyond the options, which it reads like any gateway: its number and the listeners."""
+"""What a worker process is told beyond the options, which it reads like any gateway: its number and its ports."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
-import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,11 +16,11 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One of `count` workers. `public` and `admin` are inherited descriptors, `directory` is where they meet."""
+    """One of `count` workers. `admin` is the inherited descriptor of that listener, `directory` is where they meet."""
 
     index: int
     count: int
-    public: int
+    port: int
     admin: int
     directory: str
     parent: int
@@ -30,10 +29,6 @@ class Place:
     def leads(self) -> bool:
         """Only this one serves the admin port and is a candidate for coordinator: what they do lives in one process."""
         return self.index == 0
-
-    def listeners(self) -> tuple[socket.socket, socket.socket]:
-        """The public and the admin listener."""
-        return socket.socket(fileno=self.public), socket.socket(fileno=self.admin)
 
     def page_socket(self, index: int) -> Path:
         """Where worker `index` gives out its metrics."""

@@ -1,7 +1,9 @@
 """Starts the workers, starts those anew that die, and ends all in order.
 
-The listeners are opened here and inherited: a connection that comes while a worker is being started waits in the queue
-that all share, and is refused by nobody. Workers are new interpreters, never forks: the store's client has threads.
+Each worker has a listener of its own on the public port (SO_REUSEPORT): the kernel spreads connections evenly, where
+one listener for all gave the first to wake three quarters of a burst. The admin listener is opened here and inherited,
+so a request that comes while the first worker is started anew waits for it. Workers are new interpreters, never forks:
+the store's client has threads.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ KILL_AFTER_S = 5.0  # over the time that answers in progress are given
 
 
 class Supervisor:
-    """`count` workers of `hotswap gateway` with the options `argv`, on the listeners `public` and `admin`."""
+    """`count` workers of `hotswap gateway` with the options `argv`. `public` holds the port and does not listen."""
 
     def __init__(self, argv: Sequence[str], count: int, public: socket.socket, admin: socket.socket) -> None:
         self._command = [sys.executable, "-m", "server.gateway", *argv]
         self._count = count
-        self._listeners = (public.fileno(), admin.fileno())
+        self._public, self._admin = public, admin
         self._stopping = asyncio.Event()
         self._status = 0
 
@@ -66,12 +68,13 @@ class Supervisor:
             await self._or_stopping(asyncio.sleep(delay))
 
     async def _start(self, index: int, directory: str) -> asyncio.subprocess.Process:
-        place = Place(index, self._count, *self._listeners, directory, os.getpid())
+        port, admin = self._public.getsockname()[1], self._admin.fileno()
+        place = Place(index, self._count, port, admin, directory, os.getpid())
         # In a session of its own: an interrupt at the terminal comes to the supervisor, which tells the workers.
         return await asyncio.create_subprocess_exec(
             *self._command,
             env=os.environ | place.to_environment(),
-            pass_fds=self._listeners,
+            pass_fds=(admin,),
             start_new_session=True,
         )
 
