@@ -81,7 +81,7 @@ class Sidecar:
         participant = self._participant
         if participant is None or self._engine.client.errored or participant.record.state == "TORN":
             return False
-        with contextlib.suppress(StoreError):  # then they are refused here, and the gateway asks others
+        with contextlib.suppress(StoreError, TimeoutError):  # then they are refused here, and the gateway asks others
             async with asyncio.timeout(TELL_S):
                 await participant.drain()
         await self._admission.idle(self._config.drain_s)

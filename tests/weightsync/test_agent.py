@@ -168,6 +168,22 @@ async def test_one_that_drains_takes_part_in_no_more_swaps(fleet: Fleet, publish
     assert [drained.running, other.running] == [None, 1]
 
 
+async def test_one_that_is_told_to_drain_while_it_stages_stays_drained(fleet: Fleet, publisher: Publisher) -> None:
+    """The step that was under way ends, and says nothing that would bring it requests again."""
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
+    await fleet.instance("b")
+    swap = asyncio.create_task(coordinator.activate(await publish(publisher)))
+    await until(lambda: engine.calls)
+    await fleet.participants["a"].drain()
+    assert engine.hang is not None
+    engine.hang.set()
+    await swap
+    assert (await coordinator.activate(await publish(publisher))).instances.keys() == {"b"}
+    assert (await registered(fleet, "a")).state == "DRAINING"
+    assert not fleet.participants["a"].admits
+
+
 async def test_what_was_staged_is_not_staged_again_for_the_commit(fleet: Fleet, publisher: Publisher) -> None:
     coordinator = fleet.coordinator()
     engine = await fleet.instance("a")
