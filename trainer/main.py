@@ -18,6 +18,7 @@ from trainer.launch import die_with_parent, is_rank, launch
 from trainer.megatron.hf_config import ModelShape, load_shape
 from trainer.megatron.hf_files import HfTensors
 from trainer.metrics import JsonLines
+from trainer.telemetry import HttpMetrics, Tee
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,6 +51,8 @@ def check(config: TrainerConfig) -> ModelShape:
         _check_writable("checkpoint.path", config.checkpoint.path)
     if config.save_to is not None:
         _check_writable("save_to", config.save_to)
+    if config.telemetry is not None:
+        config.telemetry.admin_key()
     if config.metrics != "-":
         _check_writable("metrics", str(Path(config.metrics).parent))
     return shape
@@ -74,13 +77,21 @@ def _run_rank(config: TrainerConfig, shape: ModelShape) -> None:
     from trainer.run import Run
 
     with distributed(config.parallel, config.seed):
-        metrics = JsonLines(config.metrics) if is_first() else JsonLines(os.devnull)
+        metrics = _metrics(config)
         run = Run(config, shape, metrics)
         try:
             train(run)
         finally:
             run.close()
             metrics.close()
+
+
+def _metrics(config: TrainerConfig) -> JsonLines | Tee:
+    """Where events go: on rank 0 to the file, and to the gateway if it is to show them."""
+    if not is_first():
+        return JsonLines(os.devnull)
+    lines = JsonLines(config.metrics)
+    return lines if config.telemetry is None else Tee(lines, HttpMetrics(config.telemetry))
 
 
 def is_first() -> bool:

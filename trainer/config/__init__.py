@@ -32,6 +32,7 @@ from trainer.config.sections import (
     ParallelConfig,
     PublishConfig,
     RolloutConfig,
+    TelemetryConfig,
 )
 from trainer.errors import ConfigError
 
@@ -52,6 +53,7 @@ __all__ = [
     "RegexReward",
     "RolloutConfig",
     "SftConfig",
+    "TelemetryConfig",
     "TrainerConfig",
     "load",
 ]
@@ -73,6 +75,7 @@ class TrainerConfig:
     rewards: tuple[ExactMatchReward | RegexReward | CallableReward, ...] = (ExactMatchReward(),)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     gateway: GatewayConfig | None = None
+    telemetry: TelemetryConfig | None = None
     publish: PublishConfig | None = None
     checkpoint: CheckpointConfig | None = None
     eval: EvalConfig | None = None

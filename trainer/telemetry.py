@@ -1,0 +1,97 @@
+"""A run's step and evaluation numbers, posted to the gateway's admin port, where the console draws them.
+
+Whatever becomes of the gateway, training goes on: a thread of its own posts, what it cannot keep up with is left out
+(the newest are kept), and the first failure in a row is logged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import queue
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from trainer.config import TelemetryConfig
+
+log = logging.getLogger(__name__)
+
+ROUTE = "/admin/training/metrics"
+EVENTS = frozenset({"step", "eval"})
+MAX_FIELDS = 64  # that the route takes
+WAITING = 64  # points kept while the gateway is slow
+CLOSE_S = 3.0
+
+
+class HttpMetrics:
+    """A MetricsWriter. `reward` and `accuracy` are what the console draws, with `loss`, by `step`."""
+
+    def __init__(self, config: TelemetryConfig) -> None:
+        """Raises ConfigError when the admin key cannot be read."""
+        headers = {"authorization": f"Bearer {config.admin_key()}"}
+        self._client = httpx.Client(base_url=config.admin_url, headers=headers, timeout=config.timeout_s)
+        self._waiting: queue.Queue[dict[str, float] | None] = queue.Queue(maxsize=WAITING)
+        self._failing = False
+        self._thread = threading.Thread(target=self._run, name="training metrics", daemon=True)
+        self._thread.start()
+
+    def write(self, event: str, values: dict[str, Any]) -> None:
+        """Returns at once; an event that is no step's and no evaluation's is not posted."""
+        if event in EVENTS:
+            self._put(point(event, values))
+
+    def close(self) -> None:
+        """Posts what still waits, within a few seconds."""
+        self._put(None)
+        self._thread.join(CLOSE_S)
+        self._client.close()
+
+    def _put(self, item: dict[str, float] | None) -> None:
+        while True:
+            try:
+                self._waiting.put_nowait(item)
+                return
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):
+                    self._waiting.get_nowait()  # the oldest makes way
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            try:
+                self._client.post(ROUTE, json=item).raise_for_status()
+                self._failing = False
+            except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the client was closed under way
+                if not self._failing:
+                    log.warning("the gateway does not take training metrics: %s", error)
+                self._failing = True
+
+
+class Tee:
+    """Every event to several writers."""
+
+    def __init__(self, *writers: Any) -> None:
+        self._writers = writers
+
+    def write(self, event: str, values: dict[str, Any]) -> None:
+        for writer in self._writers:
+            writer.write(event, values)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+def point(event: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """An event's finite numbers, under the names the console knows. An evaluation's reward is not the training's."""
+    renamed = {"reward_mean": "reward"} if event == "step" else {"reward_mean": "eval_reward"}
+    numbers = {renamed.get(name, name): value for name, value in values.items() if _is_number(value)}
+    first = {name: numbers.pop(name) for name in ("step", "version", "reward", "loss", "accuracy") if name in numbers}
+    return first | dict(list(numbers.items())[: MAX_FIELDS - len(first)])
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
