@@ -30,7 +30,7 @@ apt() { apt-get -qq -o Dir::State::lists="$download/lists" -o Dir::Cache="$downl
 for package in "$download"/cache/archives/*.deb; do
   dpkg -x "$package" "$download/root"
 done
-libraries=$(find "$download/root/usr/lib" "$download/root/lib" -name '*.so*' -printf '%h\n' 2>/dev/null | sort -u |
+libraries=$(find "$download/root" -name '*.so*' -printf '%h\n' | sort -u |
   sed "s|^$download/root|\$here/root|" | paste -sd:)
 [ -x "$download/root/usr/lib/chromium/chromium" ] || unavailable "the package chromium has no usr/lib/chromium/chromium"
 cat >"$download/run" <<RUN
