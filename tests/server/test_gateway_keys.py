@@ -133,6 +133,15 @@ async def test_a_key_is_shown_once(gateway: RunningGateway) -> None:
     assert hashlib.sha256(made["key"].encode()).hexdigest().encode() not in listed
 
 
+async def test_what_was_answered_is_in_force(gateway: RunningGateway) -> None:
+    for _ in range(10):
+        made = orjson.loads((await admin(gateway, "POST", "", name="x")).body)
+        line = f"X-Api-Key: {made['key']}\r\n"
+        assert code(await gateway.ask(post(headers=line))) == (503, "no_instance")
+        await admin(gateway, "DELETE", f"/{made['id']}")
+        assert code(await gateway.ask(post(headers=line))) == (401, "revoked_api_key")
+
+
 async def test_a_rotated_key_keeps_its_prefix_cache_and_its_limits(gateway: RunningGateway) -> None:
     async with upstream() as up:
         gateway.register(up)

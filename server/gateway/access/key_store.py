@@ -43,6 +43,7 @@ class KeyStore:
         self._store = store
         self._ring = ring
         self._records: dict[str, KeyRecord] = {}
+        self._revisions: dict[str, int] = {}
         self._unread: set[str] = set()  # present, but not in a form known here
 
     # following
@@ -81,6 +82,9 @@ class KeyStore:
 
     def _put(self, kv: KeyValue) -> None:
         """One that cannot be read keeps the form in which it was last read: no key gains or loses by a fault."""
+        if kv.mod_revision < self._revisions.get(kv.key, 0):
+            return  # a change made here was taken in before the watch came to it
+        self._revisions[kv.key] = kv.mod_revision
         self._unread.add(kv.key)
         with _said(kv.key):
             self._records[kv.key] = _read(kv)
@@ -88,6 +92,7 @@ class KeyStore:
 
     def _gone(self, key: str) -> None:
         self._records.pop(key, None)
+        self._revisions.pop(key, None)
         self._unread.discard(key)
 
     # changing
@@ -111,7 +116,7 @@ class KeyStore:
         record = KeyRecord(
             key_id, new.name, digest_of(key), new.scopes, time.time(), expires_at=new.expires_at, limits=new.limits
         )
-        await self._store.compare_and_swap(KEYS_PREFIX + key_id, MISSING, record.to_json())
+        await self._write(record, MISSING)
         log.info("key %s (%s) was made", key_id, new.name)
         return record, key
 
@@ -123,7 +128,8 @@ class KeyStore:
                 raise Conflict(f"Key {key_id} was revoked, for good; make a new one.", code="key_revoked")
             changed = change(record)
             with contextlib.suppress(StoreConflict):
-                await self._store.compare_and_swap(KEYS_PREFIX + key_id, revision, changed.to_json())
+                await self._write(changed, revision)
+                log.info("key %s (%s) was changed, it is %s", key_id, changed.name, changed.standing(time.time()))
                 return changed
         raise Conflict(f"Key {key_id} is being changed by others; try again.", code="key_busy")
 
@@ -133,7 +139,17 @@ class KeyStore:
         if record.revoked_at is None:
             raise Conflict(f"Key {key_id} works; revoke it before its record is removed.", code="key_not_revoked")
         await self._store.txn({KEYS_PREFIX + key_id: revision}, {KEYS_PREFIX + key_id: None})
+        log.info("key %s (%s) was forgotten", key_id, record.name)
         return record
+
+    async def _write(self, record: KeyRecord, expected: int) -> None:
+        """In force in this gateway when it returns, in the others when they hear of it. Raises StoreConflict."""
+        key = KEYS_PREFIX + record.id
+        revision = await self._store.compare_and_swap(key, expected, record.to_json())
+        if revision > self._revisions.get(key, 0):
+            self._records[key], self._revisions[key] = record, revision
+            self._unread.discard(key)
+            self._use()
 
     async def _found(self, key_id: str) -> tuple[KeyRecord, int]:
         kv = await self._store.get(KEYS_PREFIX + key_id)
