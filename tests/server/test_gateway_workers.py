@@ -147,7 +147,7 @@ class Workers:
         return [pid for pid in tree(self.supervisor.pid)[1:] if is_worker(pid)]
 
     def metrics(self) -> set[Sample]:
-        return samples(httpx.get(f"http://127.0.0.1:{self.port}/metrics").content)
+        return samples(httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=60).content)
 
     def answered(self) -> dict[str, float]:
         """Requests each worker has answered."""
@@ -245,9 +245,13 @@ def test_the_admin_port_is_one_workers_own(workers: Workers, tmp_path: Path) -> 
     admin = re.search(r"port (\d+)", log)
     port = int(admin[1]) if admin else workers.port + 1
     for _ in range(6):
-        answer = httpx.get(f"http://127.0.0.1:{port}/admin/weights", headers={"authorization": f"Bearer {key}"})
+        answer = httpx.get(
+            f"http://127.0.0.1:{port}/admin/weights", headers={"authorization": f"Bearer {key}"}, timeout=60
+        )
         assert answer.json()["model"] == "mock"
-    refused = httpx.get(f"http://127.0.0.1:{workers.port}/admin/weights", headers={"authorization": f"Bearer {key}"})
+    refused = httpx.get(
+        f"http://127.0.0.1:{workers.port}/admin/weights", headers={"authorization": f"Bearer {key}"}, timeout=60
+    )
     assert refused.status_code == 404
 
 
@@ -263,4 +267,4 @@ def test_a_limit_holds_over_all_workers(workers: Workers, tmp_path: Path) -> Non
 
 def ask(port: int, key: str) -> int:
     url = f"http://127.0.0.1:{port}/v1/chat/completions"
-    return httpx.post(url, content=body(), headers={"authorization": f"Bearer {key}"}).status_code
+    return httpx.post(url, content=body(), headers={"authorization": f"Bearer {key}"}, timeout=60).status_code
