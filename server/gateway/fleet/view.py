@@ -135,6 +135,7 @@ class Fleet:
         elif instance.health.success(time.monotonic()):
             log.info("instance %s answers again", instance.id)
             self._judge()
+            self.on_change()
 
     def failed(self, instance: Instance) -> None:
         """It refused or broke a connection, answered with a fault of its own, or was silent for too long."""
@@ -151,6 +152,7 @@ class Fleet:
         if instance.health.answering != before:
             log.warning("instance %s %s its health checks", instance.id, "answers" if well else "does not answer")
             self._judge()
+            self.on_change()
 
     def _may_eject(self, instance: Instance) -> bool:
         """Not the last one that is well, and not more than the share; who is out already may stay out."""
