@@ -164,7 +164,7 @@ def test_trainer_killed_while_publishing(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("on_lost", ["abort", "continue"])
 def test_instance_killed_while_staging(fleet: Fleet, on_lost: str) -> None:
-    """Its streams fail over or end with a typed fault; the swap aborts, or goes on without it by policy; it comes back."""
+    """Its streams fail over or end with a typed fault; the swap aborts or goes on without it; it comes back."""
     version = fleet.publish()
     target = fleet.publish(activate=False)
     victim = fleet.live.tree(1)
@@ -187,7 +187,8 @@ def test_instance_killed_while_staging(fleet: Fleet, on_lost: str) -> None:
         assert fleet.whole_again(version if on_lost == "abort" else target)
         assert fleet.live.activate(target).status_code == 200
         assert fleet.both_serve(target)
-    assert_clean(seen, fleet, faults=CUT)
+    # The other instance goes on with the streams; after a commit it runs another version than wrote their beginnings.
+    assert_clean(seen, fleet, faults=set() if on_lost == "abort" else CUT)
 
 
 def test_worker_dies_in_the_flip(fleet: Fleet) -> None:

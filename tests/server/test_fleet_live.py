@@ -232,5 +232,5 @@ def test_a_killed_instance_comes_back_from_shared_memory(fleet: Fleet) -> None:
         assert fleet.both_serve(refused)
         assert eventually(lambda: refused in {v for v, _ in streams.tokens})
     assert streams.wrong(fleet.token_of) == []
-    assert set(streams.broken) <= {"upstream_died", "RemoteProtocolError", "ReadError"}
+    assert streams.broken == []  # the other one goes on with its streams
     assert_shared(fleet.live)
