@@ -84,6 +84,8 @@ def _go_on(demo: Demo, console: Console, *, keep: bool) -> None:
     console.print("It still answers, until Ctrl-C:", highlight=False)
     console.print(f"  curl -N {demo.server.url}/generate -d '{body}'", highlight=False, soft_wrap=True)
     console.print(f"  hotswap weights list --state-dir {demo.server.state_dir}", highlight=False, soft_wrap=True)
+    console.print("The console, with the curves and swaps of this run, asks for the key in that file:", highlight=False)
+    console.print(f"  {demo.server.admin_url}/console   {demo.server.admin_key_file}", highlight=False, soft_wrap=True)
     demo.server.watch()
 
 

@@ -103,6 +103,10 @@ class Demo:
         assert self.server is not None
         self.scene.enter(phase)
         config = getattr(self.recipe, name)(self.run_dir, self.server.url)
+        config["telemetry"] = {
+            "admin_url": self.server.admin_url,
+            "admin_key_file": str(self.server.admin_key_file),
+        }
         path = self.run_dir / f"{name}.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         metrics = MetricsTail(Path(config["metrics"]))

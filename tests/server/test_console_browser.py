@@ -283,9 +283,10 @@ async def test_a_model_without_a_chat_template_is_asked_as_plain_text(public: Wa
 async def test_what_a_swap_is_to_do_is_asked_for(public: Watched, script: Script) -> None:
     await public.page.get_by_label("If the weights change").select_option("finish")
     await public.page.get_by_label("Tokens at most").fill("7")
+    await public.page.get_by_label("go on past the end").check()
     await ask(public)
     await answered(public)
-    assert script.bodies[0]["max_tokens"] == 7
+    assert (script.bodies[0]["max_tokens"], script.bodies[0]["ignore_eos"]) == (7, True)
     assert b"hotswap" not in orjson.dumps(script.bodies)  # the gateway takes it out and sends it as a header
     assert script.policies == ["finish"]
 

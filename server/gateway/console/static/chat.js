@@ -90,7 +90,8 @@ export class Chat {
   #options() {
     const value = (name) => this.form.elements.namedItem(name).value;
     const number = (name, otherwise) => (Number.isFinite(Number.parseFloat(value(name))) ? Number(value(name)) : otherwise);
-    return { maxTokens: number("max_tokens", 256), temperature: number("temperature", 0.7), policy: value("policy") };
+    const ignoreEos = this.form.elements.namedItem("ignore_eos").checked;
+    return { maxTokens: number("max_tokens", 256), temperature: number("temperature", 0.7), policy: value("policy"), ignoreEos };
   }
 
   #busy(stopping) {

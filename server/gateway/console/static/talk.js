@@ -50,8 +50,9 @@ export class Talk {
     return { messages, stream_options: { include_usage: true }, ...this.#common(options) };
   }
 
-  #common({ maxTokens, temperature, policy }) {
+  #common({ maxTokens, temperature, policy, ignoreEos }) {
     const body = { stream: true, max_tokens: maxTokens, temperature };
+    if (ignoreEos) body.ignore_eos = true;
     if (this.model !== null) body.model = this.model;
     if (policy !== "keep") body.hotswap = { policy };
     return body;

@@ -1,0 +1,125 @@
+"""`python -m loadtest.console_shot`: the picture of the console in docs/, taken while the demo's model learns.
+
+The demo (loadtest/demo) runs as ever; when its reinforcement is half-way, a headless Chromium opens the console, signs
+in, and asks for answers until one of them was written by several weight versions. Needs Chromium (scripts/chromium.sh)
+and Playwright (requirements/dev.txt).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from loadtest.demo.recipe import Recipe, prepare_environment
+from loadtest.demo.scene import Scene
+from loadtest.demo.stage import Demo, DemoFailed
+from server.cli import interrupts
+
+QUESTION = "2+3+4="
+TOKENS = 230  # of the 256 that the demo's model takes
+ATTEMPTS = 20
+TIMEOUT_MS = 60_000
+CHROMIUM = ("chromium", ".venv/chromium/run")
+ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+
+
+class Photographer:
+    """A watcher of the demo: takes the picture once, on a thread of its own."""
+
+    def __init__(self, scene: Scene, out: Path, after_step: int) -> None:
+        self._scene, self._out, self._after_step = scene, out, after_step
+        self._thread: threading.Thread | None = None
+        self.demo: Demo | None = None
+        self.problem: Exception | None = None
+        self.taken = False
+
+    def __call__(self) -> None:
+        """Begins when the training is far enough."""
+        if self._thread is None and self._scene.phase == "improve" and self._scene.step >= self._after_step:
+            self._thread = threading.Thread(target=self._run, name="photographer", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Until the picture is taken. Raises what went wrong."""
+        if self._thread is not None:
+            self._thread.join(TIMEOUT_MS / 1e3 * 4)
+        if self.problem is not None:
+            raise self.problem
+        if not self.taken:
+            raise DemoFailed("picture", "it was not taken")
+
+    def _run(self) -> None:
+        assert self.demo is not None
+        assert self.demo.server is not None
+        try:
+            take(self.demo.server.admin_url, self.demo.server.admin_key, self._out)
+            self.taken = True
+        except Exception as error:
+            self.problem = error
+
+
+def take(admin_url: str, key: str, out: Path) -> None:
+    """Signs in at `admin_url`, has an answer written across a swap, and saves the page as PNG."""
+    from playwright.sync_api import sync_playwright
+
+    executable = next((found for name in CHROMIUM if (found := shutil.which(name))), None)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=ARGUMENTS)
+        page = browser.new_page(viewport={"width": 1440, "height": 1000}, color_scheme="light", reduced_motion="reduce")
+        page.set_default_timeout(TIMEOUT_MS)
+        page.goto(f"{admin_url}/console")
+        page.get_by_label("Admin key").fill(key)
+        page.keyboard.press("Enter")
+        page.locator("#swaps tbody tr td").first.wait_for()
+        page.get_by_label("Tokens at most").fill(str(TOKENS))
+        page.get_by_label("go on past the end").check()
+        ask_across_a_swap(page)
+        page.locator("#reward svg path").first.wait_for()
+        page.evaluate("document.activeElement.blur()")
+        page.screenshot(path=out)
+        browser.close()
+
+
+def ask_across_a_swap(page: Any) -> None:
+    """Raises RuntimeError when no answer was written by several versions."""
+    for _ in range(ATTEMPTS):
+        page.get_by_role("button", name="Clear").click()
+        page.get_by_label("Your message").fill(QUESTION)
+        page.keyboard.press("Enter")
+        page.locator("#chat-log[aria-busy=false]").wait_for()
+        if page.locator("#chat-log .run").count() > 1:
+            return
+    raise RuntimeError(f"of {ATTEMPTS} answers none was written by several versions")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the demo and takes the picture; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.console_shot", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("docs/console.png"), help="where the picture goes")
+    parser.add_argument("--dir", type=Path, default=Path("runs/console"), help="where the demo's files go")
+    parser.add_argument("--after-step", type=int, default=30, help="of the reinforcement")
+    args = parser.parse_args(argv)
+    prepare_environment()
+    interrupts.install()
+    scene = Scene()
+    photographer = Photographer(scene, args.out, args.after_step)
+    demo = photographer.demo = Demo(args.dir, Recipe(), scene, [photographer])
+    try:
+        demo.run()
+        photographer.wait()
+    except Exception as error:
+        print(f"console_shot: {error}", file=sys.stderr)
+        return 1
+    finally:
+        interrupts.ignore()
+        demo.close()
+    print(f"saved {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
