@@ -6,9 +6,12 @@ import random
 
 import pytest
 
-from server.gateway import HealthSettings
+from server.gateway import HealthSettings, UpstreamSettings
 from server.gateway.fleet.health import FAULTS, STATES, Health
 from server.gateway.fleet.retries import MIN_PER_S, NEVER_AGAIN, WINDOW_S, RetryBudget, again
+from server.gateway.fleet.view import Fleet
+from server.gateway.observe.stats import Stats
+from weightsync.records import InstanceRecord
 
 SETTINGS = HealthSettings()
 NOW = 1e5
@@ -214,3 +217,59 @@ def test_routes_that_are_never_repeated_exist() -> None:
     from server.gateway.proxy.routes import public_names
 
     assert set(public_names()) >= NEVER_AGAIN
+
+
+# the fleet's part
+
+
+class Clock:
+    """Time as the fleet sees it."""
+
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_somebody_is_asked_and_not_too_many_are_left_out(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, rng = Clock(), random.Random(seed)
+    monkeypatch.setattr("server.gateway.fleet.view.time", clock)
+    fleet = Fleet(None, "toy", UpstreamSettings(), Stats())  # type: ignore[arg-type]
+    for n in range(rng.randrange(1, 7)):
+        record = InstanceRecord(f"i{n}", f"http://127.0.0.1:{n + 1}", "SERVING", active_version=1, active_epoch=1)
+        fleet._put_instance(record)
+    fleet._changed()
+    most = max(1, int(SETTINGS.max_ejected * len(fleet.serving)))
+    failing = {i.id for i in fleet.serving if rng.random() < 0.6}
+    for step in range(2000):
+        clock.now += rng.choice([0.0, 0.01, 0.5, 3.0])
+        if step == 1500:
+            failing.clear()
+        i = fleet.pick()
+        assert i is not None
+        if i.id in failing and rng.random() < 0.9:
+            fleet.connect_failed(i) if rng.random() < 0.3 else fleet.answered(i, 500)
+        else:
+            fleet.answered(i, 200)
+        if rng.random() < 0.1:
+            probed = rng.choice(fleet.serving)
+            fleet.probed(probed, well=probed.id not in failing or rng.random() < 0.5)
+        out = [j for j in fleet.serving if not j.health.closed]
+        assert len(out) <= most
+        assert len(out) < len(fleet.serving)
+        assert fleet.unwell == [j for j in fleet.serving if not j.health.well]
+    for j in fleet.serving:
+        fleet.probed(j, well=True)
+    for _ in range(1000):
+        clock.now += 1.0
+        picked = fleet.pick()
+        assert picked is not None
+        fleet.answered(picked, 200)
+    assert fleet.unwell == [], "when nobody fails any more, all are back"
