@@ -145,6 +145,16 @@ def test_memory() -> None:
     assert memory.used == 0
 
 
+def test_the_request_stays_until_the_end() -> None:
+    memory = ReplayMemory(2**20, 2**20)
+    journal = opened(memory, 100)
+    journal.take(b"data: {\n\n")
+    assert not journal.broken()
+    assert memory.used == 100
+    journal.close()
+    assert memory.used == 0
+
+
 def test_an_event_without_an_end_is_not_held_for_ever() -> None:
     memory = ReplayMemory(2**20, 40_000)
     journal = opened(memory)

@@ -61,19 +61,20 @@ class ReplayMemory:
         if size > self.per_stream or self.used + size > self.limit:
             return None
         self.used += size
-        return Journal(self, size)
+        return Journal(self, request_bytes)
 
 
 class Journal:
     """Of one stream. `take` is on the hot path."""
 
     __slots__ = (
-        "_charged", "_ids", "_lead", "_memory", "_names", "_partial", "_pieces", "_prompt", "_seams", "_size", "_spans",
-        "_usage_sent", "done", "finish", "lost",
+        "_charged", "_ids", "_lead", "_memory", "_names", "_partial", "_pieces", "_prompt", "_request_bytes", "_seams",
+        "_size", "_spans", "_usage_sent", "done", "finish", "lost",
     )  # fmt: skip
 
-    def __init__(self, memory: ReplayMemory, charged: int) -> None:
-        self._memory, self._charged = memory, charged
+    def __init__(self, memory: ReplayMemory, request_bytes: int) -> None:
+        self._memory, self._request_bytes = memory, request_bytes
+        self._charged = request_bytes + BUNDLE
         self._pieces: list[bytes] = []
         self._size = 0
         self._partial = b""  # the beginning of an event, held until its end is here
@@ -104,11 +105,19 @@ class Journal:
         return rest
 
     def close(self) -> None:
-        """The stream has ended, or cannot be gone on with: nothing is kept any more."""
+        """The stream has ended: nothing is kept any more."""
+        self._lose()
         self._memory.used -= self._charged
         self._charged = 0
+
+    def _lose(self) -> None:
+        """It cannot be gone on with. The request stays where it is, until the end."""
+        if not self.lost:
+            self._memory.used -= self._charged - self._request_bytes
+            self._charged = self._request_bytes
         self.lost = True
         self._pieces.clear()
+        del self._ids[:]
 
     def broken(self) -> bool:
         """The instance has died, the unfinished event with it; whether the stream could be gone on with."""
@@ -137,7 +146,7 @@ class Journal:
             end = 0
         self._partial = piece[end:]
         if len(self._partial) > self._memory.per_stream:  # no event is so long
-            self.close()
+            self._lose()
             return piece[:end] + self.rest()
         return piece[:end]
 
@@ -153,14 +162,14 @@ class Journal:
                 for event in bundle.split(b"\n\n"):
                     self._read_event(event)
         except (msgspec.DecodeError, ValueError, OverflowError):
-            self.close()
+            self._lose()
             return
         self._charge((len(self._ids) - before) * ID_BYTES)
 
     def _charge(self, size: int) -> None:
         memory = self._memory
         if self._charged + size > memory.per_stream or memory.used + size > memory.limit:
-            self.close()
+            self._lose()
             return
         memory.used += size
         self._charged += size
