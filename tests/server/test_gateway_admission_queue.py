@@ -26,6 +26,7 @@ class Slow:
 
     up: Upstream
     gates: list[asyncio.Event] = field(default_factory=list)
+    answer: bytes = b'{"ok":true}'
 
     def release(self, count: int = 1) -> None:
         for gate in [g for g in self.gates if not g.is_set()][:count]:
@@ -43,7 +44,7 @@ async def slow() -> AsyncIterator[Slow]:
         if received.method == "POST" and received.target == "/v1/completions":
             self.gates.append(gate := asyncio.Event())
             await gate.wait()
-        await link.json()
+        await link.json(self.answer)
 
     async with upstream(handler) as up:
         self = Slow(up)
@@ -186,6 +187,23 @@ async def test_a_burst_of_one_key_does_not_hold_up_another(tmp_path: Path) -> No
             assert s.prompts.index("b0") <= 2
             assert s.prompts.index("b1") <= 4
             assert [p for p in s.prompts if p[0] == "a"] == [f"a{i}" for i in range(9)]
+
+
+async def test_what_an_answer_really_cost_is_charged_to_its_key(gateway: RunningGateway) -> None:
+    async with slow() as s:
+        s.answer = b'{"choices":[],"usage":{"prompt_tokens":5000,"total_tokens":5001,"completion_tokens":1}}'
+        asked = await fill(gateway, s)
+        asked += [await in_line(gateway, name) for name in ("dear", "next", "last")]
+        for done in range(2):
+            await eventually(lambda n=done: len(s.gates) > n)  # type: ignore[misc]
+            s.release()
+        await eventually(lambda: len(s.gates) == 3)
+        (flow,) = gateway.gateway.gate.queue._classes[0]._flows.values()
+        assert flow.start > 5000  # "next" has paid for "dear"; the one that did not wait was free
+        for done in range(2, 4):
+            await eventually(lambda n=done: len(s.gates) > n)  # type: ignore[misc]
+            s.release()
+        assert [(await a.answer()).status for a in asked] == [200] * 4
 
 
 async def test_a_client_that_leaves_frees_its_place(gateway: RunningGateway) -> None:

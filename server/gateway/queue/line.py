@@ -172,7 +172,7 @@ class AdmissionQueue(Generic[W]):
         return self._full(now)
 
     def _full(self, now: float) -> TooManyRequests:
-        message = "Requests of this key fill the queue; send fewer at a time, or wait for answers."
+        message = "Requests of this key (without keys: of everybody) fill the queue; send fewer at a time."
         return TooManyRequests(message, code="queue_full", retry_after_s=self._drained_in(now))
 
     def timed_out(self, waited_s: float, now: float) -> UpstreamTimeout:
