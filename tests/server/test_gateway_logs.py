@@ -279,6 +279,20 @@ def test_a_share_of_requests_and_all_that_failed() -> None:
     assert lines.taken[-1] is failed
 
 
+def test_a_line_that_cannot_be_made_does_not_end_the_log() -> None:
+    reading, writing = os.pipe()
+    writer = LineWriter(writing)
+    for record in (b"before", 7, b"after"):
+        writer.put(record, bytes.upper)  # type: ignore[arg-type]
+    writer.flush()
+    first, broken, last = os.read(reading, 2**16).splitlines()
+    assert (first, last) == (b"BEFORE", b"AFTER")
+    assert broken.startswith(b"a log line could not be made: TypeError")
+    writer.close()
+    os.close(reading)
+    os.close(writing)
+
+
 def test_a_reader_that_stands_still_costs_lines_and_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "QUEUE", 100)
     reading, writing = os.pipe()

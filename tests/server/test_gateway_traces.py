@@ -100,7 +100,7 @@ async def test_what_a_client_decided_holds(gateway: RunningGateway, collector: C
         gateway.register(up)
         for headers in (UNSAMPLED, "", SAMPLED):
             await gateway.ask(post(headers=headers))
-        await eventually(lambda: len(collector.spans) == 1)
+        await eventually(lambda: gateway.gateway.stats.spans["exported"] == 1)
     assert [parent_of(r)[2] for r in up.requests] == ["00", "00", "01"]
     assert parent_of(up.requests[0])[0] == parent_of(up.requests[2])[0] == TRACE
     assert parent_of(up.requests[0])[1] != PARENT
@@ -236,6 +236,16 @@ def test_what_is_waiting_is_sent_at_the_end(collector: Collector) -> None:
     sender.close()
     assert counts == {"exported": 100, "dropped": 0, "failed": 0}
     assert {span.name for span in collector.spans} == {f"s{i}" for i in range(100)}
+
+
+def test_a_span_that_cannot_be_made_does_not_end_the_sender(collector: Collector) -> None:
+    counts = {"exported": 0, "dropped": 0, "failed": 0}
+    sender = SpanSender(collector.endpoint, counts)
+    sender.put(0, lambda n: [Span("s", 1 // n, 1, 0, 1.0, 2.0, {})])
+    wait_for(lambda: counts["failed"] == 1)
+    sender.put(1, lambda n: [Span("s", 1 // n, 1, 0, 1.0, 2.0, {})])
+    sender.close()
+    assert counts == {"exported": 1, "dropped": 0, "failed": 1}
 
 
 def test_the_url() -> None:

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -36,7 +37,7 @@ class LineWriter:
         self._fd = fd
         self._queue: deque[tuple[Any, Callable[[Any], bytes]]] = deque()
         self._wake = threading.Event()
-        self._stopping = False
+        self._stopping = self._writing = False
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
@@ -47,6 +48,13 @@ class LineWriter:
         else:
             self._queue.append((record, line))
 
+    def flush(self) -> None:
+        """Waits, for a moment, until what is waiting now is written."""
+        self._wake.set()
+        deadline = time.monotonic() + FLUSH_S
+        while (self._queue or self._writing) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
     def close(self) -> None:
         """Writes what is waiting, for a moment."""
         self._stopping = True
@@ -56,16 +64,26 @@ class LineWriter:
     def _run(self) -> None:
         while not self._stopping:
             self._wake.wait(INTERVAL_S)
-            self._write()
-        self._write()
+            self._wake.clear()
+            self._empty()
+        self._empty()
 
-    def _write(self) -> None:
+    def _empty(self) -> None:
         while self._queue:
+            self._writing = True
             count = min(64, len(self._queue))
-            data = b"".join(line(record) + b"\n" for record, line in (self._queue.popleft() for _ in range(count)))
+            data = b"".join(_made(*self._queue.popleft()) for _ in range(count))
             with contextlib.suppress(OSError):  # nobody reads any more
                 while data:
                     data = data[os.write(self._fd, data) :]
+            self._writing = False
+
+
+def _made(record: T, line: Callable[[T], bytes]) -> bytes:
+    try:
+        return line(record) + b"\n"
+    except Exception as exc:  # one line that cannot be made must not end the log
+        return b"a log line could not be made: %b\n" % repr(exc).encode("utf-8", "replace")
 
 
 def lines_dropped() -> int:

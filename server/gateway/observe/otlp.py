@@ -77,13 +77,14 @@ class SpanSender:
             self._send(batch)
 
     def _send(self, batch: list[tuple[Any, Callable[[Any], Sequence[Span]]]]) -> None:
-        spans = [self._convert(span) for record, make in batch for span in make(record)]
+        spans: list[ReadableSpan] = []
         try:
+            spans += [self._convert(span) for record, make in batch for span in make(record)]
             taken = self._exporter.export(spans).value == 0
-        except Exception:  # a fault of the exporter must not end the thread; what it means is logged below
+        except Exception:  # a fault in it must not end the thread; what it means is logged below
             taken = False
             log.debug("a fault in sending spans", exc_info=True)
-        self._counts["exported" if taken else "failed"] += len(spans)
+        self._counts["exported" if taken else "failed"] += len(spans) or len(batch)
         if taken == self._failing:
             self._failing = not taken
             log.warning("the trace collector %s", "takes spans again" if taken else "does not answer; dropping spans")

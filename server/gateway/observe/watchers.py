@@ -16,18 +16,20 @@ def open_watchers(settings: ObserveSettings, model: str, stats: Stats, leads: Ca
 
     Raises ConfigError.
     """
-    close: Callable[[], None] = _nothing
+    ending: list[Callable[[], None]] = []
     if settings.otlp_endpoint is not None:
         from server.gateway.observe.otlp import SpanSender
 
         sender = SpanSender(settings.otlp_endpoint, stats.spans)
         stats.watchers.append(Tracer(sender, model, settings.trace_ratio))
         stats.swaps.trace(sender, leads)
-        close = sender.close
+        ending.append(sender.close)
     if settings.access_share > 0.0:  # after the tracer, so that lines have ids of traces
         stats.watchers.append(AccessLog(stderr(), settings.access_share, settings.log_format))
+        ending.append(stderr().flush)  # a process that ends by a signal runs nothing more
+
+    def close() -> None:
+        for end in ending:
+            end()
+
     return close
-
-
-def _nothing() -> None:
-    return None
