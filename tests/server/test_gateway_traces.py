@@ -20,7 +20,7 @@ from server.gateway.observe.tracing import Span
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, post, running_gateway, wait_for
 from tests.server.gateway_upstream import Link, Received, upstream
 from tests.server.otlp_collector import Collector, collecting
-from weightsync.records import SwapRecord
+from weightsync.records import SwapPhase, SwapRecord
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = f"traceparent: 00-{TRACE}-{PARENT}-01\r\n"
@@ -161,8 +161,9 @@ def test_swaps_are_spans_of_the_gateway_that_leads(
         swap = gateway.gateway.fleet.swap
         return swap is not None and (swap.id, swap.phase) == (swap_id, phase)
 
-    def carry_out(swap_id: str, last: str) -> None:
-        for phase in ("prepare", "commit", last):
+    def carry_out(swap_id: str, last: SwapPhase) -> None:
+        phases: tuple[SwapPhase, ...] = ("prepare", "commit", last)
+        for phase in phases:
             gateway.store.put(KEYS.swap, replace(record, id=swap_id, phase=phase, reason="why").to_json())
             wait_for(partial(seen, swap_id, phase))
 
