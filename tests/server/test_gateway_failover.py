@@ -119,6 +119,21 @@ async def test_long_streams_cut_twice(gateway: RunningGateway, usage: bool) -> N
             ]
 
 
+async def test_an_instance_that_begins_to_talk_nonsense(gateway: RunningGateway) -> None:
+    fleet = Fleet(chat(TOKENS))
+
+    async def derail(link: Link, _: Received) -> None:
+        await link.send(HEAD % (STAMPED % 1) + framed(fleet.events[:2]) + b"no size\r\n")
+
+    async with AsyncExitStack() as stack:
+        gateway.register(await stack.enter_async_context(upstream(derail)), "a")
+        gateway.register(await stack.enter_async_context(upstream(fleet.handle)), "b", state="STAGING")
+        answer = await gateway.ask(post(CHAT, {"stream": True}))
+    assert answer.complete
+    assert answer.body == b"".join(fleet.events)
+    assert [r.tokens for r in fleet.resumes] == [TOKENS[:1]]
+
+
 async def test_the_third_instance_that_dies_is_the_last(gateway: RunningGateway) -> None:
     fleet = Fleet(chat(TOKENS), cuts=[400, 10, 10])
     before = failovers(gateway)["given_up"]
