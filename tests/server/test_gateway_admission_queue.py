@@ -276,6 +276,14 @@ async def test_a_deadline_passes(gateway: RunningGateway) -> None:
         assert gateway.gateway.stats.requests["/v1/completions", 504] == 1
 
 
+async def test_a_deadline_counts_while_no_instance_serves_too(gateway: RunningGateway) -> None:
+    async with slow() as s:
+        gateway.register(s.up, state="STARTING")
+        hasty = await ask(gateway, "hasty", "X-Hotswap-Deadline-S: 0.05\r\n")
+        assert await hasty.code() == (503, "no_instance")
+        assert gateway.gateway.stats.holds == {("fleet", "refused"): 1}
+
+
 async def test_the_longest_wait_is_over(tmp_path: Path) -> None:
     settings = QueueSettings(max_wait_s=0.05)
     with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False, queue=settings) as gateway:

@@ -21,7 +21,7 @@ import asyncio
 import logging
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from server.errors import BadUpstream, HttpError, Unavailable, UpstreamTimeout
@@ -280,6 +280,8 @@ class Exchange:
             patience = self._continuation.patience(self.started, self._fleet.settings.hold_s)
         else:
             patience = self._fleet.patience(self.request.need, failure)
+            if self.request.deadline_s < patience.seconds:
+                patience = replace(patience, seconds=self.request.deadline_s)
         try:
             self._fleet.room.enter(self, patience, soon=bool(self._tried))
         except HttpError as error:

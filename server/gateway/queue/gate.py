@@ -24,8 +24,6 @@ from server.gateway.observe.histogram import Histogram
 from server.gateway.proxy.terms import Need
 from server.gateway.queue.line import AdmissionQueue, Ticket
 
-OUTCOMES = ("served", "refused", "displaced", "timed_out", "left")
-
 
 class Waiter(Protocol):
     """Who waits. `ticket` is set while it does, `queued_s` is how long it has."""
@@ -43,7 +41,9 @@ class Waiter(Protocol):
 
 
 class Gate:
-    """One gateway's queue in front of its fleet. Counts are by priority, of which there are few."""
+    """One gateway's queue in front of its fleet. Counts are by priority, of which there are few, and by outcome:
+    served, refused, displaced, timed_out, left.
+    """
 
     def __init__(self, fleet: Fleet, settings: QueueSettings) -> None:
         self._fleet = fleet
