@@ -121,16 +121,24 @@ async def test_long_streams_cut_twice(gateway: RunningGateway, usage: bool) -> N
 
 async def test_an_instance_that_begins_to_talk_nonsense(gateway: RunningGateway) -> None:
     fleet = Fleet(chat(TOKENS))
+    arrived = asyncio.Event()
 
     async def derail(link: Link, _: Received) -> None:
-        await link.send(HEAD % (STAMPED % 1) + framed(fleet.events[:2]) + b"no size\r\n")
+        await link.send(HEAD % (STAMPED % 1) + framed(fleet.events[:2]))
+        await arrived.wait()
+        await link.send(b"no size\r\n")
 
     async with AsyncExitStack() as stack:
         gateway.register(await stack.enter_async_context(upstream(derail)), "a")
         gateway.register(await stack.enter_async_context(upstream(fleet.handle)), "b", state="STAGING")
-        answer = await gateway.ask(post(CHAT, {"stream": True}))
-    assert answer.complete
-    assert answer.body == b"".join(fleet.events)
+        reader, writer = await gateway.connect()
+        writer.write(post(CHAT, {"stream": True}))
+        got = await asyncio.wait_for(reader.readuntil(fleet.events[1]), 10)
+        arrived.set()
+        got += await asyncio.wait_for(reader.readuntil(END), 10)
+        writer.close()
+    assert got.count(b"data: ") == len(fleet.events)
+    assert b"event: error" not in got
     assert [r.tokens for r in fleet.resumes] == [TOKENS[:1]]
 
 
