@@ -9,7 +9,9 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound, Unavailable
 from server.gateway.admin.error_map import to_http
@@ -84,10 +86,16 @@ async def _weightsync_error(_: Request, exc: Exception) -> Response:
     return error_response(to_http(exc))
 
 
+def _methods_of(request: Request) -> list[str]:
+    """Of all routes at this path: Starlette tells of the first one alone."""
+    routes = [r for r in request.app.routes if isinstance(r, APIRoute) and r.matches(request.scope)[0] != Match.NONE]
+    return sorted({method for route in routes for method in route.methods})
+
+
 async def _starlette_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     if exc.status_code == 405:
-        allow = (exc.headers or {}).get("Allow", "")
+        allow = ", ".join(_methods_of(request))
         return error_response(MethodNotAllowed(f"Use {allow} for {request.url.path}.", allow=allow))
     if exc.status_code == 404:
         return error_response(NotFound(f"There is no public route {request.method} {request.url.path}."))

@@ -167,8 +167,8 @@ async def proceed(gateway: GatewayDep, _: Annotated[dict[str, Any] | None, Body(
     return {"success": True, "message": "Generation continued successfully.", "status": "ok"}
 
 
-@router.get("/flush_cache")
-@router.post("/flush_cache")
+@router.get("/flush_cache", response_class=PlainTextResponse)
+@router.post("/flush_cache", response_class=PlainTextResponse)
 async def flush_cache() -> PlainTextResponse:
     """Nothing to do: no request reads a block that other weights than its own computed."""
     return PlainTextResponse("Cache flushed: blocks belong to a weight version, and no other version reads them.\n")
@@ -191,8 +191,8 @@ async def model_info(gateway: GatewayDep) -> dict[str, Any]:
     }
 
 
-@router.get("/health_generate")
-@router.get("/health")
+@router.get("/health_generate", response_class=Response)
+@router.get("/health", response_class=Response)
 async def health(gateway: GatewayDep) -> Response:
     """200 when an instance serves, as trainers wait for it; /readyz asks the instance itself."""
     if not gateway.fleet.serving:

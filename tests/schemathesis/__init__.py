@@ -1,0 +1,1 @@
+"""Settings and hooks of schemathesis; tests/server/test_openapi*.py run it."""
