@@ -47,6 +47,7 @@ def up(
     max_logprob_drift: Annotated[float | None, typer.Option(help="drift of its log-probabilities let pass")] = None,
     cache_scope: Annotated[str, typer.Option(help="who shares prefix cache blocks: key or shared")] = "key",
     hold: Annotated[float, typer.Option(help="seconds a request waits while no instance can be asked")] = 5.0,
+    failover: Annotated[str, typer.Option(help="who goes on with a dead instance's streams: same, any, off")] = "same",
     max_queued: Annotated[int, typer.Option(help="requests that wait for room at an instance, at most")] = 1024,
     max_queue_wait: Annotated[float, typer.Option(help="longest such wait, seconds")] = 30.0,
     log_format: Annotated[
@@ -61,7 +62,7 @@ def up(
     from server.cli.up import UpConfig, run_up
 
     gateway_args = ["--keep-versions", str(keep_versions), "--cache-scope", cache_scope, "--hold", str(hold)]
-    gateway_args += ["--max-queued", str(max_queued), "--max-queue-wait", str(max_queue_wait)]
+    gateway_args += ["--failover", failover, "--max-queued", str(max_queued), "--max-queue-wait", str(max_queue_wait)]
     gateway_args += ["--require-key"] if require_key else []
     gateway_args += ["--probes", str(probes.resolve())] if probes is not None else []
     gateway_args += ["--max-logprob-drift", str(max_logprob_drift)] if max_logprob_drift is not None else []
