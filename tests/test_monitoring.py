@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from server.gateway import UpstreamSettings
-from server.gateway.queue.gate import OUTCOMES
+from server.gateway.queue import gate as queue_gate
 from tests import monitoring
 from tests.monitoring import DASHBOARD, MONITORING, Page, alerts, faults, panels, parsed, queries, uses
 from tests.server.gateway_harness import eventually, get, post, running_gateway
@@ -63,7 +64,8 @@ async def page(tmp_path: Path) -> Page:
             await asyncio.gather(*waiting)
             # What takes a fleet that dies, or is overrun, to come about; the words are those of the code.
             stats.holds["fleet", "served"] += 1
-            gate.outcomes.update((0, outcome) for outcome in OUTCOMES)
+            gate.outcomes.update((0, outcome) for outcome in ("served", "refused", "displaced", "timed_out"))
+            assert all(f'"{outcome}"' in inspect.getsource(queue_gate) for _, outcome in gate.outcomes)
             await eventually(lambda: gateway.gateway.fleet.instances["i0"].signals is not None)
             return Page.of(depths, (await gateway.ask(get("/metrics"))).body.decode())
 
