@@ -217,6 +217,7 @@ def run_up(config: UpConfig) -> None:
             server.start()
             server.wait_ready()
         console.print(f"[bold]{server.name}[/] answers on {server.url}  (OpenAI: {server.url}/v1)")
+        console.print(f"console: {server.admin_url}/console")
         console.print(f"admin: {server.admin_url}, key in {server.admin_key_file}   logs: {server.state_dir / 'logs'}")
         if config.train is not None:
             server.train(config.train)

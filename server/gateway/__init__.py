@@ -5,6 +5,7 @@
     queue/    who waits, and who goes next, when the instances have no room
     fleet/    the store's view of the instances, their signals and health, the routing policy (routing.py), retries
     admin/    the control routes of the admin port, other trainers' routes, pushes, probes of a canary
+    console/  the page at /console: its files, and what serves them
     observe/  plain counts, and the same for Prometheus
 
     main.py starts the process; gateway.py is what it holds, with its background tasks; app.py is the FastAPI side;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -629,3 +630,13 @@ async def test_a_screen_reader_is_told_in_sentences(public: Watched, script: Scr
     assert len(said) <= 2  # not one for each token
     assert await public.page.get_attribute("#announcements", "aria-live") == "polite"
     assert await public.page.get_attribute("#chat-log", "aria-live") is None
+
+
+async def test_curves_of_what_does_not_vary_are_drawn_all_the_same(console: Watched, gateway: RunningGateway) -> None:
+    for slot, step in enumerate((4.0, 5.0)):
+        point = {"step": step, "time": float(slot), "reward": 0.0, "loss": -1.5}
+        await asyncio.to_thread(gateway.store.put, KEYS.training_point(slot), orjson.dumps(point))
+    await console.wait_attribute("#reward svg", "aria-label", "reward: now 0.00, between 0.00 and 0.00")
+    for figure in ("#reward", "#loss"):
+        drawn = await console.page.locator(f"{figure} svg path").first.get_attribute("d") or ""
+        assert re.fullmatch(r"M[\d. -]+L[\d. -]+", drawn), drawn

@@ -78,5 +78,7 @@ class Throughput:
     async def run(self, instances: Mapping[str, Scraped]) -> None:
         """Samples for ever, at full multiples of the interval: several gateways' samples then stand side by side."""
         while True:
-            await asyncio.sleep(INTERVAL_S - time.time() % INTERVAL_S)
-            self.sample(instances, time.time())
+            tick = (time.time() // INTERVAL_S + 1) * INTERVAL_S
+            while (left := tick - time.time()) > 0:  # a sleep may end a moment early
+                await asyncio.sleep(left)
+            self.sample(instances, tick)

@@ -90,18 +90,20 @@ class Space {
   constructor(width, xs, ys) {
     this.width = width;
     this.from = Math.min(...xs);
-    this.to = Math.max(...xs, this.from + 1e-9);
+    this.to = Math.max(...xs);
     this.low = Math.min(0, ...ys);
-    this.high = Math.max(...ys, this.low + 1e-9);
+    this.high = Math.max(0, ...ys);
+    this.wide = this.to - this.from || 1; // what does not vary is drawn at one end
+    this.tall = this.high - this.low || 1;
   }
 
   x(value) {
-    return round(MARGIN.left + ((value - this.from) / (this.to - this.from)) * (this.width - MARGIN.left - MARGIN.right));
+    return round(MARGIN.left + ((value - this.from) / this.wide) * (this.width - MARGIN.left - MARGIN.right));
   }
 
   y(value) {
     const room = HEIGHT - MARGIN.top - MARGIN.bottom;
-    return round(MARGIN.top + (1 - (value - this.low) / (this.high - this.low)) * room);
+    return round(MARGIN.top + (1 - (value - this.low) / this.tall) * room);
   }
 }
 
