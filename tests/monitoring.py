@@ -76,7 +76,7 @@ def uses(expr: Any, grouped: frozenset[str] = frozenset()) -> Iterator[Use]:
     """Every series `expr` reads. Labels named by `by` count for all below."""
     if isinstance(expr, promql.VectorSelector):
         matchers = tuple((m.name, str(m.op).rpartition(".")[2], m.value) for m in expr.matchers.matchers)
-        yield Use(expr.name, matchers, grouped)
+        yield Use(expr.name or "", matchers, grouped)
     elif isinstance(expr, promql.MatrixSelector):
         yield from uses(expr.vector_selector, grouped)
     elif isinstance(expr, promql.AggregateExpr):

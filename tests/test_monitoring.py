@@ -26,7 +26,7 @@ vllm:generation_tokens_total{engine="0"} 1.0
 
 
 class Instance:
-    """Enough for every series to appear: counted streams, broken answers, signals, and slow ones until they are freed."""
+    """Enough for every series to appear: counted streams, broken answers, signals, and slow ones until freed."""
 
     def __init__(self) -> None:
         self.free = asyncio.Event()
