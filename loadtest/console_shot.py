@@ -1,7 +1,7 @@
 """`python -m loadtest.console_shot`: the picture of the console in docs/, taken while the demo's model learns.
 
-The demo (loadtest/demo) runs as ever; when its reinforcement is half-way, a headless Chromium opens the console, signs
-in, and asks for answers until one of them was written by several weight versions. Needs Chromium (scripts/chromium.sh)
+The demo (loadtest/demo) runs as ever; when its reinforcement begins, a headless Chromium opens the console and signs in,
+and half-way it asks for answers until one of them was written by several weight versions. Needs Chromium (scripts/chromium.sh)
 and Playwright (requirements/dev.txt).
 """
 
@@ -11,6 +11,8 @@ import argparse
 import shutil
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,8 @@ class Photographer:
         self.taken = False
 
     def __call__(self) -> None:
-        """Begins when the training is far enough."""
-        if self._thread is None and self._scene.phase == "improve" and self._scene.step >= self._after_step:
+        """Begins with the reinforcement: a browser may take long to start beside it."""
+        if self._thread is None and self._scene.phase == "improve":
             self._thread = threading.Thread(target=self._run, name="photographer", daemon=True)
             self._thread.start()
 
@@ -56,14 +58,17 @@ class Photographer:
         assert self.demo is not None
         assert self.demo.server is not None
         try:
-            take(self.demo.server.admin_url, self.demo.server.admin_key, self._out)
+            take(self.demo.server.admin_url, self.demo.server.admin_key, self._out, self._far_enough)
             self.taken = True
         except Exception as error:
             self.problem = error
 
+    def _far_enough(self) -> bool:
+        return self._scene.step >= self._after_step or self._scene.phase != "improve"
 
-def take(admin_url: str, key: str, out: Path) -> None:
-    """Signs in at `admin_url`, has an answer written across a swap, and saves the page as PNG."""
+
+def take(admin_url: str, key: str, out: Path, far_enough: Callable[[], bool]) -> None:
+    """Signs in at `admin_url`; once it is `far_enough`, has an answer written across a swap; saves the page as PNG."""
     from playwright.sync_api import sync_playwright
 
     executable = next((found for name in CHROMIUM if (found := shutil.which(name))), None)
@@ -77,6 +82,8 @@ def take(admin_url: str, key: str, out: Path) -> None:
         page.locator("#swaps tbody tr td").first.wait_for()
         page.get_by_label("Tokens at most").fill(str(TOKENS))
         page.get_by_label("go on past the end").check()
+        while not far_enough():
+            time.sleep(0.1)
         ask_across_a_swap(page)
         page.locator("#reward svg path").first.wait_for()
         page.evaluate("document.activeElement.blur()")
@@ -91,6 +98,8 @@ def ask_across_a_swap(page: Any) -> None:
         page.get_by_label("Your message").fill(QUESTION)
         page.keyboard.press("Enter")
         page.locator("#chat-log[aria-busy=false]").wait_for()
+        if page.locator("#chat-log .error").count():
+            raise RuntimeError(f"the chat failed: {page.locator('#chat-log .error').first.inner_text()}")
         if page.locator("#chat-log .run").count() > 1:
             return
     raise RuntimeError(f"of {ATTEMPTS} answers none was written by several versions")
