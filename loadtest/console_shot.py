@@ -1,8 +1,8 @@
 """`python -m loadtest.console_shot`: the picture of the console in docs/, taken while the demo's model learns.
 
-The demo (loadtest/demo) runs as ever; when its reinforcement begins, a headless Chromium opens the console and signs in,
-and half-way it asks for answers until one of them was written by several weight versions. Needs Chromium (scripts/chromium.sh)
-and Playwright (requirements/dev.txt).
+The demo (loadtest/demo) runs as ever. When its reinforcement begins, a headless Chromium opens the console and signs
+in; half-way it asks for answers until one of them was written by several weight versions. Needs Chromium
+(scripts/chromium.sh) and Playwright (requirements/dev.txt).
 """
 
 from __future__ import annotations
