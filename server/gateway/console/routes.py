@@ -25,7 +25,7 @@ async def console(request: Request) -> Response:
     return _answer(request, "")
 
 
-@router.get(PREFIX + "/{name}", response_class=Response, responses=_ANSWERS)
+@router.get(PREFIX + "/{name}", response_class=Response, responses={**_ANSWERS, 404: {"description": "No such file"}})
 async def console_file(request: Request, name: FileName) -> Response:
     """A script, style sheet or picture of the page."""
     return _answer(request, name)
