@@ -73,7 +73,7 @@ def _entries(path: Path) -> Any:
             return yaml.safe_load(text)
         if path.suffix == ".jsonl":
             return [orjson.loads(line) for line in text.splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, orjson.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, orjson.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"--probes {path}: cannot be read: {error}.") from error
     raise ConfigError(f"--probes {path}: must end in .yaml, .yml or .jsonl.")
 

@@ -1,0 +1,235 @@
+"""Arbitrary input for every parser of the gateway alone: a result that keeps its promises, or its typed error."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+
+from server.errors import ConfigError, HttpError
+from server.gateway import GatewayConfig, Limits
+from server.gateway.access import output
+from server.gateway.access.key_files import load_keys
+from server.gateway.admin.probe_file import load_probes
+from server.gateway.fleet.signals import parse
+from server.gateway.observe import context
+from server.gateway.proxy import terms, usage
+from server.gateway.proxy.head import read_head, upstream_head
+from server.gateway.proxy.json_check import check_object
+from server.gateway.proxy.routes import find, public_names
+
+FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+LIMITS = Limits(max_body=1000, max_head=2000, max_headers=20)
+
+
+def check(error: HttpError | ConfigError, names: Path | None = None) -> None:
+    """It is the client's fault, or the file's, and it says so."""
+    assert str(error)
+    if isinstance(error, HttpError):
+        assert 400 <= error.status < 500
+    assert names is None or str(names) in str(error)
+
+
+# what llhttp lets through as a header: no line breaks, no NUL
+token = st.text("abcdefghijklmnopqrstuvwxyz-_0123456789", min_size=1, max_size=20).map(str.encode)
+OTHERS = (
+    b"host content-length transfer-encoding connection expect authorization x-api-key x-request-id x-session-id "
+    b"traceparent tracestate content-type user-agent"
+)
+known = st.sampled_from([*sorted(terms.HEADERS), *OTHERS.split()])
+value = st.binary(max_size=40).map(lambda raw: raw.translate(None, b"\r\n\0")) | st.sampled_from(
+    [b"0", b"1", b"-1", b"1e3", b"1e999", b"keep", b"finish", b"chunked", b"close", b"Basic Og==", b"Basic \xff"]
+)
+
+
+@FUZZ
+@given(st.lists(st.tuples(known | token, value), max_size=12))
+@example([(b"host", b"t"), (b"authorization", b"Basic " + b"=" * 30)])
+@example([(b"host", b"t"), (b"x-hotswap-finish-s", b"1e-300"), (b"x-hotswap-policy", b"finish")])
+def test_heads(headers: list[tuple[bytes, bytes]]) -> None:
+    assume(all(v.isdigit() and len(v) < 18 for n, v in headers if n == b"content-length"))  # llhttp has seen to it
+    try:
+        head = read_head(headers, "1.1", LIMITS)
+        asked, _ = terms.read(head.asked or {}, b"", in_body=False)
+    except HttpError as error:
+        check(error)
+        return
+    (target,) = find(b"/generate")
+    raw = upstream_head(target, b"127.0.0.1:1", head, 0, asked.lines)
+    assert raw.endswith(b"\r\n\r\n")
+    assert raw.count(b"\r\n\r\n") == 1
+    lines = raw.split(b"\r\n")[1:-2]
+    names = [line.partition(b":")[0] for line in lines]
+    assert not {b"authorization", b"x-api-key", b"cookie", b"connection", b"transfer-encoding"} & set(names)
+    assert names.count(b"content-length") == names.count(b"host") == 1
+
+
+fields = st.dictionaries(
+    st.sampled_from(
+        ["policy", "finish_s", "version", "min_version", "wait_s", "priority", "deadline_s", "failover", "x"]
+    ),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["keep", "same"]),
+    max_size=4,
+)
+
+
+@FUZZ
+@given(
+    fields | st.integers() | st.lists(st.integers()), st.dictionaries(st.text(max_size=5), st.integers(), max_size=3)
+)
+def test_wishes_in_bodies(wish: object, others: dict[str, int]) -> None:
+    body = msgspec.json.encode({**others, "hotswap": wish})
+    try:
+        asked, left = terms.read({}, body, in_body=True)
+    except HttpError as error:
+        check(error)
+        return
+    assert msgspec.json.decode(left) == {k: v for k, v in others.items() if k != "hotswap"}
+    assert re.fullmatch(rb"(x-hotswap-[a-z-]+: [\w.+-]+\r\n)*", asked.lines)
+    assert asked.deadline_s > 0
+    assert not math.isnan(asked.deadline_s)
+
+
+@FUZZ
+@given(st.binary(max_size=60) | st.text(max_size=30).map(lambda t: b'{"a":"' + t.encode("utf-8", "replace") + b'"}'))
+def test_bodies(body: bytes) -> None:
+    try:
+        check_object(body)
+    except HttpError as error:
+        check(error)
+    else:
+        assert isinstance(msgspec.json.decode(body), dict)
+        body.decode()
+
+
+number = st.sampled_from(
+    [b"1e999", b"9" * 400, b"-1", b"1.0", b"true", b"null", b'"5"', b"[]", b"{}"]
+) | st.integers().map(lambda n: b"%d" % n)
+
+
+@FUZZ
+@given(
+    st.sampled_from(["max_tokens", "max_completion_tokens", "max_output_tokens", "n"]), number, st.integers(1, 10**6)
+)
+def test_bounds_on_answers(name: str, value: bytes, bound: int) -> None:
+    """With a key that bounds its answers: what goes on stays JSON, and asks for no more."""
+    body = b'{"%b": %b}' % (name.encode(), value)
+    asked = check_object(body)
+    for route in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"):
+        try:
+            assert output.expected(asked, route) >= 0
+            bounded = output.bounded(asked, route, bound, body)
+        except HttpError as error:
+            check(error)
+            continue
+        assert isinstance(json.loads(bounded), dict)
+
+
+@FUZZ
+@given(st.binary(max_size=80) | st.text("/v1.%2efcompltinsgra;?#\\ :", max_size=40).map(str.encode))
+def test_request_targets(url: bytes) -> None:
+    for target in find(url):
+        assert target.route.name in public_names()
+        path = target.upstream.partition(b"?")[0]
+        assert re.fullmatch(rb"/[A-Za-z0-9_/-]+", path)
+        assert b".." not in path
+
+
+pieces = st.sampled_from(
+    [b'"usage":{', b'"hotswap_usage": {', b'"prompt_tokens":', b'"completion_tokens": 7', b"1", b"}", b"{", b"]", b"[",
+     b'"', b"\\", b",", b"\n\n", b"data: ", b"[DONE]", b'"weight_version":', b"99999999999999999999", b'"x":"usage\\""']
+)  # fmt: skip
+
+
+@FUZZ
+@given(st.lists(pieces | st.binary(max_size=8), max_size=30).map(b"".join), st.integers(0, 10**9))
+def test_tails_of_answers(tail: bytes, size: int) -> None:
+    found = usage.read(tail)
+    assert found is None or (found.prompt_tokens >= 0 and found.completion_tokens >= 0)
+    guess = usage.estimate(tail, size)
+    assert guess is None or (guess.completion_tokens >= 0 and not guess.exact)
+    version = usage.last_version(tail)
+    assert version is None or version >= 0
+
+
+hexes = st.text("0123456789abcdefABCDEFg-", max_size=60)
+trace_lines = st.tuples(st.sampled_from(["traceparent", "tracestate", "user-agent"]), hexes | st.text(max_size=20))
+
+
+@FUZZ
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["traceparent", "tracestate", "user-agent"]), hexes | st.text(max_size=20)),
+        max_size=4,
+    ),
+    st.floats(0, 1),
+)
+@example([("traceparent", "00-" + "0" * 32 + "-" + "1" * 16 + "-01")], 1.0)
+@example([("traceparent", "ff-" + "1" * 32 + "-" + "1" * 16 + "-01")], 1.0)
+@example([("traceparent", "00-" + "1" * 32 + "-" + "1" * 16 + "-01")] * 2, 1.0)
+def test_trace_contexts(headers: list[tuple[str, str]], ratio: float) -> None:
+    raw = [(n.encode(), v.encode("utf-8", "replace").translate(None, b"\r\n\0")) for n, v in headers]
+    forward = b"".join(b"%b: %b\r\n" % pair for pair in raw)
+    begun, lines = context.begin(forward, ratio)
+    assert len(re.findall(rb"^traceparent: ", lines, re.MULTILINE)) == 1
+    assert re.search(rb"^traceparent: 00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-0[01]\r\n", lines, re.MULTILINE)
+    assert 0 < begun.trace_id < 2**128
+    assert lines.count(b"\n") <= forward.count(b"\n") + 1
+
+
+@FUZZ
+@given(st.binary(max_size=200) | st.lists(pieces, max_size=5).map(b"".join))
+def test_pages_of_metrics(page: bytes) -> None:
+    parse(page)
+    parse(b'vllm:num_requests_running{engine="0"} ' + page)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("files") / "input"
+    os.close(os.open(path, os.O_CREAT, 0o600))
+    return path
+
+
+lines = st.sampled_from([b"sha256:", b"a" * 64, b" name", b"\n", b"# x", b"\r\n", b"\xff", b"0123456789abcdef", b"\0"])
+
+
+@FUZZ
+@given(st.binary(max_size=100) | st.lists(lines, max_size=8).map(b"".join))
+def test_key_files(file: Path, text: bytes) -> None:
+    file.write_bytes(text)
+    try:
+        load_keys(
+            GatewayConfig("sqlite:///nowhere.db", "toy", admin_key="an-admin-key-of-the-tests", api_key_file=file)
+        )
+    except ConfigError as error:
+        check(error, names=file)
+
+
+probes = st.sampled_from(
+    [b"- ", b"prompt: ", b"expect: ", b"{regex: '('}", b"[1, 2]", b"\n", b"  ", b"max_tokens: 9", b"name: x", b"*a",
+     b"&a ", b"!!python/object:os.system", b"<<: ", b'{"prompt": "x"}', b"\t", b"1", b"min_mean_logprob: .nan"]
+)  # fmt: skip
+
+
+@FUZZ
+@given(st.binary(max_size=60) | st.lists(probes, max_size=8).map(b"".join), st.sampled_from([".yaml", ".jsonl"]))
+@example(b"- [prompt: 1", ".yaml")
+@example(b"- prompt: " + b"[" * 3000, ".yaml")
+@example(b'{"prompt": ' + b"[" * 3000, ".jsonl")
+def test_probe_files(file: Path, text: bytes, suffix: str) -> None:
+    path = file.with_suffix(suffix)
+    path.write_bytes(text)
+    try:
+        found = load_probes(path)
+    except ConfigError as error:
+        check(error, names=path)
+    else:
+        assert all(probe.prompt for probe in found)
