@@ -20,8 +20,9 @@ import pytest
 from tests.live import LiveServer, eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-TOKENS = 700
-PROMPTS = [[9, 8, 7, 6], [40 + i % 60 for i in range(200)]]
+TOKENS = 900
+ATTEMPTS = 4  # a kill may come when the answers are all on their way already
+PROMPTS = [[9, 8, 7, 6], [40 + i % 60 for i in range(100)]]
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +55,14 @@ def kill(processes: list[psutil.Process]) -> None:
         os.kill(process.pid, signal.SIGKILL)
 
 
-def kill_instance(server: LiveServer, index: int) -> None:
-    """The host of an instance gone, as far as a process can tell: nothing of it says goodbye."""
-    kill(server.tree(index))
+def whole_instance(server: LiveServer, index: int) -> list[psutil.Process]:
+    """Killed, its host is gone, as far as a process can tell: nothing of it says goodbye."""
+    return server.tree(index)
 
 
-def kill_engine(server: LiveServer, index: int) -> None:
-    """Its HTTP server lives on for a moment, and has to say what became of its answers."""
-    kill([p for p in server.tree(index)[1:] if "EngineCore" in p.name() or "EngineCore" in str(p.cmdline())])
+def engine_only(server: LiveServer, index: int) -> list[psutil.Process]:
+    """Killed, its HTTP server lives on for a moment, and has to say what became of its answers."""
+    return [p for p in server.tree(index)[1:] if "EngineCore" in p.name() or "EngineCore" in str(p.cmdline())]
 
 
 @dataclass
@@ -81,6 +82,7 @@ class Stream:
     last: dict[str, Any] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
     ended: bool = False
+    raw: bytearray = field(default_factory=bytearray)
     fault: str = ""
     error: dict[str, Any] = field(default_factory=dict)
 
@@ -92,6 +94,8 @@ class Stream:
     def finish(self) -> Stream:
         self.thread.join(120)
         assert not self.thread.is_alive()
+        for line in self.raw.decode().split("\n"):
+            self._line(line)
         return self
 
     def answer(self) -> tuple[Any, ...]:
@@ -106,8 +110,9 @@ class Stream:
             url = self.server.url + self.path
             with httpx.stream("POST", url, json=self.body, timeout=120) as answer:
                 assert answer.status_code == 200, answer.read()
-                for line in answer.iter_lines():
-                    self._line(line)
+                for piece in answer.iter_raw():  # read as fast as it comes, and understood later
+                    self.raw += piece
+                    self.events += piece.count(b"\n\n")
         except Exception as error:
             self.fault = repr(error)
 
@@ -116,7 +121,6 @@ class Stream:
         if name != "data":
             self.fault = data if data == "error" else self.fault
             return
-        self.events += 1
         if data == "[DONE]":
             self.ended = True
             return
@@ -174,58 +178,63 @@ def failovers(server: LiveServer) -> float:
     return float(next(line for line in page.splitlines() if line.startswith(wanted)).rpartition(" ")[2])
 
 
-def break_in_mid_stream(server: LiveServer, streams: list[Stream], how: Callable[[LiveServer, int], None]) -> int:
-    """Breaks an instance that some of the streams come from, when about `at` events of each are here; which it was."""
-    at = random.Random().randrange(1, TOKENS // 2)
+def break_in_mid_stream(
+    server: LiveServer, streams: list[Stream], what: Callable[[LiveServer, int], list[psutil.Process]]
+) -> list[psutil.Process]:
+    """Stops processes of an instance that some of the streams come from, early in the answers; which ones."""
+    at = random.Random().randrange(1, TOKENS // 6)
     assert eventually(lambda: all(s.events for s in streams), 60)
-    victim = random.choice(busy(server))
+    processes = what(server, random.choice(busy(server) or [0]))
     assert eventually(lambda: sum(s.events for s in streams) >= at * len(streams), 60)
-    how(server, victim)
-    return victim
+    for process in processes:
+        process.suspend()
+    return processes
 
 
-@pytest.mark.parametrize("how", [kill_instance, kill_engine])
-@pytest.mark.parametrize("again", range(2))
-def test_greedy_streams_are_what_they_would_have_been(
-    fleet: LiveServer, whole: list[Stream], how: Callable[[LiveServer, int], None], again: int
-) -> None:
-    assert whole_again(fleet)
-    before = failovers(fleet)
-    streams = [Stream(fleet, path, body).start() for path, body in asks(fleet.name)]
-    break_in_mid_stream(fleet, streams, how)
-    for stream, uninterrupted in zip(streams, whole, strict=True):
+def check(streams: list[Stream], whole: list[Stream]) -> bool:
+    """That the streams are what they would have been; whether others went on with any."""
+    for stream, uninterrupted in zip(streams, whole, strict=False):
         stream.finish()
         assert stream.fault == ""
         assert stream.answer() == uninterrupted.answer()
         assert stream.logprobs == pytest.approx(uninterrupted.logprobs, abs=0.05)
         assert stream.ended == uninterrupted.ended
         assert stream.path == "/generate" or len(stream.ids) == 1
-    assert eventually(lambda: not both_serve(fleet), 60)  # the gateway has heard of it
-    resumed = [s for s in streams if s.last.get("resumed_at")]
-    assert len(resumed) == failovers(fleet) - before > 0
+    return any(s.last.get("resumed_at") for s in streams)
+
+
+@pytest.mark.parametrize("what", [whole_instance, engine_only])
+@pytest.mark.parametrize("again", range(2))
+def test_greedy_streams_are_what_they_would_have_been(
+    fleet: LiveServer, whole: list[Stream], what: Callable[[LiveServer, int], list[psutil.Process]], again: int
+) -> None:
+    def resumed() -> bool:
+        assert whole_again(fleet)
+        before = failovers(fleet)
+        streams = [Stream(fleet, path, body).start() for path, body in asks(fleet.name)]
+        kill(break_in_mid_stream(fleet, streams, what))
+        found = check(streams, whole)
+        assert eventually(lambda: not both_serve(fleet), 60)  # the gateway has heard of it
+        assert failovers(fleet) - before == sum(bool(s.last.get("resumed_at")) for s in streams)
+        return found
+
+    assert any(resumed() for _ in range(ATTEMPTS))
 
 
 def test_an_instance_that_freezes(fleet: LiveServer, whole: list[Stream]) -> None:
     """Its connections stay open and say nothing, as when its host is gone; the end of its lease tells."""
-    assert whole_again(fleet)
-    streams = [Stream(fleet, path, body).start() for path, body in asks(fleet.name)[:4]]
-    frozen: list[psutil.Process] = []
 
-    def freeze(server: LiveServer, index: int) -> None:
-        frozen.extend(server.tree(index))
-        for process in frozen:
-            process.suspend()
+    def resumed() -> bool:
+        assert whole_again(fleet)
+        streams = [Stream(fleet, path, body).start() for path, body in asks(fleet.name)[:4]]
+        frozen = break_in_mid_stream(fleet, streams, whole_instance)
+        try:
+            return check(streams, whole)
+        finally:
+            kill(frozen)
+            assert eventually(lambda: not both_serve(fleet), 60)
 
-    break_in_mid_stream(fleet, streams, freeze)
-    try:
-        for stream, uninterrupted in zip(streams, whole, strict=False):
-            stream.finish()
-            assert stream.fault == ""
-            assert stream.answer() == uninterrupted.answer()
-        assert any(s.last.get("resumed_at") for s in streams)
-    finally:
-        kill(frozen)
-    assert eventually(lambda: not both_serve(fleet), 60)
+    assert any(resumed() for _ in range(ATTEMPTS))
 
 
 def test_the_openai_sdk_sees_one_answer(fleet: LiveServer) -> None:
@@ -233,61 +242,72 @@ def test_the_openai_sdk_sees_one_answer(fleet: LiveServer) -> None:
     client = openai.OpenAI(base_url=fleet.url + "/v1", api_key="unused", max_retries=0, timeout=120)
     messages: Any = [{"role": "user", "content": "what of 4?"}]
     greedy: Any = {"model": fleet.name, "messages": messages, "temperature": 0, "max_tokens": TOKENS}
-    extra = {"ignore_eos": True}
-    expected = client.chat.completions.create(**greedy, extra_body=extra).choices[0].message.content
-    text, finish, ids, resumed = "", None, set(), None
-    options: Any = {"include_usage": True}
-    for n, chunk in enumerate(
-        client.chat.completions.create(**greedy, extra_body=extra, stream=True, stream_options=options)
-    ):
-        if n == 20:
-            kill_instance(fleet, busy(fleet)[0])
-        ids.add(chunk.id)
-        for choice in chunk.choices:
-            text += choice.delta.content or ""
-            finish = choice.finish_reason or finish
-            resumed = (choice.model_extra or {}).get("resumed_at", resumed)
-        if chunk.usage is not None:
-            assert chunk.usage.completion_tokens == TOKENS
-    assert text == expected
-    assert (finish, len(ids)) == ("length", 1)
-    assert resumed is not None
-    assert eventually(lambda: not both_serve(fleet), 60)
+    greedy["extra_body"] = {"ignore_eos": True}
+    expected = client.chat.completions.create(**greedy).choices[0].message.content
+
+    def resumed() -> bool:
+        assert whole_again(fleet)
+        text, finish, ids, seams, usage = "", None, set(), None, 0
+        options: Any = {"include_usage": True}
+        for n, chunk in enumerate(client.chat.completions.create(**greedy, stream=True, stream_options=options)):
+            if n == 20:
+                kill(whole_instance(fleet, (busy(fleet) or [0])[0]))
+            ids.add(chunk.id)
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                finish = choice.finish_reason or finish
+                seams = (choice.model_extra or {}).get("resumed_at", seams)
+            usage = chunk.usage.completion_tokens if chunk.usage is not None else usage
+        assert text == expected
+        assert (finish, len(ids), usage) == ("length", 1, TOKENS)
+        assert eventually(lambda: not both_serve(fleet), 60)
+        return seams is not None
+
+    assert any(resumed() for _ in range(ATTEMPTS))
 
 
 def test_sampled_streams_go_on_and_those_that_cannot_say_so(fleet: LiveServer) -> None:
-    assert whole_again(fleet)
     common = {"temperature": 1.0, "ignore_eos": True, "stream": True, "max_tokens": TOKENS, "prompt": [9, 8, 7]}
     common |= {"model": fleet.name, "return_token_ids": True}
-    continued = [Stream(fleet, "/v1/completions", {**common, "seed": i}).start() for i in range(3)]
-    stuck = [Stream(fleet, "/v1/completions", {**common, "presence_penalty": 0.5}).start() for _ in range(3)]
-    break_in_mid_stream(fleet, continued + stuck, kill_instance)
-    for stream in continued:
-        stream.finish()
-        assert (stream.fault, len(stream.token_ids), stream.ended) == ("", TOKENS, True)
-    cut = [s for s in stuck if s.finish().fault]
-    assert cut
-    for stream in cut:
-        assert stream.error["code"] == "upstream_died"
-    assert eventually(lambda: not both_serve(fleet), 60)
+
+    def seen() -> bool:
+        assert whole_again(fleet)
+        continued = [Stream(fleet, "/v1/completions", {**common, "seed": i}).start() for i in range(3)]
+        stuck = [Stream(fleet, "/v1/completions", {**common, "presence_penalty": 0.5}).start() for _ in range(3)]
+        kill(break_in_mid_stream(fleet, continued + stuck, whole_instance))
+        for stream in continued:
+            stream.finish()
+            assert (stream.fault, len(stream.token_ids), stream.ended) == ("", TOKENS, True)
+        cut = [s for s in stuck if s.finish().fault]
+        for stream in cut:
+            assert stream.error["code"] == "upstream_died"
+        assert eventually(lambda: not both_serve(fleet), 60)
+        return bool(cut) and any(s.last.get("resumed_at") for s in continued)
+
+    assert any(seen() for _ in range(2 * ATTEMPTS))
 
 
 def test_a_stream_that_has_crossed_a_swap(fleet: LiveServer, checkpoints: dict[str, Path]) -> None:
     """Which version wrote what is known of the whole answer, whoever tells its end."""
-    assert whole_again(fleet)
-    before, most = fleet.active(), 1000
-    published = fleet.admin.post("/admin/weights", json={"path": str(checkpoints["b"]), "activate": False})
-    after = published.json()["version"]
-    body = {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": most, "prompt_token_ids": PROMPTS[0]}
-    streams = [Stream(fleet, "/generate", body).start() for _ in range(16)]
-    assert eventually(lambda: all(s.events > 3 for s in streams), 60)
-    assert fleet.activate(after).status_code == 200
-    kill_instance(fleet, busy(fleet)[0])
-    for stream in streams:
-        stream.finish()
-        assert stream.fault == ""
-        spans = stream.last["weight_versions"]
-        assert [s["version"] for s in spans] == [before, after]
-        assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], most)
-        assert stream.last["prompt_weight_versions"] == [{"version": before, "start": 0, "end": len(PROMPTS[0])}]
-    assert [s for s in streams if s.last.get("resumed_at")]
+    body = {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": TOKENS, "prompt_token_ids": PROMPTS[0]}
+
+    def resumed(name: str) -> bool:
+        assert whole_again(fleet)
+        before = fleet.active()
+        published = fleet.admin.post("/admin/weights", json={"path": str(checkpoints[name]), "activate": False})
+        after = published.json()["version"]
+        streams = [Stream(fleet, "/generate", body).start() for _ in range(16)]
+        assert eventually(lambda: all(s.events > 3 for s in streams), 60)
+        assert fleet.activate(after).status_code == 200
+        kill(whole_instance(fleet, (busy(fleet) or [0])[0]))
+        found = [s for s in streams if s.finish().last.get("resumed_at")]
+        assert {s.fault for s in streams} == {""}
+        for stream in found:
+            old, new = stream.last["weight_versions"]
+            assert (old["version"], new["version"]) == (before, after)
+            assert (old["start"], old["end"], new["end"]) == (0, new["start"], TOKENS)
+            assert stream.last["prompt_weight_versions"] == [{"version": before, "start": 0, "end": len(PROMPTS[0])}]
+        assert eventually(lambda: not both_serve(fleet), 60)
+        return bool(found)
+
+    assert any(resumed("ba"[i % 2]) for i in range(ATTEMPTS))
