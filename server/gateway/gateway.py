@@ -28,6 +28,7 @@ from server.gateway.observe.stats import Stats
 from server.gateway.observe.training import TrainingLog
 from server.gateway.observe.watchers import open_watchers
 from server.gateway.openapi.source import PublicDocument
+from server.gateway.proxy.outbox import Outbox
 from server.gateway.queue.gate import Gate
 from server.gateway.workers.pages import Pages
 from weightsync.errors import StoreError
@@ -70,6 +71,7 @@ class Gateway:
         self.registry = build_registry(self.stats, self.fleet, self.gate)
         self.pages = Pages(config.worker, lambda: render(self.registry))
         self.leaving = False  # it was told to stop: load balancers are to send nothing more
+        self.outbox = Outbox()
         self.buffered = 0  # bytes of request bodies held now
         self.clients: set[GuardedProtocol] = set()
 

@@ -223,6 +223,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Closes once what is written has gone out, or when the client takes too long to take it."""
         self._deaf = True
         self.deadline = time.monotonic() + self.limits.stalled_client_s
+        self.gateway.outbox.flush()
         self.transport.close()
 
     def stop_listening(self) -> None:

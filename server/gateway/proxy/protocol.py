@@ -65,6 +65,7 @@ class GatewayProtocol(GuardedProtocol):
         if self.exchange is not None:
             self._close_after = True
         else:
+            self.gateway.outbox.flush()
             super().shutdown()
 
     def sweep(self, now: float) -> None:
@@ -179,7 +180,7 @@ class GatewayProtocol(GuardedProtocol):
 
     def write(self, data: bytes) -> None:
         """Bytes of the answer."""
-        self.transport.write(data)
+        self.gateway.outbox.write(self.transport, data)
 
     def body_done(self) -> None:
         super().body_done()

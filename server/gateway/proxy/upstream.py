@@ -14,6 +14,7 @@ from typing import Protocol
 
 from server.errors import Unavailable
 from server.gateway.config import UpstreamSettings
+from server.gateway.proxy.outbox import Outbox
 
 
 class Owner(Protocol):
@@ -46,7 +47,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Starts a request for `owner`. The body is not copied."""
         assert self.transport is not None
         self.owner = owner
-        self.transport.writelines((head, body) if body else (head,))
+        self._pool.outbox.put(self.transport, (head, body) if body else (head,))
 
     def data_received(self, data: bytes) -> None:
         if self.owner is None:
@@ -98,6 +99,7 @@ class Pool:
         self._settings = settings
         self._idle: deque[UpstreamConnection] = deque()
         self._closed = False
+        self.outbox = Outbox()
 
     @property
     def idle(self) -> int:
