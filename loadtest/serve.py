@@ -94,7 +94,7 @@ class Stand:
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline:
             page = httpx.get(self.urls["queue"] + "/metrics").text.splitlines()
-            of = {line.partition("{")[0]: float(line.rsplit(" ", 1)[1]) for line in page if "{instance=" in line}
+            of = {line.partition("{")[0]: float(line.rsplit(" ", 1)[1]) for line in page if "{instance_id=" in line}
             idle = of.get("hotswap_instance_num_requests_running") == 0
             if idle and of["hotswap_instance_in_flight_limit"] >= MAX_NUM_SEQS:
                 return
