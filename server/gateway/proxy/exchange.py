@@ -52,7 +52,7 @@ log = logging.getLogger("hotswap.gateway")
 class Client(Protocol):
     """The side that asked. All calls are made from the event loop and return at once."""
 
-    def write(self, data: bytes) -> None: ...
+    def write(self, data: bytes, *, last: bool = False) -> None: ...
 
     def body_done(self) -> None: ...
 
@@ -429,7 +429,7 @@ class Exchange:
             self.first_byte = self.last_progress
         if out:
             self.status = self._relay.status
-            self._client.write(out)
+            self._client.write(out, last=self._relay.complete)
 
     def _complete(self) -> None:
         relay = self._relay

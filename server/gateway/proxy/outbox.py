@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-MANY = 16 * 2**10  # bytes
+MANY = 16 * 2**10  # bytes that are better written at once, for the transport to say when it has enough
 
 
 class Outbox:
@@ -26,15 +26,6 @@ class Outbox:
         if not self._pending:
             asyncio.get_running_loop().call_soon(self.flush)
         self._pending.append((transport, pieces))
-
-    def write(self, transport: asyncio.Transport, data: bytes) -> None:
-        """The same for an answer's bytes. Many are written at once, for the transport to say when it has enough: in one
-        turn the loop may read 8 MB from a connection."""
-        if len(data) < MANY:
-            self.put(transport, (data,))
-        else:
-            self.flush()
-            transport.write(data)
 
     def flush(self) -> None:
         """Writes now: before a connection is closed."""

@@ -19,6 +19,7 @@ from server.gateway.proxy.exchange import Exchange, Request
 from server.gateway.proxy.guard import GuardedProtocol
 from server.gateway.proxy.head import RequestHead
 from server.gateway.proxy.json_check import NONE, Fields, check_object
+from server.gateway.proxy.outbox import MANY
 from server.gateway.proxy.routes import Target, find, for_console
 
 
@@ -178,9 +179,12 @@ class GatewayProtocol(GuardedProtocol):
 
     # what an exchange tells its client (exchange.Client)
 
-    def write(self, data: bytes) -> None:
-        """Bytes of the answer."""
-        self.gateway.outbox.write(self.transport, data)
+    def write(self, data: bytes, *, last: bool = False) -> None:
+        """Bytes of the answer. The `last` wait for the end of the loop's turn; a chunk seldom has company there."""
+        if last and len(data) < MANY:
+            self.gateway.outbox.put(self.transport, (data,))
+        else:
+            self.transport.write(data)
 
     def body_done(self) -> None:
         super().body_done()
