@@ -14,6 +14,7 @@ from loadtest.gateway import DIRECT, run
 from loadtest.gateway_bench.cancel import STATES, disconnect_ms, observing
 from loadtest.gateway_bench.contenders import CONTENDERS, FULL, ROUTER, CannotStart, Contender, Running, started
 from loadtest.gateway_bench.loads import CHUNKS, KEY, Load, body
+from loadtest.gateway_bench.markdown import tables
 from loadtest.gateway_bench.measure import figures, run_load
 from loadtest.gateway_bench.native import CannotBuild, compiled
 from loadtest.gateway_bench.processes import Cores, cpu_s, free_port, running
@@ -165,3 +166,9 @@ def test_figures_are_over_the_direct_ones(upstream: int) -> None:
     found = figures("paced", direct, direct)
     assert found["added_ttft_us_p50"] == 0.0
     assert found["ttft_us_p50"] > 0.0
+
+
+def test_the_published_tables_are_those_of_the_published_figures() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    report = orjson.loads((docs / "benchmarks" / "gateway.json").read_bytes())
+    assert tables(report) in (docs / "benchmarks.md").read_text()
