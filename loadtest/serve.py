@@ -51,7 +51,7 @@ SHAPE = {
 
 MAX_NUM_SEQS = 16
 LOADS = (0.5, 1.0, 1.5, 2.0, 3.0)
-FIRST_TIMES, GAP_TIMES = 20.0, 5.0
+FIRST_TIMES, GAP_TIMES = 20.0, 10.0
 DEADLINE_SHARE = 0.5
 SETTLE_S = 20.0
 KEYS = {"heavy": "key-that-offers-five-times-as-much", "light": "key-that-offers-a-little"}
