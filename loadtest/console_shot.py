@@ -91,7 +91,7 @@ def take(admin_url: str, key: str, out: Path, far_enough: Callable[[], bool]) ->
         ask_across_a_swap(page)
         page.locator("#reward svg path").first.wait_for()
         page.evaluate("document.activeElement.blur()")
-        page.screenshot(path=out)
+        page.screenshot(path=out, full_page=True)
         browser.close()
 
 

@@ -6,6 +6,7 @@ import { number } from "./table.js";
 export const MARGIN = { left: 52, right: 12, top: 8, bottom: 24 };
 const HEIGHT = 150;
 const ROWS = 20;
+const NAME_WIDTH = 36; // of a mark, with some air
 
 export class LineChart {
   // `lines`: [{name, pick: point -> number | undefined}]; `x`: point -> number; `xText`: number -> text.
@@ -56,12 +57,16 @@ export class LineChart {
   }
 
   #marksIn(space) {
+    let free = Infinity; // the marks come newest first: left of here a name has room
     return this.marks
       .filter((mark) => mark.x >= space.from && mark.x <= space.to)
-      .flatMap((mark) => [
-        svg("line", { class: "mark", x1: space.x(mark.x), x2: space.x(mark.x), y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }),
-        svg("text", { x: space.x(mark.x) + 2, y: MARGIN.top + 10 }, mark.text),
-      ]);
+      .flatMap((mark) => {
+        const x = space.x(mark.x);
+        const line = svg("line", { class: "mark", x1: x, x2: x, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom });
+        if (x + NAME_WIDTH > free) return [line];
+        free = x;
+        return [line, svg("text", { x: x - 3, y: MARGIN.top + 10, "text-anchor": "end" }, mark.text)];
+      });
   }
 
   #inWords() {

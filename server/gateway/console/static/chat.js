@@ -45,7 +45,7 @@ export class Chat {
     try {
       for await (const told of this.talk.ask(this.messages, this.#options(), this.stopping.signal)) {
         if (told.kind === "plain") this.#plain();
-        else if (told.kind === "end") view.end(told);
+        else if (told.kind === "end") this.#complete(view, told);
         else {
           text += told.text;
           this.#show(view, told);
@@ -60,6 +60,11 @@ export class Chat {
     }
     if (text) this.messages.push({ role: "assistant", content: text });
     else this.messages.pop(); // nothing came of the question: the next one is not burdened with it
+  }
+
+  #complete(view, told) {
+    view.end(told);
+    for (const span of told.spans) this.legend.add(span.version, span.end - span.start);
   }
 
   #show(view, piece) {

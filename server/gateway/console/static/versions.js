@@ -42,21 +42,22 @@ export class VersionedText {
   }
 }
 
-// Which versions have written in this conversation, and how much.
+// Which versions have written in this conversation, and how many tokens of the answers that were complete.
 export class Legend {
   constructor(list) {
     this.list = list;
-    this.items = new Map(); // version -> {count, element}
+    this.items = new Map(); // version -> {tokens, text}
   }
 
-  add(version) {
+  // `tokens`: as the end of an answer tells them; a piece of a stream does not say how many it has.
+  add(version, tokens = 0) {
     let item = this.items.get(version);
     if (item === undefined) {
-      item = { count: 0, text: document.createTextNode("") };
+      item = { tokens: 0, text: document.createTextNode("") };
       this.items.set(version, item);
       this.list.append(el("li", { "data-version": versionName(version) }, badge(version), " ", item.text));
     }
-    item.count += 1;
-    item.text.data = item.count === 1 ? "1 token" : `${item.count} tokens`;
+    item.tokens += tokens;
+    if (tokens) item.text.data = item.tokens === 1 ? "1 token" : `${item.tokens} tokens`;
   }
 }
