@@ -11,6 +11,7 @@ from typing import Protocol
 
 from server.gateway.fleet.signals import Signals
 
+EARLY_S = 0.002  # which a sleep may end before its time
 INTERVAL_S = 2.0
 KEPT = 300
 
@@ -79,6 +80,5 @@ class Throughput:
         """Samples for ever, at full multiples of the interval: several gateways' samples then stand side by side."""
         while True:
             tick = (time.time() // INTERVAL_S + 1) * INTERVAL_S
-            while (left := tick - time.time()) > 0:  # a sleep may end a moment early
-                await asyncio.sleep(left)
+            await asyncio.sleep(max(0.0, tick - time.time()) + EARLY_S)
             self.sample(instances, tick)

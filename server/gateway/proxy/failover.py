@@ -76,7 +76,7 @@ def version_for(journal: Journal, told: bytes, mode: Failover, others: list[Inst
 
 
 def silent(fleet: Fleet, instance: Instance, idle_s: float, limit_s: float) -> bool:
-    """Whether a stream from `instance` has stood still too long: over `limit_s` (0: never), or it has left the store."""
+    """Whether a stream from `instance` has stood still too long: over `limit_s` (0: never), or it has left."""
     if limit_s and idle_s > limit_s:
         return True
     return idle_s > GONE_S and fleet.instances.get(instance.id) is not instance
