@@ -1,6 +1,6 @@
 """The tables of docs/benchmarks.md, from the file that a run wrote.
 
-    python -m loadtest.gateway_bench.markdown docs/benchmarks/gateway.json
+python -m loadtest.gateway_bench.markdown docs/benchmarks/gateway.json
 """
 
 from __future__ import annotations
