@@ -304,6 +304,8 @@ def test_a_stream_that_has_crossed_a_swap(fleet: LiveServer, checkpoints: dict[s
         streams = [Stream(fleet, "/generate", body).start() for _ in range(16)]
         assert eventually(lambda: all(s.events > 3 for s in streams), 60)
         assert fleet.activate(after).status_code == 200
+        # Nobody could go on with one whose last token the old weights wrote.
+        assert eventually(lambda: all(b'"weight_version":%d' % after in s.raw or s.over for s in streams), 60)
         kill(whole_instance(fleet, (busy(fleet) or [0])[0]))
         found = [s for s in streams if s.finish().last.get("resumed_at")]
         assert {s.fault for s in streams} == {""}
