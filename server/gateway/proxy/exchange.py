@@ -19,140 +19,52 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from dataclasses import dataclass, replace
-from typing import Protocol
 
-from server.errors import BadUpstream, HttpError, Unavailable, UpstreamTimeout
-from server.gateway.access.keys import ANONYMOUS, Principal
-from server.gateway.access.limits import Grant
-from server.gateway.config import Failover
-from server.gateway.fleet import affinity, retries
+from server.errors import BadUpstream, HttpError, UpstreamTimeout
+from server.gateway.fleet import retries
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.context import TraceContext
 from server.gateway.observe.stats import Stats
 from server.gateway.proxy import failover
-from server.gateway.proxy.failover import Continuation
-from server.gateway.proxy.head import RequestHead, upstream_head
 from server.gateway.proxy.journal import ReplayMemory
+from server.gateway.proxy.placing import Placing
 from server.gateway.proxy.relay import ResponseRelay
-from server.gateway.proxy.routes import Target
-from server.gateway.proxy.terms import Need
-from server.gateway.proxy.upstream import UpstreamConnection
+from server.gateway.proxy.request import Client, Request
 from server.gateway.proxy.usage import Usage
-from server.gateway.queue.cost import estimate
-from server.gateway.queue.gate import Gate, Waiter
-from server.gateway.queue.line import Ticket
+from server.gateway.queue.gate import Gate
 
 log = logging.getLogger("hotswap.gateway")
 
 
-class Client(Protocol):
-    """The side that asked. All calls are made from the event loop and return at once."""
-
-    def write(self, data: bytes, *, last: bool = False) -> None: ...
-
-    def body_done(self) -> None: ...
-
-    def answered(self, *, keep_alive: bool) -> None: ...
-
-    def refuse(self, error: HttpError) -> None: ...
-
-    def cut(self) -> None: ...
-
-
-@dataclass(slots=True)
-class Request:
-    """A complete client request for a public route."""
-
-    target: Target
-    head: RequestHead
-    body: bytes
-    need: Need | None  # which versions may answer
-    http10: bool
-    keep_alive: bool
-    principal: Principal = ANONYMOUS
-    priority: int = 0  # its class in the queue; the lowest goes first
-    deadline_s: float = math.inf  # in which it must get to an instance
-    known: affinity.Hint | None = None
-    failover: Failover = "off"  # who may go on with a stream whose instance dies
-    grant: Grant | None = None  # of the key's limits, where it has any
-    extra_head: bytes = b""  # header lines for the answer
-
-    def hint(self) -> affinity.Hint:
-        """What routing may know of it; made when it is first asked for."""
-        if self.known is None:
-            self.known = affinity.hint(self.target.route.name, self.body, self.head.scope, self.head.session)
-        return self.known
-
-
-class Exchange:
+class Exchange(Placing):
     """Drives one request; owned by the client's connection, owns at most one upstream connection."""
 
     __slots__ = (
-        "_charged",
         "_client",
-        "_connecting",
-        "_continuation",
-        "_fleet",
-        "_gate",
-        "_held_at",
-        "_held_for",
-        "_link",
         "_losses",
-        "_passed",
-        "_paused",
-        "_pooled",
         "_relay",
         "_second_try",
-        "_stats",
-        "_tried",
         "bytes_in",
         "done",
         "error_code",
         "first_byte",
-        "instance",
-        "last_instance",
-        "last_progress",
-        "queued_s",
-        "request",
-        "started",
         "status",
-        "ticket",
         "trace",
         "usage",
     )
 
     def __init__(self, client: Client, request: Request, fleet: Fleet, gate: Gate, stats: Stats) -> None:
+        super().__init__(request, fleet, gate, stats)
         self._client = client
-        self._gate = gate
-        self._passed = not request.target.route.works  # it has been let through, and stays so
-        self._charged = 0  # tokens the queue took it to cost, 0 if it did not wait
-        self.ticket: Ticket[Waiter] | None = None  # while it is queued
-        self._fleet = fleet
-        self._stats = stats
-        self._link: UpstreamConnection | None = None
         self._relay = self._new_relay(request, fleet.replay)
-        self._continuation: Continuation | None = None  # of a stream whose instance has died, the last time
-        self._connecting: asyncio.Task[None] | None = None
-        self._tried: list[Instance] = []
-        self._pooled = False
-        self._paused = False
-        self._held_at = 0.0  # 0.0: it is not held
-        self._held_for = ""
         self._losses = 0  # connections that ended after it was sent, without a byte
         self._second_try = True  # until the head of an answer that is no refusal
-        self.request = request
         self.bytes_in = len(request.body)
-        self.instance: Instance | None = None
         self.done = False
-        self.started = self.last_progress = time.monotonic()
         self.first_byte = 0.0
         self.error_code: str | None = None  # of the gateway's own error
-        self.last_instance = ""  # the id of the last one that was asked
-        self.queued_s = 0.0  # in the line, before an instance was chosen
         self.status = 0
         self.trace: TraceContext | None = None
         self.usage: Usage | None = None  # known at the end, of routes that generate
@@ -168,22 +80,6 @@ class Exchange:
         if not self.done:
             self._stats.disconnects[self.phase] += 1
             self._end(status=499)
-
-    def wake(self) -> None:
-        """It was held, and something has changed or its time is up (waiting.Waiter)."""
-        self._fleet.room.leave(self)
-        self._tried.clear()
-        self._try_next(None)
-
-    def go_on(self) -> None:
-        """It was queued, and its turn has come (gate.Waiter)."""
-        self._passed = True
-        self._try_next(None)
-
-    def turned_away(self, error: HttpError) -> None:
-        """It was queued in vain, or could not be (gate.Waiter)."""
-        self._end(status=error.status, code=error.code)
-        self._client.refuse(error)
 
     def pause(self) -> None:
         """The client's write buffer is full."""
@@ -248,94 +144,10 @@ class Exchange:
             return False
         return failover.silent(self._fleet, self.instance, idle, self._fleet.settings.failover.idle_s)
 
-    # choosing and connecting
-
-    def _try_next(self, failure: HttpError | None) -> None:
-        self._drop_instance()
-        if not (self._passed or self._gate.open_to(self.request.need)):
-            self._stand_in_line()
-            return
-        instance = self._fleet.pick(self._tried, self.request.need, self.request.hint)
-        if instance is None:
-            self._hold(failure)
-            return
-        self._hold_ended("served")
-        self._tried.append(instance)
-        self._use(instance)
-
-    def _stand_in_line(self) -> None:
-        self._hold_ended("queued")
-        request = self.request
-        ticket: Ticket[Waiter] = Ticket(self, request.principal.digest, request.principal.weight, request.priority)
-        ticket.need, ticket.size = request.need, len(request.body)
-        ticket.deadline = self.started + request.deadline_s
-        ticket.cost = self._charged = estimate(request.body, generates=request.target.route.works == "generate")
-        try:
-            self._gate.join(ticket)
-        except HttpError as error:
-            self.turned_away(error)
-
-    def _hold(self, failure: HttpError | None) -> None:
-        if self._continuation is not None:
-            patience = self._continuation.patience(self.started, self._fleet.settings.hold_s)
-        else:
-            patience = self._fleet.patience(self.request.need, failure)
-            if self.request.deadline_s < patience.seconds:
-                patience = replace(patience, seconds=self.request.deadline_s)
-        try:
-            self._fleet.room.enter(self, patience, soon=bool(self._tried))
-        except HttpError as error:
-            if self._continuation is not None:
-                self._stats.failovers["nobody"] += 1
-            self._break_off(error)
-            return
-        if not self._held_at:
-            self._held_at, self._held_for = time.monotonic(), patience.kind
-
-    def _hold_ended(self, outcome: str) -> None:
-        if self._held_at:
-            self._fleet.room.leave(self)
-            self._stats.held(self._held_for, outcome, time.monotonic() - self._held_at)
-            self._held_at = 0.0
-
-    def _use(self, instance: Instance) -> None:
-        self.instance = instance
-        self.last_instance = instance.id
-        instance.inflight += 1
-        if self.request.target.route.works:
-            self._passed = True
-            instance.working += 1
-        link = instance.pool.take()
-        self._pooled = link is not None
-        if link is not None:
-            self._send(link)
-        else:
-            self._connecting = asyncio.get_running_loop().create_task(self._connect(instance))
-
-    async def _connect(self, instance: Instance) -> None:
-        try:
-            link = await instance.pool.connect()
-        except Unavailable as exc:
-            self._fleet.connect_failed(instance)
-            self._connecting = None
-            self._try_next(exc)
-            self._count_retry("not_sent")
-            return
-        self._connecting = None
-        self._send(link)
-
-    def _send(self, link: UpstreamConnection) -> None:
-        assert self.instance is not None
-        request = self.request
-        body, lines = request.body, b"" if request.failover == "off" else failover.WANTED
-        if self._continuation is not None:
-            body, lines = self._continuation.prefix + body, self._continuation.lines
-        head = upstream_head(request.target, self.instance.pool.authority, request.head, len(body), lines)
-        self._link = link
-        self.last_progress = time.monotonic()
-        link.send(self, head, body)
-        if self._paused:
-            link.pause()
+    def turned_away(self, error: HttpError) -> None:
+        """It was queued in vain, or could not be (gate.Waiter)."""
+        self._end(status=error.status, code=error.code)
+        self._client.refuse(error)
 
     # what the instance sends
 
@@ -419,10 +231,6 @@ class Exchange:
         self._link = None
         self._try_next(failure)
         self._count_retry("lost")
-
-    def _count_retry(self, why: retries.Failure) -> None:
-        if self.instance is not None:
-            self._fleet.retries[why] += 1
 
     def _forward(self, out: bytes) -> None:
         if not self.first_byte and self._relay.body_bytes:
@@ -515,14 +323,6 @@ class Exchange:
         self._stats.end(self)
         self._relay.close()
         self._drop_instance()
-
-    def _drop_instance(self) -> None:
-        if self.instance is not None:
-            self.instance.inflight -= 1
-            if self.request.target.route.works:
-                self.instance.working -= 1
-                self._gate.changed()
-            self.instance = None
 
     @staticmethod
     def _new_relay(request: Request, memory: ReplayMemory) -> ResponseRelay:

@@ -15,11 +15,12 @@ from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound
 from server.gateway.access.keys import ANONYMOUS, INFER
 from server.gateway.observe.finished import of_refusal
 from server.gateway.proxy import terms
-from server.gateway.proxy.exchange import Exchange, Request
+from server.gateway.proxy.exchange import Exchange
 from server.gateway.proxy.guard import GuardedProtocol
 from server.gateway.proxy.head import RequestHead
 from server.gateway.proxy.json_check import NONE, Fields, check_object
 from server.gateway.proxy.outbox import MANY
+from server.gateway.proxy.request import Request
 from server.gateway.proxy.routes import Target, find, for_console
 
 

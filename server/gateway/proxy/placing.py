@@ -1,0 +1,204 @@
+"""From a request to an instance that is asked: the line, the choice, the hold, the connection.
+
+What comes back is exchange.py's affair, and so is what happens when nobody can be asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+from server.errors import HttpError, Unavailable
+from server.gateway.fleet import retries
+from server.gateway.fleet.instance import Instance
+from server.gateway.fleet.view import Fleet
+from server.gateway.observe.stats import Stats
+from server.gateway.proxy import failover
+from server.gateway.proxy.failover import Continuation
+from server.gateway.proxy.head import upstream_head
+from server.gateway.proxy.request import Request
+from server.gateway.proxy.upstream import UpstreamConnection
+from server.gateway.queue.cost import estimate
+from server.gateway.queue.gate import Gate, Waiter
+from server.gateway.queue.line import Ticket
+
+
+class Placing:
+    """The half of an exchange that finds an instance. It has at most one instance and one connection at a time."""
+
+    __slots__ = (
+        "_charged",
+        "_connecting",
+        "_continuation",
+        "_fleet",
+        "_gate",
+        "_held_at",
+        "_held_for",
+        "_link",
+        "_passed",
+        "_paused",
+        "_pooled",
+        "_stats",
+        "_tried",
+        "instance",
+        "last_instance",
+        "last_progress",
+        "queued_s",
+        "request",
+        "started",
+        "ticket",
+    )
+
+    def __init__(self, request: Request, fleet: Fleet, gate: Gate, stats: Stats) -> None:
+        self._gate = gate
+        self._fleet = fleet
+        self._stats = stats
+        self._passed = not request.target.route.works  # it has been let through, and stays so
+        self._charged = 0  # tokens the queue took it to cost, 0 if it did not wait
+        self._link: UpstreamConnection | None = None
+        self._continuation: Continuation | None = None  # of a stream whose instance has died, the last time
+        self._connecting: asyncio.Task[None] | None = None
+        self._tried: list[Instance] = []
+        self._pooled = False
+        self._paused = False
+        self._held_at = 0.0  # 0.0: it is not held
+        self._held_for = ""
+        self.request = request
+        self.ticket: Ticket[Waiter] | None = None  # while it is queued
+        self.instance: Instance | None = None
+        self.last_instance = ""  # the id of the last one that was asked
+        self.started = self.last_progress = time.monotonic()
+        self.queued_s = 0.0  # in the line, before an instance was chosen
+
+    # for the other half
+
+    def turned_away(self, error: HttpError) -> None:
+        """It was queued in vain, or could not be (gate.Waiter)."""
+        raise NotImplementedError
+
+    def upstream_data(self, data: bytes) -> None:
+        """Bytes of the instance (upstream.Owner)."""
+        raise NotImplementedError
+
+    def upstream_lost(self, exc: Exception | None) -> None:
+        """The connection has ended (upstream.Owner)."""
+        raise NotImplementedError
+
+    def _break_off(self, error: HttpError) -> None:
+        """Nobody can be asked, now or soon."""
+        raise NotImplementedError
+
+    # who waits for it
+
+    def wake(self) -> None:
+        """It was held, and something has changed or its time is up (waiting.Waiter)."""
+        self._fleet.room.leave(self)
+        self._tried.clear()
+        self._try_next(None)
+
+    def go_on(self) -> None:
+        """It was queued, and its turn has come (gate.Waiter)."""
+        self._passed = True
+        self._try_next(None)
+
+    # choosing and connecting
+
+    def _try_next(self, failure: HttpError | None) -> None:
+        self._drop_instance()
+        if not (self._passed or self._gate.open_to(self.request.need)):
+            self._stand_in_line()
+            return
+        instance = self._fleet.pick(self._tried, self.request.need, self.request.hint)
+        if instance is None:
+            self._hold(failure)
+            return
+        self._hold_ended("served")
+        self._tried.append(instance)
+        self._use(instance)
+
+    def _stand_in_line(self) -> None:
+        self._hold_ended("queued")
+        request = self.request
+        ticket: Ticket[Waiter] = Ticket(self, request.principal.digest, request.principal.weight, request.priority)
+        ticket.need, ticket.size = request.need, len(request.body)
+        ticket.deadline = self.started + request.deadline_s
+        ticket.cost = self._charged = estimate(request.body, generates=request.target.route.works == "generate")
+        try:
+            self._gate.join(ticket)
+        except HttpError as error:
+            self.turned_away(error)
+
+    def _hold(self, failure: HttpError | None) -> None:
+        if self._continuation is not None:
+            patience = self._continuation.patience(self.started, self._fleet.settings.hold_s)
+        else:
+            patience = self._fleet.patience(self.request.need, failure)
+            if self.request.deadline_s < patience.seconds:
+                patience = replace(patience, seconds=self.request.deadline_s)
+        try:
+            self._fleet.room.enter(self, patience, soon=bool(self._tried))
+        except HttpError as error:
+            if self._continuation is not None:
+                self._stats.failovers["nobody"] += 1
+            self._break_off(error)
+            return
+        if not self._held_at:
+            self._held_at, self._held_for = time.monotonic(), patience.kind
+
+    def _hold_ended(self, outcome: str) -> None:
+        if self._held_at:
+            self._fleet.room.leave(self)
+            self._stats.held(self._held_for, outcome, time.monotonic() - self._held_at)
+            self._held_at = 0.0
+
+    def _use(self, instance: Instance) -> None:
+        self.instance = instance
+        self.last_instance = instance.id
+        instance.inflight += 1
+        if self.request.target.route.works:
+            self._passed = True
+            instance.working += 1
+        link = instance.pool.take()
+        self._pooled = link is not None
+        if link is not None:
+            self._send(link)
+        else:
+            self._connecting = asyncio.get_running_loop().create_task(self._connect(instance))
+
+    async def _connect(self, instance: Instance) -> None:
+        try:
+            link = await instance.pool.connect()
+        except Unavailable as exc:
+            self._fleet.connect_failed(instance)
+            self._connecting = None
+            self._try_next(exc)
+            self._count_retry("not_sent")
+            return
+        self._connecting = None
+        self._send(link)
+
+    def _send(self, link: UpstreamConnection) -> None:
+        assert self.instance is not None
+        request = self.request
+        body, lines = request.body, b"" if request.failover == "off" else failover.WANTED
+        if self._continuation is not None:
+            body, lines = self._continuation.prefix + body, self._continuation.lines
+        head = upstream_head(request.target, self.instance.pool.authority, request.head, len(body), lines)
+        self._link = link
+        self.last_progress = time.monotonic()
+        link.send(self, head, body)
+        if self._paused:
+            link.pause()
+
+    def _count_retry(self, why: retries.Failure) -> None:
+        if self.instance is not None:
+            self._fleet.retries[why] += 1
+
+    def _drop_instance(self) -> None:
+        if self.instance is not None:
+            self.instance.inflight -= 1
+            if self.request.target.route.works:
+                self.instance.working -= 1
+                self._gate.changed()
+            self.instance = None
