@@ -84,14 +84,17 @@ class Seen:
     arena: dict[str, int] = field(default_factory=dict)
 
 
-def run(json: Path | None, *, streams: int = 8, swaps: int = 6, small: bool = False) -> dict[str, Any]:
-    """Measure every case, print the table, and write the figures to `json`; returns them."""
+def run(json: Path | None, *, streams: int = 8, swaps: int = 6, small: bool = False, only: str = "") -> dict[str, Any]:
+    """Measure every case whose name has `only` in it, print the table, write the figures to `json`; returns them."""
     work = Path("runs") / ("fleet-small" if small else "fleet")
     models = _checkpoints(work, TINY_SHAPE if small else FLEET_SHAPE)
     figures: dict[str, Any] = {"machine": machine(), "streams": streams, "swaps": swaps, "cases": {}}
     for case in CASES:
+        modes = [mode for mode in case.modes if only in case.name(mode)]
+        if not modes:
+            continue
         with _server(case, models[0], work) as server, publishing(server.store, "fleet", models) as publish:
-            for mode in case.modes:
+            for mode in modes:
                 figures["cases"][case.name(mode)] = _measure(server, publish, mode, models, streams, swaps)
                 _print(figures["cases"])
                 _write(figures, json)  # a later case may fail
@@ -283,5 +286,6 @@ if __name__ == "__main__":
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--swaps", type=int, default=6)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--only", default="", help="cases with this in their name, as in 'TP 2' or '4 x'")
     options = parser.parse_args()
-    run(options.json, streams=options.streams, swaps=options.swaps, small=options.small)
+    run(options.json, streams=options.streams, swaps=options.swaps, small=options.small, only=options.only)
