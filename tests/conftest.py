@@ -14,7 +14,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from loadtest.checkpoints import make_checkpoint, make_constant_checkpoint
 from tests.live import LiveServer
 
-
 WITH_PROCESSES = {"chaos", "loadtest", "server", "trainer"}
 
 
