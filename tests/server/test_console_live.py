@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,27 @@ async def ask(page: Watched, tokens: str) -> None:
     await page.page.keyboard.press("Enter")
 
 
+@contextlib.contextmanager
+def company(live: LiveServer, streams: int = 24) -> Iterator[None]:
+    """Other answers beside the one that is watched: alone it would be over before anybody has clicked twice."""
+    stop = threading.Event()
+
+    def ask_on() -> None:
+        body = {"prompt_token_ids": [5, 6], "max_tokens": 300, "ignore_eos": True, "stream": False}
+        while not stop.is_set():
+            live.client.post("/generate", json=body)
+
+    threads = [threading.Thread(target=ask_on, daemon=True) for _ in range(streams)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+
+
 async def test_a_swap_in_the_middle_of_an_answer_is_seen_and_undone(
     console: Watched, live: LiveServer, checkpoints: dict[str, Path]
 ) -> None:
@@ -50,16 +73,17 @@ async def test_a_swap_in_the_middle_of_an_answer_is_seen_and_undone(
     second = await asyncio.to_thread(live.push, checkpoints["say-2"])
     await sign_in(console, live)
     await console.wait_text("#active", f"v{second}")
-    await ask(console, LONG)
-    await console.page.locator(f"#chat-log .run[data-version=v{second}]").wait_for()
-    rollback = console.page.get_by_role("button", name="Roll back", exact=True)
-    await console.wait_text("#rollback-note", f"to v{first}")
-    await rollback.click()
-    await console.page.locator("#swap-go").click()  # while the answer streams
-    await console.wait_text("#swap-result", f"v{first} serves")
-    await console.page.locator("#swap-close").click()
-    await console.page.locator(f"#chat-log .run[data-version=v{first}]").wait_for()
-    await console.page.get_by_role("button", name="Stop").click()
+    with company(live):
+        await ask(console, LONG)
+        await console.page.locator(f"#chat-log .run[data-version=v{second}]").wait_for()
+        rollback = console.page.get_by_role("button", name="Roll back", exact=True)
+        await console.wait_text("#rollback-note", f"to v{first}")
+        await rollback.click()
+        await console.page.locator("#swap-go").click()  # while the answer streams
+        await console.wait_text("#swap-result", f"v{first} serves")
+        await console.page.locator("#swap-close").click()
+        await console.page.locator(f"#chat-log .run[data-version=v{first}]").wait_for()
+        await console.page.get_by_role("button", name="Stop").click()
     await console.wait_text("#chat-log .facts", "stopped")
     await console.wait_text("#active", f"v{first}")
     await console.wait_text("#legend", f"v{first} ")
