@@ -66,6 +66,7 @@ def company(live: LiveServer, streams: int = 24) -> Iterator[None]:
             thread.join(60)
 
 
+@pytest.mark.flaky(reruns=4)
 async def test_a_swap_in_the_middle_of_an_answer_is_seen_and_undone(
     console: Watched, live: LiveServer, checkpoints: dict[str, Path]
 ) -> None:
