@@ -32,11 +32,15 @@ def version(live: LiveServer, checkpoints: dict[str, Path]) -> int:
 # curl
 
 
-def curl(*arguments: str) -> str:
+def curl_path() -> str:
     found = shutil.which("curl")
     if found is None:
-        pytest.skip("curl is not installed")
-    command = [found, "--silent", "--show-error", "--fail-with-body", "--max-time", "60", *arguments]
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("curl is not installed")
+    return str(found)
+
+
+def curl(*arguments: str) -> str:
+    command = [curl_path(), "--silent", "--show-error", "--fail-with-body", "--max-time", "60", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -56,10 +60,7 @@ def test_curl_sends_a_long_body_after_100_continue(live: LiveServer, tmp_path: P
     """Over a megabyte curl waits for `100 Continue`; too many tokens for the model are a typed refusal."""
     file = tmp_path / "body.json"
     file.write_bytes(orjson.dumps({"model": live.name, "prompt": "a " * 2**20, "max_tokens": 1}))
-    found = shutil.which("curl")
-    if found is None:
-        pytest.skip("curl is not installed")
-    command = [found, "--silent", "--max-time", "60", "--json", f"@{file}", live.url + "/v1/completions"]
+    command = [curl_path(), "--silent", "--max-time", "60", "--json", f"@{file}", live.url + "/v1/completions"]
     answer = subprocess.run(command, capture_output=True, check=True).stdout
     assert orjson.loads(answer)["error"]["message"]
 

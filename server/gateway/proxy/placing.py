@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from dataclasses import replace
 
 from server.errors import HttpError, Unavailable
@@ -24,7 +25,7 @@ from server.gateway.queue.gate import Gate, Waiter
 from server.gateway.queue.line import Ticket
 
 
-class Placing:
+class Placing(ABC):
     """The half of an exchange that finds an instance. It has at most one instance and one connection at a time."""
 
     __slots__ = (
@@ -73,21 +74,21 @@ class Placing:
 
     # for the other half
 
+    @abstractmethod
     def turned_away(self, error: HttpError) -> None:
         """It was queued in vain, or could not be (gate.Waiter)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def upstream_data(self, data: bytes) -> None:
         """Bytes of the instance (upstream.Owner)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def upstream_lost(self, exc: Exception | None) -> None:
         """The connection has ended (upstream.Owner)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _break_off(self, error: HttpError) -> None:
         """Nobody can be asked, now or soon."""
-        raise NotImplementedError
 
     # who waits for it
 
