@@ -12,16 +12,10 @@ from pathlib import Path
 import yaml
 
 from trainer import strict
+from trainer.config.algorithms import GrpoConfig, SftConfig
 from trainer.config.checks import positive
-from trainer.config.recipes import (
-    ArithmeticData,
-    CallableReward,
-    ExactMatchReward,
-    GrpoConfig,
-    JsonlData,
-    RegexReward,
-    SftConfig,
-)
+from trainer.config.datasets import ArithmeticData, JsonlData
+from trainer.config.rewards import CallableReward, ExactMatchReward, RegexReward
 from trainer.config.sections import (
     CheckpointConfig,
     Dtype,

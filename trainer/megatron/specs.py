@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trainer.megatron.attention import CausalAttention
 
 
 class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
@@ -22,22 +22,6 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel
-
-
-class CausalAttention(MegatronModule):  # type: ignore[misc]
-    """Causal scaled dot-product attention over the local heads. Padding goes to the right, where causality hides it."""
-
-    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
-        super().__init__(config)
-        self.scale = softmax_scale
-
-    def forward(self, query: Any, key: Any, value: Any, attention_mask: Any = None, **_: Any) -> Any:
-        """query [T, B, heads, D], key and value [T, B, groups, D] -> [T, B, heads * D]."""
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return out.permute(2, 0, 1, 3).reshape(out.shape[2], out.shape[0], -1)
 
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
