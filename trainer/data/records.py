@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
 class Record:
     """One problem. `target` is what SFT learns to say, `answer` what rewards compare with (a noisy target is not it).
-    `target_ids` end with the end-of-sequence token; they are empty when the record has no target."""
+
+    `target_ids` end with the end-of-sequence token; they are empty when the record has no target. So do `chosen_ids`
+    and `rejected_ids`, the two answers of a preference; both are empty when the record is none. `extra` is what else
+    the data set says about it, as JSON values: the tests of a code task, say. Rewards get it.
+    """
 
     index: int
     prompt: str
     answer: str
     prompt_ids: tuple[int, ...]
     target_ids: tuple[int, ...]
+    chosen_ids: tuple[int, ...] = ()
+    rejected_ids: tuple[int, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
 class Dataset(Protocol):
