@@ -11,40 +11,96 @@ from trainer.config.checks import in_range, positive
 from trainer.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16"]
+TrainDtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Hugging Face checkpoint directory (config.json, safetensors, tokenizer files) and the training precision.
+    """A Hugging Face checkpoint directory (config.json, safetensors, tokenizer files), its precision and its memory.
 
-    `bfloat16` keeps fp32 main weights in the optimizer and casts the model. `random_init` ignores the weight files
-    and starts from Megatron's own initialisation (benchmarks).
+    `bfloat16` and `float16` keep fp32 main weights in the optimizer and cast the model; `float16` scales the loss.
+    `fp8` runs the linear layers in 8 bits on top of bfloat16 (a GPU that has it, with TransformerEngine).
+    `random_init` ignores the weight files and starts from Megatron's own initialisation (benchmarks).
+    `recompute` computes activations a second time in the backward pass instead of keeping them: those of attention
+    (`selective`) or of whole layers (`full`).
     """
 
     path: str
-    dtype: Dtype = "float32"
+    dtype: TrainDtype = "float32"
     random_init: bool = False
+    fp8: Literal["none", "hybrid", "e4m3"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
+
+    def __post_init__(self) -> None:
+        if self.fp8 != "none" and self.dtype != "bfloat16":
+            raise ConfigError("fp8", f"{self.fp8} works on top of bfloat16, not {self.dtype}", "Set dtype to bfloat16")
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Sizes of the parallel dimensions; their product is the number of processes (ranks)."""
+    """Sizes of the parallel dimensions; the product of the first four is the number of processes (ranks).
+
+    `context` cuts sequences. `expert` spreads the experts of a mixture over ranks that are already there: those of
+    `tensor` x `context` x `data`, in groups of `expert_tensor` that cut each expert (default: `tensor`).
+    `virtual_pipeline` gives every pipeline stage that many chunks of layers (the interleaved schedule).
+    `sequence` also cuts the activations between tensor-parallel regions along the sequence.
+    `shard`: `optimizer` shards the optimizer's states over data-parallel ranks (ZeRO-1), `full` the weights and
+    gradients too (ZeRO-3, torch's FSDP).
+    """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    virtual_pipeline: int = 1
+    sequence: bool = False
+    shard: Literal["optimizer", "full"] = "optimizer"
 
     def __post_init__(self) -> None:
-        positive(self, "tensor", "pipeline", "data")
+        sizes = ("tensor", "pipeline", "data", "context", "expert", "expert_tensor", "virtual_pipeline")
+        positive(self, *sizes)
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ConfigError("virtual_pipeline", "interleaves pipeline stages, but there is one", "Raise pipeline")
+        if self.sequence and self.tensor == 1:
+            raise ConfigError("sequence", "cuts between tensor-parallel ranks, but there is one", "Raise tensor")
+        self._check_expert()
+        self._check_shard()
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that cut each expert."""
+        return self.expert_tensor or self.tensor
+
+    def _check_expert(self) -> None:
+        ranks, wanted = self.tensor * self.context * self.data, self.expert * self.expert_tensor_size
+        if ranks % wanted:
+            problem = f"{self.expert} x expert_tensor {self.expert_tensor_size} does not divide the {ranks} ranks"
+            raise ConfigError("expert", f"{problem} of tensor x context x data", "Choose a divisor")
+
+    def _check_shard(self) -> None:
+        if self.shard != "full":
+            return
+        if self.data * self.context == 1:
+            raise ConfigError("shard", "full shards over data-parallel ranks, but there is one", "Raise data")
+        for other in ("pipeline", "tensor", "expert"):
+            if getattr(self, other) > 1:
+                problem = f"full with {other} {getattr(self, other)}: its shards are cut along data only"
+                raise ConfigError("shard", problem, f"Set {other} to 1, or shard to optimizer")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Adam with decoupled weight decay, its states sharded over data-parallel ranks, and the learning-rate schedule."""
+    """Adam with decoupled weight decay, its states sharded over data-parallel ranks, and the learning-rate schedule.
+
+    `offload` keeps the states in host memory and updates there (needs a GPU: without one they are there anyway).
+    `loss_scale` is where float16's dynamic scaling starts; it doubles after `loss_scale_window` good steps.
+    """
 
     lr: float = 1e-4
     min_lr: float = 0.0
@@ -55,9 +111,12 @@ class OptimizerConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     clip_grad: float = 1.0
+    offload: bool = False
+    loss_scale: float = 65536.0
+    loss_scale_window: int = 1000
 
     def __post_init__(self) -> None:
-        positive(self, "lr", "eps", "clip_grad")
+        positive(self, "lr", "eps", "clip_grad", "loss_scale", "loss_scale_window")
         in_range(self, "beta1", 0.0, 1.0)
         in_range(self, "beta2", 0.0, 1.0)
         in_range(self, "min_lr", 0.0, self.lr)
