@@ -13,11 +13,22 @@ import yaml
 
 from trainer import strict
 from trainer.config.algorithms import GrpoConfig, SftConfig
+from trainer.config.checkpoint import CheckpointConfig
 from trainer.config.checks import positive
 from trainer.config.datasets import ArithmeticData, JsonlData
-from trainer.config.rewards import CallableReward, ExactMatchReward, RegexReward
+from trainer.config.faults import FaultsConfig
+from trainer.config.rewards import (
+    CallableReward,
+    ClassifierReward,
+    CodeReward,
+    ExactMatchReward,
+    FormatReward,
+    JudgeReward,
+    MathReward,
+    RegexReward,
+    RewardConfig,
+)
 from trainer.config.sections import (
-    CheckpointConfig,
     Dtype,
     EvalConfig,
     GatewayConfig,
@@ -34,17 +45,24 @@ __all__ = [
     "ArithmeticData",
     "CallableReward",
     "CheckpointConfig",
+    "ClassifierReward",
+    "CodeReward",
     "Dtype",
     "EvalConfig",
     "ExactMatchReward",
+    "FaultsConfig",
+    "FormatReward",
     "GatewayConfig",
     "GrpoConfig",
     "JsonlData",
+    "JudgeReward",
+    "MathReward",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PublishConfig",
     "RegexReward",
+    "RewardConfig",
     "RolloutConfig",
     "SftConfig",
     "TelemetryConfig",
@@ -66,12 +84,13 @@ class TrainerConfig:
     seed: int = 0
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    rewards: tuple[ExactMatchReward | RegexReward | CallableReward, ...] = (ExactMatchReward(),)
+    rewards: tuple[RewardConfig, ...] = (ExactMatchReward(),)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     gateway: GatewayConfig | None = None
     telemetry: TelemetryConfig | None = None
     publish: PublishConfig | None = None
     checkpoint: CheckpointConfig | None = None
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
     eval: EvalConfig | None = None
     metrics: str = "-"
     save_to: str | None = None
@@ -83,6 +102,8 @@ class TrainerConfig:
             raise ConfigError("gateway", f"missing, but {needs} samples through it", "Add gateway: {url: http://...}")
         if isinstance(self.algorithm, GrpoConfig) and not self.rewards:
             raise ConfigError("rewards", "empty, but grpo learns from rewards only", "Name at least one reward")
+        if self.faults.on_diverged == "rollback" and self.checkpoint is None:
+            raise ConfigError("faults.on_diverged", "rollback needs a checkpoint", "Add checkpoint: {path: ...}")
         if self.publish is not None and not self.publish.store_url:
             raise ConfigError("publish.store", "missing, and HOTSWAP_STORE is not set", "Set it to the store's URL")
 

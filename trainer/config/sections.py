@@ -216,19 +216,6 @@ class PublishConfig:
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
-    """`resume`: `auto` goes on from the newest whole checkpoint if there is one, `must` insists, `never` starts new."""
-
-    path: str
-    every: int = 100
-    keep: int = 2
-    resume: Literal["auto", "must", "never"] = "auto"
-
-    def __post_init__(self) -> None:
-        positive(self, "every", "keep")
-
-
-@dataclass(frozen=True)
 class EvalConfig:
     """Greedy answers to held-out prompts through the gateway: at the start, every `every` steps and at the end."""
 

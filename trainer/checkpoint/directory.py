@@ -1,0 +1,146 @@
+"""Checkpoint directories that are whole or are not used.
+
+    PATH/step-00000040/           one checkpoint: whatever the writer put there, and
+    PATH/step-00000040/MANIFEST   JSON: the training state and every file's size and digest, written last
+    PATH/latest                   the name of the newest one
+    PATH/.writing-...             one being written; left behind by a killed run, removed by the next
+
+A checkpoint is written under a temporary name, flushed to disk, and renamed. On reading, every file is compared with
+the manifest; one that does not match is named in the log and the one before it is used. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.files import Listing, describe, flush, problem_with, write_flushed, writing
+from trainer.checkpoint.retention import Retention
+from trainer.errors import ResumeError
+
+MANIFEST = "MANIFEST"
+SCORE = "score"
+"""Key of the state under which the evaluation's score is, if there is one."""
+log = logging.getLogger(__name__)
+
+
+class CheckpointDir:
+    """The checkpoints below `path`; `keep` says how many of them stay (a number: the newest)."""
+
+    def __init__(self, path: str | Path, keep: int | Retention = 2) -> None:
+        self.path = Path(path)
+        self.retention = Retention(keep) if isinstance(keep, int) else keep
+
+    def stage(self, step: int) -> Path:
+        """An empty directory to write the checkpoint of `step` into, then `commit` it."""
+        staged = self._staged(step)
+        with writing(self.path):
+            for leftover in self.path.glob(".writing-*"):
+                shutil.rmtree(leftover)
+            staged.mkdir(parents=True)
+        return staged
+
+    def commit(self, step: int, state: dict[str, Any], known: Listing | None = None) -> Path:
+        """Seal what is staged for `step` together with `state` (JSON), make it the newest, drop what is not kept.
+
+        `known` lists files, by their path below the staged directory, that whoever wrote them has flushed and digested
+        already. Raises CheckpointError, here and in `stage`, when the disk does not take it.
+        """
+        with writing(self.path):
+            return self._commit(step, state, known or {})
+
+    def _commit(self, step: int, state: dict[str, Any], known: Listing) -> Path:
+        staged, final = self._staged(step), self.path / f"step-{step:08d}"
+        files = {str(f.relative_to(staged)): f for f in sorted(staged.rglob("*")) if f.is_file()}
+        listing: Listing = {}
+        for name, file in files.items():
+            if name not in known:
+                flush(file)
+            listing[name] = known[name] if name in known else describe(file)
+        # What was reported but is not there must be found missing by every reader.
+        write_flushed(staged / MANIFEST, json.dumps({"state": state, "files": known | listing}))
+        if final.exists():  # a torn one, or one of a run that is being repeated
+            shutil.rmtree(final)
+        staged.rename(final)
+        write_flushed(self.path / ".latest", final.name)
+        (self.path / ".latest").replace(self.path / "latest")
+        flush(self.path)
+        self._drop_old()
+        return final
+
+    def newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """(directory, state) of the newest whole checkpoint; None if there are none at all.
+
+        Raises ResumeError when there are some but every one is torn.
+        """
+        problems = []
+        for candidate in self.steps():
+            try:
+                return candidate, self.verify(candidate)
+            except ResumeError as error:
+                log.warning("%s Trying the one before it.", error)
+                problems.append(str(error))
+        self.refuse(problems)
+        return None
+
+    def refuse(self, problems: Sequence[str]) -> None:
+        """Raises ResumeError if there are problems: of all checkpoints, none was whole."""
+        if problems:
+            raise ResumeError(f"no whole checkpoint in {self.path}: {problems[0]} Set checkpoint.resume to never.")
+
+    def verify(self, directory: Path) -> dict[str, Any]:
+        """The state stored in a checkpoint whose files all match. Raises ResumeError naming the first that does not."""
+        state, _ = read_manifest(directory)
+        if problem := self.problem(directory):
+            raise ResumeError(problem)
+        return state
+
+    def problem(self, directory: Path, part: int = 0, parts: int = 1) -> str:
+        """What is wrong with the `part`-th of `parts` shares of a checkpoint's files, by name; empty when nothing is.
+        The ranks divide the reading between them this way."""
+        try:
+            _, files = read_manifest(directory)
+            problems = (problem_with(directory / name, *files[name]) for name in sorted(files)[part::parts])
+            return next(filter(None, problems), "")
+        except (OSError, ResumeError) as error:
+            return str(error)
+
+    def steps(self) -> list[Path]:
+        """Checkpoint directories, newest first: the one `latest` names, then by falling step."""
+        found = sorted(self.path.glob("step-*"), reverse=True)
+        pointer = self.path / "latest"
+        named = pointer.read_text().strip() if pointer.exists() else ""
+        return sorted(found, key=lambda p: p.name != named)
+
+    def _drop_old(self) -> None:
+        found = {int(path.name.removeprefix("step-")): path for path in self.steps()}
+        scores = {step: score for step, path in found.items() if (score := _score(path)) is not None}
+        kept = self.retention.kept(list(found), scores)
+        for step, path in found.items():
+            if step not in kept:
+                shutil.rmtree(path)
+
+    def _staged(self, step: int) -> Path:
+        return self.path / f".writing-step-{step:08d}"
+
+
+def read_manifest(directory: Path) -> tuple[dict[str, Any], Listing]:
+    """(state, files) of a checkpoint, its files unread. Raises ResumeError when there is no such manifest."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        state: dict[str, Any] = manifest["state"]
+        return state, {name: (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ResumeError(f"{directory} has no readable {MANIFEST} ({error}).") from None
+
+
+def _score(directory: Path) -> float | None:
+    try:
+        score = read_manifest(directory)[0].get(SCORE)
+    except ResumeError:
+        return None
+    return float(score) if isinstance(score, int | float) else None
