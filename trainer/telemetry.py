@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import queue
 import threading
 from collections.abc import Mapping
@@ -17,6 +16,9 @@ from typing import Any
 import httpx
 
 from trainer.config import TelemetryConfig
+from trainer.metrics import Tee, numbers
+
+__all__ = ["HttpMetrics", "Tee", "point"]
 
 log = logging.getLogger(__name__)
 
@@ -70,28 +72,9 @@ class HttpMetrics:
                 self._failing = True
 
 
-class Tee:
-    """Every event to several writers."""
-
-    def __init__(self, *writers: Any) -> None:
-        self._writers = writers
-
-    def write(self, event: str, values: dict[str, Any]) -> None:
-        for writer in self._writers:
-            writer.write(event, values)
-
-    def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
-
-
 def point(event: str, values: Mapping[str, Any]) -> dict[str, float]:
     """An event's finite numbers, under the names the console knows. An evaluation's reward is not the training's."""
     renamed = {"reward_mean": "reward"} if event == "step" else {"reward_mean": "eval_reward"}
-    numbers = {renamed.get(name, name): value for name, value in values.items() if _is_number(value)}
-    first = {name: numbers.pop(name) for name in ("step", "version", "reward", "loss", "accuracy") if name in numbers}
-    return first | dict(list(numbers.items())[: MAX_FIELDS - len(first)])
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    found = {renamed.get(name, name): value for name, value in numbers(values).items()}
+    first = {name: found.pop(name) for name in ("step", "version", "reward", "loss", "accuracy") if name in found}
+    return first | dict(list(found.items())[: MAX_FIELDS - len(first)])

@@ -1,0 +1,110 @@
+"""Tokens per second, and the share of the hardware's arithmetic that training uses (MFU).
+
+Model FLOPs utilisation, after PaLM (arXiv 2204.02311, appendix B): a trained token costs 6 N + 12 L H Q T operations,
+for N weights (the input embedding is a look-up and counts only where it is the output layer too), L layers, H heads
+of size Q, and T tokens in its sequence. Operations that a recomputed activation repeats do not count, nor does padding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainer.batch import MASK, Fields
+
+if TYPE_CHECKING:
+    from trainer.megatron.hf_config import ModelShape
+
+# Dense bf16 operations a second as the vendors publish them, by a part of the device's name; the first that fits.
+PEAKS: Mapping[str, float] = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "MI300X": 1307e12,
+}
+_EDGE, _ROUNDS = 1024, 3  # of the matrix product that stands for a peak nobody published
+
+
+def flops_per_token(shape: ModelShape, length: float) -> float:
+    """Of forward and backward, for a token in a sequence of `length` tokens. Of a mixture of experts the active
+    weights count."""
+    weights: int = getattr(shape, "active_parameters", shape.parameters)
+    looked_up = 0 if shape.tied else shape.vocab * shape.hidden
+    attention = 12 * shape.layers * shape.heads * shape.head_dim * length
+    return 6.0 * (weights - looked_up) + attention
+
+
+@cache
+def peak_flops() -> float:
+    """Operations a second of this rank's device: the published bf16 figure of a GPU; of a CPU, or a GPU that is not
+    listed, what a matrix product reaches now, on as many threads as torch may use."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        for part, peak in PEAKS.items():
+            if part in name:
+                return peak
+    return _measured()
+
+
+def _measured() -> float:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    matrix = torch.ones(_EDGE, _EDGE, device=device)
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        total = (matrix @ matrix)[0, 0].item()  # reading a number waits for the device
+        best = min(best, time.perf_counter() - began)
+        assert total == _EDGE
+    return 2.0 * _EDGE**3 / best
+
+
+def lengths(fields: Fields) -> torch.Tensor:
+    """Tokens of every sequence of a step, padding left out: of packed rows by segment, else up to a row's last trained
+    token. float64 [number of sequences]."""
+    if "segments" not in fields:
+        mask_BT = fields[MASK] > 0
+        places_T = torch.arange(1, mask_BT.shape[1] + 1, device=mask_BT.device)
+        ends_B = (mask_BT * places_T).amax(1)
+        return (ends_B + 1)[ends_B > 0].double()
+    segments_BT = fields["segments"].long()
+    width = int(segments_BT.max()) + 1
+    rows_B1 = torch.arange(len(segments_BT), device=segments_BT.device)[:, None]
+    counts = torch.bincount((segments_BT + rows_B1 * width).flatten(), minlength=width * len(segments_BT))
+    used = counts.reshape(-1, width)[:, 1:].flatten()  # id 0 is padding
+    return used[used > 0].double()
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Rates of steps on `ranks` devices of `peak` operations a second each."""
+
+    shape: ModelShape
+    ranks: int
+    peak: float
+
+    def metrics(self, fields: Fields, train_ms: float, passes: int = 1) -> dict[str, float]:
+        """What a step's `fields` (all of them, of every rank) took: `train_tokens_per_s` counts prompts too.
+        `passes` is how often each sequence was trained on (epochs)."""
+        found = lengths(fields)
+        tokens = float(found.sum()) * passes
+        if not tokens or train_ms <= 0:
+            return {}
+        mean = float((found * found).sum() / found.sum())  # of a token, not of a sequence
+        flops = flops_per_token(self.shape, mean) * tokens / (train_ms / 1e3) / self.ranks
+        return {
+            "train_tokens_per_s": round(tokens / (train_ms / 1e3), 1),
+            "train_tflops": flops / 1e12,
+            "mfu": flops / self.peak,
+        }
