@@ -17,6 +17,7 @@ from trainer.config.checkpoint import CheckpointConfig
 from trainer.config.checks import positive
 from trainer.config.datasets import ArithmeticData, JsonlData
 from trainer.config.faults import FaultsConfig
+from trainer.config.packing import PackingConfig
 from trainer.config.rewards import (
     CallableReward,
     ClassifierReward,
@@ -30,15 +31,14 @@ from trainer.config.rewards import (
 )
 from trainer.config.sections import (
     Dtype,
-    EvalConfig,
     GatewayConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PublishConfig,
     RolloutConfig,
-    TelemetryConfig,
 )
+from trainer.config.watching import EvalConfig, TelemetryConfig, WandbConfig, WatchConfig
 from trainer.errors import ConfigError
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "MathReward",
     "ModelConfig",
     "OptimizerConfig",
+    "PackingConfig",
     "ParallelConfig",
     "PublishConfig",
     "RegexReward",
@@ -67,6 +68,8 @@ __all__ = [
     "SftConfig",
     "TelemetryConfig",
     "TrainerConfig",
+    "WandbConfig",
+    "WatchConfig",
     "load",
 ]
 
@@ -81,6 +84,7 @@ class TrainerConfig:
     steps: int
     batch: int = 16
     micro_batch: int = 128
+    packing: PackingConfig | None = None
     seed: int = 0
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -93,6 +97,7 @@ class TrainerConfig:
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     eval: EvalConfig | None = None
     metrics: str = "-"
+    watch: WatchConfig = field(default_factory=WatchConfig)
     save_to: str | None = None
 
     def __post_init__(self) -> None:

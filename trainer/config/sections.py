@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from trainer.config.checks import in_range, positive
@@ -141,36 +140,6 @@ class GatewayConfig:
 
 
 @dataclass(frozen=True)
-class TelemetryConfig:
-    """Where the run's numbers are shown: the gateway's admin port. The key is in the environment variable
-    `admin_key_env`, or in `admin_key_file` (0600), never in this file."""
-
-    admin_url: str
-    admin_key_env: str = "HOTSWAP_ADMIN_KEY"
-    admin_key_file: str | None = None
-    timeout_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        positive(self, "timeout_s")
-        if not self.admin_url.startswith(("http://", "https://")):
-            raise ConfigError("admin_url", f"{self.admin_url!r} is not an HTTP address", "Write http://host:port")
-
-    def admin_key(self) -> str:
-        """Raises ConfigError when there is none."""
-        key = os.environ.get(self.admin_key_env, "")
-        if not key and self.admin_key_file is not None:
-            try:
-                key = Path(self.admin_key_file).read_text().strip()
-            except (OSError, UnicodeDecodeError) as error:
-                problem = f"cannot read {self.admin_key_file} ({error})"
-                raise ConfigError("telemetry.admin_key_file", problem, "Name a file this process may read") from None
-        if not key or not key.isascii() or not key.isprintable():
-            advice = f"Set {self.admin_key_env}, or telemetry.admin_key_file"
-            raise ConfigError("telemetry", "there is no admin key to post metrics with", advice)
-        return key
-
-
-@dataclass(frozen=True)
 class RolloutConfig:
     """Sampling. Temperature stays 1: the ratio needs log-probs of the distribution that was sampled from. `seeded`
     sends a seed with every request, so that a resumed run samples the same (engines sample a little slower then)."""
@@ -213,14 +182,3 @@ class PublishConfig:
     @property
     def store_url(self) -> str:
         return self.store or os.environ.get("HOTSWAP_STORE", "")
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    """Greedy answers to held-out prompts through the gateway: at the start, every `every` steps and at the end."""
-
-    every: int = 20
-    prompts: int = 100
-
-    def __post_init__(self) -> None:
-        positive(self, "every", "prompts")
