@@ -1,4 +1,4 @@
-"""Hugging Face <-> Megatron-Core names and layouts for Llama, Qwen2 and Qwen3 (dense).
+"""Hugging Face <-> Megatron-Core names and layouts for Llama, Qwen2, Qwen3, Mixtral and Qwen3-MoE.
 
 A Megatron parameter is made of one or more Hugging Face tensors, cut over tensor-parallel ranks in one of five ways:
 
@@ -8,24 +8,28 @@ A Megatron parameter is made of one or more Hugging Face tensors, cut over tenso
     gate_up      gate and up cut apart, then concatenated on each rank
     qkv          interleaved by key-value group: [q of group 0, k 0, v 0, q of group 1, ...], groups cut
 
-Both directions are exact copies. Pipeline stages hold disjoint sets of layers, so no tensor crosses stages.
+Both directions are exact copies. Pipeline stages hold disjoint sets of layers, expert-parallel ranks disjoint sets of
+experts, so no tensor crosses either. Experts are cut over the expert-tensor-parallel ranks, everything else over the
+tensor-parallel ones; of the replicas of a part, the first speaks for it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from trainer.megatron.hf_config import ModelShape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -35,6 +39,19 @@ class Placement:
 
     cut: Literal["replicated", "row", "vocab", "gate_up", "qkv"]
     hf_names: tuple[str, ...]
+    expert: bool = False
+
+    @property
+    def group(self) -> Any:
+        """The ranks that cut it."""
+        return ps.get_expert_tensor_parallel_group() if self.expert else ps.get_tensor_model_parallel_group()
+
+    @property
+    def first_replica(self) -> bool:
+        """Whether this rank's copy is the one to export."""
+        if self.expert:
+            return int(ps.get_expert_data_parallel_rank()) == 0
+        return int(ps.get_data_parallel_rank(with_context_parallel=True)) == 0
 
 
 class Slice(NamedTuple):
@@ -64,13 +81,26 @@ _IN_LAYER = {
 }
 
 
-def placement(megatron_name: str) -> Placement:
+def placement(shape: ModelShape, megatron_name: str) -> Placement:
     """Placement of a Megatron parameter, by its global name. KeyError: a parameter no supported model has."""
     match = _LAYER.fullmatch(megatron_name)
     if match is None:
         return _OUTSIDE_LAYERS[megatron_name]
-    inner = _IN_LAYER[match[2]]
-    return Placement(inner.cut, tuple(f"model.layers.{match[1]}.{name}" for name in inner.hf_names))
+    inner = _mixture_placement(shape, match[2]) if shape.experts else None
+    inner = inner or _IN_LAYER[match[2]]
+    return replace(inner, hf_names=tuple(f"model.layers.{match[1]}.{name}" for name in inner.hf_names))
+
+
+def _mixture_placement(shape: ModelShape, name: str) -> Placement | None:
+    names = shape.expert_names
+    if name == "mlp.router.weight":
+        return Placement("replicated", (names.router,))
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return None
+    parts = (names.gate, names.up) if match[2] == "1" else (names.down,)
+    hf_names = tuple(f"{names.experts}.{match[1]}.{part}.weight" for part in parts)
+    return Placement("gate_up" if match[2] == "1" else "row", hf_names, expert=True)
 
 
 def shard(shape: ModelShape, place: Placement, full: Sequence[Tensor], ranks: int, rank: int) -> Tensor:
@@ -130,34 +160,39 @@ def unwrap(model: Any) -> Any:
 
 
 def parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """(global Megatron name, this rank's parameter): layer numbers count over all pipeline stages."""
+    """(global Megatron name, this rank's parameter): layer numbers count over all pipeline stages and chunks, expert
+    numbers over all expert-parallel ranks."""
     model = unwrap(model)
     first = model.decoder.layers[0].layer_number - 1
     for name, parameter in model.named_parameters():
-        yield re.sub(r"(?<=decoder\.layers\.)\d+", lambda m: str(int(m[0]) + first), name), parameter
+        name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda m: str(int(m[0]) + first), name)
+        yield re.sub(r"(?<=local_experts\.)\d+", lambda m: str(int(m[0]) + _first_expert(model)), name), parameter
+
+
+def _first_expert(model: Any) -> int:
+    ranks, rank = ps.get_expert_model_parallel_world_size(), ps.get_expert_model_parallel_rank()
+    return int(model.config.num_moe_experts // ranks * rank)
 
 
 def load_hf(model: Any, shape: ModelShape, get: Callable[[str], Tensor]) -> None:
     """Copy a Hugging Face checkpoint into this rank's part. `get(name)` gives a full tensor. No communication."""
-    ranks, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
     for name, parameter in parameters(model):
-        place = placement(name)
+        place = placement(shape, name)
         names = (_EMBEDDING,) if shape.tied and place.hf_names == (_HEAD,) else place.hf_names
+        ranks, rank = dist.get_world_size(place.group), dist.get_rank(place.group)
         parameter.data.copy_(shard(shape, place, [get(n) for n in names], ranks, rank))
 
 
 def export_slices(model: Any, shape: ModelShape) -> Iterator[Slice]:
-    """What this rank holds, as slices of Hugging Face tensors, without communication. The slices of all ranks of one
-    data-parallel replica cover every tensor exactly once."""
-    ranks, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
+    """What this rank speaks for, as slices of Hugging Face tensors, without communication (except under `shard: full`,
+    where one parameter at a time is gathered). The slices of all ranks cover every tensor exactly once."""
     for place, local in _exported(model, shape):
-        yield from cut(shape, place, local, ranks, rank)
+        yield from cut(shape, place, local, dist.get_world_size(place.group), dist.get_rank(place.group))
 
 
 def export_hf(model: Any, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of this pipeline stage, on its first tensor-parallel rank; none on the others.
-
-    Collective over the tensor-parallel group: all its ranks must exhaust it. One parameter is gathered at a time.
+    """(Hugging Face name, full tensor) of what this pipeline stage, or expert-parallel rank, has; on one rank of those
+    that cut it. Collective over these ranks: all must exhaust it. One parameter is gathered at a time.
     """
     for place, local in _exported(model, shape):
         parts = _gather(local, place)
@@ -165,15 +200,17 @@ def export_hf(model: Any, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
 
 
 def _exported(model: Any, shape: ModelShape) -> Iterator[tuple[Placement, Tensor]]:
+    """Parameters of which this rank holds the copy to export."""
     for name, parameter in parameters(model):
-        place = placement(name)
-        if not (shape.tied and place.hf_names == (_HEAD,)):  # the last pipeline stage's copy of the embedding
-            yield place, parameter.data
+        place = placement(shape, name)
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data  # a collective if sharded
+        if place.first_replica and not (shape.tied and place.hf_names == (_HEAD,)):  # the last stage's copy
+            yield place, whole.detach()
 
 
 def _gather(local: Tensor, place: Placement) -> list[Tensor]:
-    group = ps.get_tensor_model_parallel_group()
-    first = ps.get_tensor_model_parallel_rank() == 0
+    group = place.group
+    first = dist.get_rank(group) == 0
     if dist.get_world_size(group) == 1 or place.cut == "replicated":
         return [local] if first else []
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))] if first else None

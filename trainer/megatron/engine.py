@@ -27,11 +27,10 @@ from trainer.errors import Diverged
 from trainer.megatron.convert import Slice, export_hf, export_slices, load_hf
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import HfTensors
-from trainer.megatron.model import build_model, transformer_config
+from trainer.megatron.model import DTYPES, build_model, transformer_config
 from trainer.megatron.parallel import broadcast_json, device
 
 REFERENCE_LOGPROBS = "reference_logprobs"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,7 @@ class Engine:
 
     def __init__(self, config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) -> None:
         self.config, self.shape, self.algorithm = config, shape, algorithm
-        dtype = _DTYPES[config.model.dtype]
-        self.transformer = transformer_config(shape, config.parallel, dtype)
+        self.transformer = transformer_config(shape, config.parallel, config.model)
         tensors = None if config.model.random_init else HfTensors(config.model.path)
         self.reference = self._load(tensors) if algorithm.needs_reference else None
         self.model = DistributedDataParallel(
@@ -59,7 +57,7 @@ class Engine:
             DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
             self._load(tensors),
         )
-        self.optimizer = get_megatron_optimizer(_optimizer_config(config, dtype), [self.model])
+        self.optimizer = get_megatron_optimizer(_optimizer_config(config), [self.model])
         self.scheduler = _scheduler(config, self.optimizer)
         self.transformer.finalize_model_grads_func = finalize_model_grads
         self.transformer.grad_scale_func = self.optimizer.scale_loss
@@ -88,13 +86,13 @@ class Engine:
         """This rank's slices of the Hugging Face tensors, cast, without communication; none on other replicas."""
         if ps.get_data_parallel_rank() == 0:
             for piece in export_slices(self.model, self.shape):
-                yield piece._replace(tensor=piece.tensor.to(_DTYPES[dtype]))
+                yield piece._replace(tensor=piece.tensor.to(DTYPES[dtype]))
 
     def export(self, dtype: Dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors of this pipeline stage, cast, on one rank of it. Gathers: `slices` is what publishing uses."""
         if ps.get_data_parallel_rank() == 0:
             for name, tensor in export_hf(self.model, self.shape):
-                yield name, tensor.to(_DTYPES[dtype])
+                yield name, tensor.to(DTYPES[dtype])
 
     def _load(self, tensors: HfTensors | None) -> Any:
         model = build_model(self.shape, self.transformer)
@@ -190,8 +188,8 @@ def _mean(stats: list[StepStats]) -> StepStats:
     )
 
 
-def _optimizer_config(config: TrainerConfig, dtype: torch.dtype) -> OptimizerConfig:
-    optimizer = config.optimizer
+def _optimizer_config(config: TrainerConfig) -> OptimizerConfig:
+    optimizer, dtype = config.optimizer, DTYPES[config.model.dtype]
     return OptimizerConfig(
         optimizer="adam",
         lr=optimizer.lr,

@@ -9,7 +9,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.config import Dtype, ParallelConfig
 from trainer.errors import ConfigError, ModelError, UnsupportedModel
@@ -18,14 +18,36 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
+class ExpertNames(NamedTuple):
+    """Where a family keeps its router and its experts, below `model.layers.N.`."""
+
+    router: str
+    experts: str
+    gate: str
+    up: str
+    down: str
+
+
+_EXPERT_NAMES = {
+    "mixtral": ExpertNames("block_sparse_moe.gate.weight", "block_sparse_moe.experts", "w1", "w3", "w2"),
+    "qwen3_moe": ExpertNames("mlp.gate.weight", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+}
+
+
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes and switches of one dense decoder. `rope_factor` is Llama 3's frequency scaling (None: plain RoPE)."""
+    """Sizes and switches of one decoder. `rope_factor` is Llama 3's frequency scaling (None: plain RoPE).
+
+    `experts` is 0 for a dense model. In a mixture every layer has `experts` of `expert_ffn`, of which each token takes
+    `experts_per_token`, weighted by the router's softmax over those (`normalize_router`) or over all.
+    """
 
     family: str
     layers: int
@@ -40,6 +62,10 @@ class ModelShape:
     rope_theta: float
     rope_factor: float | None
     tied: bool
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    normalize_router: bool = True
 
     @property
     def qkv_bias(self) -> bool:
@@ -47,7 +73,12 @@ class ModelShape:
 
     @property
     def qk_norm(self) -> bool:
-        return self.family == "qwen3"
+        return self.family in ("qwen3", "qwen3_moe")
+
+    @property
+    def expert_names(self) -> ExpertNames:
+        """KeyError for a dense family."""
+        return _EXPERT_NAMES[self.family]
 
     @property
     def parameters(self) -> int:
@@ -60,18 +91,32 @@ class ModelShape:
 
     def check_parallel(self, parallel: ParallelConfig) -> None:
         """Raise ConfigError when the model cannot be cut that way."""
-        tensor = parallel.tensor
-        for what, size in (("attention heads", self.heads), ("key-value heads", self.kv_heads), ("FFN", self.ffn)):
-            if size % tensor:
-                raise ConfigError(
-                    "parallel.tensor", f"{tensor} does not divide the model's {size} ({what})", "Choose a divisor"
-                )
-        if self.layers % parallel.pipeline:
-            raise ConfigError(
-                "parallel.pipeline",
-                f"{parallel.pipeline} does not divide the model's {self.layers} layers",
-                "Choose a divisor",
-            )
+        cuts = [("tensor", parallel.tensor, self.heads, "attention heads")]
+        cuts += [("tensor", parallel.tensor, self.kv_heads, "key-value heads")]
+        cuts += [("pipeline", parallel.pipeline, self.layers, "layers")]
+        if self.experts:
+            cuts += [("expert_tensor", parallel.expert_tensor_size, self.expert_ffn, "expert FFN")]
+            cuts += [("expert", parallel.expert, self.experts, "experts")]
+        else:
+            cuts += [("tensor", parallel.tensor, self.ffn, "FFN")]
+        if parallel.virtual_pipeline > 1:
+            chunks = parallel.pipeline * parallel.virtual_pipeline
+            cuts += [("virtual_pipeline", chunks, self.layers, "layers, over all stages")]
+        for key, ranks, size, what in cuts:
+            if size % ranks:
+                problem = f"{ranks} does not divide the model's {size} ({what})"
+                raise ConfigError(f"parallel.{key}", problem, "Choose a divisor")
+        self._check_mixture(parallel)
+
+    def _check_mixture(self, parallel: ParallelConfig) -> None:
+        if parallel.expert > 1 and not self.experts:
+            raise ConfigError("parallel.expert", f"{self.family} has no experts", "Set it to 1")
+        if self.experts and parallel.tensor > 1 and not parallel.sequence:
+            # Without it every tensor-parallel rank would send the same tokens to the experts.
+            problem = "a mixture of experts trains with tensor parallelism only if activations are cut as well"
+            raise ConfigError("parallel.sequence", problem, "Set it to true")
+        if self.experts and parallel.shard == "full":
+            raise ConfigError("parallel.shard", "full does not shard experts", "Set it to optimizer and raise expert")
 
     def schema(self, dtype: Dtype) -> list[tuple[str, Dtype, tuple[int, ...]]]:
         """(Hugging Face name, dtype, shape) of every tensor an export yields. Every rank computes the same list."""
@@ -87,12 +132,23 @@ class ModelShape:
             if self.qk_norm:
                 shapes[p + "self_attn.q_norm.weight"] = shapes[p + "self_attn.k_norm.weight"] = (self.head_dim,)
             shapes[p + "self_attn.o_proj.weight"] = (self.hidden, q)
-            shapes[p + "mlp.gate_proj.weight"] = shapes[p + "mlp.up_proj.weight"] = (self.ffn, self.hidden)
-            shapes[p + "mlp.down_proj.weight"] = (self.hidden, self.ffn)
+            shapes |= {p + name: shape for name, shape in self._feed_forward()}
         shapes["model.norm.weight"] = (self.hidden,)
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab, self.hidden)
         return [(name, dtype, shape) for name, shape in shapes.items()]
+
+    def _feed_forward(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(name below the layer, shape) of one layer's feed-forward weights."""
+        if not self.experts:
+            up, down = (self.ffn, self.hidden), (self.hidden, self.ffn)
+            return [("mlp.gate_proj.weight", up), ("mlp.up_proj.weight", up), ("mlp.down_proj.weight", down)]
+        names, up, down = self.expert_names, (self.expert_ffn, self.hidden), (self.hidden, self.expert_ffn)
+        found: list[tuple[str, tuple[int, ...]]] = [(names.router, (self.experts, self.hidden))]
+        for expert in range(self.experts):
+            for name, shape in ((names.gate, up), (names.up, up), (names.down, down)):
+                found.append((f"{names.experts}.{expert}.{name}.weight", shape))
+        return found
 
 
 def load_shape(directory: str | Path) -> ModelShape:
@@ -122,16 +178,39 @@ def load_shape(directory: str | Path) -> ModelShape:
         rope_theta=theta,
         rope_factor=factor,
         tied=bool(config.get("tie_word_embeddings", False)),
+        **_mixture(config, path),
     )
+
+
+def _mixture(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The fields of ModelShape that only a mixture of experts has."""
+    family = ARCHITECTURES[config["architectures"][0]]
+    if family not in _EXPERT_NAMES:
+        return {}
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
+    chosen = config.get("num_experts_per_tok")
+    if not (isinstance(experts, int) and isinstance(chosen, int) and 0 < chosen <= experts):
+        raise ModelError(f"{path}: {chosen} of {experts} experts per token. Use the config.json of the checkpoint.")
+    if chosen == 1:
+        raise UnsupportedModel(f"{path}: one expert per token is not converted. Use a model with at least two.")
+    normalize = family == "mixtral" or bool(config.get("norm_topk_prob", False))
+    return {"experts": experts, "experts_per_token": chosen, "expert_ffn": ffn, "normalize_router": normalize}
 
 
 def _refuse_unsupported(config: dict[str, Any], path: Path) -> None:
     names = config.get("architectures") or [config.get("model_type", "none named")]
     if names[0] not in ARCHITECTURES:
         raise UnsupportedModel(f"{path}: {names[0]} is not supported. Supported: {', '.join(ARCHITECTURES)}.")
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"):
+    for key in ("attention_bias", "mlp_bias", "quantization_config"):
         if config.get(key):
             raise UnsupportedModel(f"{path}: {key} is set, which is not converted. Use a model without it.")
+    mixtral_window = "sliding_window" if names[0] == "MixtralForCausalLM" else "use_sliding_window"
+    for key in (mixtral_window, "router_jitter_noise", "mlp_only_layers"):
+        if config.get(key):
+            raise UnsupportedModel(f"{path}: {key} is {config[key]}, which is not converted. Use a model without it.")
+    if config.get("decoder_sparse_step", 1) != 1:
+        raise UnsupportedModel(f"{path}: decoder_sparse_step must be 1: mixtures in some layers are not converted.")
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"{path}: hidden_act {config['hidden_act']!r} is not supported. Supported: silu.")
 

@@ -9,13 +9,16 @@ from megatron.core import parallel_state as ps
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from trainer.config import ParallelConfig
+from trainer.config import ModelConfig, ParallelConfig
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.specs import block_spec
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
+
+def transformer_config(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig) -> TransformerConfig:
     """Megatron's configuration. Fused kernels stay off: they need TransformerEngine or Apex."""
+    dtype = DTYPES[model.dtype]
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -32,11 +35,11 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: torch
         qk_layernorm=shape.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        fp8=None if model.fp8 == "none" else model.fp8,
         calculate_per_token_loss=True,
         use_cpu_initialization=not torch.cuda.is_available(),
         masked_softmax_fusion=False,
@@ -45,38 +48,84 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: torch
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
+        **_layout(parallel),
+        **_mixture(shape),
+        **_recompute(model),
     )
 
 
-def build_model(shape: ModelShape, config: TransformerConfig) -> GPTModel:
-    """This rank's part of the model, with Megatron's initial weights."""
+def build_model(shape: ModelShape, config: TransformerConfig, chunk: int | None = None) -> GPTModel:
+    """This rank's part of the model, with Megatron's initial weights. `chunk` counts the chunks of layers of a pipeline
+    stage under the interleaved schedule, None without it."""
     tensor_parallel = config.tensor_model_parallel_size
     model = GPTModel(
         config,
-        block_spec(config),
+        block_spec(config, chunk),
         vocab_size=shape.padded_vocab(tensor_parallel),
         max_sequence_length=shape.max_positions,
-        pre_process=ps.is_pipeline_first_stage(),
-        post_process=ps.is_pipeline_last_stage(),
+        pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
         rope_scaling=shape.rope_factor is not None,
         rope_scaling_factor=shape.rope_factor or 1.0,
+        vp_stage=chunk,
     )
-    padding = shape.padded_vocab(tensor_parallel) - shape.vocab
-    if model.post_process and padding and ps.get_tensor_model_parallel_rank() == tensor_parallel - 1:
-        model.output_layer.register_forward_hook(_MaskPadding(padding))
+    model.vp_stage = chunk
+    local = shape.padded_vocab(tensor_parallel) // tensor_parallel
+    real = shape.vocab - ps.get_tensor_model_parallel_rank() * local
+    if model.post_process and real < local:
+        model.output_layer.register_forward_hook(_MaskPadding(max(real, 0)))
     return model
+
+
+def _layout(parallel: ParallelConfig) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor_size,
+        "sequence_parallel": parallel.sequence,
+    }
+    if parallel.virtual_pipeline > 1:
+        values["virtual_pipeline_model_parallel_size"] = parallel.virtual_pipeline
+        # Batched sends and receives pair up per peer, and two neighbours here are each other's both.
+        values |= {"overlap_p2p_comm": False, "batch_p2p_comm": False}
+    return values
+
+
+def _mixture(shape: ModelShape) -> dict[str, Any]:
+    """Routing as Hugging Face's modeling code does it: softmax in fp32, no capacity limit, no auxiliary loss."""
+    if not shape.experts:
+        return {}
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.expert_ffn,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_router_pre_softmax": not shape.normalize_router,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _recompute(model: ModelConfig) -> dict[str, Any]:
+    if model.recompute == "none":
+        return {}
+    if model.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 class _MaskPadding:
     """Takes the vocabulary's padding out of the softmax: no tokens are there, yet a zero logit is not improbable."""
 
-    def __init__(self, columns: int) -> None:
-        self.columns = columns
+    def __init__(self, real: int) -> None:
+        self.real = real
 
     def __call__(self, _module: Any, _inputs: Any, output: tuple[Any, Any]) -> tuple[Any, Any]:
         logits_TBV, bias = output
-        is_padding = torch.arange(logits_TBV.shape[-1], device=logits_TBV.device) >= logits_TBV.shape[-1] - self.columns
+        is_padding = torch.arange(logits_TBV.shape[-1], device=logits_TBV.device) >= self.real
         return logits_TBV.masked_fill(is_padding, torch.finfo(logits_TBV.dtype).min), bias

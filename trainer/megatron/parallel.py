@@ -47,7 +47,14 @@ def distributed(parallel: ParallelConfig, seed: int) -> Iterator[None]:
 def split(parallel: ParallelConfig, seed: int) -> None:
     """Cut the world into Megatron's groups and seed every generator. The sizes must multiply to the world's."""
     assert dist.get_world_size() == parallel.world_size
-    ps.initialize_model_parallel(parallel.tensor, parallel.pipeline)
+    ps.initialize_model_parallel(
+        parallel.tensor,
+        parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor_size,
+    )
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

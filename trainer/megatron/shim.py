@@ -61,6 +61,7 @@ class _InertStream:
 def install() -> bool:
     """Install the shim. True if this process now runs Megatron-Core on the CPU, False where CUDA exists."""
     global _installed
+    _complete_megatron()
     if torch.cuda.is_available():
         return False
     if not _installed:
@@ -68,7 +69,16 @@ def install() -> bool:
         _patch_cuda_module()
         _patch_tensors()
         _patch_megatron_rng()
+        _patch_megatron_dispatch()
     return True
+
+
+def _complete_megatron() -> None:
+    """Megatron-Core 0.16.1 forgets to define this name without TransformerEngine, with or without CUDA."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _patch_cuda_module() -> None:
@@ -105,6 +115,19 @@ def _patch_megatron_rng() -> None:
 
     random._get_cuda_rng_state = _get_rng_state
     random._set_cuda_rng_state = _set_rng_state
+
+
+def _patch_megatron_dispatch() -> None:
+    """The token dispatcher wants its split sizes as numbers, and turns only CUDA tensors into them."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    plain = token_dispatcher.maybe_move_tensor_to_cpu
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        is_split = as_numpy and torch.is_tensor(tensor)
+        return tensor.tolist() if is_split else plain(tensor, as_numpy, record_stream)
+
+    token_dispatcher.maybe_move_tensor_to_cpu = move
 
 
 def _get_rng_state(*_: Any, **__: Any) -> Any:
