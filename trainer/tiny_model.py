@@ -12,6 +12,22 @@ from typing import Any
 ARITHMETIC = "0123456789+=-"
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+_CLASSES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
+}
+_MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 192,
+        "norm_topk_prob": True,
+    },
+}
 
 
 def write_tiny_model(
@@ -19,12 +35,12 @@ def write_tiny_model(
 ) -> None:
     """Write config, one token per character, and seeded random weights (about 1 M parameters, fp32).
 
-    `family` is llama, qwen2 or qwen3; `sizes` override fields of the Hugging Face configuration.
+    `family` is llama, qwen2, qwen3, mixtral or qwen3_moe (four experts, two per token); `sizes` override fields of the
+    Hugging Face configuration.
     """
     import torch
     import transformers
 
-    classes = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
     vocabulary = [*SPECIAL, *characters]
     config: dict[str, Any] = {
         "vocab_size": len(vocabulary),
@@ -39,10 +55,11 @@ def write_tiny_model(
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 1,
-    } | sizes
+    }
+    config |= _MIXTURES.get(family, {}) | sizes
     torch.manual_seed(seed)
-    model_config = getattr(transformers, f"{classes[family]}Config")(**config)
-    model = getattr(transformers, f"{classes[family]}ForCausalLM")(model_config)
+    model_config = getattr(transformers, f"{_CLASSES[family]}Config")(**config)
+    model = getattr(transformers, f"{_CLASSES[family]}ForCausalLM")(model_config)
     model.save_pretrained(directory)
     _tokenizer(vocabulary).save_pretrained(directory)
 
@@ -68,6 +85,6 @@ def _tokenizer(vocabulary: list[str]) -> Any:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write a small random model with a character tokenizer.")
     parser.add_argument("directory")
-    parser.add_argument("--family", choices=("llama", "qwen2", "qwen3"), default="qwen2")
+    parser.add_argument("--family", choices=tuple(_CLASSES), default="qwen2")
     chosen = parser.parse_args()
     write_tiny_model(chosen.directory, chosen.family)
