@@ -176,7 +176,9 @@ class Run:
         groups: list[Group] = []
         if self.algorithm.samples_per_prompt:
             assert self._rollouts is not None  # the configuration insists on a gateway
-            groups = self._rollouts.sample(records, self.algorithm.samples_per_prompt, state.step)
+            n, rollouts = self.algorithm.samples_per_prompt, self._rollouts
+            running = [rollouts.submit(record, n, state.consumed + i) for i, record in enumerate(records)]
+            groups = [future.result().at(state.version) for future in running]
         sequences = self.algorithm.sequences(records, groups)
         for sequence in sequences:
             if sequence.length > self.shape.max_positions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,13 @@ def records(tokenizer: Tokenizer, *prompts: str) -> list[Record]:
     return [Record(i, prompt, "07", tokenizer.prompt(prompt), ()) for i, prompt in enumerate(prompts)]
 
 
-def rollouts(server: GenerateServer, tokenizer: Tokenizer, retry_s: float = 5.0, **config: int | bool) -> Rollouts:
+def take(client: Rollouts, problems: list[Record], n: int, first: int = 0) -> list[Group]:
+    """`n` samples for each problem; the problems are the run's records number `first` and on."""
+    running = [client.submit(problem, n, first + i) for i, problem in enumerate(problems)]
+    return [future.result(timeout=60) for future in running]
+
+
+def rollouts(server: GenerateServer, tokenizer: Tokenizer, retry_s: float = 5.0, **config: Any) -> Rollouts:
     gateway = GatewayConfig(url=server.url, retry_s=retry_s)
     return Rollouts(gateway, RolloutConfig(**config), build_scorer([ExactMatchReward()]), tokenizer, seed=3)
 
@@ -40,7 +47,7 @@ def test_samples_come_back_in_order_with_logprobs_and_versions(server: GenerateS
     server.version = 7
     problems = records(tokenizer, "1+2=", "3+4=", "5+5=")
     with rollouts(server, tokenizer, max_tokens=4) as client:
-        groups = client.sample(problems, 5, step=0)
+        groups = take(client, problems, 5)
     assert [group.prompt_ids for group in groups] == [record.prompt_ids for record in problems]
     for group in groups:
         assert len(group.samples) == len(group.scores) == 5
@@ -51,25 +58,40 @@ def test_samples_come_back_in_order_with_logprobs_and_versions(server: GenerateS
 
 
 def test_the_request_is_tokens_in_tokens_out(server: GenerateServer, tokenizer: Tokenizer) -> None:
-    with rollouts(server, tokenizer, max_tokens=3) as client:
-        client.sample(records(tokenizer, "1+2="), 2, step=0)
+    with rollouts(server, tokenizer, max_tokens=3, request="group", on_swap="recompute") as client:
+        take(client, records(tokenizer, "1+2="), 2)
     body = server.requests[-1]
     assert body["prompt_token_ids"] == list(tokenizer.prompt("1+2="))
     assert (body["n"], body["max_tokens"], body["temperature"], body["logprobs"]) == (2, 3, 1.0, True)
     assert "prompt" not in body
+    assert body["hotswap"] == {"policy": "recompute"}
 
 
-def test_seeds_repeat_by_step_and_differ_between_steps(server: GenerateServer, tokenizer: Tokenizer) -> None:
+def test_samples_are_asked_for_one_by_one_or_a_group_at_once(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    problems = records(tokenizer, "1+2=")
+    with rollouts(server, tokenizer, request="group") as client:
+        take(client, problems, 4)
+        assert server.requests[-1]["n"] == 4
+        base = server.requests[-1]["seed"]
+    with rollouts(server, tokenizer, request="sample") as client:
+        (group,) = take(client, problems, 4)
+    alone = server.requests[-4:]
+    assert [body["n"] for body in alone] == [1] * 4
+    assert sorted(body["seed"] for body in alone) == [base, base + 1, base + 2, base + 3]  # as an engine would
+    assert len({answer.token_ids for answer in group.samples}) > 1
+
+
+def test_seeds_repeat_by_record_and_differ_between_records(server: GenerateServer, tokenizer: Tokenizer) -> None:
     problems = records(tokenizer, "1+2=", "3+4=")
     with rollouts(server, tokenizer) as client:
-        first, again, other = (client.sample(problems, 4, step) for step in (1, 1, 2))
+        first, again, other = (take(client, problems, 4, first) for first in (1, 1, 9))
     assert first == again
     assert first != other
 
 
 def test_unseeded_requests_carry_no_seed(server: GenerateServer, tokenizer: Tokenizer) -> None:
     with rollouts(server, tokenizer, seeded=False) as client:
-        client.sample(records(tokenizer, "1+2="), 2, step=0)
+        take(client, records(tokenizer, "1+2="), 2)
     assert "seed" not in server.requests[-1]
 
 
@@ -83,7 +105,7 @@ def test_greedy_is_one_sample_at_temperature_zero(server: GenerateServer, tokeni
 def test_what_may_pass_is_retried(server: GenerateServer, tokenizer: Tokenizer, status: int) -> None:
     server.failures = [status, status]
     with rollouts(server, tokenizer) as client:
-        assert len(client.sample(records(tokenizer, "1+2="), 2, step=0)) == 1
+        assert len(take(client, records(tokenizer, "1+2="), 2)) == 1
     assert server.failures == []
 
 
@@ -94,7 +116,7 @@ def test_a_refusal_is_not_retried_and_says_why(server: GenerateServer, tokenizer
         rollouts(server, tokenizer) as client,
         pytest.raises(RolloutError, match=f"made to fail with {status}") as error,
     ):
-        client.sample(records(tokenizer, "1+2="), 2, step=0)
+        take(client, records(tokenizer, "1+2="), 2)
     assert error.value.status == status
     assert server.failures == [500]
     server.failures = []
@@ -105,7 +127,7 @@ def test_nobody_there_is_reported_within_the_budget(server: GenerateServer, toke
     client = Rollouts(gateway, RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer, seed=0)
     began = time.monotonic()
     with client, pytest.raises(GatewayUnreachable, match="hotswap up"):
-        client.sample(records(tokenizer, "1+2="), 2, step=0)
+        take(client, records(tokenizer, "1+2="), 2)
     assert time.monotonic() - began < 20  # it gave up at all
 
 
@@ -129,13 +151,13 @@ def test_a_failing_reward_ends_the_step_with_its_name(server: GenerateServer, to
     scorer = Scorer({"broken": (1.0, broken)})
     client = Rollouts(GatewayConfig(url=server.url), RolloutConfig(), scorer, tokenizer, 0)
     with client, pytest.raises(RewardError, match="broken"):
-        client.sample(records(tokenizer, "1+2=", "3+4="), 2, step=0)
+        take(client, records(tokenizer, "1+2=", "3+4="), 2)
 
 
 def test_version_lag_counts_tokens(server: GenerateServer, tokenizer: Tokenizer) -> None:
     server.version = 5
     with rollouts(server, tokenizer) as client:
-        groups: list[Group] = client.sample(records(tokenizer, "1+2="), 4, step=0)
+        groups: list[Group] = take(client, records(tokenizer, "1+2="), 4)
     metrics = rollout_metrics(groups, version=8)
     assert (metrics["version_lag_mean"], metrics["version_lag_max"]) == (3.0, 3.0)
     assert metrics["reward_mean"] == metrics["reward/exact_match"]

@@ -142,12 +142,20 @@ class GatewayConfig:
 @dataclass(frozen=True)
 class RolloutConfig:
     """Sampling. Temperature stays 1: the ratio needs log-probs of the distribution that was sampled from. `seeded`
-    sends a seed with every request, so that a resumed run samples the same (engines sample a little slower then)."""
+    sends a seed with every request, so that a resumed run samples the same (engines sample a little slower then).
+
+    `request: sample` asks for each sample by itself: its rewards start when it is complete, and a fleet shares a
+    prompt's samples. `group` asks for a prompt's samples at once, which costs less where answers are a few tokens.
+    `on_swap` is what new weights do to an answer that is being written: `keep` its keys and values, `recompute` them,
+    or `finish` it on the version it began with.
+    """
 
     max_tokens: int = 16
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     seeded: bool = True
+    request: Literal["sample", "group"] = "sample"
+    on_swap: Literal["keep", "recompute", "finish"] = "keep"
 
     def __post_init__(self) -> None:
         positive(self, "max_tokens")

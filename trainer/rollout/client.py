@@ -1,66 +1,29 @@
-"""Rollouts through the gateway's `POST /generate`: token ids in; token ids, log-probs and weight versions out.
-
-Runs on rank 0 only. A sample's rewards are computed as soon as its prompt's answer is there, while others still decode.
-"""
+"""The client of the gateway's `POST /generate`: token ids in; token ids, log-probs and weight versions out."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
-import numpy as np
 import orjson
 
-from trainer.config import GatewayConfig, RolloutConfig
-from trainer.data.records import Record
-from trainer.data.tokenizer import Tokenizer
+from trainer.config import GatewayConfig
 from trainer.errors import ConfigError, GatewayUnreachable, RolloutError
-from trainer.rewards.base import Score, Scorer
+from trainer.rollout.samples import Sample, VersionSpan
 
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 2.0
 
 
 @dataclass(frozen=True)
-class VersionSpan:
-    """Tokens [start, end) of a sample were written by weight version `version`."""
-
-    version: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One answer. `logprobs` are the engine's, of the chosen tokens: the behaviour policy."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    versions: tuple[VersionSpan, ...]
-
-
-@dataclass(frozen=True)
-class Group:
-    """All samples of one prompt with their scores."""
-
-    prompt_ids: tuple[int, ...]
-    samples: tuple[Sample, ...]
-    scores: tuple[Score, ...]
-
-    @property
-    def rewards(self) -> list[float]:
-        return [score.total for score in self.scores]
-
-
-@dataclass(frozen=True)
 class Request:
-    """What is asked of `/generate` for one prompt."""
+    """What is asked of `/generate` for one prompt. `on_swap` says what a swap in the middle of the answer does to it
+    (docs/api.md, policies)."""
 
     prompt_ids: tuple[int, ...]
     n: int
@@ -68,6 +31,12 @@ class Request:
     temperature: float
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    on_swap: str = "keep"
+
+    def split(self) -> list[Request]:
+        """One request a sample. The engine adds a sample's index to the seed, so these give the same samples."""
+        seeds = [None if self.seed is None else self.seed + i for i in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
 
     def body(self) -> dict[str, Any]:
         """The request's JSON."""
@@ -80,6 +49,8 @@ class Request:
             "logprobs": True,
             "stream": False,
         }
+        if self.on_swap != "keep":
+            body["hotswap"] = {"policy": self.on_swap}
         return body if self.seed is None else body | {"seed": self.seed}
 
 
@@ -93,29 +64,36 @@ class GenerateClient:
             if config.api_key_env not in os.environ:
                 raise ConfigError("gateway.api_key_env", f"{config.api_key_env} is not set", "Export it")
             headers["authorization"] = f"Bearer {os.environ[config.api_key_env]}"
+        self._room = asyncio.Semaphore(config.concurrency)  # httpx's own waiting line is slow with hundreds in it
         limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
         timeout = httpx.Timeout(config.timeout_s, connect=5.0, pool=None)
         self._http = httpx.AsyncClient(base_url=config.url, headers=headers, limits=limits, timeout=timeout)
 
     async def generate(self, request: Request) -> tuple[Sample, ...]:
-        """`request.n` samples in index order. Retries what may pass (connection lost, 429, 5xx) for `retry_s` seconds.
+        """`request.n` samples in index order. At most `concurrency` requests are under way, the others wait in line.
+        Retries what may pass (connection lost, 429, 5xx) for `retry_s` seconds from the first failure on.
 
         Raises GatewayUnreachable after that, RolloutError for a refusal or an answer that breaks the contract.
         """
         payload = orjson.dumps(request.body())
-        deadline, delay = time.monotonic() + self._config.retry_s, FIRST_DELAY_S
+        async with self._room:
+            return _samples(await self._answer(payload), request.n)
+
+    async def _answer(self, payload: bytes) -> bytes:
+        deadline, delay = math.inf, FIRST_DELAY_S
         while True:
             wait = delay
             try:
                 response = await self._http.post("/generate", content=payload)
                 if response.status_code == 200:
-                    return _samples(response.content, request.n)
+                    return response.content
                 problem = f"HTTP {response.status_code}: {_message(response.content)}"
                 if response.status_code not in RETRYABLE:
                     raise RolloutError(f"the gateway refused a rollout ({problem}).", status=response.status_code)
                 wait = _retry_after(response, delay)
             except httpx.TransportError as error:
                 problem = str(error) or type(error).__name__
+            deadline = min(deadline, time.monotonic() + self._config.retry_s)
             if time.monotonic() + wait > deadline:
                 raise GatewayUnreachable(
                     f"no rollout from {self._config.url} within {self._config.retry_s:g} s; last: {problem}. "
@@ -126,61 +104,6 @@ class GenerateClient:
 
     async def close(self) -> None:
         await self._http.aclose()
-
-
-class Rollouts:
-    """Blocking access to samples and their scores, for the training loop. Close it, or use it as a context."""
-
-    def __init__(
-        self, gateway: GatewayConfig, rollout: RolloutConfig, scorer: Scorer, tokenizer: Tokenizer, seed: int
-    ) -> None:
-        self._rollout, self._scorer, self._tokenizer, self._seed = rollout, scorer, tokenizer, seed
-        self._client = GenerateClient(gateway)
-        self._runner = asyncio.Runner()  # one loop for all steps, so that connections stay open
-
-    def sample(self, records: Sequence[Record], n: int, step: int) -> list[Group]:
-        """`n` scored samples for each record, at temperature 1, in the records' order."""
-        seeds = self._seeds(len(records), step)
-        return self._runner.run(self._groups(records, n, self._rollout.temperature, seeds))
-
-    def greedy(self, records: Sequence[Record]) -> list[Group]:
-        """The most probable answer to each record, scored."""
-        return self._runner.run(self._groups(records, 1, 0.0, [None] * len(records)))
-
-    def close(self) -> None:
-        self._runner.run(self._client.close())
-        self._runner.close()
-
-    def __enter__(self) -> Rollouts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def _groups(
-        self, records: Sequence[Record], n: int, temperature: float, seeds: Sequence[int | None]
-    ) -> list[Group]:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                pairs = zip(records, seeds, strict=True)
-                running = [tasks.create_task(self._group(record, n, temperature, seed)) for record, seed in pairs]
-        except ExceptionGroup as errors:  # one failure cancels the rest; it is what the user needs to see
-            raise errors.exceptions[0] from None
-        return [task.result() for task in running]
-
-    async def _group(self, record: Record, n: int, temperature: float, seed: int | None) -> Group:
-        c = self._rollout
-        request = Request(record.prompt_ids, n, c.max_tokens, temperature, c.stop_token_ids, seed)
-        samples = await self._client.generate(request)
-        texts = [self._tokenizer.decode(sample.token_ids) for sample in samples]
-        scores = [await self._scorer(record.prompt, text, record.answer) for text in texts]
-        return Group(record.prompt_ids, samples, tuple(scores))
-
-    def _seeds(self, count: int, step: int) -> list[int | None]:
-        if not self._rollout.seeded:
-            return [None] * count
-        rng = np.random.default_rng([self._seed, step])
-        return [int(s) for s in rng.integers(0, 2**31 - 1024, count)]  # engines add the sample's index
 
 
 def _samples(content: bytes, n: int) -> tuple[Sample, ...]:

@@ -1,0 +1,69 @@
+"""What a rollout is: a prompt's samples, who wrote which token, and what each is worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from trainer.rewards.base import Score
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Tokens [start, end) of a sample were written by weight version `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer. `logprobs` are the engine's, of the chosen tokens: the behaviour policy."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    versions: tuple[VersionSpan, ...]
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest version that wrote one of its tokens; None if it has none, or nobody said."""
+        return min((span.version for span in self.versions if span.end > span.start), default=None)
+
+    def version_lags(self, version: int) -> list[float]:
+        """For each token, how many versions `version` is ahead of the one that wrote it. Tokens that no span covers,
+        and those of a version that is ahead itself (training was rolled back), count as current."""
+        lags = [0.0] * len(self.token_ids)
+        for span in self.versions:
+            lag = float(max(version - span.version, 0))
+            lags[span.start : span.end] = [lag] * len(lags[span.start : span.end])
+        return lags
+
+
+@dataclass(frozen=True)
+class Group:
+    """All samples of one prompt with their scores. `version` is the trainer's own when it trains on them."""
+
+    prompt_ids: tuple[int, ...]
+    samples: tuple[Sample, ...]
+    scores: tuple[Score, ...]
+    version: int = 0
+
+    @property
+    def rewards(self) -> list[float]:
+        return [score.total for score in self.scores]
+
+    @property
+    def version_lags(self) -> list[list[float]]:
+        """By sample, by token: `version` minus the version that wrote it."""
+        return [sample.version_lags(self.version) for sample in self.samples]
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest version that wrote a token of the group."""
+        known = [sample.oldest for sample in self.samples]
+        return min((version for version in known if version is not None), default=None)
+
+    def at(self, version: int) -> Group:
+        """The same group, about to be trained on by a trainer at `version`."""
+        return replace(self, version=version)
