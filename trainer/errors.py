@@ -6,12 +6,16 @@ TrainerError                 base: message says what to do, `exit_code` is what 
 │   ├── UnsupportedModel     architecture or option outside what is converted exactly
 │   └── WeightsError         a weight file is missing, truncated, or does not fit the model
 ├── DataError                a record of the data set cannot be used
-├── RewardError              a reward function is wrong (not a wrong answer: that is a score)
+├── RewardError              a reward gave no value (not a wrong answer: that is a score)
+│   ├── RewardTimeout        it took too long and was killed
+│   ├── RewardWorkerDied     its process ended on its own
+│   └── SandboxUnavailable   code cannot be run in isolation on this machine
 ├── RolloutError             the gateway refused a request
 │   └── GatewayUnreachable   nobody answered within the retry budget
 ├── PublishError             a version could not be published or did not become active
 ├── CheckpointError          a checkpoint could not be written
 │   └── ResumeError          a checkpoint is torn, or belongs to another run
+├── ReportError              a run cannot be reported on
 ├── Diverged                 the loss or the gradient is no longer a finite number
 └── RankFailed               another rank failed; its own message was printed there
 """
@@ -60,7 +64,21 @@ class DataError(TrainerError):
 
 
 class RewardError(TrainerError):
-    """A reward function could not be loaded, raised, or returned something that is not a finite number."""
+    """A reward raised, or returned something that is not a finite number. Counted; the step goes on."""
+
+
+class RewardTimeout(RewardError):
+    """A reward took too long. Its process was killed and replaced."""
+
+
+class RewardWorkerDied(RewardError):
+    """The process that evaluated a reward ended on its own. It was replaced."""
+
+
+class SandboxUnavailable(RewardError):
+    """This machine cannot isolate untrusted code: bubblewrap is missing, or the kernel refuses its namespaces."""
+
+    exit_code = 2
 
 
 class RolloutError(TrainerError):
@@ -90,6 +108,12 @@ class CheckpointError(TrainerError):
 
 class ResumeError(CheckpointError):
     """A checkpoint is torn, or was written by a run that this configuration cannot continue."""
+
+    exit_code = 2
+
+
+class ReportError(TrainerError):
+    """A metrics file is missing, empty or none, or the report cannot be written."""
 
     exit_code = 2
 

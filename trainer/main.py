@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import warnings
+from contextlib import closing
 from pathlib import Path
 
 from trainer.config import TrainerConfig, load
@@ -17,8 +18,7 @@ from trainer.errors import ConfigError, RankFailed, TrainerError
 from trainer.launch import die_with_parent, is_rank, launch
 from trainer.megatron.hf_config import ModelShape, load_shape
 from trainer.megatron.hf_files import HfTensors
-from trainer.metrics import JsonLines
-from trainer.telemetry import HttpMetrics, Tee
+from trainer.metrics.build import build_writers, silent
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,6 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     try:
         config = load(parsed.config, parsed.set)
+        if parsed.report is not None:
+            return _report(config, parsed.report)
         shape = check(config)
         if config.parallel.world_size > 1 and not is_rank():
             return launch(arguments, config.parallel)
@@ -53,6 +55,11 @@ def check(config: TrainerConfig) -> ModelShape:
         _check_writable("save_to", config.save_to)
     if config.telemetry is not None:
         config.telemetry.admin_key()
+    if config.watch.wandb is not None:
+        config.watch.wandb.check_key()
+        _check_writable("watch.wandb.dir", config.watch.wandb.dir)
+    if config.watch.tensorboard is not None:
+        _check_writable("watch.tensorboard", config.watch.tensorboard)
     if config.metrics != "-":
         _check_writable("metrics", str(Path(config.metrics).parent))
     return shape
@@ -76,27 +83,28 @@ def _run_rank(config: TrainerConfig, shape: ModelShape) -> None:
     from trainer.megatron.parallel import distributed
     from trainer.run import Run
 
-    with distributed(config.parallel, config.seed):
-        metrics = _metrics(config)
-        run = Run(config, shape, metrics)
-        try:
-            train(run)
-        finally:
-            run.close()
-            metrics.close()
-
-
-def _metrics(config: TrainerConfig) -> JsonLines | Tee:
-    """Where events go: on rank 0 to the file, and to the gateway if it is to show them."""
-    if not is_first():
-        return JsonLines(os.devnull)
-    lines = JsonLines(config.metrics)
-    return lines if config.telemetry is None else Tee(lines, HttpMetrics(config.telemetry))
+    with (
+        distributed(config.parallel, config.seed),
+        closing(build_writers(config) if is_first() else silent()) as metrics,
+        closing(Run(config, shape, metrics)) as run,
+    ):
+        train(run)
 
 
 def is_first() -> bool:
     """True on rank 0, before the process groups exist."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def _report(config: TrainerConfig, directory: str) -> int:
+    """Write the report of what the configured run has done so far, and say where. Trains nothing."""
+    if config.metrics == "-":
+        advice = "Set metrics to the run's file"
+        raise ConfigError("metrics", "went to standard output, so there is nothing to report on", advice)
+    from trainer.report import write_report
+
+    print(write_report([config.metrics], directory or None))
+    return 0
 
 
 def _quiet() -> None:
@@ -109,6 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hotswap train", description="Train a model; publish it live.")
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML; trainer/configs has examples")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="override a value, e.g. optimizer.lr=1e-4")
+    parser.add_argument(
+        "--report", nargs="?", const="", metavar="DIR", help="write plots and Markdown of the run instead of training"
+    )
     return parser
 
 

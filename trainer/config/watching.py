@@ -71,6 +71,11 @@ class WandbConfig:
         if not self.project:
             raise ConfigError("project", "empty", "Name the W&B project")
 
+    def check_key(self) -> None:
+        """Raises ConfigError when `online` has no key."""
+        if self.mode == "online" and not os.environ.get("WANDB_API_KEY"):
+            raise ConfigError("watch.wandb.mode", "online, but WANDB_API_KEY is not set", "Set it, or use offline")
+
 
 @dataclass(frozen=True)
 class WatchConfig:
