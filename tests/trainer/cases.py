@@ -178,3 +178,6 @@ def publish_taken_over(path: str, parallel: dict[str, int], store: str) -> list[
     except TrainerError as error:
         return [type(error).__name__, str(error), getattr(error, "final", None)]
     return []
+
+
+from tests.trainer.cases_packing import *  # noqa: E402, F403 - cases of their own file

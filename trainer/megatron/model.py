@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.config import ModelConfig, ParallelConfig
 from trainer.megatron.hf_config import ModelShape
+from trainer.megatron.rotary import follow_positions
 from trainer.megatron.specs import block_spec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,6 +74,7 @@ def build_model(shape: ModelShape, config: TransformerConfig, chunk: int | None 
         vp_stage=chunk,
     )
     model.vp_stage = chunk
+    follow_positions(model)
     local = shape.padded_vocab(tensor_parallel) // tensor_parallel
     real = shape.vocab - ps.get_tensor_model_parallel_rank() * local
     if model.post_process and real < local:
