@@ -12,34 +12,94 @@ from trainer.batch import Fields, Sequence
 from trainer.data.records import Record
 from trainer.rollout import Group
 
+# Fields of a batch, all float32 [B, T] and about the token at t + 1, beside batch.MASK:
+BEHAVIOUR_LOGPROBS = "behaviour_logprobs"  # the engine's, when it sampled: the behaviour policy
+OLD_LOGPROBS = "old_logprobs"  # the actor's at the start of the step: the proximal policy
+REFERENCE_LOGPROBS = "reference_logprobs"  # of the initial weights
+VALUES = "values"  # the critic's at the start of the step
+ADVANTAGES, RETURNS = "advantages", "returns"
+REWARDS = "rewards"  # by token; a sample's reward is on its last one
+VERSION_LAG = "version_lag"  # versions between the weights that sampled a token and the trainer's
+
 
 @dataclass
 class LossOutput:
-    """Loss of one micro-batch. `total` is summed over tokens; the step divides by the sum of `tokens` over all
-    micro-batches and ranks, so that every token of a step weighs the same. `sums` are divided likewise (a mean over
-    tokens), `maxima` are reduced with max."""
+    """Loss of one micro-batch. `total` is a sum; the step divides it by the sum of `denominator` (whole numbers: the
+    trained tokens, or sequences, or pairs) over all micro-batches and ranks, so that the layout changes nothing.
+
+    `tokens` counts the trained tokens, of which the mean of `sums` is taken; with `sums_like_loss` they are divided
+    like the loss instead. `maxima` are reduced with max.
+    """
 
     total: torch.Tensor
     tokens: torch.Tensor
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
+    over: torch.Tensor | None = None
+    sums_like_loss: bool = False
+
+    @property
+    def denominator(self) -> torch.Tensor:
+        return self.tokens if self.over is None else self.over
+
+    def row(self) -> torch.Tensor:
+        """[total, denominator, tokens, *sums], float64: what is added up over micro-batches and ranks."""
+        values = (self.total, self.denominator, self.tokens, *self.sums.values())
+        return torch.stack([value.detach().double() for value in values])
 
 
 class Algorithm(Protocol):
-    """One class and one config entry per algorithm; the loop asks only this.
+    """One class and one config entry per algorithm; the loop and the engine ask only this.
 
-    On rank 0: `sequences` turns records (and, if `samples_per_prompt` > 0, their scored rollouts) into sequences.
-    On every rank: `loss` is called per micro-batch, where the log-probs are (the last pipeline stage).
+    On rank 0, `sequences` turns records (and, if `samples_per_prompt` > 0, their scored rollouts) into sequences. On
+    every rank, once the engine has filled in the fields of `needs`, `prepare` adds what is computed from the whole
+    batch (advantages). Then, `epochs` times over `minibatches` parts of the batch, `loss` is called per micro-batch
+    where the log-probs are (the last pipeline stage), and `critic_loss` where the values are.
     """
 
     samples_per_prompt: int  # rollouts wanted for each record; 0: none, records carry their targets
     minibatches: int  # optimizer steps each batch is split into
-    needs_reference: bool  # whether `loss` wants the field `reference_logprobs` (of the initial weights)
+    epochs: int  # passes over each batch
+    needs: frozenset[str]  # of OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES: what the engine computes before a step
+    rows_together: int  # sequences that must stay in one micro-batch, in order (the two of a preference)
+    critic_warmup: int  # steps at the start that train the critic alone
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group]) -> list[Sequence]:
-        """What to train on. `groups` is empty when no rollouts are wanted."""
+    def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:
+        """What to train on. `groups` is empty when no rollouts are wanted; `version` is the trainer's last one."""
+        ...
+
+    def keep_group(self, group: Group) -> bool:
+        """Whether a group is worth training on; the loop samples others in place of those that are not."""
+        ...
+
+    def prepare(self, fields: Fields) -> Fields:
+        """The batch with what is computed from the whole of it. The same on every rank that holds the log-probs."""
         ...
 
     def loss(self, logprobs_BT: torch.Tensor, fields: Fields) -> LossOutput:
         """`logprobs_BT` float32, of the tokens at t + 1 under the current weights, with gradient."""
         ...
+
+    def critic_loss(self, values_BT: torch.Tensor, fields: Fields) -> LossOutput:
+        """`values_BT` float32, of the states before the tokens at t + 1, with gradient."""
+        ...
+
+
+class AlgorithmBase:
+    """The plain answers: one pass, nothing computed beforehand, every group kept, no critic."""
+
+    samples_per_prompt: int = 0
+    minibatches: int = 1
+    epochs: int = 1
+    needs: frozenset[str] = frozenset()
+    rows_together: int = 1
+    critic_warmup: int = 0
+
+    def keep_group(self, group: Group) -> bool:
+        return True
+
+    def prepare(self, fields: Fields) -> Fields:
+        return fields
+
+    def critic_loss(self, values_BT: torch.Tensor, fields: Fields) -> LossOutput:
+        raise NotImplementedError(f"{type(self).__name__} has no critic")

@@ -14,33 +14,32 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from trainer.algorithms.base import LossOutput
+from trainer.algorithms.base import ADVANTAGES, BEHAVIOUR_LOGPROBS, REFERENCE_LOGPROBS, AlgorithmBase, LossOutput
 from trainer.batch import MASK, Fields, Sequence
 from trainer.config import GrpoConfig
 from trainer.data.records import Record
 from trainer.rollout import Group
 
 STD_FLOOR = 1e-4
-ADVANTAGES, BEHAVIOUR, REFERENCE = "advantages", "behaviour_logprobs", "reference_logprobs"
 
 
-class Grpo:
+class Grpo(AlgorithmBase):
     """Clipped policy gradient with group-normalised advantages."""
 
     def __init__(self, config: GrpoConfig) -> None:
         self.config = config
         self.samples_per_prompt = config.samples_per_prompt
         self.minibatches = config.minibatches
-        self.needs_reference = config.kl_coef > 0
+        self.needs = frozenset({REFERENCE_LOGPROBS} if config.kl_coef > 0 else ())
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group]) -> list[Sequence]:
+    def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:
         """One sequence per sample, with its advantage and the engine's log-probs on every token. Groups whose rewards
         are all equal teach nothing, but keep their tokens in the denominator."""
         return [
             Sequence(
                 group.prompt_ids,
                 sample.token_ids,
-                {ADVANTAGES: [advantage] * len(sample.token_ids), BEHAVIOUR: sample.logprobs},
+                {ADVANTAGES: [advantage] * len(sample.token_ids), BEHAVIOUR_LOGPROBS: sample.logprobs},
             )
             for group in groups
             for sample, advantage in zip(group.samples, self.advantages(group.rewards), strict=True)
@@ -58,7 +57,7 @@ class Grpo:
     def loss(self, logprobs_BT: torch.Tensor, fields: Fields) -> LossOutput:
         """See the module's formula. Reports the share of clipped tokens, KL and the gap between engine and trainer."""
         mask, advantage = fields[MASK], fields[ADVANTAGES]
-        log_ratio = (logprobs_BT - fields[BEHAVIOUR]) * mask
+        log_ratio = (logprobs_BT - fields[BEHAVIOUR_LOGPROBS]) * mask
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.config.clip_low, 1 + self.config.clip_high)
         per_token = -torch.minimum(ratio * advantage, clipped * advantage)
@@ -68,8 +67,8 @@ class Grpo:
             "logprob_gap_mean": gap.sum(),
             "entropy": -(logprobs_BT.detach() * mask).sum(),
         }
-        if self.needs_reference:
-            difference = (fields[REFERENCE] - logprobs_BT) * mask
+        if self.config.kl_coef > 0:
+            difference = (fields[REFERENCE_LOGPROBS] - logprobs_BT) * mask
             kl = difference.exp() - difference - 1
             per_token = per_token + self.config.kl_coef * kl
             sums["kl"] = (kl.detach() * mask).sum()

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from trainer.algorithms.base import LossOutput
+from trainer.algorithms.base import AlgorithmBase, LossOutput
 from trainer.batch import MASK, Fields, Sequence
 from trainer.config import SftConfig
 from trainer.data.records import Record
@@ -14,17 +14,13 @@ from trainer.errors import DataError
 from trainer.rollout import Group
 
 
-class Sft:
+class Sft(AlgorithmBase):
     """Maximum likelihood of the target given the prompt, averaged over tokens."""
-
-    samples_per_prompt = 0
-    minibatches = 1
-    needs_reference = False
 
     def __init__(self, config: SftConfig) -> None:
         self.config = config
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group]) -> list[Sequence]:
+    def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:
         """One sequence per record. Raises DataError for a record without a target."""
         for record in records:
             if not record.target_ids:

@@ -1,4 +1,4 @@
-"""The training engine: one Megatron-Core model with its optimizer, asked for one step at a time.
+"""The training engine: the models of a run and their optimizers, asked for one step at a time.
 
 An engine is built on every rank, after `parallel.distributed`. All its methods are collective.
 """
@@ -14,28 +14,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
 
-from trainer.algorithms.base import Algorithm, LossOutput
-from trainer.batch import MASK, TOKENS, Fields, share
+from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, Algorithm, LossOutput
+from trainer.batch import MASK, SEGMENTS, TOKENS, Fields, share
 from trainer.config import Dtype, TrainerConfig
 from trainer.errors import Diverged
-from trainer.megatron.convert import Slice, export_hf, export_slices, load_hf
+from trainer.megatron.convert import Slice, export_hf, export_slices
 from trainer.megatron.hf_config import ModelShape
-from trainer.megatron.hf_files import HfTensors
-from trainer.megatron.model import DTYPES, build_model, transformer_config
+from trainer.megatron.model import DTYPES
 from trainer.megatron.parallel import broadcast_json, device
-
-REFERENCE_LOGPROBS = "reference_logprobs"
+from trainer.megatron.roles import Role, RoleName, build_roles
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """One optimizer step (or the mean over a batch's minibatches). `tokens` counts trained tokens over all ranks."""
+    """One step: the mean over its optimizer updates. `tokens` counts trained tokens over all ranks."""
 
     loss: float
     grad_norm: float
@@ -45,22 +39,25 @@ class StepStats:
 
 
 class Engine:
-    """Model, gradients, optimizer and learning-rate schedule of this rank."""
+    """The roles of this rank: models, gradients, optimizers, learning-rate schedules."""
 
     def __init__(self, config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) -> None:
         self.config, self.shape, self.algorithm = config, shape, algorithm
-        self.transformer = transformer_config(shape, config.parallel, config.model)
-        tensors = None if config.model.random_init else HfTensors(config.model.path)
-        self.reference = self._load(tensors) if algorithm.needs_reference else None
-        self.model = DistributedDataParallel(
-            self.transformer,
-            DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-            self._load(tensors),
-        )
-        self.optimizer = get_megatron_optimizer(_optimizer_config(config), [self.model])
-        self.scheduler = _scheduler(config, self.optimizer)
-        self.transformer.finalize_model_grads_func = finalize_model_grads
-        self.transformer.grad_scale_func = self.optimizer.scale_loss
+        self.roles = build_roles(config, shape, algorithm)
+        self.actor = self.roles["actor"]
+
+    @property
+    def model(self) -> Any:
+        """The actor's; so are `optimizer` and `scheduler`."""
+        return self.actor.model
+
+    @property
+    def optimizer(self) -> Any:
+        return self.actor.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        return self.actor.scheduler
 
     @property
     def pipeline_rank(self) -> int:
@@ -68,19 +65,32 @@ class Engine:
 
     def step(self, fields: Fields) -> StepStats:
         """Train on a batch that every rank holds whole. Raises Diverged before anything is published or saved."""
-        if self.reference is not None:
-            # Only where the loss is computed are these real; other pipeline stages carry zeros.
-            fields = fields | {REFERENCE_LOGPROBS: self._gathered_logprobs(self.reference, fields)}
-        rows = fields[MASK].shape[0]
-        pieces = min(self.algorithm.minibatches, rows)
-        cuts = [rows * i // pieces for i in range(pieces + 1)]
-        parts = [{k: t[a:b] for k, t in fields.items()} for a, b in itertools.pairwise(cuts)]
-        return _mean([self._optimizer_step(part) for part in parts])
+        fields = self.algorithm.prepare(self.prefill_fields(fields))
+        parts = self._minibatches(fields) * self.algorithm.epochs
+        warming = self._warming_up(len(parts))
+        return _mean([self._update(part, critic_only=warming) for part in parts])
 
-    def logprobs(self, fields: Fields) -> torch.Tensor | None:
-        """Log-probs [B, T] float32 of every token under the current weights; None off the last pipeline stage."""
-        result = self._gathered_logprobs(self.model, fields)
+    def prefill_fields(self, fields: Fields) -> Fields:
+        """The batch with what the algorithm `needs` of the models, where it is not there yet. Only the last pipeline
+        stage's are real, which computes the losses; other stages carry zeros. May be called for any part of a batch
+        before its step, as soon as that part is there."""
+        roles: dict[str, RoleName] = {REFERENCE_LOGPROBS: "reference", OLD_LOGPROBS: "actor", VALUES: "critic"}
+        missing = sorted(self.algorithm.needs - fields.keys())
+        return fields | {name: self._gathered(roles[name], fields) for name in missing}
+
+    def logprobs(self, fields: Fields, role: RoleName = "actor") -> torch.Tensor | None:
+        """Log-probs [B, T] float32 of every token under the role's weights; None off the last pipeline stage."""
+        result = self._gathered(role, fields)
         return result if ps.is_pipeline_last_stage() else None
+
+    def values(self, fields: Fields) -> torch.Tensor | None:
+        """The critic's values [B, T] float32; None off the last pipeline stage."""
+        return self.logprobs(fields, "critic")
+
+    def storages(self) -> dict[str, list[torch.Tensor]]:
+        """The tensors whose storages hold this rank's memory, by `actor`, `actor_optimizer`, `critic`,
+        `critic_optimizer`, `reference`."""
+        return {name: tensors for role in self.roles.values() for name, tensors in role.storages().items()}
 
     def slices(self, dtype: Dtype) -> Iterator[Slice]:
         """This rank's slices of the Hugging Face tensors, cast, without communication; none on other replicas."""
@@ -94,42 +104,68 @@ class Engine:
             for name, tensor in export_hf(self.model, self.shape):
                 yield name, tensor.to(DTYPES[dtype])
 
-    def _load(self, tensors: HfTensors | None) -> Any:
-        model = build_model(self.shape, self.transformer)
-        if tensors is not None:
-            tensors.check(self.shape.schema("float32"))
-            load_hf(model, self.shape, tensors.get)
-        model = model.to(device())
-        return Float16Module(self.transformer, model) if self.transformer.bf16 else model
+    def _minibatches(self, fields: Fields) -> list[Fields]:
+        together = self._rows_together(fields)
+        units = fields[MASK].shape[0] // together
+        pieces = min(self.algorithm.minibatches, units)
+        cuts = [units * i // pieces * together for i in range(pieces + 1)]
+        return [{k: t[a:b] for k, t in fields.items()} for a, b in itertools.pairwise(cuts)]
 
-    def _optimizer_step(self, fields: Fields) -> StepStats:
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        outputs = self._run(self.model, fields, self._loss, forward_only=False)
-        reduced = _reduce(outputs)
-        _, grad_norm, _ = self.optimizer.step()
-        loss, norm, lr = reduced.pop("loss"), float(grad_norm or 0.0), self.optimizer.param_groups[0]["lr"]
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise Diverged(f"loss {loss}, gradient norm {norm}. Lower optimizer.lr, or resume from a checkpoint.")
-        self.scheduler.step(1)
-        return StepStats(loss, norm, lr, int(reduced.pop("tokens")), reduced)
+    def _rows_together(self, fields: Fields) -> int:
+        """Packed rows hold whatever belongs together whole."""
+        return 1 if SEGMENTS in fields else self.algorithm.rows_together
 
-    def _run(self, model: Any, fields: Fields, reduce: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+    def _warming_up(self, updates: int) -> bool:
+        """Whether this step trains the critic alone. Its scheduler counts updates, also across a resume."""
+        critic = self.roles.get("critic")
+        return critic is not None and critic.scheduler.num_steps < self.algorithm.critic_warmup * updates
+
+    def _update(self, fields: Fields, *, critic_only: bool) -> StepStats:
+        """The critic's optimizer step, where there is one, then the actor's."""
+        metrics: dict[str, float] = {}
+        if (critic := self.roles.get("critic")) is not None:
+            judged = self._optimizer_step(critic, fields, self.algorithm.critic_loss)
+            metrics = {"critic_loss": judged.loss, "critic_grad_norm": judged.grad_norm, **judged.metrics}
+            if critic_only:
+                return StepStats(0.0, 0.0, self.optimizer.param_groups[0]["lr"], judged.tokens, metrics)
+        stats = self._optimizer_step(self.actor, fields, self.algorithm.loss)
+        return StepStats(stats.loss, stats.grad_norm, stats.lr, stats.tokens, stats.metrics | metrics)
+
+    def _optimizer_step(self, role: Role, fields: Fields, loss: Callable[..., LossOutput]) -> StepStats:
+        def reduce(output_BT: torch.Tensor, batch: Fields) -> tuple[torch.Tensor, torch.Tensor, LossOutput]:
+            output = loss(output_BT, batch)
+            return output.total, output.denominator.to(torch.int), output
+
+        role.model.zero_grad_buffer()
+        role.optimizer.zero_grad()
+        reduced = _reduce(self._run(role, fields, reduce, forward_only=False))
+        _, grad_norm, _ = role.optimizer.step()
+        value, norm, lr = reduced.pop("loss"), float(grad_norm or 0.0), role.optimizer.param_groups[0]["lr"]
+        if not (math.isfinite(value) and math.isfinite(norm)):
+            problem = f"{role.name}: loss {value}, gradient norm {norm}"
+            raise Diverged(f"{problem}. Lower optimizer.lr, or resume from a checkpoint.")
+        role.scheduler.step(1)
+        return StepStats(value, norm, lr, int(reduced.pop("tokens")), reduced)
+
+    def _run(self, role: Role, fields: Fields, reduce: Callable[..., Any], *, forward_only: bool) -> list[Any]:
         """Megatron's schedule over this rank's micro-batches; what `reduce` collected, on the last pipeline stage."""
         ranks, rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
-        micro_batches = share(fields, rank, ranks, self.config.micro_batch)
+        micro_batches = share(fields, rank, ranks, self.config.micro_batch, self._rows_together(fields))
         size, width = micro_batches[0][MASK].shape
         positions = torch.arange(width, device=device()).expand(size, -1)
+        judges = role.name == "critic"
 
         def forward(batches: Iterator[Fields], part: Any) -> tuple[Any, Callable[..., Any]]:
             batch = next(batches)
-            output = part(batch[TOKENS][:, :-1], positions, None, labels=batch[TOKENS][:, 1:])
-            return output, lambda nll_BT, **_: reduce(-nll_BT.float(), batch)
+            labels = None if judges else batch[TOKENS][:, 1:]
+            output = part(batch[TOKENS][:, :-1], positions, None, labels=labels)
+            # With labels the model answers with negative log-probs [B, T]; the critic with values [B, T, 1].
+            return output, lambda out, **_: reduce(out[..., 0].float() if judges else -out.float(), batch)
 
         result: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=iter(micro_batches),
-            model=[model],
+            model=[role.model],
             num_microbatches=len(micro_batches),
             seq_length=width,
             micro_batch_size=size,
@@ -138,14 +174,10 @@ class Engine:
         )
         return result
 
-    def _loss(self, logprobs_BT: torch.Tensor, batch: Fields) -> tuple[torch.Tensor, torch.Tensor, LossOutput]:
-        output = self.algorithm.loss(logprobs_BT, batch)
-        return output.total, output.tokens.to(torch.int), output
-
-    def _gathered_logprobs(self, model: Any, fields: Fields) -> torch.Tensor:
+    def _gathered(self, role: RoleName, fields: Fields) -> torch.Tensor:
         """[B, T] over all data-parallel ranks on the last pipeline stage, zeros on the others."""
         with torch.no_grad():
-            parts = self._run(model, fields, lambda logprobs_BT, _: logprobs_BT, forward_only=True)
+            parts = self._run(self.roles[role], fields, lambda output_BT, _: output_BT, forward_only=True)
         if not ps.is_pipeline_last_stage():
             return torch.zeros_like(fields[MASK])
         mine = torch.cat(parts).contiguous()
@@ -159,12 +191,12 @@ def _reduce(outputs: list[LossOutput]) -> dict[str, float]:
     result: dict[str, float] = {}
     if ps.is_pipeline_last_stage():
         first, group = outputs[0], ps.get_data_parallel_group()
-        rows = [torch.stack([o.total.detach().float(), o.tokens, *o.sums.values()]) for o in outputs]
-        sums = torch.stack(rows).double().sum(0)
+        sums = torch.stack([output.row() for output in outputs]).sum(0)
         dist.all_reduce(sums, group=group)
-        tokens = sums[1].clamp(min=1)
-        result = dict(zip(("loss", "tokens", *first.sums), (sums / tokens).tolist(), strict=True))
-        result["tokens"] = sums[1].item()
+        total, denominator, tokens, *of_sums = sums.tolist()
+        means = [value / max(denominator if first.sums_like_loss else tokens, 1) for value in of_sums]
+        result = {"loss": total / max(denominator, 1), "tokens": tokens}
+        result |= dict(zip(first.sums, means, strict=True))
         for name in first.maxima:
             value = torch.stack([o.maxima[name] for o in outputs]).max()
             dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
@@ -185,41 +217,4 @@ def _mean(stats: list[StepStats]) -> StepStats:
         lr=stats[-1].lr,
         tokens=sum(s.tokens for s in stats),
         metrics={name: sum(s.metrics[name] for s in stats) / count for name in stats[0].metrics},
-    )
-
-
-def _optimizer_config(config: TrainerConfig) -> OptimizerConfig:
-    optimizer, dtype = config.optimizer, DTYPES[config.model.dtype]
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.beta1,
-        adam_beta2=optimizer.beta2,
-        adam_eps=optimizer.eps,
-        clip_grad=optimizer.clip_grad,
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=True,
-    )
-
-
-def _scheduler(config: TrainerConfig, optimizer: Any) -> OptimizerParamScheduler:
-    c = config.optimizer
-    updates = config.steps * getattr(config.algorithm, "minibatches", 1)
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=c.lr / (c.warmup_steps + 1),  # the first step already moves
-        max_lr=c.lr,
-        min_lr=c.min_lr,
-        lr_warmup_steps=c.warmup_steps,
-        lr_decay_steps=max(updates, c.warmup_steps + 1),
-        lr_decay_style=c.decay,
-        start_wd=c.weight_decay,
-        end_wd=c.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # a resumed run may have been given more steps
     )
