@@ -15,7 +15,7 @@ from trainer import strict
 from trainer.config.algorithms import GrpoConfig, SftConfig
 from trainer.config.checkpoint import CheckpointConfig
 from trainer.config.checks import positive
-from trainer.config.datasets import ArithmeticData, JsonlData
+from trainer.config.datasets import ArithmeticData, CodeTasksData, JsonlData
 from trainer.config.faults import FaultsConfig
 from trainer.config.packing import PackingConfig
 from trainer.config.rewards import (
@@ -47,6 +47,7 @@ __all__ = [
     "CheckpointConfig",
     "ClassifierReward",
     "CodeReward",
+    "CodeTasksData",
     "Dtype",
     "EvalConfig",
     "ExactMatchReward",
@@ -79,7 +80,7 @@ class TrainerConfig:
     """Everything one run needs. `batch` counts prompts (records) a step, `micro_batch` sequences a forward pass."""
 
     model: ModelConfig
-    data: JsonlData | ArithmeticData
+    data: JsonlData | ArithmeticData | CodeTasksData
     algorithm: SftConfig | GrpoConfig
     steps: int
     batch: int = 16

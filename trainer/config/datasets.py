@@ -5,23 +5,68 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config.checks import in_range
+from trainer.config.checks import in_range, positive
 from trainer.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class JsonlData:
-    """Records, one JSON object a line. Held-out records are in their own file."""
+class FileData:
+    """Records in files. `path` (and `eval_path`, for the held-out ones) is a path or any fsspec URL, with `*` or
+    `{000..009}` for several files.
 
-    kind: Literal["jsonl"] = "jsonl"
+    Keys are looked up in each record; `a.b` looks into an object. A prompt is a text, or a list of chat messages, which
+    the model's chat template renders (`chat_template: true` makes a text the user's message). The answer that rewards
+    compare with is the target unless `answer_key` is there. `chosen` and `rejected` make a preference. What else
+    rewards need is the object `extra`, and what `extra_keys` name.
+
+    Up to `max_bad` records that cannot be used are left out, counted and named; one more ends the run. Records of more
+    than `max_length` tokens are left out and counted. Tokenised records are kept in `cache_dir` (default:
+    $HOTSWAP_CACHE, else ~/.cache/hotswap). `workers` processes tokenise (0: one a core).
+    """
+
+    kind: str = ""
     path: str = ""
     eval_path: str | None = None
     prompt_key: str = "prompt"
     target_key: str = "target"
+    answer_key: str = "answer"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    extra_keys: tuple[str, ...] = ()
+    chat_template: bool = False
+    max_bad: int = 0
+    max_length: int | None = None
+    cache_dir: str | None = None
+    workers: int = 0
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise ConfigError("path", "missing", "Name a JSONL file")
+            raise ConfigError("path", "missing", "Name a file, or several with * or {000..009}")
+        in_range(self, "max_bad", 0, 10**9)
+        in_range(self, "workers", 0, 1024)
+        positive(self, "max_length")
+
+
+@dataclass(frozen=True)
+class JsonlData(FileData):
+    """One JSON object a line; files may be compressed (.gz, .zst, .bz2, .xz)."""
+
+    kind: Literal["jsonl"] = "jsonl"
+
+
+@dataclass(frozen=True)
+class ParquetData(FileData):
+    """One record a row, keys are columns. Only the columns that are named are read."""
+
+    kind: Literal["parquet"] = "parquet"
+
+
+@dataclass(frozen=True)
+class WebDatasetData(FileData):
+    """Tar shards. The files of one record follow each other and share their name up to its first dot; what comes after
+    is the key: `.json` holds an object whose keys are the record's, any other extension (`.prompt`, `.txt`) a text."""
+
+    kind: Literal["webdataset"] = "webdataset"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ mistake, made in a share `noise` of the training targets:
     off_by_one   one too many: a systematic mistake, which greedy decoding repeats once it is the majority
     carry        the tens digit forgotten
 
+Every record is a preference too, of the right answer over a mistaken one, whatever its target.
+
 Held-out problems are the same for every seed, are never trained on, and have right answers.
 """
 
@@ -33,16 +35,18 @@ class Arithmetic:
         order = np.random.default_rng(_SPLIT_SEED).permutation(len(problems))
         shuffled = [problems[i] for i in order]
         self._training = shuffled[config.held_out :]
-        self.held_out = [self._record(i, p, sum(p)) for i, p in enumerate(shuffled[: config.held_out])]
+        held_out = enumerate(shuffled[: config.held_out])
+        self.held_out = [self._record(i, p, sum(p), self._mistake(sum(p), _rng(0, i))) for i, p in held_out]
 
     def __len__(self) -> int:
         return COPIES * len(self._training)
 
     def __getitem__(self, index: int) -> Record:
         problem = self._training[index % len(self._training)]
-        rng = np.random.default_rng([self._seed, index])
+        rng = _rng(self._seed, index)
         wrong = rng.random() < self._config.noise
-        return self._record(index, problem, self._mistake(sum(problem), rng) if wrong else sum(problem))
+        mistake = self._mistake(sum(problem), rng)
+        return self._record(index, problem, mistake if wrong else sum(problem), mistake)
 
     def _mistake(self, total: int, rng: np.random.Generator) -> int:
         if self._config.mistake == "off_by_one":
@@ -51,12 +55,19 @@ class Arithmetic:
             return total % 10
         return int(rng.integers(0, self._config.largest * self._config.operands + 1))
 
-    def _record(self, index: int, problem: tuple[int, ...], target: int) -> Record:
+    def _record(self, index: int, problem: tuple[int, ...], target: int, mistake: int) -> Record:
         prompt = "+".join(str(n) for n in problem) + "="
+        rejected = mistake if mistake != sum(problem) else mistake + 1  # a random mistake may be right
         return Record(
             index=index,
             prompt=prompt,
             answer=f"{sum(problem):02d}",
             prompt_ids=self._tokenizer.prompt(prompt),
             target_ids=self._tokenizer.continuation(f"{target:02d}"),
+            chosen_ids=self._tokenizer.continuation(f"{sum(problem):02d}"),
+            rejected_ids=self._tokenizer.continuation(f"{rejected:02d}"),
         )
+
+
+def _rng(*numbers: int) -> np.random.Generator:
+    return np.random.default_rng(list(numbers))
