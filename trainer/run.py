@@ -14,11 +14,10 @@ from typing import Any, Literal
 
 from trainer.algorithms import build_algorithm
 from trainer.batch import Fields, collate
-from trainer.checkpoint import CheckpointDir, writing
+from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.config import TrainerConfig
 from trainer.data import Tokenizer, build_dataset, take
-from trainer.errors import ConfigError, DataError, PublishError, RankFailed, ResumeError
-from trainer.megatron import state as engine_state
+from trainer.errors import ConfigError, DataError, PublishError, RankFailed
 from trainer.megatron.engine import Engine, StepStats
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import finish_checkpoint, write_shards
@@ -59,9 +58,10 @@ class Run:
         self.algorithm = build_algorithm(config.algorithm)
         self.engine = Engine(config, shape, self.algorithm)
         self._metrics = metrics
-        self._checkpoints = CheckpointDir(config.checkpoint.path, config.checkpoint.keep) if config.checkpoint else None
+        self.checkpoints = Checkpoints(config.checkpoint, self.engine, self._identity()) if config.checkpoint else None
         self._publisher: WeightPublisher | None = None
         self._failed_publishes = 0
+        self._evaluated = (-1, 0.0)
         self._rollouts: Rollouts | None = None
         lead(self._open_lead)
         if config.publish is not None:
@@ -70,7 +70,8 @@ class Run:
     def start(self) -> TrainState:
         """The state to go on from: the newest whole checkpoint's, or a fresh one."""
         self._began = time.monotonic()
-        state = self._resume() if self._checkpoints else TrainState()
+        saved = self.checkpoints.resume() if self.checkpoints else None
+        state = TrainState(**saved) if saved is not None else TrainState()
         if is_lead():
             c = self.config
             values = {"steps": c.steps, "algorithm": c.algorithm.name, "world_size": c.parallel.world_size}
@@ -115,22 +116,14 @@ class Run:
 
     def checkpoint(self, state: TrainState) -> None:
         """Save everything a resumed run needs to go on exactly."""
-        if self._checkpoints is None:
-            return
-        began, checkpoints = time.perf_counter(), self._checkpoints
-        staged = Path(broadcast_json(str(lead(lambda: checkpoints.stage(state.step)))))
-        with writing(staged):
-            engine_state.save(self.engine, staged)
-        saved = {"train": dataclasses.asdict(state), "identity": self._identity()}
-        path = lead(lambda: checkpoints.commit(state.step, saved))
-        if is_lead():
-            ms = round((time.perf_counter() - began) * 1e3, 1)
-            self._metrics.write("checkpoint", {"step": state.step, "path": str(path), "ms": ms})
+        if self.checkpoints is not None:
+            self.checkpoints.save(state.step, dataclasses.asdict(state), self._score(state))
 
     def report(self, state: TrainState, stats: StepStats, extra: dict[str, float], watch: Stopwatch) -> None:
         """One `step` event."""
         if not is_lead():
             return
+        self._report_checkpoints()
         numbers = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, "tokens": stats.tokens}
         seconds = sum(watch.ms.values()) / 1e3
         rate = {"tokens_per_s": round(stats.tokens / seconds, 1), "version": state.version}
@@ -138,6 +131,9 @@ class Run:
 
     def finish(self, state: TrainState) -> None:
         """Write the Hugging Face checkpoint, if one is wanted, and the last event."""
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+            self._report_checkpoints()
         if self.config.save_to is not None:
             self.save_hf(self.config.save_to)
         if is_lead():
@@ -178,7 +174,7 @@ class Run:
             assert self._rollouts is not None  # the configuration insists on a gateway
             n, rollouts = self.algorithm.samples_per_prompt, self._rollouts
             running = [rollouts.submit(record, n, state.consumed + i) for i, record in enumerate(records)]
-            groups = [future.result().at(state.version) for future in running]
+            groups = [future.result() for future in running]
         sequences = self.algorithm.sequences(records, groups)
         for sequence in sequences:
             if sequence.length > self.shape.max_positions:
@@ -194,34 +190,17 @@ class Run:
         mean = sum(g.rewards[0] for g in groups) / len(groups)
         versions = sorted({span.version for g in groups for span in g.samples[0].versions})
         values = {"step": state.step, "version": state.version, "served_versions": versions, "prompts": len(groups)}
+        self._evaluated = (state.step, full)
         self._metrics.write("eval", values | {"accuracy": full, "reward_mean": mean})
 
-    def _resume(self) -> TrainState:
-        assert self.config.checkpoint is not None
-        found = broadcast_json(lead(self._find_checkpoint))
-        if found is None:
-            return TrainState()
-        directory, state = Path(found["directory"]), found["state"]
-        engine_state.load(self.engine, directory)
-        return TrainState(**state["train"])
+    def _report_checkpoints(self) -> None:
+        for event, values in self.checkpoints.events() if self.checkpoints is not None else []:
+            self._metrics.write(event, values)
 
-    def _find_checkpoint(self) -> dict[str, Any] | None:
-        assert self.config.checkpoint is not None
-        assert self._checkpoints is not None
-        wanted = self.config.checkpoint.resume
-        found = None if wanted == "never" else self._checkpoints.newest()
-        if found is None:
-            if wanted == "must":
-                raise ResumeError(f"{self.config.checkpoint.path} has no checkpoint. Set checkpoint.resume to auto.")
-            return None
-        directory, state = found
-        for key, mine in self._identity().items():
-            if state["identity"].get(key) != mine:
-                raise ResumeError(
-                    f"{directory} was written with {key} {state['identity'].get(key)}, this run has {mine}. "
-                    "Set it back, choose another checkpoint.path, or set checkpoint.resume to never."
-                )
-        return {"directory": str(directory), "state": state}
+    def _score(self, state: TrainState) -> float | None:
+        """The accuracy of an evaluation at this very step, if there was one."""
+        step, accuracy = self._evaluated
+        return accuracy if step == state.step else None
 
     def _identity(self) -> dict[str, Any]:
         """What must be equal for a checkpoint to be continued."""

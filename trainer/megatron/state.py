@@ -1,8 +1,12 @@
-"""Saving and restoring an engine exactly: model, sharded optimizer, learning-rate schedule, random generators.
+"""Saving and restoring an engine exactly: for each role that is trained its model, sharded optimizer and learning-rate
+schedule, and the random generators.
 
-Tensors go through Megatron's `dist_checkpointing` in the `torch_dist` format, which can be read back in another
-parallel layout; generator states go to one JSON file per rank and are restored only on as many ranks (elsewhere
-exactness is lost, training is not).
+    DIRECTORY/actor/              Megatron's `torch_dist` format, which can be read back in another parallel layout
+    DIRECTORY/critic/             the same, if the algorithm has one
+    DIRECTORY/rank-00000.json     the generators of a rank; restored only on as many ranks (elsewhere exactness is
+                                  lost, training is not)
+
+The reference model is not saved: it is the checkpoint that the run started from.
 
 Three defects of Megatron-Core 0.16.1 with torch's Adam are worked around (`_prepare_optimizer`, `_load_optimizer`): its
 loader expects optimizer state, `step` included, before the first step ever ran; it then looks for `step` among the
@@ -12,23 +16,23 @@ would increment once per parameter.
 
 from __future__ import annotations
 
-import base64
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-from megatron.core.tensor_parallel import random as tp_random
-from torch.distributed import checkpoint as dcp
 
+from trainer.checkpoint.files import describe, write_flushed, writing
+from trainer.checkpoint.share import Share
+from trainer.errors import CheckpointError
+from trainer.megatron import staging
 from trainer.megatron.convert import unwrap
 from trainer.megatron.engine import Engine
+from trainer.megatron.parallel import gather_json
+from trainer.megatron.rng import rng_state, set_rng_state
+from trainer.megatron.staging import Buffers, StagedTensors
 
 _SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -38,53 +42,92 @@ _SHARDING = {
 }
 
 
+class StagedEngine:
+    """An engine's state at one moment. Taking it is collective, writing it is not."""
+
+    def __init__(self, engine: Engine, directory: Path, buffers: Buffers | None) -> None:
+        """`directory` exists and is empty. Without `buffers` nothing is copied: write before the next step."""
+        self._directory, self._rank = directory, dist.get_rank()
+        self._rng = json.dumps(rng_state())
+        self._roles: dict[str, StagedTensors] = {}
+        for name, role in trained(engine).items():
+            staging.lead_makes(directory / name)
+            self._roles[name] = StagedTensors(_sharded(role, loading=False), directory / name, name, buffers)
+
+    def write(self) -> Share:
+        """Write this rank's files. Raises CheckpointError when the disk does not take them."""
+        with writing(self._directory):
+            pieces = {name: staged.write() for name, staged in self._roles.items()}
+            files = {f"{role}/{piece[3]}" for role, found in pieces.items() for piece in found}
+            generators = f"rank-{self._rank:05d}.json"
+            write_flushed(self._directory / generators, self._rng)
+            return Share({name: describe(self._directory / name) for name in (*files, generators)}, pieces)
+
+    def finish(self, shares: list[Share]) -> None:
+        """Rank 0, when every rank has written: the index of each role."""
+        with writing(self._directory):
+            for name, staged in self._roles.items():
+                staged.finish([piece for share in shares for piece in share.pieces[name]])
+
+
 def save(engine: Engine, directory: Path) -> None:
-    """Write this rank's share below `directory`, which exists and is empty. Collective."""
-    tensors = directory / "tensors"
+    """Write this rank's share below `directory`, which exists and is empty, and wait for all. Collective.
+
+    Raises CheckpointError on every rank when one could not write.
+    """
+    staged = StagedEngine(engine, directory, None)
+    try:
+        share = staged.write()
+    except CheckpointError as error:
+        share = Share(problem=str(error))
+    told = gather_json([share.pieces, share.problem])
+    if problems := [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(told) if problem]:
+        raise CheckpointError("; ".join(problems))
     if dist.get_rank() == 0:
-        tensors.mkdir()
-    dist.barrier()
-    dist_checkpointing.save(_sharded(engine, loading=False), str(tensors), _SaveInProcess("torch_dist", 1))
-    (directory / f"rank-{dist.get_rank():05d}.json").write_text(json.dumps(_rng_state()))
+        staged.finish([Share(pieces=pieces) for pieces, _ in told])
     dist.barrier()
 
 
 def load(engine: Engine, directory: Path) -> None:
-    """Restore what `save` wrote. Collective."""
-    _prepare_optimizer(engine)
-    state = dist_checkpointing.load(_sharded(engine, loading=True), str(directory / "tensors"))
-    unwrap(engine.model).load_state_dict(state["model"])
-    _load_optimizer(engine, state["optimizer"])
-    engine.scheduler.load_state_dict(state["scheduler"])
+    """Restore what was saved, in this layout or another. Collective."""
+    for name, role in trained(engine).items():
+        _prepare_optimizer(role)
+        state = staging.load(_sharded(role, loading=True), directory / name)
+        for key, chunk in _chunks(role).items():
+            unwrap(chunk).load_state_dict(state[key])
+        _load_optimizer(role, state["optimizer"])
+        role.scheduler.load_state_dict(state["scheduler"])
     saved_world = len(list(directory.glob("rank-*.json")))
     if saved_world == dist.get_world_size():
-        _set_rng_state(json.loads((directory / f"rank-{dist.get_rank():05d}.json").read_text()))
+        set_rng_state(json.loads((directory / f"rank-{dist.get_rank():05d}.json").read_text()))
 
 
-class _SaveInProcess(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Megatron's own writer starts a manager process and forks; a killed rank leaves them behind. torch's does not."""
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        keyed, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        dcp.save(
-            torch_dist.mcore_to_pyt_state_dict(keyed, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
-            planner=torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+def trained(engine: Engine) -> dict[str, Any]:
+    """The roles that have an optimizer, by name, in the same order on every rank."""
+    roles: dict[str, Any] = getattr(engine, "roles", {"actor": engine})
+    return {name: role for name, role in sorted(roles.items()) if role.optimizer is not None}
 
 
-def _sharded(engine: Engine, *, loading: bool) -> dict[str, Any]:
-    model = unwrap(engine.model).sharded_state_dict()
-    optimizer = engine.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_SHARDING)
-    return {"model": model, "optimizer": optimizer, "scheduler": engine.scheduler.state_dict()}
+def _chunks(role: Any) -> dict[str, Any]:
+    """The model's pieces on this rank by their key in the state; several with interleaved pipeline stages."""
+    model = role.model
+    if not isinstance(model, list):
+        return {"model": model}
+    return {"model": model[0]} if len(model) == 1 else {f"model{i}": chunk for i, chunk in enumerate(model)}
 
 
-def _optimizers(engine: Engine) -> Iterator[Any]:
-    yield from getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+def _sharded(role: Any, *, loading: bool) -> dict[str, Any]:
+    models = {key: unwrap(chunk).sharded_state_dict() for key, chunk in _chunks(role).items()}
+    optimizer = role.optimizer.sharded_state_dict(models, is_loading=loading, metadata=_SHARDING)
+    return {**models, "optimizer": optimizer, "scheduler": role.scheduler.state_dict()}
 
 
-def _prepare_optimizer(engine: Engine) -> None:
-    for distributed in _optimizers(engine):
+def _optimizers(role: Any) -> Iterator[Any]:
+    yield from getattr(role.optimizer, "chained_optimizers", [role.optimizer])
+
+
+def _prepare_optimizer(role: Any) -> None:
+    for distributed in _optimizers(role):
         for group in distributed.optimizer.param_groups:
             for parameter in group["params"]:
                 if not distributed.optimizer.state[parameter]:
@@ -92,11 +135,11 @@ def _prepare_optimizer(engine: Engine) -> None:
                     distributed.optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
 
 
-def _load_optimizer(engine: Engine, state: Any) -> None:
-    for distributed in _optimizers(engine):
+def _load_optimizer(role: Any, state: Any) -> None:
+    for distributed in _optimizers(role):
         distributed._set_main_param_and_optimizer_states = _KeepStep(distributed)
-    engine.optimizer.load_state_dict(state)
-    for distributed in _optimizers(engine):
+    role.optimizer.load_state_dict(state)
+    for distributed in _optimizers(role):
         del distributed._set_main_param_and_optimizer_states  # the class's own again
         for per_parameter in distributed.optimizer.state.values():
             per_parameter["step"] = per_parameter["step"].clone()
@@ -113,35 +156,3 @@ class _KeepStep:
         group, order = self.distributed.model_param_group_index_map[model_param]
         main = self.distributed.optimizer.param_groups[group]["params"][order]
         self.original(model_param, {"step": self.distributed.optimizer.state[main]["step"], **tensors})
-
-
-def _rng_state() -> dict[str, Any]:
-    tracker = tp_random.get_cuda_rng_tracker().get_states()
-    numpy = np.random.get_state(legacy=False)
-    return {
-        "python": random.getstate(),
-        "numpy": {**numpy, "state": {**numpy["state"], "key": numpy["state"]["key"].tolist()}},
-        "torch": _encode(torch.get_rng_state()),
-        "cuda": _encode(torch.cuda.get_rng_state()),
-        "tracker": {name: _encode(state) for name, state in tracker.items()},
-    }
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    numpy = state["numpy"]
-    numpy["state"]["key"] = np.array(numpy["state"]["key"], dtype=np.uint32)
-    np.random.set_state(numpy)
-    tracker = {name: _decode(value) for name, value in state["tracker"].items()}
-    tp_random.get_cuda_rng_tracker().set_states(tracker)
-    torch.cuda.set_rng_state(_decode(state["cuda"]))
-    torch.set_rng_state(_decode(state["torch"]))
-
-
-def _encode(state: torch.Tensor) -> str:
-    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
-
-
-def _decode(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
