@@ -66,10 +66,15 @@ class ContextParallelAttention(MegatronModule):  # type: ignore[misc]
         self.scale = softmax_scale
 
     def forward(self, query: Any, key: Any, value: Any, attention_mask: Any = None, **_: Any) -> Any:
-        """query [T / N, B, heads, D], key and value [T / N, B, groups, D] -> [T / N, B, heads * D]."""
+        """query [T / N, B, heads, D], key and value [T / N, B, groups, D] -> [T / N, B, heads * D].
+
+        `attention_mask` is None, or int64 [B, T] for packed rows: the segments of the whole row (see attention.py).
+        """
         key, value = whole_sequence(torch.stack([key, value]), 1, copies=False)
         mine = local_positions(len(key), key.device)
         visible = mine[:, None] >= torch.arange(len(key), device=key.device)
+        if attention_mask is not None:
+            visible = visible & (attention_mask[:, None, mine, None] == attention_mask[:, None, None])
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=visible, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]

@@ -1,0 +1,121 @@
+"""One pass of a batch through a model: cut into micro-batches, through Megatron's schedule, in any layout.
+
+The schedule is plain accumulation without pipeline stages, 1F1B with them, and the interleaved one where stages hold
+several chunks of layers. Whatever the layout, `reduce` is asked about whole sequences: under context parallelism every
+rank gets the outputs of the others as well, and the gradient of its own part goes back.
+
+Shapes: B sequences, T label positions, N context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as ps
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from trainer.batch import MASK, POSITIONS, SEGMENTS, TOKENS, Fields, share
+from trainer.megatron.context import local_positions, whole_sequence
+from trainer.megatron.rotary import rotary_positions
+
+FP8_TOKENS = 16  # what 8-bit matrix products want the number of tokens to be a multiple of
+
+
+class Inputs(NamedTuple):
+    """What this rank feeds the model: its part [B, T / N] of the sequences, and the segments of all of them."""
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    rotary: Tensor | None
+    segments: Tensor | None
+
+
+def run(
+    chunks: list[Any],
+    config: TransformerConfig,
+    fields: Fields,
+    reduce: Callable[[Tensor, Fields], Any],
+    *,
+    micro_batch: int,
+    unit: int = 1,
+    forward_only: bool,
+    values: bool = False,
+) -> list[Any]:
+    """What `reduce(output_BT, micro_batch)` returned for each micro-batch of this data-parallel rank, on the last
+    pipeline stage; an empty list on the others. Collective.
+
+    `chunks` are the model's parts on this rank. Their output are the log-probs float32 [B, T] of the tokens at t + 1,
+    or the values of a critic (`values`). To train, `reduce` returns (loss, number of tokens, anything).
+    """
+    micro_batches = share(
+        fields, ps.get_data_parallel_rank(), ps.get_data_parallel_world_size(), micro_batch, unit, _group(chunks)
+    )
+    size, width = micro_batches[0][MASK].shape
+
+    def forward(batches: Iterator[Fields], part: Any) -> tuple[Any, Callable[..., Any]]:
+        batch = next(batches)
+        given = inputs(batch, config)
+        with rotary_positions(given.rotary):
+            output = part(given.tokens, given.positions, given.segments, labels=None if values else given.labels)
+        return output, lambda out, **_: reduce(_whole(out[..., 0] if values else -out, width), batch)
+
+    batches = [iter(micro_batches) for _ in chunks]
+    result: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=batches if len(chunks) > 1 else batches[0],
+        model=chunks,
+        num_microbatches=len(micro_batches),
+        seq_length=_fitted(width, config),
+        micro_batch_size=size,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    return result
+
+
+def inputs(batch: Fields, config: TransformerConfig) -> Inputs:
+    """This rank's part of a micro-batch, padded on the right to a width that the layout can cut."""
+    tokens, width = batch[TOKENS], batch[MASK].shape[1]
+    mine = local_positions(_fitted(width, config), tokens.device)
+
+    def padded(field: Tensor) -> Tensor:
+        return F.pad(field, (0, _fitted(width, config) - field.shape[1]))
+
+    return Inputs(
+        tokens=padded(tokens[:, :-1])[:, mine],
+        labels=padded(tokens[:, 1:])[:, mine],
+        positions=mine.expand(len(tokens), -1),
+        rotary=padded(batch[POSITIONS][:, :-1])[:, mine] if POSITIONS in batch else None,
+        segments=padded(batch[SEGMENTS][:, :-1]) if SEGMENTS in batch else None,
+    )
+
+
+def tokens_once(tokens: Tensor) -> Tensor:
+    """The number of tokens as Megatron wants it: it adds up all ranks', and context-parallel ranks have the same."""
+    return (tokens if ps.get_context_parallel_rank() == 0 else torch.zeros_like(tokens)).to(torch.int)
+
+
+def _whole(output: Tensor, width: int) -> Tensor:
+    return whole_sequence(output.float(), 1, copies=True)[:, :width]
+
+
+def _fitted(width: int, config: TransformerConfig) -> int:
+    context = config.context_parallel_size
+    local = math.lcm(
+        2 if context > 1 else 1,
+        config.tensor_model_parallel_size if config.sequence_parallel else 1,
+        FP8_TOKENS if config.fp8 else 1,
+    )
+    return -(-width // (context * local)) * context * local
+
+
+def _group(chunks: list[Any]) -> int:
+    """Micro-batches go through interleaved chunks in groups as large as the pipeline."""
+    return int(ps.get_pipeline_model_parallel_world_size()) if len(chunks) > 1 else 1
