@@ -1,8 +1,9 @@
-"""`hotswap instances`: who there is and how they do; taking one out of routing, and back."""
+"""`hotswap instances`: who there is and how they do; taking one out of routing, putting it to sleep, and back."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +49,39 @@ def resume(name: Name, state_dir: StateDir = None, url: Url = None, key_file: Ke
     Console().print(f"{name} " + ("is about to stop by itself" if answer["draining"] else "gets requests again"))
 
 
+@app.command()
+def sleep(
+    name: Name,
+    level: Annotated[int, typer.Option(min=1, max=2, help="1: quick to wake, 2: least memory")] = 2,
+    drain: Annotated[float, typer.Option(help="seconds that requests in flight get to end")] = 30.0,
+    wait: Annotated[float, typer.Option(help="seconds to wait until its memory is free")] = 60.0,
+    state_dir: StateDir = None,
+    url: Url = None,
+    key_file: KeyFile = None,
+) -> None:
+    """Have it give its memory back, until `wake`."""
+    body = {"level": level, "drain_s": drain, "requested_by": "hotswap", "wait_s": 0.0}
+    client = AdminClient(state_dir, url, key_file)
+    client.call("POST", f"/admin/instances/{name}/sleep", body)
+    asleep = _wait_for(lambda: name in {r["id"] for r in client.call("GET", "/admin/sleep")["asleep"]}, wait)
+    Console().print(f"{name} " + ("sleeps" if asleep else "is falling asleep"))
+
+
+@app.command()
+def wake(
+    name: Name,
+    wait: Annotated[float, typer.Option(help="seconds to wait until it serves")] = 120.0,
+    state_dir: StateDir = None,
+    url: Url = None,
+    key_file: KeyFile = None,
+) -> None:
+    """End its sleep."""
+    client = AdminClient(state_dir, url, key_file)
+    client.call("POST", f"/admin/instances/{name}/wake", {"wait_s": 0.0})
+    serves = _wait_for(lambda: name in _eligible(client), wait)
+    Console().print(f"{name} " + ("serves" if serves else "is waking"))
+
+
 def show_instances(state_dir: Path | None, url: str | None = None, key_file: Path | None = None) -> None:
     """Print every instance with its state, versions and last swap times."""
     rows = AdminClient(state_dir, url, key_file).call("GET", "/admin/instances")["instances"]
@@ -64,6 +98,18 @@ def _state(row: dict[str, Any]) -> str:
     if row["draining"]:
         return "DRAINING"
     return str(row["state"]) if row["eligible"] else f"{row['state']} (not asked)"
+
+
+def _eligible(client: AdminClient) -> set[str]:
+    return {row["id"] for row in client.call("GET", "/admin/instances")["instances"] if row["eligible"]}
+
+
+def _wait_for(holds: Callable[[], bool], wait_s: float) -> bool:
+    """Whether it came to hold in that time."""
+    deadline = time.monotonic() + wait_s
+    while not (held := holds()) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return held
 
 
 def _wait_until_idle(client: AdminClient, name: str, wait_s: float) -> None:

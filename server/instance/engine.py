@@ -117,6 +117,19 @@ class Engine:
         """Generate on."""
         await self.client.resume_generation()
 
+    @property
+    def sleeps_in_place(self) -> bool:
+        """Whether vLLM was started with `--enable-sleep-mode`: it can give its device memory up and stay."""
+        return bool(self.client.vllm_config.model_config.enable_sleep_mode)
+
+    async def sleep(self) -> None:
+        """Weights to pinned host memory, KV cache dropped; requests that still run are aborted."""
+        await self._answer(self.client.sleep(level=1))
+
+    async def wake(self) -> None:
+        """Everything back on the device; the weights are those it slept with."""
+        await self._answer(self.client.wake_up())
+
     async def died(self) -> None:
         """Return when the engine has ended behind our back."""
         while not self.client.errored:  # noqa: ASYNC110 - vLLM has a flag, and no event

@@ -13,14 +13,18 @@ from server.leaving import LeavingServer
 
 from .admission import Admission
 from .config import InstanceConfig
+from .rest import rest, start_over
 
 
 def run_instance(config: InstanceConfig) -> None:
-    """Serve until SIGTERM, which lets requests in flight end, or SIGINT."""
+    """Serve until SIGTERM, which lets requests in flight end, or SIGINT; between, sleep as ordered (rest.py)."""
+    environment = dict(os.environ)
     prepare_environment()
     import uvloop
 
-    uvloop.run(serve(config))
+    uvloop.run(rest(config))
+    if uvloop.run(serve(config)):
+        start_over(environment)
 
 
 def prepare_environment() -> None:
@@ -32,8 +36,11 @@ def prepare_environment() -> None:
     os.environ["HOTSWAP_INSTANCE_PID"] = str(os.getpid())
 
 
-async def serve(config: InstanceConfig) -> None:
-    """The engine, vLLM's routes and ours on one loopback socket, and the sidecar that takes part in swaps."""
+async def serve(config: InstanceConfig) -> bool:
+    """The engine, vLLM's routes and ours on one loopback socket, and the sidecar that takes part in swaps.
+
+    Returns whether it ended in order to sleep.
+    """
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
     from .engine import parse_vllm_args, start_engine
@@ -48,8 +55,10 @@ async def serve(config: InstanceConfig) -> None:
         await warm_up(app, config.model)
         sidecar = Sidecar(config, engine, app, address=f"http://{config.host}:{port}")
         server = LeavingServer(_uvicorn_config(app), sidecar.leave)
+        sidecar.end = lambda: setattr(server, "should_exit", True)
         async with sidecar.running():
             await server.serve(sockets=[listener])
+    return sidecar.sleeps
 
 
 async def build_app(engine: Any, args: Any, config: InstanceConfig) -> Any:

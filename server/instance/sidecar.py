@@ -7,12 +7,13 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
 from prometheus_client import Counter, Gauge
 
+from server.sleeping import SleepOrder, ordered, stay_asleep
 from weightsync.checkpoint import Checkpoint
 from weightsync.errors import CheckpointError, StoreError, StoreUnavailable
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
@@ -23,6 +24,7 @@ from weightsync.swap.agent_state import same
 from .admission import Admission
 from .config import InstanceConfig
 from .engine import Engine
+from .rest import sleeper
 
 log = logging.getLogger("hotswap.instance")
 
@@ -42,6 +44,8 @@ class Sidecar:
         self._config, self._engine, self._admission = config, engine, admission
         self._participant: Participant | None = None
         self._suspect: int | None = None  # the version built last, or one that was not as published
+        self.sleeps = False  # whether the process is to start over and sleep
+        self.end: Callable[[], None] = lambda: None  # ends the server
         self._record = InstanceRecord(
             id=config.instance_id, address=address, pid=os.getpid(), model_dir=str(config.model_dir)
         )
@@ -51,20 +55,9 @@ class Sidecar:
         """Take part while the context is open; leave the fleet before it closes."""
         await self._engine.prepare(reference_schema(self._config.model_dir))
         store = open_store(self._config.store)
-        participant = Participant(
-            store,
-            self._config.model,
-            replace(self._record, max_num_seqs=self._engine.max_num_seqs),
-            self._stage,
-            self._commit,
-            drop=self._drop,
-            drain=self._admission.idle,
-            pause=self._engine.pause,
-            resume=self._engine.resume,
-        )
-        self._participant = participant
-        self._admission.admits = lambda: participant.admits
-        tasks = [asyncio.create_task(self._join(store, participant)), asyncio.create_task(self._end_with_engine())]
+        self._participant = self._new_participant(store, replace(self._record, max_num_seqs=self._engine.max_num_seqs))
+        self._admission.admits = lambda: self._participant is not None and self._participant.admits
+        tasks = [asyncio.create_task(self._live(store)), asyncio.create_task(self._end_with_engine())]
         try:
             yield
         finally:
@@ -72,7 +65,7 @@ class Sidecar:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             with contextlib.suppress(StoreUnavailable):
-                await participant.stop()
+                await self._participant.stop()
             await store.close()
 
     async def leave(self) -> bool:
@@ -86,6 +79,52 @@ class Sidecar:
                 await participant.drain()
         await self._admission.idle(self._config.drain_s)
         return True
+
+    async def _live(self, store: Store) -> None:
+        """Take part in swaps until ordered to sleep; sleep, then take part again, or leave it to the next process."""
+        keys = Keys(self._config.model)
+        while True:
+            assert self._participant is not None
+            joining = asyncio.create_task(self._join(store, self._participant))
+            try:
+                order = await ordered(store, keys, self._config.instance_id)
+            finally:
+                joining.cancel()
+                await asyncio.gather(joining, return_exceptions=True)
+            await self._withdraw(self._participant, order)
+            if order.level == 2 or not self._engine.sleeps_in_place:
+                self.sleeps = True
+                self.end()
+                return
+            await self._engine.sleep()
+            await stay_asleep(store, keys, sleeper(self._config, order, in_place=True))
+            await self._engine.wake()
+            # It runs what it slept with, and is asked for nothing before it runs what is active now.
+            awake = replace(self._participant.record, state="STARTING", staged_version=None, swap_id=None, error=None)
+            self._participant = self._new_participant(store, awake)
+
+    async def _withdraw(self, participant: Participant, order: SleepOrder) -> None:
+        """Out of routing, let requests end in the time they are given, and out of the fleet."""
+        log.info("going to sleep, level %d, as ordered by %s", order.level, order.requested_by)
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(TELL_S):
+                await participant.drain()
+        await self._admission.idle(order.drain_s)
+        with contextlib.suppress(StoreError):
+            await participant.stop()
+
+    def _new_participant(self, store: Store, record: InstanceRecord) -> Participant:
+        return Participant(
+            store,
+            self._config.model,
+            record,
+            self._stage,
+            self._commit,
+            drop=self._drop,
+            drain=self._admission.idle,
+            pause=self._engine.pause,
+            resume=self._engine.resume,
+        )
 
     async def _join(self, store: Store, participant: Participant) -> None:
         """Wait for a first version, then join: until one is loaded, this instance runs dummy weights."""

@@ -1,0 +1,55 @@
+"""A real instance sleeps: its memory is really free, versions go on meanwhile, and it wakes with the active one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.live import LiveServer, eventually
+
+pytestmark = pytest.mark.engine
+MB = 1 << 20
+SMALL = 150 * MB  # an interpreter and a client of the store; an engine takes several times as much
+
+
+def resident(live: LiveServer) -> int:
+    """Private bytes of the instance's processes."""
+    return sum(process.memory_full_info().uss for process in live.tree() if process.status() != psutil.STATUS_ZOMBIE)
+
+
+def asleep(live: LiveServer) -> list[str]:
+    return [record["id"] for record in live.admin.get("/admin/sleep").json()["asleep"]]
+
+
+def order(live: LiveServer, what: str, **body: object) -> str:
+    answer = live.admin.post(f"/admin/instances/instance-0/{what}", json={"wait_s": 90, **body})
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["state"])
+
+
+def test_an_instance_gives_its_memory_back_and_wakes_with_the_version_active_then(
+    live: LiveServer, checkpoints: dict[str, Path]
+) -> None:
+    pid, before = live.tree()[0].pid, resident(live)
+    assert order(live, "sleep", level=2, drain_s=5) == "asleep"
+    assert asleep(live) == ["instance-0"]
+    assert live.instances() == []
+    assert live.tree()[0].pid == pid, "its supervisor would take it for dead"
+    assert eventually(lambda: resident(live) < SMALL), f"{resident(live) / MB:.0f} MB of {before / MB:.0f} are left"
+    assert live.client.get("/readyz").status_code == 503
+
+    version = live.push(checkpoints["say-1"])  # nobody is there to stage it; it is committed all the same
+    os.kill(pid, signal.SIGKILL)
+    live.processes.restart_ended()
+    assert eventually(lambda: live.processes.restart_ended() is None and live.tree()[0].pid != pid, 10)
+    assert eventually(lambda: asleep(live) == ["instance-0"], 20), "started anew, it must sleep on"
+    assert resident(live) < SMALL
+
+    assert order(live, "wake") == "serving"
+    assert live.instance()["active_version"] == version == live.active()
+    assert set(live.generate([3, 4, 5], 4)["choices"][0]["token_ids"]) == {101}
+    assert asleep(live) == []
