@@ -15,7 +15,15 @@ from trainer import strict
 from trainer.config.algorithms import GrpoConfig, SftConfig
 from trainer.config.checkpoint import CheckpointConfig
 from trainer.config.checks import positive
-from trainer.config.datasets import ArithmeticData, CodeTasksData, JsonlData
+from trainer.config.datasets import (
+    ArithmeticData,
+    CodeTasksData,
+    DataConfig,
+    FileData,
+    JsonlData,
+    ParquetData,
+    WebDatasetData,
+)
 from trainer.config.faults import FaultsConfig
 from trainer.config.packing import PackingConfig
 from trainer.config.rewards import (
@@ -48,10 +56,12 @@ __all__ = [
     "ClassifierReward",
     "CodeReward",
     "CodeTasksData",
+    "DataConfig",
     "Dtype",
     "EvalConfig",
     "ExactMatchReward",
     "FaultsConfig",
+    "FileData",
     "FormatReward",
     "GatewayConfig",
     "GrpoConfig",
@@ -62,6 +72,7 @@ __all__ = [
     "OptimizerConfig",
     "PackingConfig",
     "ParallelConfig",
+    "ParquetData",
     "PublishConfig",
     "RegexReward",
     "RewardConfig",
@@ -71,6 +82,7 @@ __all__ = [
     "TrainerConfig",
     "WandbConfig",
     "WatchConfig",
+    "WebDatasetData",
     "load",
 ]
 
@@ -80,7 +92,7 @@ class TrainerConfig:
     """Everything one run needs. `batch` counts prompts (records) a step, `micro_batch` sequences a forward pass."""
 
     model: ModelConfig
-    data: JsonlData | ArithmeticData | CodeTasksData
+    data: DataConfig
     algorithm: SftConfig | GrpoConfig
     steps: int
     batch: int = 16

@@ -86,3 +86,19 @@ class ArithmeticData:
         in_range(self, "largest", 1, 9)
         in_range(self, "noise", 0.0, 1.0)
         in_range(self, "held_out", 0, (self.largest + 1) ** self.operands // 2)
+
+
+@dataclass(frozen=True)
+class CodeTasksData:
+    """Small programs to write, generated. See trainer/data/code_tasks.py for what `noise` does to the targets."""
+
+    kind: Literal["code_tasks"] = "code_tasks"
+    noise: float = 0.0
+    held_out: int = 0
+
+    def __post_init__(self) -> None:
+        in_range(self, "noise", 0.0, 1.0)
+        in_range(self, "held_out", 0, 200)
+
+
+DataConfig = JsonlData | ParquetData | WebDatasetData | ArithmeticData | CodeTasksData
