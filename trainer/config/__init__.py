@@ -12,7 +12,17 @@ from pathlib import Path
 import yaml
 
 from trainer import strict
-from trainer.config.algorithms import GrpoConfig, SftConfig
+from trainer.config.algorithms import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    DpoConfig,
+    GrpoConfig,
+    PolicyConfig,
+    PpoConfig,
+    ReinforceConfig,
+    RlooConfig,
+    SftConfig,
+)
 from trainer.config.checkpoint import CheckpointConfig
 from trainer.config.checks import positive
 from trainer.config.datasets import (
@@ -50,13 +60,16 @@ from trainer.config.watching import EvalConfig, TelemetryConfig, WandbConfig, Wa
 from trainer.errors import ConfigError
 
 __all__ = [
+    "AlgorithmConfig",
     "ArithmeticData",
     "CallableReward",
     "CheckpointConfig",
     "ClassifierReward",
     "CodeReward",
     "CodeTasksData",
+    "CorrectionConfig",
     "DataConfig",
+    "DpoConfig",
     "Dtype",
     "EvalConfig",
     "ExactMatchReward",
@@ -73,9 +86,13 @@ __all__ = [
     "PackingConfig",
     "ParallelConfig",
     "ParquetData",
+    "PolicyConfig",
+    "PpoConfig",
     "PublishConfig",
     "RegexReward",
+    "ReinforceConfig",
     "RewardConfig",
+    "RlooConfig",
     "RolloutConfig",
     "SftConfig",
     "TelemetryConfig",
@@ -93,7 +110,7 @@ class TrainerConfig:
 
     model: ModelConfig
     data: DataConfig
-    algorithm: SftConfig | GrpoConfig
+    algorithm: AlgorithmConfig
     steps: int
     batch: int = 16
     micro_batch: int = 128
@@ -115,11 +132,12 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         positive(self, "steps", "batch", "micro_batch")
-        needs = "grpo" if self.algorithm.name == "grpo" else "eval" if self.eval else ""
+        samples = isinstance(self.algorithm, PolicyConfig)
+        needs = self.algorithm.name if samples else "eval" if self.eval else ""
         if needs and self.gateway is None:
             raise ConfigError("gateway", f"missing, but {needs} samples through it", "Add gateway: {url: http://...}")
-        if isinstance(self.algorithm, GrpoConfig) and not self.rewards:
-            raise ConfigError("rewards", "empty, but grpo learns from rewards only", "Name at least one reward")
+        if samples and not self.rewards:
+            raise ConfigError("rewards", f"empty, but {needs} learns from rewards only", "Name at least one reward")
         if self.faults.on_diverged == "rollback" and self.checkpoint is None:
             raise ConfigError("faults.on_diverged", "rollback needs a checkpoint", "Add checkpoint: {path: ...}")
         if self.publish is not None and not self.publish.store_url:

@@ -1,8 +1,11 @@
-"""What is learned: one dataclass per algorithm; its first field, `name`, chooses it."""
+"""What is learned: one dataclass per algorithm; its first field, `name`, chooses it.
+
+Those that sample share `PolicyConfig`: the clipped policy gradient of trainer/algorithms/policy.py.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.config.checks import in_range, positive
@@ -18,26 +21,191 @@ class SftConfig:
 
 
 @dataclass(frozen=True)
-class GrpoConfig:
-    """Group-relative policy optimisation (DeepSeekMath, arXiv 2402.03300) with DAPO's clip-higher (2503.14476).
+class DpoConfig:
+    """Direct preference optimisation (arXiv 2305.18290) against the initial weights, a second copy of the model.
 
-    The behaviour policy is the engine's: its log-probs come with the rollouts. The ratio is clipped to
-    [1 - clip_low, 1 + clip_high]. `kl_coef` above 0 adds the k3 estimate of KL to the initial weights, at the price
-    of a second copy of the model. `scale_rewards: false` leaves the group's standard deviation out (Dr. GRPO).
+    `loss: sigmoid` is DPO's, with `label_smoothing` the conservative one (the share of preferences that are wrong);
+    `robust` removes that share's bias (2403.00409); `ipo` regresses the per-token margin to 1 / (2 beta) (2310.12036).
     """
 
-    name: Literal["grpo"] = "grpo"
-    samples_per_prompt: int = 8
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    kl_coef: float = 0.0
-    scale_rewards: bool = True
+    name: Literal["dpo"] = "dpo"
+    beta: float = 0.1
+    loss: Literal["sigmoid", "robust", "ipo"] = "sigmoid"
+    label_smoothing: float = 0.0
     minibatches: int = 1
 
     def __post_init__(self) -> None:
-        if self.samples_per_prompt < 2:
-            raise ConfigError("samples_per_prompt", f"{self.samples_per_prompt} is no group", "GRPO needs at least 2")
-        positive(self, "minibatches")
+        positive(self, "beta", "minibatches")
+        if not 0.0 <= self.label_smoothing < 0.5:
+            raise ConfigError("label_smoothing", f"must be in [0, 0.5), got {self.label_smoothing}", "Lower it")
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ConfigError("label_smoothing", "is not defined for ipo", "Leave it at 0, or choose another loss")
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """What is done about tokens that other weights, or another engine's arithmetic, sampled.
+
+    With w = trainer's probability at the start of the step / engine's, of a token, of the whole answer (`sequence`, a
+    product) or its geometric mean (`geometric`): `truncated` weighs the loss by clamp(w, low, high) (TIS), `masked` by
+    w where it is within [low, high] and leaves other tokens out of the loss and of its denominator (MIS, IcePop).
+    `none` puts the engine's log-probs straight into the clipped ratio.
+
+    Staleness, with or without that: tokens sampled more than `max_lag` versions ago are left out likewise, the others
+    weigh `lag_decay` to the power of their lag. At the levels of answers, the oldest token decides for all.
+    """
+
+    kind: Literal["none", "truncated", "masked"] = "none"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    low: float = 0.0
+    high: float = 2.0
+    max_lag: int | None = None
+    lag_decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        in_range(self, "low", 0.0, 1.0)
+        in_range(self, "high", 1.0, 1e6)
+        in_range(self, "lag_decay", 0.0, 1.0)
+        if self.max_lag is not None:
+            in_range(self, "max_lag", 0, 10**9)
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """The clipped policy gradient. `name` and the advantages are the algorithm's.
+
+    The ratio of a token's probabilities, now and when it was sampled (see `correction`), is clipped to
+    [1 - clip_low, 1 + clip_high]; `dual_clip` bounds it from above also where the advantage is negative.
+    `ratio: sequence` takes the geometric mean over the answer instead (GSPO), `trajectory` the product.
+    `objective: cispo` clips the ratio as a weight, without gradient, so that clipped tokens still learn.
+    The loss is a mean over tokens, or over answers of their mean (`normalize: sequence`) or of their sum divided by
+    `rollout.max_tokens` (`length`).
+    `kl_coef` above 0 penalises KL to the initial weights, at the price of a second copy of the model.
+    `mask_truncated` leaves answers out that met `rollout.max_tokens`. Within the last `overlong_buffer` tokens before
+    it the reward falls by up to `overlong_penalty`. `drop_zero_std` replaces groups with equal rewards by others.
+    """
+
+    name: str = ""
+    samples_per_prompt: int = 8
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float | None = None
+    ratio: Literal["token", "sequence", "trajectory"] = "token"
+    objective: Literal["clip", "cispo"] = "clip"
+    normalize: Literal["token", "sequence", "length"] = "token"
+    kl_coef: float = 0.0
+    minibatches: int = 1
+    epochs: int = 1
+    mask_truncated: bool = False
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
+    drop_zero_std: bool = False
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+
+    def __post_init__(self) -> None:
+        positive(self, "samples_per_prompt", "minibatches", "epochs", "overlong_penalty")
         in_range(self, "clip_low", 0.0, 1.0)
-        in_range(self, "clip_high", 0.0, 10.0)
+        in_range(self, "clip_high", 0.0, 100.0)
         in_range(self, "kl_coef", 0.0, 10.0)
+        in_range(self, "overlong_buffer", 0, 10**9)
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ConfigError("dual_clip", f"{self.dual_clip} is within the clip range", "Set it above 1 + clip_high")
+        if self.objective == "cispo" and self.dual_clip is not None:
+            raise ConfigError("dual_clip", "has no meaning for cispo, which clips the weight", "Leave it out")
+        if self.drop_zero_std and self.samples_per_prompt < 2:
+            raise ConfigError("drop_zero_std", "a lone sample's rewards are always equal", "Leave it false")
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates a step."""
+        return self.minibatches * self.epochs
+
+    def _needs_group(self) -> None:
+        if self.samples_per_prompt < 2:
+            advice = f"{self.name.upper()} needs at least 2"
+            raise ConfigError("samples_per_prompt", f"{self.samples_per_prompt} is no group", advice)
+
+
+@dataclass(frozen=True)
+class GrpoConfig(PolicyConfig):
+    """Group-relative policy optimisation (DeepSeekMath, arXiv 2402.03300): the reward among those of one prompt.
+
+    `kl_coef` weighs the k3 estimate of KL in the loss. `scale_rewards: false` leaves the group's standard deviation
+    out. Its descendants are options: docs/trainer/algorithms.md says which make Dr. GRPO, DAPO, GSPO and CISPO.
+    """
+
+    name: Literal["grpo"] = "grpo"
+    scale_rewards: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._needs_group()
+
+
+@dataclass(frozen=True)
+class RlooConfig(PolicyConfig):
+    """REINFORCE leave-one-out (arXiv 2402.14740): the reward against the mean of the prompt's other samples.
+
+    `kl_coef` weighs the answer's KL in the reward. `normalize_advantages` divides by the batch's standard deviation.
+    """
+
+    name: Literal["rloo"] = "rloo"
+    normalize: Literal["token", "sequence", "length"] = "sequence"
+    clip_high: float = 0.2
+    normalize_advantages: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._needs_group()
+
+
+@dataclass(frozen=True)
+class ReinforceConfig(PolicyConfig):
+    """REINFORCE++ (arXiv 2501.03262): KL by token in the reward, returns normalised over the whole batch.
+
+    `baseline` subtracts the group's mean reward first (REINFORCE++-baseline). `gamma` discounts.
+    """
+
+    name: Literal["reinforce++"] = "reinforce++"
+    samples_per_prompt: int = 1
+    clip_high: float = 0.2
+    baseline: bool = False
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range(self, "gamma", 0.0, 1.0)
+        if self.baseline and self.samples_per_prompt < 2:
+            raise ConfigError("baseline", "is the mean of a group", "Set samples_per_prompt to at least 2")
+
+
+@dataclass(frozen=True)
+class PpoConfig(PolicyConfig):
+    """Proximal policy optimisation (arXiv 1707.06347) with a critic, a third or fourth copy of the model.
+
+    Generalised advantage estimation (1506.02438) with `gamma`, `lam`, normalised over the batch unless
+    `normalize_advantages` is off. `kl_coef` weighs KL by token in the reward. Values move by at most `value_clip` from
+    the old ones before their error stops counting (None: no clip). The critic starts from `critic_path` (default: the
+    model) with a new head, learns with `critic_lr` (default: the optimizer's), and alone for `critic_warmup` steps.
+    """
+
+    name: Literal["ppo"] = "ppo"
+    samples_per_prompt: int = 1
+    clip_high: float = 0.2
+    gamma: float = 1.0
+    lam: float = 0.95
+    normalize_advantages: bool = True
+    value_clip: float | None = 0.2
+    critic_lr: float | None = None
+    critic_path: str | None = None
+    critic_warmup: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range(self, "gamma", 0.0, 1.0)
+        in_range(self, "lam", 0.0, 1.0)
+        in_range(self, "critic_warmup", 0, 10**9)
+        positive(self, "value_clip", "critic_lr")
+
+
+AlgorithmConfig = SftConfig | DpoConfig | GrpoConfig | RlooConfig | ReinforceConfig | PpoConfig
