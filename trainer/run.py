@@ -18,6 +18,7 @@ from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.config import TrainerConfig
 from trainer.data import Tokenizer, build_dataset, take
 from trainer.errors import ConfigError, DataError, PublishError, RankFailed
+from trainer.evaluation import evaluate
 from trainer.megatron.engine import Engine, StepStats
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import finish_checkpoint, write_shards
@@ -185,13 +186,9 @@ class Run:
     def _evaluate(self, state: TrainState) -> None:
         assert self.config.eval is not None
         assert self._rollouts is not None
-        groups = self._rollouts.greedy(self._dataset.held_out[: self.config.eval.prompts])
-        full = sum(g.scores[0].full for g in groups) / len(groups)
-        mean = sum(g.rewards[0] for g in groups) / len(groups)
-        versions = sorted({span.version for g in groups for span in g.samples[0].versions})
-        values = {"step": state.step, "version": state.version, "served_versions": versions, "prompts": len(groups)}
-        self._evaluated = (state.step, full)
-        self._metrics.write("eval", values | {"accuracy": full, "reward_mean": mean})
+        values = evaluate(self._rollouts, self._dataset.held_out, self.config.eval)
+        self._evaluated = (state.step, values["accuracy"])
+        self._metrics.write("eval", {"step": state.step, "version": state.version, **values})
 
     def _report_checkpoints(self) -> None:
         for event, values in self.checkpoints.events() if self.checkpoints is not None else []:

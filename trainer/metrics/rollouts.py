@@ -21,7 +21,7 @@ def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     if not groups:
         return {}
     samples = [s for g in groups for s in g.samples]
-    lags = [version - span.version for s in samples for span in s.versions for _ in range(span.start, span.end)]
+    lags = [lag for s in samples for lag in s.version_lags(version)]
     return (
         score_metrics([s for g in groups for s in g.scores])
         | {"zero_std_groups": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups)}
@@ -29,7 +29,7 @@ def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
         | {
             "rollout_tokens": float(sum(len(s.token_ids) for s in samples)),
             "version_lag_mean": sum(lags) / max(len(lags), 1),
-            "version_lag_max": float(max(lags, default=0)),
+            "version_lag_max": max(lags, default=0.0),
             "versions_per_sample": sum(len({span.version for span in s.versions}) for s in samples) / len(samples),
         }
     )
