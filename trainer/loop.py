@@ -14,11 +14,10 @@ def train(run: Run) -> TrainState:
     run.evaluate(state)
     while state.step < run.config.steps:
         watch = Stopwatch()
-        with watch("rollout"):
-            batch = run.sample(state)
+        batch = run.sample(state, watch)
         with watch("train"):
             stats = run.engine.step(batch.fields)
-        state = state.after_step(records=run.config.batch)
+        state = state.after_step(batch.records)
         with watch("publish"):
             state, published = run.publish(state) if run.due("publish", state) else (state, {})
         run.report(state, stats, batch.metrics | published, watch)

@@ -8,32 +8,35 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from trainer.algorithms import build_algorithm
-from trainer.batch import Fields, collate
+from trainer.batch import Fields
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.config import TrainerConfig
-from trainer.data import Tokenizer, build_dataset, take
+from trainer.data import Tokenizer, build_dataset
 from trainer.errors import ConfigError, DataError, PublishError, RankFailed
 from trainer.evaluation import evaluate
+from trainer.experience import Experience
 from trainer.megatron.engine import Engine, StepStats
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import finish_checkpoint, write_shards
-from trainer.megatron.parallel import broadcast_json, broadcast_tensors, gather_json, is_lead, lead
-from trainer.metrics import MetricsWriter, Stopwatch, rollout_metrics
+from trainer.megatron.parallel import broadcast_json, broadcast_tensors, from_last, gather_json, is_lead, lead
+from trainer.metrics import MetricsWriter, Stopwatch
 from trainer.publish import WeightPublisher
 from trainer.rewards import build_scorer
-from trainer.rollout import Group, Rollouts
+from trainer.rollout import Rollouts
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run stands: optimizer steps done, records used, the last version published (0: none)."""
+    """Where a run stands: steps done, records drawn, the last version published (0: none)."""
 
     step: int = 0
     consumed: int = 0
@@ -45,9 +48,11 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A step's tensors (on every rank) and what is known about its rollouts (on rank 0)."""
+    """A step's tensors and how many records were drawn for it and ahead of it (on every rank), and what is known about
+    its rollouts (on rank 0)."""
 
     fields: Fields
+    records: int
     metrics: dict[str, float]
 
 
@@ -84,11 +89,19 @@ class Run:
         section = getattr(self.config, what)
         return section is not None and (state.step % section.every == 0 or state.step == self.config.steps)
 
-    def sample(self, state: TrainState) -> StepBatch:
-        """The next records, their scored rollouts if the algorithm wants any, and the tensors to train on."""
-        sampled: tuple[Fields, dict[str, float]] | None = lead(lambda: self._sample(state))
-        fields, metrics = sampled or (None, {})
-        return StepBatch(broadcast_tensors(fields), metrics)
+    def sample(self, state: TrainState, watch: Stopwatch) -> StepBatch:
+        """The next step's tensors: records, and what the schedule has sampled for them if the algorithm wants it.
+
+        While rollouts are still under way, the models already look at those that fill a forward pass.
+        """
+        steps_left = self.config.steps - state.step
+        self._experience(lambda e: e.begin(state.version, state.consumed, steps_left))
+        while part := self._part(watch):
+            with watch("inference"):
+                self._prefill(part)
+        fields = broadcast_tensors(self._experience(lambda e: e.batch()))
+        drawn: int = broadcast_json(self._experience(lambda e: e.feed.drawn))
+        return StepBatch(fields, drawn - state.consumed, self._experience(lambda e: e.metrics()) or {})
 
     def publish(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
         """Publish the current weights. A failure is reported and, within `publish.max_failures` in a row, survived."""
@@ -166,22 +179,23 @@ class Run:
             raise ConfigError("eval", "there are no held-out records", "Set data.eval_path or data.held_out")
         if c.gateway is not None:
             self._rollouts = Rollouts(c.gateway, c.rollout, build_scorer(c.rewards), self._tokenizer, c.seed)
+        longest = self.shape.max_positions
+        self._learned_from = Experience(c, self.algorithm, self._dataset, self._rollouts, longest)
+        if self.checkpoints is not None and self._learned_from.schedule is not None:
+            self.checkpoints.parts["rollouts"] = self._learned_from.schedule
 
-    def _sample(self, state: TrainState) -> tuple[Fields, dict[str, float]]:
-        indices = take(len(self._dataset), self.config.seed, state.consumed, self.config.batch)
-        records = [self._dataset[i] for i in indices]
-        groups: list[Group] = []
-        if self.algorithm.samples_per_prompt:
-            assert self._rollouts is not None  # the configuration insists on a gateway
-            n, rollouts = self.algorithm.samples_per_prompt, self._rollouts
-            running = [rollouts.submit(record, n, state.consumed + i) for i, record in enumerate(records)]
-            groups = [future.result() for future in running]
-        sequences = self.algorithm.sequences(records, groups)
-        for sequence in sequences:
-            if sequence.length > self.shape.max_positions:
-                problem = f"a sequence has {sequence.length} tokens, the model takes {self.shape.max_positions}"
-                raise DataError(f"{problem}. Shorten the records or rollout.max_tokens.")
-        return collate(sequences), rollout_metrics(groups, state.version)
+    def _experience(self, ask: Callable[[Experience], T]) -> T | None:
+        """What rank 0's experience answers; None on the other ranks. See `lead` for errors."""
+        return lead(lambda: ask(self._learned_from))
+
+    def _part(self, watch: Stopwatch) -> Fields:
+        with watch("rollout"):
+            return broadcast_tensors(self._experience(lambda e: e.part()))
+
+    def _prefill(self, part: Fields) -> None:
+        filled = self.engine.prefill_fields(part)
+        found = {name: from_last(filled[name]) for name in sorted(filled.keys() - part.keys())}
+        self._experience(lambda e: e.fill(found))
 
     def _evaluate(self, state: TrainState) -> None:
         assert self.config.eval is not None

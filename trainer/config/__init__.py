@@ -47,6 +47,7 @@ from trainer.config.rewards import (
     RegexReward,
     RewardConfig,
 )
+from trainer.config.schedule import AsyncSchedule, ColocatedSchedule, OneStepOffSchedule, ScheduleConfig
 from trainer.config.sections import (
     Dtype,
     GatewayConfig,
@@ -62,11 +63,13 @@ from trainer.errors import ConfigError
 __all__ = [
     "AlgorithmConfig",
     "ArithmeticData",
+    "AsyncSchedule",
     "CallableReward",
     "CheckpointConfig",
     "ClassifierReward",
     "CodeReward",
     "CodeTasksData",
+    "ColocatedSchedule",
     "CorrectionConfig",
     "DataConfig",
     "DpoConfig",
@@ -82,6 +85,7 @@ __all__ = [
     "JudgeReward",
     "MathReward",
     "ModelConfig",
+    "OneStepOffSchedule",
     "OptimizerConfig",
     "PackingConfig",
     "ParallelConfig",
@@ -94,6 +98,7 @@ __all__ = [
     "RewardConfig",
     "RlooConfig",
     "RolloutConfig",
+    "ScheduleConfig",
     "SftConfig",
     "TelemetryConfig",
     "TrainerConfig",
@@ -120,6 +125,7 @@ class TrainerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rewards: tuple[RewardConfig, ...] = (ExactMatchReward(),)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    schedule: ScheduleConfig = field(default_factory=ColocatedSchedule)
     gateway: GatewayConfig | None = None
     telemetry: TelemetryConfig | None = None
     publish: PublishConfig | None = None

@@ -102,6 +102,13 @@ def broadcast_tensors(tensors: dict[str, torch.Tensor] | None) -> dict[str, torc
     return result
 
 
+def from_last(tensor: torch.Tensor) -> torch.Tensor:
+    """The last rank's tensor on every rank, all of which hold one of this shape: what the last pipeline stage found."""
+    result = tensor.contiguous()
+    dist.broadcast(result, dist.get_world_size() - 1)
+    return result
+
+
 def lead(work: Callable[[], T]) -> T | None:
     """Run `work` on rank 0 only; its result there, None elsewhere. If it raises, every rank leaves: rank 0 with the
     error itself, the others with RankFailed, so that nobody waits in a collective for a rank that is gone."""

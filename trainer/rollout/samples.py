@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trainer.rewards.base import Score
 
@@ -42,28 +42,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of one prompt with their scores. `version` is the trainer's own when it trains on them."""
+    """All samples of one prompt with their scores."""
 
     prompt_ids: tuple[int, ...]
     samples: tuple[Sample, ...]
     scores: tuple[Score, ...]
-    version: int = 0
 
     @property
     def rewards(self) -> list[float]:
         return [score.total for score in self.scores]
 
     @property
-    def version_lags(self) -> list[list[float]]:
-        """By sample, by token: `version` minus the version that wrote it."""
-        return [sample.version_lags(self.version) for sample in self.samples]
-
-    @property
     def oldest(self) -> int | None:
         """The oldest version that wrote a token of the group."""
         known = [sample.oldest for sample in self.samples]
         return min((version for version in known if version is not None), default=None)
-
-    def at(self, version: int) -> Group:
-        """The same group, about to be trained on by a trainer at `version`."""
-        return replace(self, version=version)

@@ -1,0 +1,167 @@
+"""The asynchronous schedule: what it sends, whom it waits for, and that nothing is ever too old."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+
+import pytest
+
+from tests.trainer.schedules.sampler import Records, Sampler, everything, numbers, useful
+from trainer.config.schedule import AsyncSchedule
+from trainer.schedules import Feed, Schedule, build_schedule
+
+BATCH = 2
+
+
+@pytest.fixture
+def sampler() -> Sampler:
+    return Sampler()
+
+
+def schedule(sampler: Sampler, max_lag: int = 1, buffer: int | None = None) -> Schedule:
+    return build_schedule(AsyncSchedule(max_lag=max_lag, buffer=buffer), BATCH, Feed(Records(), 0), sampler, everything)
+
+
+def test_groups_are_taken_as_they_finish(sampler: Sampler) -> None:
+    built = schedule(sampler)
+    taking = built.take(version=0, steps_left=9)
+    threading.Timer(0.05, lambda: sampler.finish(3)).start()
+    assert next(taking).draw.number == 3
+    assert sampler.in_flight == [0, 1, 2]
+    sampler.finish(1)
+    assert numbers(taking) == [1]
+
+
+def test_back_pressure_bounds_what_is_ahead(sampler: Sampler) -> None:
+    built = schedule(sampler, max_lag=3)
+    taking = built.take(version=0, steps_left=99)
+    threading.Timer(0.05, lambda: sampler.finish(*sampler.in_flight)).start()
+    numbers(taking)
+    built.ahead(version=0, steps_left=98)
+    assert len(sampler.sent) == (3 + 1) * BATCH  # all are finished, and still no more are sent
+    assert built.stats()["groups_ready"] == 3 * BATCH
+
+
+def test_a_smaller_buffer_is_respected(sampler: Sampler) -> None:
+    built = schedule(sampler, max_lag=3, buffer=3)
+    taking = built.take(version=0, steps_left=99)
+    threading.Timer(0.05, lambda: sampler.finish(*sampler.in_flight)).start()
+    numbers(taking)
+    assert len(sampler.sent) == 3
+
+
+def test_nothing_is_sampled_that_no_step_will_use(sampler: Sampler) -> None:
+    built = schedule(sampler, max_lag=5)
+    taking = built.take(version=0, steps_left=2)
+    threading.Timer(0.05, lambda: sampler.finish(*sampler.in_flight)).start()
+    numbers(taking)
+    built.ahead(version=0, steps_left=1)
+    assert len(sampler.sent) == 2 * BATCH
+
+
+def test_a_slow_group_is_waited_for_before_it_is_too_old(sampler: Sampler) -> None:
+    built = schedule(sampler, max_lag=1)
+    taking = built.take(version=0, steps_left=9)
+    threading.Timer(0.05, lambda: sampler.finish(1, 2, 3)).start()
+    assert numbers(taking) == [1, 2]  # 0 is slow, and may be
+    sampler.version = 1
+    taking = built.take(version=1, steps_left=8)
+    threading.Timer(0.05, lambda: sampler.finish(0)).start()
+    assert sorted(numbers(taking)) == [0, 3]  # 4 and 5 were sent for version 1 and would do as well, 0 would not later
+
+
+@pytest.mark.parametrize("max_lag", [1, 2, 4])
+def test_no_token_is_older_than_the_bound_whatever_finishes_when(sampler: Sampler, max_lag: int) -> None:
+    built, luck, steps = schedule(sampler, max_lag), random.Random(max_lag), 200
+    over, used, lags = threading.Event(), set[int](), []
+
+    def serve() -> None:
+        while not over.is_set():
+            if flying := sampler.in_flight:
+                slow = luck.random() < 0.9  # the first in line is the slow one
+                sampler.finish(luck.choice(flying[1:] or flying) if slow else flying[0])
+
+    server = threading.Thread(target=serve)
+    server.start()
+    try:
+        for version in range(steps):
+            sampler.version = version
+            for rollout in built.take(version, steps - version):
+                assert rollout.draw.number not in used
+                used.add(rollout.draw.number)
+                lags.append(version - (rollout.group.oldest or 0))
+            built.ahead(version, steps - version - 1)
+    finally:
+        over.set()
+        server.join(10)
+    assert max(lags) == max_lag
+    assert built.stats()["stale_groups"] == 0
+    assert used == set(range(steps * BATCH))  # every record once, none left over
+
+
+def test_a_group_over_the_bound_all_the_same_is_sampled_again(sampler: Sampler) -> None:
+    built = schedule(sampler, max_lag=1)
+    taking = built.take(version=0, steps_left=9)
+    threading.Timer(0.05, lambda: sampler.finish(0, 1, 2, 3)).start()
+    assert numbers(taking) == [0, 1]
+    sampler.version = 5  # versions were skipped
+    taking = built.take(version=5, steps_left=8)
+    done = threading.Event()
+
+    def serve() -> None:
+        while not done.is_set():
+            sampler.finish(*sampler.in_flight)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    rollouts = list(taking)
+    done.set()
+    thread.join(10)
+    assert [rollout.group.oldest for rollout in rollouts] == [5, 5]
+    assert built.stats()["stale_groups"] >= 1
+    assert [draw.number for draw in sampler.sent].count(2) == 2
+
+
+def test_groups_that_teach_nothing_are_replaced(sampler: Sampler) -> None:
+    built = build_schedule(AsyncSchedule(max_lag=1), BATCH, Feed(Records(), 0), sampler, useful)
+    taking = built.take(version=0, steps_left=9)
+    threading.Timer(0.05, lambda: (sampler.finish(0, 1, rewards=(1.0, 1.0)), sampler.finish(2, 3))).start()
+    assert numbers(taking) == [2, 3]
+    assert built.stats()["filtered_groups"] == 2
+    assert sampler.in_flight == [4, 5]
+
+
+def test_a_checkpoint_loses_and_repeats_nothing(sampler: Sampler) -> None:
+    built = schedule(sampler, max_lag=2)
+    taking = built.take(version=0, steps_left=9)
+    threading.Timer(0.05, lambda: sampler.finish(4, 1, 2)).start()
+    used = set(numbers(taking))
+    saved = json.loads(json.dumps(built.state_dict()))
+
+    after = Sampler()
+    resumed = schedule(after, max_lag=2)
+    resumed.load_state_dict(saved)
+    assert {p["number"] for p in resumed.state_dict()["pending"]} == {p["number"] for p in saved["pending"]}
+    after.version = 1
+    for version in (1, 2):
+        taking = resumed.take(version, steps_left=9)
+        threading.Timer(0.05, lambda: after.finish(*after.in_flight)).start()
+        used |= set(numbers(taking))
+    assert {0, 3, 5} <= {draw.number for draw in after.sent}
+    assert not {1, 2, 4} & {draw.number for draw in after.sent}
+    assert used == set(range(6))
+
+
+def test_going_back_gives_up_what_was_in_flight(sampler: Sampler) -> None:
+    built = schedule(sampler)
+    saved = built.state_dict()
+    threading.Timer(0.05, lambda: sampler.finish(0, 1)).start()
+    numbers(built.take(version=0, steps_left=9))
+    flying = [pending.future for pending in built.pending]
+    assert len(flying) == 2
+    built.load_state_dict(saved)
+    assert all(future.cancelled() for future in flying)
+    assert built.pending == []
+    assert built.feed.drawn == 0

@@ -1,0 +1,130 @@
+"""Colocated and one-step-off: order, what is sampled when, refills, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from tests.trainer.schedules.sampler import Records, Sampler, everything, numbers, useful
+from trainer.config.schedule import ColocatedSchedule, OneStepOffSchedule
+from trainer.errors import RolloutError
+from trainer.rollout import Group
+from trainer.schedules import Feed, Schedule, build_schedule
+
+
+@pytest.fixture
+def sampler() -> Sampler:
+    return Sampler()
+
+
+def colocated(sampler: Sampler, keep: Callable[[Group], bool] = everything, refills: int = 3) -> Schedule:
+    return build_schedule(ColocatedSchedule(max_refills=refills), 4, Feed(Records(), 0), sampler, keep)
+
+
+def one_step_off(sampler: Sampler) -> Schedule:
+    return build_schedule(OneStepOffSchedule(), 4, Feed(Records(), 0), sampler, everything)
+
+
+def test_a_step_gets_its_batch_in_the_order_it_was_drawn(sampler: Sampler) -> None:
+    schedule = colocated(sampler)
+    taking = schedule.take(version=1, steps_left=2)
+    timer = threading.Timer(0.05, lambda: sampler.finish(3, 1, 2, 0))
+    timer.start()
+    assert numbers(taking) == [0, 1, 2, 3]
+    schedule.ahead(version=1, steps_left=1)
+    assert sampler.in_flight == []  # training has the machine to itself
+
+
+def test_what_is_ready_is_handed_out_while_the_rest_is_sampled(sampler: Sampler) -> None:
+    taking = colocated(sampler).take(version=1, steps_left=1)
+    threading.Timer(0.05, lambda: sampler.finish(0)).start()
+    assert next(taking).draw.number == 0
+    assert sampler.in_flight == [1, 2, 3]
+
+
+def test_every_record_of_an_epoch_is_used_once(sampler: Sampler) -> None:
+    feed = Feed(Records(10), seed=3)
+    drawn = [draw.record.index for draw in feed.draw(7) + feed.draw(13)]
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
+    assert drawn[:10] != drawn[10:]
+    assert [feed.at(number).record.index for number in range(20)] == drawn
+
+
+def test_groups_that_teach_nothing_are_replaced(sampler: Sampler) -> None:
+    schedule = colocated(sampler, useful)
+    taking = schedule.take(version=1, steps_left=1)
+    sent = threading.Timer(0.05, lambda: (sampler.finish(0, 2, rewards=(1.0, 1.0)), sampler.finish(1, 3)))
+    sent.start()
+    assert next(taking).draw.number == 1
+    assert next(taking).draw.number == 3
+    assert sampler.in_flight == [4, 5]
+    sampler.finish(4, 5)
+    assert numbers(taking) == [4, 5]
+    assert schedule.stats()["filtered_groups"] == 2
+    assert schedule.stats()["filtered_groups"] == 0  # since the last call
+
+
+def test_refills_are_bounded_and_the_step_is_whole_all_the_same(sampler: Sampler) -> None:
+    schedule = colocated(sampler, useful, refills=1)
+    taking = schedule.take(version=1, steps_left=1)
+
+    def all_alike(draw_count: int = 8) -> None:
+        while len(sampler.sent) < draw_count or sampler.in_flight:
+            sampler.finish(*sampler.in_flight, rewards=(0.0, 0.0))
+
+    thread = threading.Thread(target=all_alike)
+    thread.start()
+    assert numbers(taking) == [4, 5, 6, 7]
+    thread.join(10)
+    assert len(sampler.sent) == 8  # a batch, and one more batch for those sent back
+
+
+def test_the_next_batch_is_sampled_while_this_one_trains(sampler: Sampler) -> None:
+    schedule = one_step_off(sampler)
+    taking = schedule.take(version=1, steps_left=3)
+    threading.Timer(0.05, lambda: sampler.finish(0, 1, 2, 3)).start()
+    assert numbers(taking) == [0, 1, 2, 3]
+    schedule.ahead(version=1, steps_left=2)
+    assert sampler.in_flight == [4, 5, 6, 7]
+    sampler.finish(4, 5, 6, 7)
+    assert numbers(schedule.take(version=2, steps_left=2)) == [4, 5, 6, 7]
+    schedule.ahead(version=2, steps_left=1)
+    sampler.finish(8, 9, 10, 11)
+    assert numbers(schedule.take(version=3, steps_left=1)) == [8, 9, 10, 11]
+    schedule.ahead(version=3, steps_left=0)
+    assert sampler.in_flight == []  # nothing that no step will use
+
+
+def test_what_sampling_raises_reaches_the_step(sampler: Sampler) -> None:
+    taking = colocated(sampler).take(version=1, steps_left=1)
+    threading.Timer(0.05, lambda: sampler.fail(0, RolloutError("refused"))).start()
+    with pytest.raises(RolloutError, match="refused"):
+        next(taking)
+
+
+def test_a_checkpoint_keeps_what_is_finished_and_repeats_what_was_in_flight(sampler: Sampler) -> None:
+    schedule = one_step_off(sampler)
+    taking = schedule.take(version=1, steps_left=3)
+    threading.Timer(0.05, lambda: sampler.finish(0, 1, 2, 3)).start()
+    numbers(taking)
+    schedule.ahead(version=1, steps_left=2)
+    sampler.finish(5)
+    saved = json.loads(json.dumps(schedule.state_dict()))
+
+    after = Sampler()
+    resumed = one_step_off(after)
+    resumed.load_state_dict(saved)
+    assert after.sent == []  # the server has not got its weights yet
+    taking = resumed.take(version=2, steps_left=2)
+    threading.Timer(0.05, lambda: after.finish(4, 6, 7)).start()
+    theirs = list(taking)
+    assert [draw.number for draw in after.sent] == [4, 6, 7]
+    assert [draw.record for draw in after.sent] == [draw.record for draw in sampler.sent if draw.number in (4, 6, 7)]
+    sampler.finish(4, 6, 7)
+    assert list(schedule.take(version=2, steps_left=2)) == theirs
+    assert [rollout.draw.number for rollout in theirs] == [4, 5, 6, 7]
+    resumed.ahead(version=2, steps_left=1)
+    assert after.in_flight == [8, 9, 10, 11]

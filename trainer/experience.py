@@ -1,0 +1,128 @@
+"""What a run learns from, on rank 0: records, what was sampled for them, and the tensors that they become.
+
+    begin -> part, fill, part, fill, ... (None: all are there) -> batch
+
+While samples are still being taken, `part` hands out those that fill a forward pass, so that the reference's, the
+critic's and the actor's own passes over them need not wait for the last one; `fill` takes their results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+
+from trainer.algorithms import Algorithm
+from trainer.batch import Fields, Rows, Sequence, assemble, lay_out, plan_rows, take_back
+from trainer.config import TrainerConfig
+from trainer.data.records import Dataset, Record
+from trainer.errors import DataError, RolloutError
+from trainer.metrics import rollout_metrics
+from trainer.rollout import Group, Rollouts
+from trainer.schedules import Draw, Feed, Rollout, Schedule, build_schedule
+
+
+class Experience:
+    """Owns neither the data set nor the rollouts. `longest` is how many tokens the model takes."""
+
+    def __init__(
+        self, config: TrainerConfig, algorithm: Algorithm, dataset: Dataset, rollouts: Rollouts | None, longest: int
+    ) -> None:
+        self._config, self._algorithm, self._longest = config, algorithm, longest
+        self._rollouts = rollouts
+        self.feed = Feed(dataset, config.seed)
+        self.schedule: Schedule | None = None
+        if algorithm.samples_per_prompt:
+            keep = algorithm.keep_group
+            self.schedule = build_schedule(config.schedule, config.batch, self.feed, self._start, keep)
+        self._arriving: Iterator[Rollout] = iter(())
+        self._taken: list[Rollout] = []
+        self._sequences: list[Sequence] = []
+        self._part: list[Sequence] = []
+        self._rows: Rows = []
+
+    def begin(self, version: int, consumed: int, steps_left: int) -> None:
+        """Start on a step whose weights are `version`, for a run that has used `consumed` records. `steps_left` counts
+        this step."""
+        self._version, self._steps_left = version, steps_left
+        self._taken, self._sequences = [], []
+        if self.schedule is None:
+            self.feed.drawn = consumed
+            self._sequences = self._algorithm.sequences(self._draw(), [], version)
+            return
+        self.feed.drawn = max(self.feed.drawn, consumed)
+        self._arriving = self.schedule.take(version, steps_left)
+
+    def wait(self) -> None:
+        """Take all of the step's rollouts now: for those who must not sample and compute at the same time."""
+        self._arriving = iter(list(self._arriving))
+
+    def part(self) -> Fields | None:
+        """The next sequences that a forward pass takes, as soon as they are there; None when there are no more, or
+        when the algorithm asks for no pass before the step's."""
+        if not self._algorithm.needs:
+            self._take(list(self._arriving))
+            self._sequences = self._sequences_of(self._taken) if self._taken else self._sequences
+            return None
+        self._part = []
+        while not self._full(self._part) and (rollout := next(self._arriving, None)) is not None:
+            self._take([rollout])
+            self._part += self._sequences_of([rollout])
+        return self._lay_out_part() if self._part else None
+
+    def fill(self, values: Fields) -> None:
+        """What the models said of the last part: [B, T] by name."""
+        for name, values_BT in values.items():
+            found = take_back(values_BT.cpu(), self._part, self._rows)
+            pairs = zip(self._part, found, strict=True)
+            self._part = [replace(s, per_token={**s.per_token, name: v.tolist()}) for s, v in pairs]
+        self._sequences += self._part
+
+    def batch(self) -> Fields:
+        """The step's tensors. Raises DataError for a sequence that the model cannot take."""
+        if not self._sequences:
+            raise RolloutError("the engine answered every prompt of a step with nothing. Check rollout.stop_token_ids.")
+        c = self._config
+        for length in (s.length for s in self._sequences):
+            if length > self._longest:
+                problem = f"a sequence has {length} tokens, the model takes {self._longest}"
+                raise DataError(f"{problem}. Shorten the records or rollout.max_tokens.")
+        minibatches = self._algorithm.minibatches
+        return assemble(self._sequences, c.packing, ranks=c.parallel.data, minibatches=minibatches)
+
+    def metrics(self) -> dict[str, float]:
+        """About the step's rollouts."""
+        if self.schedule is None or self._rollouts is None:
+            return {}
+        groups = [rollout.group for rollout in self._taken]
+        return rollout_metrics(groups, self._version) | self.schedule.stats() | self._rollouts.stats()
+
+    def _start(self, draw: Draw) -> Future[Group]:
+        assert self._rollouts is not None  # the configuration insists on a gateway
+        return self._rollouts.submit(draw.record, self._algorithm.samples_per_prompt, draw.number)
+
+    def _draw(self) -> list[Record]:
+        return [draw.record for draw in self.feed.draw(self._config.batch)]
+
+    def _take(self, rollouts: list[Rollout]) -> None:
+        self._taken += rollouts
+        if self.schedule is not None and len(self._taken) == self._config.batch:
+            self.schedule.ahead(self._version, self._steps_left - 1)
+
+    def _sequences_of(self, rollouts: list[Rollout]) -> list[Sequence]:
+        records, groups = [r.draw.record for r in rollouts], [r.group for r in rollouts]
+        return self._algorithm.sequences(records, groups, self._version)
+
+    def _full(self, part: list[Sequence]) -> bool:
+        """Whether every data-parallel rank has a forward pass's worth."""
+        c = self._config
+        if c.packing is not None:
+            return sum(s.length for s in part) >= c.packing.max_tokens * c.parallel.data
+        return len(part) >= c.micro_batch * c.parallel.data
+
+    def _lay_out_part(self) -> Fields:
+        c = self._config
+        self._rows = [[i] for i in range(len(self._part))]
+        if c.packing is not None:
+            self._rows = plan_rows(self._part, c.packing.max_tokens, ranks=c.parallel.data)
+        return lay_out(self._part, self._rows, packed=c.packing is not None)
