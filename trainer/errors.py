@@ -16,6 +16,10 @@ TrainerError                 base: message says what to do, `exit_code` is what 
 ├── CheckpointError          a checkpoint could not be written
 │   └── ResumeError          a checkpoint is torn, or belongs to another run
 ├── ReportError              a run cannot be reported on
+├── MemoryPlanError          a phase cannot be held in memory, or a component cannot change as asked
+│   ├── OverBudget           what a phase needs is more than the budget; nothing was moved
+│   ├── OffloadError         a component could not be written out or read back
+│   └── SleepTimeout         instances did not fall asleep, or wake, in time
 ├── Diverged                 the loss or the gradient is no longer a finite number
 └── RankFailed               another rank failed; its own message was printed there
 """
@@ -116,6 +120,28 @@ class ReportError(TrainerError):
     """A metrics file is missing, empty or none, or the report cannot be written."""
 
     exit_code = 2
+
+
+class MemoryPlanError(TrainerError):
+    """A phase cannot be held in memory, or a component was asked for something that its state does not allow."""
+
+
+class OverBudget(MemoryPlanError):
+    """A phase needs more bytes than the budget has. Raised before anything is moved; the message has the numbers."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, needed: int, budget: int) -> None:
+        self.needed, self.budget = needed, budget
+        super().__init__(message)
+
+
+class OffloadError(MemoryPlanError):
+    """A component could not be written out (it is still in memory) or read back."""
+
+
+class SleepTimeout(MemoryPlanError):
+    """Instances did not fall asleep, or did not wake, in time."""
 
 
 class Diverged(TrainerError):

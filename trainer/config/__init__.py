@@ -35,6 +35,7 @@ from trainer.config.datasets import (
     WebDatasetData,
 )
 from trainer.config.faults import FaultsConfig
+from trainer.config.memory import MemoryConfig, ServingMemory
 from trainer.config.packing import PackingConfig
 from trainer.config.rewards import (
     CallableReward,
@@ -84,6 +85,7 @@ __all__ = [
     "JsonlData",
     "JudgeReward",
     "MathReward",
+    "MemoryConfig",
     "ModelConfig",
     "OneStepOffSchedule",
     "OptimizerConfig",
@@ -99,6 +101,7 @@ __all__ = [
     "RlooConfig",
     "RolloutConfig",
     "ScheduleConfig",
+    "ServingMemory",
     "SftConfig",
     "TelemetryConfig",
     "TrainerConfig",
@@ -126,6 +129,7 @@ class TrainerConfig:
     rewards: tuple[RewardConfig, ...] = (ExactMatchReward(),)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     schedule: ScheduleConfig = field(default_factory=ColocatedSchedule)
+    memory: MemoryConfig | None = None
     gateway: GatewayConfig | None = None
     telemetry: TelemetryConfig | None = None
     publish: PublishConfig | None = None
@@ -144,6 +148,9 @@ class TrainerConfig:
             raise ConfigError("gateway", f"missing, but {needs} samples through it", "Add gateway: {url: http://...}")
         if samples and not self.rewards:
             raise ConfigError("rewards", f"empty, but {needs} learns from rewards only", "Name at least one reward")
+        if self.memory is not None and not isinstance(self.schedule, ColocatedSchedule):
+            problem = f"phases share the device, but under {self.schedule.name} they overlap"
+            raise ConfigError("memory", problem, "Set schedule.name to colocated, or leave memory out")
         if self.faults.on_diverged == "rollback" and self.checkpoint is None:
             raise ConfigError("faults.on_diverged", "rollback needs a checkpoint", "Add checkpoint: {path: ...}")
         if self.publish is not None and not self.publish.store_url:
