@@ -60,7 +60,7 @@ def logits(built: Engine, tokens: torch.Tensor) -> torch.Tensor | None:
         found = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=iter([0]),
-            model=[built.model],
+            model=built.model,
             num_microbatches=1,
             seq_length=tokens.shape[1],
             micro_batch_size=len(tokens),

@@ -39,13 +39,15 @@ class ValueHead(torch.nn.Linear):  # type: ignore[misc]
         return values, None
 
 
-def load_critic(shape: ModelShape, transformer: TransformerConfig, tensors: HfTensors | None) -> Any:
+def load_critic(
+    shape: ModelShape, transformer: TransformerConfig, tensors: HfTensors | None, chunk: int | None = None
+) -> Any:
     """This rank's part: the checkpoint's trunk (None: Megatron's initialisation), and a new head on the last stage.
 
     Nothing is tied to the embedding, whose second copy the value head replaces.
     """
     untied = dataclasses.replace(shape, tied=False)
-    model = build_model(untied, transformer)
+    model = build_model(untied, transformer, chunk)
     if tensors is not None:
         tensors.check(shape.schema("float32"))
         load_hf(model, untied, lambda name: tensors.get(_EMBEDDING if shape.tied and name == _HEAD else name))

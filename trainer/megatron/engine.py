@@ -14,17 +14,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, Algorithm, LossOutput
-from trainer.batch import MASK, SEGMENTS, TOKENS, Fields, share
-from trainer.config import Dtype, TrainerConfig
+from trainer.batch import MASK, SEGMENTS, Fields
+from trainer.config import TrainerConfig
+from trainer.config.sections import TrainDtype
 from trainer.errors import Diverged
 from trainer.megatron.convert import Slice, export_hf, export_slices
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.model import DTYPES
-from trainer.megatron.parallel import broadcast_json, device
+from trainer.megatron.parallel import broadcast_json
+from trainer.megatron.passes import run, tokens_once
 from trainer.megatron.roles import Role, RoleName, build_roles
+from trainer.megatron.support import check_support
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,14 @@ class Engine:
     """The roles of this rank: models, gradients, optimizers, learning-rate schedules."""
 
     def __init__(self, config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) -> None:
+        check_support(config, shape)
         self.config, self.shape, self.algorithm = config, shape, algorithm
         self.roles = build_roles(config, shape, algorithm)
         self.actor = self.roles["actor"]
 
     @property
-    def model(self) -> Any:
-        """The actor's; so are `optimizer` and `scheduler`."""
+    def model(self) -> list[Any]:
+        """The actor's chunks; so are `optimizer` and `scheduler` the actor's."""
         return self.actor.model
 
     @property
@@ -92,16 +95,17 @@ class Engine:
         `critic_optimizer`, `reference`."""
         return {name: tensors for role in self.roles.values() for name, tensors in role.storages().items()}
 
-    def slices(self, dtype: Dtype) -> Iterator[Slice]:
-        """This rank's slices of the Hugging Face tensors, cast, without communication; none on other replicas."""
-        if ps.get_data_parallel_rank() == 0:
-            for piece in export_slices(self.model, self.shape):
+    def slices(self, dtype: TrainDtype) -> Iterator[Slice]:
+        """This rank's slices of the Hugging Face tensors, cast; each slice is some one rank's. No communication, except
+        that `parallel.shard: full` gathers one tensor at a time: then every rank must exhaust it."""
+        for chunk in self.model:
+            for piece in export_slices(chunk, self.shape):
                 yield piece._replace(tensor=piece.tensor.to(DTYPES[dtype]))
 
-    def export(self, dtype: Dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors of this pipeline stage, cast, on one rank of it. Gathers: `slices` is what publishing uses."""
-        if ps.get_data_parallel_rank() == 0:
-            for name, tensor in export_hf(self.model, self.shape):
+    def export(self, dtype: TrainDtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors, cast, each on some one rank. Gathers one at a time: `slices` is what publishing uses."""
+        for chunk in self.model:
+            for name, tensor in export_hf(chunk, self.shape):
                 yield name, tensor.to(DTYPES[dtype])
 
     def _minibatches(self, fields: Fields) -> list[Fields]:
@@ -134,45 +138,35 @@ class Engine:
     def _optimizer_step(self, role: Role, fields: Fields, loss: Callable[..., LossOutput]) -> StepStats:
         def reduce(output_BT: torch.Tensor, batch: Fields) -> tuple[torch.Tensor, torch.Tensor, LossOutput]:
             output = loss(output_BT, batch)
-            return output.total, output.denominator.to(torch.int), output
+            return output.total, tokens_once(output.denominator), output
 
-        role.model.zero_grad_buffer()
+        for chunk in role.model:
+            chunk.zero_grad_buffer()
         role.optimizer.zero_grad()
         reduced = _reduce(self._run(role, fields, reduce, forward_only=False))
-        _, grad_norm, _ = role.optimizer.step()
+        updated, grad_norm, _ = role.optimizer.step()
         value, norm, lr = reduced.pop("loss"), float(grad_norm or 0.0), role.optimizer.param_groups[0]["lr"]
         if not (math.isfinite(value) and math.isfinite(norm)):
             problem = f"{role.name}: loss {value}, gradient norm {norm}"
             raise Diverged(f"{problem}. Lower optimizer.lr, or resume from a checkpoint.")
-        role.scheduler.step(1)
+        if self.config.model.dtype == "float16":
+            reduced |= {"loss_scale": float(role.optimizer.get_loss_scale()), "overflows": float(not updated)}
+        if updated:  # else a gradient overflowed: the optimizer has lowered its loss scale instead
+            role.scheduler.step(1)
         return StepStats(value, norm, lr, int(reduced.pop("tokens")), reduced)
 
     def _run(self, role: Role, fields: Fields, reduce: Callable[..., Any], *, forward_only: bool) -> list[Any]:
-        """Megatron's schedule over this rank's micro-batches; what `reduce` collected, on the last pipeline stage."""
-        ranks, rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
-        micro_batches = share(fields, rank, ranks, self.config.micro_batch, self._rows_together(fields))
-        size, width = micro_batches[0][MASK].shape
-        positions = torch.arange(width, device=device()).expand(size, -1)
-        judges = role.name == "critic"
-
-        def forward(batches: Iterator[Fields], part: Any) -> tuple[Any, Callable[..., Any]]:
-            batch = next(batches)
-            labels = None if judges else batch[TOKENS][:, 1:]
-            output = part(batch[TOKENS][:, :-1], positions, None, labels=labels)
-            # With labels the model answers with negative log-probs [B, T]; the critic with values [B, T, 1].
-            return output, lambda out, **_: reduce(out[..., 0].float() if judges else -out.float(), batch)
-
-        result: list[Any] = get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter(micro_batches),
-            model=[role.model],
-            num_microbatches=len(micro_batches),
-            seq_length=width,
-            micro_batch_size=size,
+        """What `reduce` made of the micro-batches of this rank (passes.py)."""
+        return run(
+            role.model,
+            role.transformer,
+            fields,
+            reduce,
+            micro_batch=self.config.micro_batch,
+            unit=self._rows_together(fields),
             forward_only=forward_only,
-            collect_non_loss_data=forward_only,
+            values=role.name == "critic",
         )
-        return result
 
     def _gathered(self, role: RoleName, fields: Fields) -> torch.Tensor:
         """[B, T] over all data-parallel ranks on the last pipeline stage, zeros on the others."""

@@ -10,14 +10,12 @@ Each has its own TransformerConfig: Megatron hangs the optimizer's loss scale on
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -26,9 +24,11 @@ from trainer.config import OptimizerConfig as OptimizerSection
 from trainer.config import TrainerConfig
 from trainer.megatron.convert import load_hf
 from trainer.megatron.critic import load_critic
+from trainer.megatron.fsdp import FullySharded
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import HfTensors
 from trainer.megatron.model import DTYPES, build_model, transformer_config
+from trainer.megatron.optimizer import build_optimizer, build_scheduler
 from trainer.megatron.parallel import device
 
 RoleName = Literal["actor", "critic", "reference"]
@@ -36,11 +36,12 @@ RoleName = Literal["actor", "critic", "reference"]
 
 @dataclass(frozen=True)
 class Role:
-    """One model on this rank. `optimizer` and `scheduler` are None for the reference, which is never trained."""
+    """One model on this rank. `model` are its chunks of layers: one, unless pipeline stages are interleaved.
+    `optimizer` and `scheduler` are None for the reference, which is never trained."""
 
     name: RoleName
     transformer: TransformerConfig
-    model: Any
+    model: list[Any]
     optimizer: Any = None
     scheduler: Any = None
 
@@ -51,9 +52,8 @@ class Role:
         the model's. Adam's states exist from the first step on.
         """
         if self.optimizer is None:
-            return {self.name: _distinct(self.model.parameters())}
-        buffers = [*self.model.buffers, *self.model.expert_parallel_buffers]
-        mine = _distinct(t for b in buffers for t in (b.param_data, b.grad_data) if t is not None)
+            return {self.name: _distinct(t for chunk in self.model for t in chunk.parameters())}
+        mine = _distinct(t for chunk in self.model for t in _model_tensors(chunk))
         return {self.name: mine, f"{self.name}_optimizer": _distinct(_optimizer_tensors(self.optimizer), besides=mine)}
 
 
@@ -70,23 +70,32 @@ def build_roles(config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) 
         transformer, section = _transformer(config, shape), _critic_optimizer(config)
         if (path := getattr(config.algorithm, "critic_path", None)) is not None:
             tensors = HfTensors(path)
-        model = _placed(load_critic(shape, transformer, tensors), transformer)
-        roles["critic"] = _trained("critic", config, section, transformer, model)
+        critic = _placed(transformer, lambda chunk: load_critic(shape, transformer, tensors, chunk))
+        roles["critic"] = _trained("critic", config, section, transformer, critic)
     return roles
 
 
-def load_model(shape: ModelShape, transformer: TransformerConfig, tensors: HfTensors | None) -> Any:
-    """This rank's part of the language model, from the checkpoint (None: Megatron's initialisation)."""
-    model = build_model(shape, transformer)
+def load_model(shape: ModelShape, transformer: TransformerConfig, tensors: HfTensors | None) -> list[Any]:
+    """This rank's chunks of the language model, from the checkpoint (None: Megatron's initialisation)."""
+    return _placed(transformer, lambda chunk: _language_model(shape, transformer, tensors, chunk))
+
+
+def _language_model(
+    shape: ModelShape, transformer: TransformerConfig, tensors: HfTensors | None, chunk: int | None
+) -> Any:
+    model = build_model(shape, transformer, chunk)
     if tensors is not None:
         tensors.check(shape.schema("float32"))
         load_hf(model, shape, tensors.get)
-    return _placed(model, transformer)
+    return model
 
 
-def _placed(model: Any, transformer: TransformerConfig) -> Any:
-    model = model.to(device())
-    return Float16Module(transformer, model) if transformer.bf16 or transformer.fp16 else model
+def _placed(transformer: TransformerConfig, build: Callable[[int | None], Any]) -> list[Any]:
+    """The chunks on their device and in their precision; one, `build(None)`, unless stages are interleaved."""
+    numbers: list[int | None] = [*range(transformer.virtual_pipeline_model_parallel_size or 0)] or [None]
+    chunks = [build(number).to(device()) for number in numbers]
+    half = transformer.bf16 or transformer.fp16
+    return [Float16Module(transformer, chunk) for chunk in chunks] if half else chunks
 
 
 def _transformer(config: TrainerConfig, shape: ModelShape) -> TransformerConfig:
@@ -94,14 +103,20 @@ def _transformer(config: TrainerConfig, shape: ModelShape) -> TransformerConfig:
 
 
 def _trained(
-    name: RoleName, config: TrainerConfig, section: OptimizerSection, transformer: TransformerConfig, model: Any
+    name: RoleName, config: TrainerConfig, section: OptimizerSection, transformer: TransformerConfig, model: list[Any]
 ) -> Role:
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    model = DistributedDataParallel(transformer, ddp, model)
-    optimizer = get_megatron_optimizer(_optimizer_config(section, DTYPES[config.model.dtype]), [model])
+    sharded = config.parallel.shard == "full"
+    wrap = FullySharded if sharded else _replicated
+    model = [wrap(transformer, chunk) for chunk in model]
+    optimizer = build_optimizer(section, DTYPES[config.model.dtype], model, sharded=sharded)
     transformer.finalize_model_grads_func = finalize_model_grads
     transformer.grad_scale_func = optimizer.scale_loss
-    return Role(name, transformer, model, optimizer, _scheduler(config, section, optimizer))
+    return Role(name, transformer, model, optimizer, build_scheduler(config, section, optimizer))
+
+
+def _replicated(transformer: TransformerConfig, chunk: Any) -> Any:
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    return DistributedDataParallel(transformer, ddp, chunk)
 
 
 def _critic_optimizer(config: TrainerConfig) -> OptimizerSection:
@@ -110,39 +125,14 @@ def _critic_optimizer(config: TrainerConfig) -> OptimizerSection:
     return dataclasses.replace(config.optimizer, lr=lr, min_lr=0.0, warmup_steps=0, decay="constant")
 
 
-def _optimizer_config(optimizer: OptimizerSection, dtype: torch.dtype) -> OptimizerConfig:
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.beta1,
-        adam_beta2=optimizer.beta2,
-        adam_eps=optimizer.eps,
-        clip_grad=optimizer.clip_grad,
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=True,
-    )
-
-
-def _scheduler(config: TrainerConfig, c: OptimizerSection, optimizer: Any) -> OptimizerParamScheduler:
-    updates = config.steps * getattr(config.algorithm, "minibatches", 1) * getattr(config.algorithm, "epochs", 1)
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=c.lr / (c.warmup_steps + 1),  # the first step already moves
-        max_lr=c.lr,
-        min_lr=c.min_lr,
-        lr_warmup_steps=c.warmup_steps,
-        lr_decay_steps=max(updates, c.warmup_steps + 1),
-        lr_decay_style=c.decay,
-        start_wd=c.weight_decay,
-        end_wd=c.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # a resumed run may have been given more steps
-    )
+def _model_tensors(chunk: Any) -> Iterator[torch.Tensor]:
+    """Weights and gradients, out of Megatron's buffers or FSDP's shards."""
+    if isinstance(chunk, FullySharded):
+        for parameter in chunk.parameters():
+            yield from (t.to_local() for t in (parameter, parameter.grad) if t is not None)
+        return
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        yield from (t for t in (buffer.param_data, buffer.grad_data) if t is not None)
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
