@@ -38,12 +38,12 @@ class Lines:
     """One line an event, plain text."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._console = console or Console(file=sys.stderr)
         self._steps = 0
 
     def write(self, event: str, values: dict[str, Any]) -> None:
         if line := self._line(event, values):
-            self._console.print(escape(line))
+            self._console.print(escape(line), highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Nothing is held back."""

@@ -1,0 +1,74 @@
+"""What rollouts report, on groups small enough to count by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.metrics import evaluation_metrics, rollout_metrics
+from trainer.rewards.base import Score
+from trainer.rollout import Group, Sample, VersionSpan
+
+
+def sample(*spans: tuple[int, int], finish: str = "stop") -> Sample:
+    """`spans` are (version, tokens)."""
+    versions, start = [], 0
+    for version, tokens in spans:
+        versions.append(VersionSpan(version, start, start + tokens))
+        start += tokens
+    return Sample((7,) * start, (-0.5,) * start, finish, tuple(versions))
+
+
+def score(total: float, **parts: float) -> Score:
+    return Score(total, parts)
+
+
+GROUPS = [
+    Group((1,), (sample((3, 4)), sample((2, 1), (3, 1), finish="length")), (score(1, a=1, b=1), score(0.5, a=0, b=1))),
+    Group((2,), (sample((1, 2)), sample((3, 2))), (score(1, a=1, b=1), score(1, a=1, b=1))),
+]
+
+
+def test_rewards_by_function_groups_and_lengths() -> None:
+    found = rollout_metrics(GROUPS, version=3)
+    assert found["reward_mean"] == pytest.approx(0.875)
+    assert found["reward_std"] == pytest.approx((3 * 0.125**2 + 0.375**2) ** 0.5 / 2)
+    assert (found["reward_min"], found["reward_max"]) == (0.5, 1)
+    assert (found["reward/a"], found["reward/b"]) == (0.75, 1)
+    assert found["full_reward"] == 0.75
+    assert found["zero_std_groups"] == 0.5
+    assert (found["answer_tokens_mean"], found["answer_tokens_max"]) == (2.5, 4)
+    assert found["rollout_tokens"] == 10
+    assert found["truncated"] == 0.25
+
+
+def test_version_lag_is_counted_by_token() -> None:
+    found = rollout_metrics(GROUPS, version=4)
+    assert found["version_lag_mean"] == pytest.approx((4 * 1 + 1 * 2 + 1 * 1 + 2 * 3 + 2 * 1) / 10)
+    assert found["version_lag_max"] == 3
+    assert found["versions_per_sample"] == 1.25
+
+
+def test_no_rollouts_no_metrics() -> None:
+    assert rollout_metrics([], 3) == {}
+
+
+def test_an_evaluation_of_greedy_answers() -> None:
+    groups = [Group(g.prompt_ids, g.samples[:1], g.scores[:1]) for g in GROUPS]
+    found = evaluation_metrics(groups)
+    assert found["accuracy"] == found["reward_mean"] == found["reward/a"] == 1
+    assert found["truncated"] == 0
+    assert "pass_any" not in found
+
+
+def test_an_evaluation_of_several_answers_is_their_mean_and_their_best() -> None:
+    bad = Group((3,), (sample((3, 1)), sample((3, 1))), (score(0, a=0, b=0), score(0, a=0, b=0)))
+    found = evaluation_metrics([*GROUPS, bad])
+    assert found["accuracy"] == 0.5
+    assert found["pass_any"] == pytest.approx(2 / 3)
+
+
+def test_a_reward_that_failed_is_no_full_reward() -> None:
+    failed = Score(1.0, {"a": 1.0}, {"a": "timed out"})
+    found = evaluation_metrics([Group((1,), (sample((1, 1)),), (failed,))])
+    assert found["accuracy"] == 0
+    assert found["reward/a"] == 1

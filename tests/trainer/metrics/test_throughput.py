@@ -1,0 +1,87 @@
+"""Rates: lengths without padding, and a model's operations counted independently."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.batch import MASK, TOKENS, Sequence, collate
+from trainer.megatron.hf_config import ModelShape, load_shape
+from trainer.metrics.throughput import Throughput, flops_per_token, lengths, peak_flops
+from trainer.tiny_model import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny_model(path, "llama", num_hidden_layers=3)
+    return load_shape(path)
+
+
+def test_lengths_of_padded_rows_are_those_of_their_sequences() -> None:
+    sequences = [Sequence((1, 2), (3, 4, 5)), Sequence((1,), (2,)), Sequence((1, 2, 3), (4,), train_on_prompt=True)]
+    assert lengths(collate(sequences)).tolist() == [5, 2, 4]
+
+
+def test_rows_that_only_fill_up_do_not_count() -> None:
+    fields = collate([Sequence((1, 2), (3,))])
+    padded = {name: torch.cat([t, torch.zeros_like(t)]) for name, t in fields.items()}
+    assert lengths(padded).tolist() == [3]
+
+
+def test_lengths_of_packed_rows_are_counted_by_segment() -> None:
+    segments = torch.tensor([[1, 1, 1, 2, 2, 0], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
+    fields = {TOKENS: torch.ones_like(segments), MASK: torch.ones(3, 5), "segments": segments}
+    assert lengths(fields).tolist() == [3, 2, 1]
+
+
+def test_operations_are_those_of_the_models_matrix_products(shape: ModelShape) -> None:
+    """Counted by torch on transformers' model: 2 operations a multiply-add forward, three times that with backward."""
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        attn_implementation="eager",
+    )
+    length = 24
+    with FlopCounterMode(display=False) as counter:
+        LlamaForCausalLM(config)(torch.zeros(1, length, dtype=torch.int64)).logits.sum().backward()
+    ours = flops_per_token(shape, length) * length
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.03)  # norms count in N, and are no products
+
+
+def test_tied_embeddings_count_once_as_the_output_layer(shape: ModelShape) -> None:
+    tied = dataclasses.replace(shape, tied=True)
+    assert tied.parameters == shape.parameters - shape.vocab * shape.hidden
+    assert flops_per_token(tied, 10) == flops_per_token(shape, 10)
+
+
+def test_utilisation_is_operations_by_time_ranks_and_peak(shape: ModelShape) -> None:
+    fields = collate([Sequence((1, 2), (3, 4))] * 5)
+    found = Throughput(shape, ranks=2, peak=1e12).metrics(fields, train_ms=100.0)
+    assert found["train_tokens_per_s"] == 200
+    per_s = flops_per_token(shape, 4) * 20 / 0.1
+    assert found["mfu"] == pytest.approx(per_s / 2 / 1e12)
+    assert found["train_tflops"] == pytest.approx(per_s / 2 / 1e12)
+    twice = Throughput(shape, ranks=2, peak=1e12).metrics(fields, train_ms=100.0, passes=2)
+    assert twice["mfu"] == pytest.approx(2 * found["mfu"])
+
+
+def test_nothing_trained_gives_no_rate(shape: ModelShape) -> None:
+    empty = {TOKENS: torch.zeros(2, 4, dtype=torch.int64), MASK: torch.zeros(2, 3)}
+    assert Throughput(shape, 1, 1e12).metrics(empty, 10.0) == {}
+
+
+def test_a_peak_is_found_for_this_machine(tmp_path: Path) -> None:
+    assert 1e9 < peak_flops() < 1e16
+    assert peak_flops() == peak_flops()
