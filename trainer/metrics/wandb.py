@@ -10,8 +10,9 @@ from trainer.config import WandbConfig
 from trainer.errors import ConfigError
 from trainer.metrics.tags import tagged
 
-# W&B must neither ask for a key on the terminal nor keep a copy of what is printed there.
-_SETTINGS = {"console": "off", "silent": True, "disable_git": True, "disable_code": True}
+# W&B must neither ask for a key on the terminal nor keep a copy of what is printed there; its sampler of the machine's
+# load is one more process, and outlives a killed run for seconds.
+_SETTINGS = {"console": "off", "silent": True, "x_disable_stats": True, "disable_git": True, "disable_code": True}
 
 
 class Wandb:
