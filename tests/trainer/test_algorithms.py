@@ -95,8 +95,8 @@ def test_grpo_equals_the_reference(config: GrpoConfig) -> None:
 
 def test_equal_rewards_teach_nothing_but_count() -> None:
     algorithm = Grpo(GrpoConfig())
-    assert algorithm.advantages([1.0, 1.0, 1.0]) == [0.0, 0.0, 0.0]
-    assert sum(algorithm.advantages([0.0, 1.0, 1.0])) == pytest.approx(0, abs=1e-9)
+    assert algorithm.credit([1.0, 1.0, 1.0]) == [0.0, 0.0, 0.0]
+    assert sum(algorithm.credit([0.0, 1.0, 1.0])) == pytest.approx(0, abs=1e-9)
 
 
 def test_the_logprob_gap_is_between_engine_and_trainer() -> None:

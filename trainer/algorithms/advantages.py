@@ -1,0 +1,85 @@
+"""What an action is worth: group baselines on rank 0, estimators over the whole batch on every rank.
+
+Tensors are [B, T], over rows that may hold several sequences; their trained tokens are never adjacent across
+sequences, since a prompt lies between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from trainer.batch import MASK, Fields, sequence_sum, to_tokens
+
+STD_FLOOR = 1e-4
+VARIANCE_FLOOR = 1e-8
+
+
+def group_normalized(rewards: Seq[float], *, scale: bool) -> list[float]:
+    """Rewards of one group, centred and (unless `scale` is off) divided by their standard deviation + 1e-4."""
+    r = torch.tensor(rewards, dtype=torch.float64)
+    centred = r - r.mean()
+    result: list[float] = (centred / (r.std() + STD_FLOOR) if scale else centred).tolist()
+    return result
+
+
+def leave_one_out(rewards: Seq[float]) -> list[float]:
+    """Each reward minus the mean of the group's others."""
+    total, others = sum(rewards), len(rewards) - 1
+    return [reward - (total - reward) / others for reward in rewards]
+
+
+def gae(
+    rewards_BT: torch.Tensor, values_BT: torch.Tensor, mask_BT: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438): (advantages, returns), 0 outside the mask.
+
+    delta_t = r_t + gamma V_(t+1) - V_t, A_t = sum over l of (gamma lam)^l delta_(t+l), return_t = A_t + V_t; there is
+    nothing after a sequence's last token. With values of 0 and lam 1, both are the discounted rewards to go.
+    """
+    advantages = torch.zeros_like(values_BT)
+    following = next_value = torch.zeros_like(values_BT[:, 0])
+    for t in reversed(range(values_BT.shape[1])):
+        delta = rewards_BT[:, t] + gamma * next_value - values_BT[:, t]
+        following = mask_BT[:, t] * (delta + gamma * lam * following)
+        next_value = mask_BT[:, t] * values_BT[:, t]
+        advantages[:, t] = following
+    return advantages, (advantages + values_BT) * mask_BT
+
+
+def whiten(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Mean 0 and variance 1 over the masked tokens of the batch; 0 elsewhere."""
+    count = mask_BT.sum().clamp(min=1)
+    centred = (values_BT - (values_BT * mask_BT).sum() / count) * mask_BT
+    return centred * (centred.square().sum() / count).clamp(min=VARIANCE_FLOOR).rsqrt()
+
+
+def sequence_mean(values_BT: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, S]: the mean over each sequence's trained tokens (0 for an empty slot), and their number."""
+    count = sequence_sum(fields[MASK], fields)
+    return sequence_sum(values_BT, fields) / count.clamp(min=1), count
+
+
+def over_group(values_BS: torch.Tensor, groups_BS: torch.Tensor, real_BS: torch.Tensor) -> torch.Tensor:
+    """Each sequence's value minus the mean of its group's others; 0 for a sequence alone and for empty slots."""
+    values, real = values_BS[real_BS], groups_BS[real_BS].round().long()
+    _, index = real.unique(return_inverse=True)
+    sums, counts = (
+        torch.zeros(len(real), dtype=values.dtype, device=values.device).index_add(0, index, x)
+        for x in (values, torch.ones_like(values))
+    )
+    others = counts[index] - 1
+    baseline = (sums[index] - values) / others.clamp(min=1)
+    result = torch.zeros_like(values_BS)
+    result[real_BS] = (values - baseline) * (others > 0)
+    return result
+
+
+def normalized_by_sequence(advantages_BT: torch.Tensor, fields: Fields) -> torch.Tensor:
+    """Advantages that are equal within a sequence, centred and divided by their standard deviation over sequences."""
+    mean_BS, count = sequence_mean(advantages_BT, fields)
+    real = count > 0
+    values = mean_BS[real]
+    scale = (values.std() if len(values) > 1 else values.new_zeros(())) + STD_FLOOR
+    return to_tokens((mean_BS - values.mean()) / scale * real, fields)

@@ -1,0 +1,82 @@
+"""Direct preference optimisation (Rafailov et al., arXiv 2305.18290).
+
+With s = sum over an answer's tokens of (logprob - reference logprob) and d = s(chosen) - s(rejected), a pair's loss is
+
+    sigmoid   -(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d), e = label_smoothing
+    robust    ((1 - e) -log sigmoid(beta d) - e -log sigmoid(-beta d)) / (1 - 2 e)        (arXiv 2403.00409)
+    ipo       (d' - 1 / (2 beta))^2, d' from means over tokens in place of sums           (arXiv 2310.12036)
+
+and a step's the mean over pairs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+
+import torch
+from torch.nn.functional import logsigmoid, pad
+
+from trainer.algorithms.base import REFERENCE_LOGPROBS, AlgorithmBase, LossOutput
+from trainer.batch import MASK, SEGMENTS, Fields, Sequence, sequence_sum
+from trainer.config import DpoConfig
+from trainer.data.records import Record
+from trainer.errors import DataError
+from trainer.rollout import Group
+
+
+class Dpo(AlgorithmBase):
+    """The chosen answer made more probable than the rejected one, relative to the reference."""
+
+    needs = frozenset({REFERENCE_LOGPROBS})
+    rows_together = 2
+
+    def __init__(self, config: DpoConfig) -> None:
+        self.config = config
+        self.minibatches = config.minibatches
+        self._number = itertools.count()
+
+    def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:
+        """Two sequences per record, chosen first. Raises DataError for a record that is no preference."""
+        result = []
+        for r in records:
+            if not (r.chosen_ids and r.rejected_ids):
+                raise DataError(f"record {r.index} has no chosen and rejected answer. Give every DPO record both.")
+            pair = next(self._number)
+            result += [Sequence(r.prompt_ids, ids, together=pair) for ids in (r.chosen_ids, r.rejected_ids)]
+        return result
+
+    def loss(self, logprobs_BT: torch.Tensor, fields: Fields) -> LossOutput:
+        """The module's formula. Metrics are means over pairs."""
+        beta, mask = self.config.beta, fields[MASK]
+        scores = _pairs(sequence_sum((logprobs_BT - fields[REFERENCE_LOGPROBS]) * mask, fields), fields)
+        lengths = _pairs(sequence_sum(mask, fields), fields)
+        real = (lengths > 0).all(-1)
+        per_pair = self._per_pair(scores, lengths)
+        rewards = beta * scores.detach()
+        margin = rewards[..., 0] - rewards[..., 1]
+        sums = {
+            "preference_accuracy": ((margin > 0) * real).sum(),
+            "reward_margin": (margin * real).sum(),
+            "chosen_reward": (rewards[..., 0] * real).sum(),
+            "rejected_reward": (rewards[..., 1] * real).sum(),
+        }
+        return LossOutput((per_pair * real).sum(), mask.sum(), sums, over=real.sum(), sums_like_loss=True)
+
+    def _per_pair(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        c = self.config
+        if c.loss == "ipo":
+            means = scores / lengths.clamp(min=1)
+            return (means[..., 0] - means[..., 1] - 1 / (2 * c.beta)).square()
+        difference = c.beta * (scores[..., 0] - scores[..., 1])
+        right, wrong = -logsigmoid(difference), -logsigmoid(-difference)
+        if c.loss == "robust":
+            return ((1 - c.label_smoothing) * right - c.label_smoothing * wrong) / (1 - 2 * c.label_smoothing)
+        return (1 - c.label_smoothing) * right + c.label_smoothing * wrong
+
+
+def _pairs(values_BS: torch.Tensor, fields: Fields) -> torch.Tensor:
+    """[pairs, 2]: (chosen, rejected), which are rows that follow each other, or sequences of a packed row."""
+    if SEGMENTS in fields:
+        values_BS = pad(values_BS, (0, values_BS.shape[1] % 2))
+    return values_BS.reshape(-1, 2)

@@ -1,0 +1,177 @@
+"""The clipped policy gradient that GRPO, RLOO, REINFORCE++ and PPO share; they differ in their advantages A.
+
+With r = exp(logprob - proximal logprob) of a token (`ratio: token`), of the answer's geometric mean (`sequence`: GSPO,
+arXiv 2507.18071) or of its product (`trajectory`), the loss of a token is
+
+    clip    -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), clip-higher as in DAPO (2503.14476); for A < 0 and
+            with `dual_clip` c: r is at most c (1912.09729)
+    cispo   -w A logprob min(r, 1 + clip_high), no gradient through the minimum (MiniMax-M1, 2506.13585)
+
+w is the importance correction's weight (correction.py). With a correction the proximal policy is the trainer's at the
+start of the step; without one it is the engine's, whose log-probs came with the samples. A step's loss is
+
+    token      the mean over all kept tokens (DAPO)
+    sequence   the mean over answers of the mean over their tokens (GRPO)
+    length     the mean over answers of the sum over their tokens / max_tokens (Dr. GRPO, 2503.20783)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Generic, TypeVar
+
+import torch
+
+from trainer.algorithms.advantages import sequence_mean
+from trainer.algorithms.base import (
+    ADVANTAGES,
+    BEHAVIOUR_LOGPROBS,
+    OLD_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    REWARDS,
+    VERSION_LAG,
+    AlgorithmBase,
+    LossOutput,
+)
+from trainer.algorithms.correction import LONGEST_LOG, at_level, correct
+from trainer.batch import MASK, Fields, Sequence, sequence_sum
+from trainer.config import PolicyConfig
+from trainer.data.records import Record
+from trainer.errors import ConfigError
+from trainer.rollout import Group, Sample
+
+KEEP = "keep"  # 0 on the tokens of answers that are left out
+_LEVELS = {"token": "token", "sequence": "geometric", "trajectory": "sequence"}
+
+ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
+
+
+class PolicyGradient(AlgorithmBase, Generic[ConfigT]):
+    """`credit` gives one number for each sample of a group: its advantage on every token, or (`credit_is` REWARDS) its
+    reward on the last one, from which `prepare` makes advantages. `max_tokens` is how long answers may be."""
+
+    credit_is = ADVANTAGES
+    kl_in_loss = False
+
+    def __init__(self, config: ConfigT, max_tokens: int | None = None) -> None:
+        self.config = config
+        self.max_tokens = max_tokens
+        self.samples_per_prompt, self.minibatches = config.samples_per_prompt, config.minibatches
+        self.epochs = config.epochs
+        if max_tokens is None and (config.normalize == "length" or config.overlong_buffer):
+            raise ConfigError("rollout.max_tokens", "missing, but the algorithm divides by it", "Set it")
+        self.needs = self._needs()
+
+    def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:
+        """One sequence per sample with an answer. Groups whose rewards are all equal teach nothing, but keep their
+        tokens in the denominator."""
+        return [
+            Sequence(group.prompt_ids, sample.token_ids, self._per_token(sample, credit, version))
+            for group in groups
+            for sample, credit in zip(group.samples, self.credit(self._rewards(group)), strict=True)
+            if sample.token_ids
+        ]
+
+    def credit(self, rewards: list[float]) -> list[float]:
+        """What each sample of a group is worth."""
+        raise NotImplementedError
+
+    def keep_group(self, group: Group) -> bool:
+        return not self.config.drop_zero_std or len(set(group.rewards)) > 1
+
+    def prepare(self, fields: Fields) -> Fields:
+        return fields | {MASK: fields[MASK] * fields[KEEP]} if KEEP in fields else fields
+
+    def loss(self, logprobs_BT: torch.Tensor, fields: Fields) -> LossOutput:
+        """The module's formula. `tokens` counts all trained tokens, rejected ones too; metrics are shares of it."""
+        c, mask, advantage = self.config, fields[MASK], fields[ADVANTAGES]
+        old = fields.get(OLD_LOGPROBS, logprobs_BT.detach())
+        correction = correct(c.correction, old, fields)
+        proximal = fields[BEHAVIOUR_LOGPROBS] if c.correction.kind == "none" else old
+        ratio = at_level(_LEVELS[c.ratio], (logprobs_BT - proximal) * mask, fields).exp()
+        per_token, clipped = self._surrogate(ratio, advantage, logprobs_BT)
+        per_token = per_token * correction.weights
+        gap = ((old.detach() - fields[BEHAVIOUR_LOGPROBS]) * mask).abs()
+        sums = {
+            "clip_ratio": (clipped * correction.kept).sum(),
+            "clip_ratio_low": (clipped * correction.kept * (advantage < 0)).sum(),
+            "logprob_gap_mean": gap.sum(),
+            "entropy": -(logprobs_BT.detach() * mask).sum(),
+        }
+        if c.correction.kind != "none" or VERSION_LAG in fields:
+            sums["correction_weight"] = correction.weights.sum()
+            sums["rejected"] = (mask - correction.kept).sum()
+        if REFERENCE_LOGPROBS in fields:
+            kl = self._kl(logprobs_BT, fields)
+            sums["kl"] = (kl.detach() * mask).sum()
+            per_token = per_token + c.kl_coef * kl if self.kl_in_loss else per_token
+        total, over = self._normalized(per_token * correction.kept, fields | {MASK: correction.kept})
+        return LossOutput(total, mask.sum(), sums, {"logprob_gap_max": gap.max()}, over)
+
+    def _needs(self) -> frozenset[str]:
+        c = self.config
+        needs = {REFERENCE_LOGPROBS} if c.kl_coef > 0 else set()
+        # In a step's only update the proximal policy is the current one: no pass of its own.
+        if (c.correction.kind != "none" and c.updates > 1) or (needs and not self.kl_in_loss):
+            needs.add(OLD_LOGPROBS)
+        return frozenset(needs)
+
+    def _rewards(self, group: Group) -> list[float]:
+        """With DAPO's soft punishment of answers that come near the limit (section 3.4)."""
+        c = self.config
+        if not c.overlong_buffer or self.max_tokens is None:
+            return group.rewards
+        free = self.max_tokens - c.overlong_buffer
+        over = [max(len(s.token_ids) - free, 0) / c.overlong_buffer for s in group.samples]
+        return [r - c.overlong_penalty * min(o, 1.0) for r, o in zip(group.rewards, over, strict=True)]
+
+    def _per_token(self, sample: Sample, credit: float, version: int) -> dict[str, Seq[float]]:
+        count = len(sample.token_ids)
+        last = [0.0] * (count - 1) + [credit]
+        fields: dict[str, Seq[float]] = {
+            self.credit_is: [credit] * count if self.credit_is == ADVANTAGES else last,
+            BEHAVIOUR_LOGPROBS: sample.logprobs,
+        }
+        if self.config.correction.max_lag is not None or self.config.correction.lag_decay < 1:
+            fields[VERSION_LAG] = sample.version_lags(version)
+        if self.config.mask_truncated:
+            fields[KEEP] = [float(sample.finish_reason != "length")] * count
+        return fields
+
+    def _surrogate(
+        self, ratio: torch.Tensor, advantage: torch.Tensor, logprobs_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of each token, and where clipping stopped its gradient (cispo: bounded its weight)."""
+        c, high = self.config, 1 + self.config.clip_high
+        if c.objective == "cispo":
+            ratio = ratio.detach()
+            return -ratio.clamp(max=high) * advantage * logprobs_BT, (ratio > high) & (advantage > 0)
+        if c.dual_clip is not None:
+            ratio = ratio.clamp(max=c.dual_clip)
+        bounded = ratio.clamp(1 - c.clip_low, high)
+        return -torch.minimum(ratio * advantage, bounded * advantage), bounded * advantage < ratio * advantage
+
+    def _kl(self, logprobs_BT: torch.Tensor, fields: Fields) -> torch.Tensor:
+        """Schulman's k3 estimate of KL to the reference, by token."""
+        difference = ((fields[REFERENCE_LOGPROBS] - logprobs_BT) * fields[MASK]).clamp(max=LONGEST_LOG)
+        return difference.exp() - difference - 1
+
+    def _kl_penalty(self, fields: Fields) -> torch.Tensor:
+        """[B, T]: what KL costs in reward, by token: the k1 estimate under the policy at the start of the step."""
+        if self.config.kl_coef == 0:
+            return torch.zeros_like(fields[MASK])
+        difference = fields[OLD_LOGPROBS] - fields[REFERENCE_LOGPROBS]
+        return self.config.kl_coef * difference * fields[MASK]
+
+    def _rewards_by_token(self, fields: Fields) -> torch.Tensor:
+        return fields[REWARDS] - self._kl_penalty(fields)
+
+    def _normalized(self, per_token: torch.Tensor, fields: Fields) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sum, denominator) over the kept tokens, which are `fields`' mask."""
+        if self.config.normalize == "token":
+            return per_token.sum(), fields[MASK].sum()
+        means, count = sequence_mean(per_token, fields)
+        if self.config.normalize == "sequence":
+            return means.sum(), (count > 0).sum()
+        assert self.max_tokens is not None
+        return sequence_sum(per_token, fields).sum() / self.max_tokens, (count > 0).sum()
