@@ -9,8 +9,8 @@ from trainer.run import Run, TrainState
 def train(run: Run) -> TrainState:
     """Train to the configured step and return the final state. Collective: every rank runs it."""
     state = run.start()
-    if run.algorithm.samples_per_prompt:
-        state, _ = run.publish(state)  # the first rollouts must come from these very weights
+    if run.algorithm.samples_per_prompt or run.config.eval:
+        state, _ = run.publish(state)  # the first answers must come from these very weights
     run.evaluate(state)
     while state.step < run.config.steps:
         watch = Stopwatch()
@@ -20,7 +20,7 @@ def train(run: Run) -> TrainState:
         state = state.after_step(batch.records)
         with watch("publish"):
             state, published = run.publish(state) if run.due("publish", state) else (state, {})
-        run.report(state, stats, batch.metrics | published, watch)
+        run.report(state, batch, stats, published, watch)
         if run.due("eval", state):
             run.evaluate(state)
         if run.due("checkpoint", state):

@@ -26,6 +26,7 @@ from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import finish_checkpoint, write_shards
 from trainer.megatron.parallel import broadcast_json, broadcast_tensors, from_last, gather_json, is_lead, lead
 from trainer.metrics import MetricsWriter, Stopwatch
+from trainer.metrics.throughput import Throughput, peak_flops
 from trainer.publish import WeightPublisher
 from trainer.rewards import build_scorer
 from trainer.rollout import Rollouts
@@ -61,7 +62,7 @@ class Run:
 
     def __init__(self, config: TrainerConfig, shape: ModelShape, metrics: MetricsWriter) -> None:
         self.config, self.shape = config, shape
-        self.algorithm = build_algorithm(config.algorithm)
+        self.algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
         self.engine = Engine(config, shape, self.algorithm)
         self._metrics = metrics
         self.checkpoints = Checkpoints(config.checkpoint, self.engine, self._identity()) if config.checkpoint else None
@@ -70,6 +71,8 @@ class Run:
         self._evaluated = (-1, 0.0)
         self._rollouts: Rollouts | None = None
         lead(self._open_lead)
+        peak = config.watch.peak_tflops
+        self._throughput = Throughput(shape, config.parallel.world_size, peak * 1e12 if peak else peak_flops())
         if config.publish is not None:
             self._publisher = WeightPublisher(config.publish, self.engine)
 
@@ -133,15 +136,19 @@ class Run:
         if self.checkpoints is not None:
             self.checkpoints.save(state.step, dataclasses.asdict(state), self._score(state))
 
-    def report(self, state: TrainState, stats: StepStats, extra: dict[str, float], watch: Stopwatch) -> None:
+    def report(
+        self, state: TrainState, batch: StepBatch, stats: StepStats, published: dict[str, float], watch: Stopwatch
+    ) -> None:
         """One `step` event."""
         if not is_lead():
             return
         self._report_checkpoints()
         numbers = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, "tokens": stats.tokens}
-        seconds = sum(watch.ms.values()) / 1e3
-        rate = {"tokens_per_s": round(stats.tokens / seconds, 1), "version": state.version}
-        self._metrics.write("step", {"step": state.step, **numbers, **rate, **watch.ms, **extra, **stats.metrics})
+        step_ms = watch.elapsed_ms
+        rate = {"tokens_per_s": round(stats.tokens / step_ms * 1e3, 1), "version": state.version, "step_ms": step_ms}
+        rate |= self._throughput.metrics(batch.fields, watch.ms["train_ms"], self.algorithm.epochs)
+        values = {"step": state.step, **numbers, **rate, **watch.ms, **batch.metrics, **published, **stats.metrics}
+        self._metrics.write("step", values)
 
     def finish(self, state: TrainState) -> None:
         """Write the Hugging Face checkpoint, if one is wanted, and the last event."""
@@ -155,9 +162,9 @@ class Run:
             self._metrics.write("done", {"step": state.step, "version": state.version, "seconds": seconds})
 
     def save_hf(self, directory: str) -> None:
-        """The current weights as a Hugging Face checkpoint directory; each pipeline stage writes its own shard."""
+        """The current weights as a Hugging Face checkpoint directory; every rank writes what it holds."""
         lead(lambda: Path(directory).mkdir(parents=True, exist_ok=True))
-        part = self.engine.pipeline_rank
+        part = self.engine.part
         written = gather_json(write_shards(directory, self.engine.export(self.config.model.dtype), part))
         model = self.config.model
         lead(lambda: finish_checkpoint(directory, [w for share in written for w in share], model.path, model.dtype))
