@@ -22,6 +22,7 @@ from trainer.batch import MASK, TOKENS
 from trainer.config import TrainerConfig
 from trainer.errors import TrainerError
 from trainer.megatron import state
+from trainer.megatron.context import local_positions, whole_sequence
 from trainer.megatron.engine import Engine
 from trainer.megatron.hf_config import load_shape
 from trainer.megatron.parallel import gather_json, split
@@ -35,7 +36,7 @@ def engine(config: dict[str, Any]) -> Iterator[Engine]:
     )
     split(parsed.parallel, parsed.seed)
     try:
-        yield Engine(parsed, load_shape(parsed.model.path), build_algorithm(parsed.algorithm))
+        yield Engine(parsed, load_shape(parsed.model.path), build_algorithm(parsed.algorithm, parsed.rollout.max_tokens))
     finally:
         unsplit()
 
@@ -51,17 +52,20 @@ def unsplit() -> None:
 
 def logits(built: Engine, tokens: torch.Tensor) -> torch.Tensor | None:
     """[B, T, padded V] on the last pipeline stage."""
-    positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+    mine = local_positions(tokens.shape[1], tokens.device)
+    # Interleaved chunks want as many micro-batches as there are stages.
+    count = ps.get_pipeline_model_parallel_world_size() if len(built.model) > 1 else 1
 
     def forward(_: Any, model: Any) -> Any:
-        return model(tokens, positions, None), lambda output, **_: output
+        output = model(tokens[:, mine], mine.expand(len(tokens), -1), None)
+        return output, lambda output, **_: whole_sequence(output, 1, copies=True)
 
     with torch.no_grad():
         found = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter([0]),
+            data_iterator=[None] * len(built.model),
             model=built.model,
-            num_microbatches=1,
+            num_microbatches=count,
             seq_length=tokens.shape[1],
             micro_batch_size=len(tokens),
             forward_only=True,

@@ -63,8 +63,9 @@ class Engine:
         return self.actor.scheduler
 
     @property
-    def pipeline_rank(self) -> int:
-        return int(ps.get_pipeline_model_parallel_rank())
+    def part(self) -> int:
+        """The number under which this rank writes what `export` gives it."""
+        return int(dist.get_rank())
 
     def step(self, fields: Fields) -> StepStats:
         """Train on a batch that every rank holds whole. Raises Diverged before anything is published or saved."""

@@ -37,8 +37,12 @@ class FullySharded(_BaseDataParallel):  # type: ignore[misc]
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)  # a sum, which `scale_gradients` divides by the tokens
+                part.set_force_sum_reduction_for_comms(True)  # gloo has no other
         for name, parameter in module.named_parameters():
             vars(parameter).update(attributes[name])  # Megatron's marks (sequence_parallel, allreduce, ...)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Nothing is left to do: gradients were reduced during the backward pass."""
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiply every gradient. Called once all micro-batches are in, with one over the number of tokens."""

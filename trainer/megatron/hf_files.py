@@ -113,7 +113,7 @@ def write_shards(directory: str | Path, tensors: Iterable[tuple[str, Any]], part
             written += _write_shard(Path(directory), shard, part, len(written))
             shard = {}
         shard[name] = tensor.detach().contiguous()
-    return written + _write_shard(Path(directory), shard, part, len(written))
+    return written + (_write_shard(Path(directory), shard, part, len(written)) if shard else [])
 
 
 def _write_shard(directory: Path, shard: dict[str, Any], part: int, number: int) -> list[tuple[str, str, int]]:

@@ -32,7 +32,8 @@ class HostAdam(torch.optim.AdamW):  # type: ignore[misc]
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
-        super().__init__(groups, foreach=False)
+        super().__init__([torch.nn.Parameter(torch.zeros(0))])
+        self.param_groups = groups  # set like this because shards of a buffer are no leaves, which Adam would refuse
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -104,6 +105,7 @@ def _config(section: OptimizerSection, dtype: torch.dtype, *, distributed: bool)
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         initial_loss_scale=section.loss_scale,
+        hysteresis=1,
         loss_scale_window=section.loss_scale_window,
         params_dtype=dtype,
         use_distributed_optimizer=distributed,

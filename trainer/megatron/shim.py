@@ -118,14 +118,14 @@ def _patch_megatron_rng() -> None:
 
 
 def _patch_megatron_dispatch() -> None:
-    """The token dispatcher wants its split sizes as numbers, and turns only CUDA tensors into them."""
+    """The token dispatcher wants its split sizes as numpy arrays, and turns only CUDA tensors into them."""
     from megatron.core.transformer.moe import token_dispatcher
 
     plain = token_dispatcher.maybe_move_tensor_to_cpu
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         is_split = as_numpy and torch.is_tensor(tensor)
-        return tensor.tolist() if is_split else plain(tensor, as_numpy, record_stream)
+        return tensor.numpy() if is_split else plain(tensor, as_numpy, record_stream)
 
     token_dispatcher.maybe_move_tensor_to_cpu = move
 
