@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import signal
 import sys
+import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from trainer.config import ParallelConfig
+from trainer.config import FaultsConfig, ParallelConfig
+from trainer.faults.restarts import VARIABLE, RunDir
 
 
 def is_rank() -> bool:
@@ -24,10 +29,12 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def launch(arguments: list[str], parallel: ParallelConfig) -> int:
+def launch(arguments: list[str], parallel: ParallelConfig, faults: FaultsConfig) -> int:
     """Run `python -m trainer.main ARGUMENTS` on every rank through torchrun's agent. Returns the run's exit status.
 
-    A rank that fails ends all; it has printed why, so the agent's own report of it is left out.
+    A rank that fails ends all; it has printed why, so the agent's own report of it is left out. All are started anew,
+    up to `max_restarts` times, unless the fault is one that would only repeat itself. SIGTERM is passed on; ranks save
+    and leave within `grace_s`.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -42,14 +49,39 @@ def launch(arguments: list[str], parallel: ParallelConfig) -> int:
         nproc_per_node=parallel.world_size,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=0,
+        max_restarts=faults.max_restarts,
         monitor_interval=0.2,
+        shutdown_timeout=math.ceil(faults.grace_s) + 5,
     )
-    try:
-        elastic_launch(config, sys.executable)("-m", "trainer.main", *arguments)
-    except ChildFailedError as failed:
-        codes = [failure.exitcode for failure in failed.failures.values() if failure.exitcode > 0]
-        return 2 if 2 in codes else 1
-    except SignalException as stopped:  # the agent has passed it on and waited for the ranks
-        return 128 + int(stopped.sigval)
+    with _run_dir() as run_dir:
+        try:
+            elastic_launch(config, sys.executable)("-m", "trainer.main", *arguments)
+        except ChildFailedError as failed:
+            codes = [failure.exitcode for failure in failed.failures.values() if failure.exitcode > 0]
+            return run_dir.final() or (2 if 2 in codes else 1)
+        except SignalException as stopped:  # the agent has passed it on and waited for the ranks
+            return 128 + int(stopped.sigval)
     return 0
+
+
+@contextmanager
+def _run_dir() -> Iterator[RunDir]:
+    """A directory that the ranks find in their environment; SIGTERM is told there before it is passed on."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def leave(number: int, _: object) -> None:
+        run_dir.ask_to_leave()
+        raise SignalException(f"signal {number}", sigval=signal.Signals(number))
+
+    with tempfile.TemporaryDirectory(prefix="hotswap-run-") as path:
+        run_dir = RunDir(path)
+        # The agent would handle SIGTERM itself, and ranks could not tell why they get one.
+        changed = {VARIABLE: path, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT,SIGHUP,SIGQUIT"}
+        os.environ |= changed
+        before = signal.signal(signal.SIGTERM, leave)
+        try:
+            yield run_dir
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            for name in changed:
+                os.environ.pop(name, None)

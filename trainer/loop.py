@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainer.errors import Diverged
 from trainer.metrics import Stopwatch
 from trainer.run import Run, TrainState
 
@@ -13,10 +14,15 @@ def train(run: Run) -> TrainState:
         state, _ = run.publish(state)  # the first answers must come from these very weights
     run.evaluate(state)
     while state.step < run.config.steps:
+        run.may_leave(state)
         watch = Stopwatch()
         batch = run.sample(state, watch)
-        with watch("train"):
-            stats = run.engine.step(batch.fields)
+        try:
+            with watch("train"):
+                stats = run.train(batch)
+        except Diverged as error:
+            state = run.roll_back(state, error)
+            continue
         state = state.after_step(batch.records)
         with watch("publish"):
             state, published = run.publish(state) if run.due("publish", state) else (state, {})

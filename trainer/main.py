@@ -1,6 +1,7 @@
 """`python -m trainer.main --config FILE [--set key=value ...]`: train, on as many processes as the layout asks for.
 
-Exit status: 0 done, 1 failed while running, 2 the configuration or the inputs must be corrected.
+Exit status: 0 done, 1 failed while running, 2 the configuration or the inputs must be corrected, 143 saved and left
+after SIGTERM.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from contextlib import closing
 from pathlib import Path
 
 from trainer.config import TrainerConfig, load
-from trainer.errors import ConfigError, RankFailed, TrainerError
+from trainer.errors import ConfigError, Preempted, RankFailed, TrainerError
+from trainer.faults.restarts import RunDir
 from trainer.launch import die_with_parent, is_rank, launch
 from trainer.megatron.hf_config import ModelShape, load_shape
 from trainer.megatron.hf_files import HfTensors
 from trainer.metrics.build import build_writers, silent
+
+USER_ERROR = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,13 +34,21 @@ def main(arguments: list[str] | None = None) -> int:
         if parsed.report is not None:
             return _report(config, parsed.report)
         shape = check(config)
-        if config.parallel.world_size > 1 and not is_rank():
-            return launch(arguments, config.parallel)
+        if (config.parallel.world_size > 1 or config.faults.max_restarts) and not is_rank():
+            return launch(arguments, config.parallel, config.faults)
+        if (status := RunDir.of_environment().final()) is not None:
+            return status  # a restart would only repeat what ended the run
         _run_rank(config, shape)
     except RankFailed as error:
         return error.exit_code  # said by the rank that failed
+    except Preempted as error:
+        if is_first():
+            print(error, file=sys.stderr)
+        return 0 if is_rank() else error.exit_code  # a launcher would take anything else for a fault
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr)
+        if error.exit_code == USER_ERROR:
+            RunDir.of_environment().end(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -79,15 +91,18 @@ def _run_rank(config: TrainerConfig, shape: ModelShape) -> None:
     if is_rank():
         die_with_parent()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from trainer.faults.faults import Faults
     from trainer.loop import train
     from trainer.megatron.parallel import distributed
     from trainer.run import Run
 
     with (
         distributed(config.parallel, config.seed),
+        Faults(config.faults) as faults,
         closing(build_writers(config) if is_first() else silent()) as metrics,
         closing(Run(config, shape, metrics)) as run,
     ):
+        run.faults = faults
         train(run)
 
 

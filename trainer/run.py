@@ -18,9 +18,12 @@ from trainer.batch import Fields
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.config import TrainerConfig
 from trainer.data import Tokenizer, build_dataset
-from trainer.errors import ConfigError, DataError, PublishError, RankFailed
+from trainer.errors import ConfigError, DataError, Preempted, PublishError, RankFailed
 from trainer.evaluation import evaluate
 from trainer.experience import Experience
+from trainer.faults import Guard, progress
+from trainer.faults.faults import Faults
+from trainer.faults.rollback import Rollback, judged
 from trainer.megatron.engine import Engine, StepStats
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import finish_checkpoint, write_shards
@@ -69,12 +72,17 @@ class Run:
         self._publisher: WeightPublisher | None = None
         self._failed_publishes = 0
         self._evaluated = (-1, 0.0)
+        self.faults: Faults | None = None
+        self._guard, self._suspicious = Guard(config.faults), False
+        self.roll_back = Rollback(self)
         self._rollouts: Rollouts | None = None
         lead(self._open_lead)
         peak = config.watch.peak_tflops
         self._throughput = Throughput(shape, config.parallel.world_size, peak * 1e12 if peak else peak_flops())
         if config.publish is not None:
             self._publisher = WeightPublisher(config.publish, self.engine)
+        if self.checkpoints is not None and is_lead():
+            self.checkpoints.parts["guard"] = self._guard
 
     def start(self) -> TrainState:
         """The state to go on from: the newest whole checkpoint's, or a fresh one."""
@@ -85,7 +93,31 @@ class Run:
             c = self.config
             values = {"steps": c.steps, "algorithm": c.algorithm.name, "world_size": c.parallel.world_size}
             self._metrics.write("start", values | {"parameters": self.shape.parameters, "step": state.step})
+            if self.faults is not None and self.faults.restarted_because:
+                reason = self.faults.restarted_because
+                self._metrics.write("restart", {"attempt": self.faults.attempt, "reason": reason})
+        if saved is None and self.config.faults.on_diverged == "rollback":
+            self.checkpoint(state)  # there must be one to go back to
         return state
+
+    def may_leave(self, state: TrainState) -> None:
+        """Between two steps: raises Preempted, with everything saved, if a rank was sent SIGTERM."""
+        progress("begin", state.step + 1)
+        if self.faults is None or not self.faults.leaving():
+            return
+        self.checkpoint(state)
+        self._wait_for_checkpoint()
+        saved = f"saved at step {state.step}; run it again to go on" if self.checkpoints else "nothing saved"
+        raise Preempted(f"stopped by SIGTERM: {saved}.")
+
+    def train(self, batch: StepBatch) -> StepStats:
+        """One step. Raises Diverged when its numbers are not sane; the weights are not to be used then."""
+        stats = self.engine.step(batch.fields)
+        if self.config.faults.spike_sigma and stats.grad_norm:  # it is 0 while only a critic warms up
+            found = self._guard.problem(loss=stats.loss, grad_norm=stats.grad_norm) if is_lead() else ""
+            problem, self._suspicious = broadcast_json([found, self._guard.suspicious])
+            judged(problem, stats)
+        return stats
 
     def due(self, what: Literal["publish", "eval", "checkpoint"], state: TrainState) -> bool:
         """Whether a phase runs after this step: every so many steps, and after the last."""
@@ -103,8 +135,7 @@ class Run:
             with watch("inference"):
                 self._prefill(part)
         fields = broadcast_tensors(self._experience(lambda e: e.batch()))
-        drawn: int = broadcast_json(self._experience(lambda e: e.feed.drawn))
-        return StepBatch(fields, drawn - state.consumed, self._experience(lambda e: e.metrics()) or {})
+        return StepBatch(fields, self.drawn - state.consumed, self._experience(lambda e: e.metrics()) or {})
 
     def publish(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
         """Publish the current weights. A failure is reported and, within `publish.max_failures` in a row, survived."""
@@ -129,11 +160,13 @@ class Run:
     def evaluate(self, state: TrainState) -> None:
         """Greedy answers to the held-out records through the gateway."""
         if self.config.eval is not None:
+            progress("eval", state.step)
             lead(lambda: self._evaluate(state))
 
     def checkpoint(self, state: TrainState) -> None:
         """Save everything a resumed run needs to go on exactly."""
-        if self.checkpoints is not None:
+        if self.checkpoints is not None and not self._suspicious:
+            progress("checkpoint", state.step)
             self.checkpoints.save(state.step, dataclasses.asdict(state), self._score(state))
 
     def report(
@@ -152,9 +185,7 @@ class Run:
 
     def finish(self, state: TrainState) -> None:
         """Write the Hugging Face checkpoint, if one is wanted, and the last event."""
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
-            self._report_checkpoints()
+        self._wait_for_checkpoint()
         if self.config.save_to is not None:
             self.save_hf(self.config.save_to)
         if is_lead():
@@ -168,6 +199,22 @@ class Run:
         written = gather_json(write_shards(directory, self.engine.export(self.config.model.dtype), part))
         model = self.config.model
         lead(lambda: finish_checkpoint(directory, [w for share in written for w in share], model.path, model.dtype))
+
+    @property
+    def drawn(self) -> int:
+        """How many records have been drawn. Collective."""
+        count: int = broadcast_json(self._experience(lambda e: e.feed.drawn))
+        return count
+
+    def skip_to(self, drawn: int) -> None:
+        """Use no record before number `drawn` any more, nor what was sampled for one. On rank 0."""
+        self._learned_from.feed.drawn = drawn
+        if (schedule := self._learned_from.schedule) is not None:
+            schedule.load_state_dict({"drawn": drawn, "pending": []})
+
+    def write(self, event: str, values: dict[str, Any]) -> None:
+        """An event to whoever watches. On rank 0."""
+        self._metrics.write(event, values)
 
     def close(self) -> None:
         if self._rollouts is not None:
@@ -210,6 +257,11 @@ class Run:
         values = evaluate(self._rollouts, self._dataset.held_out, self.config.eval)
         self._evaluated = (state.step, values["accuracy"])
         self._metrics.write("eval", {"step": state.step, "version": state.version, **values})
+
+    def _wait_for_checkpoint(self) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+            self._report_checkpoints()
 
     def _report_checkpoints(self) -> None:
         for event, values in self.checkpoints.events() if self.checkpoints is not None else []:

@@ -14,7 +14,10 @@ Imports no torch (throughput.py does). Every event has `event` and `time` (Unix 
     eval     step, version, served_versions, prompts, accuracy, reward_mean, reward/<name>, truncated,
              answer_tokens_mean, answer_tokens_max; with eval.samples above 1: pass_any
     publish_failed  step, message
-    checkpoint      step, path, ms
+    checkpoint      step, path, ms (for which training stood still), write_ms (until it was whole on the disk)
+    checkpoint_failed  step, message
+    rollback        step (that went wrong), to_step, version, reason, skipped_to (records left out up to there, or null)
+    restart         attempt, reason
     done     step, version, seconds
 """
 

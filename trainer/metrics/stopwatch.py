@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from trainer.faults.progress import progress
+
 
 class Stopwatch:
     """Milliseconds by phase: `with watch("train"): ...` adds to `watch.ms["train_ms"]`. `elapsed_ms` runs from the
@@ -26,6 +28,7 @@ class _Phase:
         self._watch, self._key = watch, key
 
     def __enter__(self) -> None:
+        progress(self._key.removesuffix("_ms"))
         self._start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
