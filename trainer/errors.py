@@ -21,6 +21,8 @@ TrainerError                 base: message says what to do, `exit_code` is what 
 │   ├── OffloadError         a component could not be written out or read back
 │   └── SleepTimeout         instances did not fall asleep, or wake, in time
 ├── Diverged                 the loss or the gradient is no longer a finite number
+├── Preempted                SIGTERM came; what there is was saved
+├── RankLost                 another rank died, or the network between the ranks
 └── RankFailed               another rank failed; its own message was printed there
 """
 
@@ -146,6 +148,16 @@ class SleepTimeout(MemoryPlanError):
 
 class Diverged(TrainerError):
     """The loss or the gradient norm is not finite. Nothing was published or saved after it."""
+
+
+class Preempted(TrainerError):
+    """The run was asked to end by SIGTERM, and has saved what there is. It is not done: the same command goes on."""
+
+    exit_code = 143
+
+
+class RankLost(TrainerError):
+    """Another rank died without a word, or the network between the ranks did."""
 
 
 class RankFailed(TrainerError):
