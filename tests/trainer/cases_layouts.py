@@ -1,0 +1,110 @@
+"""Cases about parallel layouts, for the ranks of tests/trainer/ranks.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.trainer.batches import random_batch
+from trainer.batch import MASK, Sequence, collate, pack
+from trainer.errors import ConfigError
+from trainer.megatron.convert import parameters, unwrap
+
+
+def ppo(path: str, parallel: dict[str, Any], **config: Any) -> list[dict[str, float]]:
+    """All numbers of two PPO steps: actor, critic and reference in one layout."""
+    from tests.trainer.cases import engine
+
+    algorithm = {"name": "ppo", "kl_coef": 0.1, "minibatches": 2, "critic_lr": 1e-2}
+    common = {"algorithm": algorithm, "gateway": {"url": "http://unused"}, "optimizer": {"lr": 1e-2}, "micro_batch": 2}
+    with engine({"model": {"path": path}, "parallel": parallel} | common | config) as built:
+        result = []
+        for step in range(2):
+            fields = random_batch(built.shape.vocab, rows=8, seed=step)
+            generator = torch.Generator().manual_seed(step)
+            fields["rewards"] = torch.randn(fields[MASK].shape, generator=generator) * fields[MASK]
+            fields["behaviour_logprobs"] = -3 + 0.3 * torch.randn(fields[MASK].shape, generator=generator)
+            stats = built.step(fields)
+            result.append({"loss": stats.loss, "grad_norm": stats.grad_norm, "tokens": stats.tokens, **stats.metrics})
+        return result
+
+
+def packed(path: str, parallel: dict[str, Any], *, rows: bool) -> list[list[float]]:
+    """[loss, gradient norm] of three steps on sequences of many lengths, packed or one a row."""
+    from tests.trainer.cases import engine
+
+    config = {"model": {"path": path}, "parallel": parallel, "optimizer": {"lr": 1e-2}, "micro_batch": 3}
+    with engine(config) as built:
+        trained = []
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            lengths = torch.randint(2, 12, (9,), generator=generator).tolist()
+            tokens = [torch.randint(0, 17, (length + 1,), generator=generator).tolist() for length in lengths]
+            sequences = [Sequence(tuple(t[:1]), tuple(t[1:])) for t in tokens]
+            ranks = built.config.parallel.data
+            stats = built.step(collate(sequences) if rows else pack(sequences, 27, ranks=ranks))
+            trained.append([stats.loss, stats.grad_norm])
+        return trained
+
+
+def footprint(path: str, parallel: dict[str, Any], **config: Any) -> dict[str, Any]:
+    """What this rank holds: weights by kind, the length of its activations, what a step kept for its backward pass,
+    where Adam's states are, and the largest share of the model that it exports."""
+    from tests.trainer.cases import engine
+
+    with engine({"model": {"path": path}, "parallel": parallel, "micro_batch": 8} | config) as built:
+        lengths: list[int] = []
+        for chunk in built.model:
+            for layer in unwrap(chunk).decoder.layers:
+                layer.register_forward_hook(lambda _m, _i, out: lengths.append(out[0].shape[0]))
+        kept = [0]
+
+        def pack_tensor(tensor: torch.Tensor) -> torch.Tensor:
+            kept[0] += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack_tensor, lambda tensor: tensor):
+            stats = built.step(random_batch(built.shape.vocab))
+        local = [(n, _local(p).numel()) for chunk in built.model for n, p in parameters(chunk)]
+        return {
+            "weights": sum(size for _, size in local),
+            "experts": sum(size for name, size in local if "local_experts" in name),
+            "layers": sum(len(unwrap(chunk).decoder.layers) for chunk in built.model),
+            "chunks": [unwrap(chunk).decoder.layers[0].layer_number for chunk in built.model],
+            "length": lengths[0],
+            "passes": len(lengths),
+            "kept": kept[0],
+            "exported": sum(piece.tensor.numel() for piece in built.slices("float32")),
+            "metrics": stats.metrics,
+        }
+
+
+def overflow(path: str, loss_scale: float, steps: int) -> list[dict[str, float]]:
+    """The metrics of float16 steps, the learning rate's counter and whether the weights moved."""
+    from tests.trainer.cases import engine
+
+    optimizer = {"lr": 1e-2, "loss_scale": loss_scale}
+    with engine({"model": {"path": path, "dtype": "float16"}, "optimizer": optimizer}) as built:
+        result = []
+        for step in range(steps):
+            before = [p.detach().clone() for p in built.model[0].parameters()]
+            stats = built.step(random_batch(built.shape.vocab, seed=step))
+            moved = any(not torch.equal(a, b) for a, b in zip(before, built.model[0].parameters(), strict=True))
+            result.append({**stats.metrics, "moved": float(moved), "updates": float(built.scheduler.num_steps)})
+        return result
+
+
+def refused(path: str, **config: Any) -> list[str]:
+    """[key, message] of the ConfigError that building the engine ends with."""
+    from tests.trainer.cases import engine
+
+    try:
+        with engine({"model": {"path": path}} | config):
+            return []
+    except ConfigError as error:
+        return [error.key, str(error)]
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
