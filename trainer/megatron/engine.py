@@ -75,9 +75,8 @@ class Engine:
         return _mean([self._update(part, critic_only=warming) for part in parts])
 
     def prefill_fields(self, fields: Fields) -> Fields:
-        """The batch with what the algorithm `needs` of the models, where it is not there yet. Only the last pipeline
-        stage's are real, which computes the losses; other stages carry zeros. May be called for any part of a batch
-        before its step, as soon as that part is there."""
+        """The batch with what the algorithm `needs` of the models, where it is not there yet. May be called for any
+        part of a batch before its step, as soon as that part is there."""
         roles: dict[str, RoleName] = {REFERENCE_LOGPROBS: "reference", OLD_LOGPROBS: "actor", VALUES: "critic"}
         missing = sorted(self.algorithm.needs - fields.keys())
         return fields | {name: self._gathered(roles[name], fields) for name in missing}
@@ -170,15 +169,19 @@ class Engine:
         )
 
     def _gathered(self, role: RoleName, fields: Fields) -> torch.Tensor:
-        """[B, T] over all data-parallel ranks on the last pipeline stage, zeros on the others."""
+        """[B, T] float32 over all data-parallel ranks, on every rank."""
         with torch.no_grad():
             parts = self._run(self.roles[role], fields, lambda output_BT, _: output_BT, forward_only=True)
-        if not ps.is_pipeline_last_stage():
-            return torch.zeros_like(fields[MASK])
-        mine = torch.cat(parts).contiguous()
-        everyone = [torch.empty_like(mine) for _ in range(ps.get_data_parallel_world_size())]
-        dist.all_gather(everyone, mine, group=ps.get_data_parallel_group())
-        return torch.cat(everyone)[: fields[MASK].shape[0]]
+        result = torch.zeros_like(fields[MASK])
+        if ps.is_pipeline_last_stage():
+            mine = torch.cat(parts).contiguous()
+            everyone = [torch.empty_like(mine) for _ in range(ps.get_data_parallel_world_size())]
+            dist.all_gather(everyone, mine, group=ps.get_data_parallel_group())
+            result = torch.cat(everyone)[: len(result)].contiguous()
+        if ps.get_pipeline_model_parallel_world_size() > 1:
+            group = ps.get_pipeline_model_parallel_group()
+            dist.broadcast(result, ps.get_pipeline_model_parallel_last_rank(), group=group)
+        return result
 
 
 def _reduce(outputs: list[LossOutput]) -> dict[str, float]:
