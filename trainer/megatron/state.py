@@ -16,6 +16,7 @@ would increment once per parameter.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ from trainer.megatron.convert import unwrap
 from trainer.megatron.engine import Engine
 from trainer.megatron.parallel import gather_json
 from trainer.megatron.rng import rng_state, set_rng_state
+from trainer.megatron.roles import Role
 from trainer.megatron.staging import Buffers, StagedTensors
 
 _SHARDING = {
@@ -40,6 +42,8 @@ _SHARDING = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+
+_GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")  # by which Megatron tells groups apart
 
 
 class StagedEngine:
@@ -95,38 +99,39 @@ def load(engine: Engine, directory: Path) -> None:
         state = staging.load(_sharded(role, loading=True), directory / name)
         for key, chunk in _chunks(role).items():
             unwrap(chunk).load_state_dict(state[key])
-        _load_optimizer(role, state["optimizer"])
+        _load_optimizer(role, _regrouped(role, state["optimizer"]))
         role.scheduler.load_state_dict(state["scheduler"])
     saved_world = len(list(directory.glob("rank-*.json")))
     if saved_world == dist.get_world_size():
         set_rng_state(json.loads((directory / f"rank-{dist.get_rank():05d}.json").read_text()))
 
 
-def trained(engine: Engine) -> dict[str, Any]:
+def trained(engine: Engine) -> dict[str, Role]:
     """The roles that have an optimizer, by name, in the same order on every rank."""
-    roles: dict[str, Any] = getattr(engine, "roles", {"actor": engine})
-    return {name: role for name, role in sorted(roles.items()) if role.optimizer is not None}
+    return {name: role for name, role in sorted(engine.roles.items()) if role.optimizer is not None}
 
 
-def _chunks(role: Any) -> dict[str, Any]:
+def _chunks(role: Role) -> dict[str, Any]:
     """The model's pieces on this rank by their key in the state; several with interleaved pipeline stages."""
     model = role.model
-    if not isinstance(model, list):
-        return {"model": model}
     return {"model": model[0]} if len(model) == 1 else {f"model{i}": chunk for i, chunk in enumerate(model)}
 
 
-def _sharded(role: Any, *, loading: bool) -> dict[str, Any]:
+def _sharded(role: Role, *, loading: bool) -> dict[str, Any]:
     models = {key: unwrap(chunk).sharded_state_dict() for key, chunk in _chunks(role).items()}
-    optimizer = role.optimizer.sharded_state_dict(models, is_loading=loading, metadata=_SHARDING)
+    gc.freeze()  # Megatron collects garbage in there: spare it the walk over everything that was there before
+    try:
+        optimizer = role.optimizer.sharded_state_dict(models, is_loading=loading, metadata=_SHARDING)
+    finally:
+        gc.unfreeze()
     return {**models, "optimizer": optimizer, "scheduler": role.scheduler.state_dict()}
 
 
-def _optimizers(role: Any) -> Iterator[Any]:
+def _optimizers(role: Role) -> Iterator[Any]:
     yield from getattr(role.optimizer, "chained_optimizers", [role.optimizer])
 
 
-def _prepare_optimizer(role: Any) -> None:
+def _prepare_optimizer(role: Role) -> None:
     for distributed in _optimizers(role):
         for group in distributed.optimizer.param_groups:
             for parameter in group["params"]:
@@ -135,7 +140,25 @@ def _prepare_optimizer(role: Any) -> None:
                     distributed.optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
 
 
-def _load_optimizer(role: Any, state: Any) -> None:
+def _regrouped(role: Role, state: dict[Any, Any]) -> dict[Any, Any]:
+    """Optimizer state as this layout wants it. Experts that are spread over ranks have an optimizer of their own, so
+    that parts 0 and 1 stand where otherwise there is one; the tensors are found by name either way, the parameter
+    groups are not."""
+    parts = list(_optimizers(role))
+    alone = len(parts) == 1
+    if ("optimizer" in state) == alone:
+        return state
+    saved = state[0] if alone else state
+    group = saved["optimizer"]["param_groups"][0]
+    for number, part in enumerate(parts):
+        entry = state if alone else state[number]
+        groups = [group | {key: g[key] for key in _GROUP_KEYS} for g in part.optimizer.param_groups]
+        entry["optimizer"] = {"param_groups": groups}
+        entry["param_state_sharding_type"] = saved["param_state_sharding_type"]
+    return {key: value for key, value in state.items() if isinstance(key, int) != alone}
+
+
+def _load_optimizer(role: Role, state: Any) -> None:
     for distributed in _optimizers(role):
         distributed._set_main_param_and_optimizer_states = _KeepStep(distributed)
     role.optimizer.load_state_dict(state)
