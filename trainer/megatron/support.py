@@ -17,6 +17,9 @@ def check_support(config: TrainerConfig, shape: ModelShape) -> None:
         _check_fp8(shape)
     if config.parallel.shard == "full":
         _check_full_sharding(config)
+    if config.parallel.expert > 1 and config.parallel.expert_tensor_size > 1 and not torch.cuda.is_available():
+        problem = "cutting experts that are also spread gathers parts of different lengths, which gloo cannot"
+        raise ConfigError("parallel.expert_tensor", problem, "Set it to 1, or use GPUs")
 
 
 def _check_fp8(shape: ModelShape) -> None:
