@@ -16,8 +16,8 @@ class ServingMemory:
 
     `instances`: their ids; empty: all there are. `level` 2 gives everything back, 1 what is quick to have again (vLLM's
     sleep mode where it is on; else the process keeps its imports). Requests get `drain_s` to end. An instance wakes by
-    itself `ttl_s` after the trainer has died. `engine_gib` (null: the published weights) and `kv_cache_gib` are what the
-    instances together take of one device, for the plan.
+    itself `ttl_s` after the trainer has died. `engine_gib` (null: the published weights) and `kv_cache_gib` are what
+    the instances together take of one device, for the plan.
     """
 
     admin_url: str

@@ -1,0 +1,152 @@
+"""Offloading really frees: resident memory is measured in a process of its own, and contents come back bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.errors import OffloadError
+from trainer.memory.storages import StorageComponent
+from trainer.memory.vault import DiskVault
+
+MEASURED = """
+import json, sys, torch
+from trainer.memory.storages import StorageComponent
+from trainer.memory.units import private_bytes
+from trainer.memory.vault import DiskVault
+weights = [torch.randn(1 << 22) for _ in range(12)]          # 16 MiB each
+if sys.argv[2] == "pinned":
+    [weight.numpy() for weight in weights]                   # can never be resized again
+model = torch.nn.Linear(2048, 2048)                          # a view and its base, a parameter
+views = [*(weight.view(2048, -1) for weight in weights), *model.parameters()]
+gradients = torch.randn(1 << 23)
+sums = [view.double().sum().item() for view in views]
+component = StorageComponent("model", lambda: [*views, gradients], DiskVault(sys.argv[1]), scratch=lambda: [gradients])
+seen = {"bytes": component.bytes, "before": private_bytes()}
+component.offload()
+seen |= {"during": private_bytes(), "bytes_during": component.bytes}
+component.reload()
+seen |= {"after": private_bytes(), "bytes_after": component.bytes}
+seen["same"] = sums == [view.double().sum().item() for view in views]
+seen["zeroed"] = not gradients.any().item()
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "pinned"])
+def test_resident_memory_falls_by_what_was_held_and_contents_return(tmp_path: Path, how: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(tmp_path), how],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["bytes"] == 4 * (12 * (1 << 22) + 2048 * 2049 + (1 << 23))
+    assert seen["bytes"] == seen["bytes_during"] == seen["bytes_after"]
+    assert seen["before"] - seen["during"] > 0.95 * seen["bytes"]
+    assert seen["after"] - seen["during"] > 0.95 * seen["bytes"]
+    assert seen["same"]
+    assert seen["zeroed"]
+    assert list(tmp_path.iterdir()) == [], "a file outlived the process"
+
+
+def component(tmp_path: Path, tensors: list[torch.Tensor], expected: int = 0) -> StorageComponent:
+    return StorageComponent("model", lambda: tensors, DiskVault(str(tmp_path)), expected=expected)
+
+
+def test_every_dtype_and_view_is_the_same_storage_afterwards(tmp_path: Path) -> None:
+    base = torch.arange(1000, dtype=torch.float64)
+    tensors = [base[10:20], base[500:], torch.arange(7, dtype=torch.int8)]
+    tensors.append(torch.full((3, 3), 1.5, dtype=torch.bfloat16))
+    before = [t.clone() for t in tensors]
+    held = component(tmp_path, tensors)
+    assert held.bytes == 8000 + 7 + 18, "views of one storage were counted twice"
+    for _ in range(3):
+        held.offload()
+        assert [t.untyped_storage().nbytes() for t in tensors] == [0] * 4
+        held.reload()
+        assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+    base[15] = -1.0
+    assert tensors[0][5] == -1.0
+
+
+def test_states_that_appear_later_are_offloaded_too(tmp_path: Path) -> None:
+    """Adam's states are there after the first step; the plan counts them from the beginning."""
+    weight = torch.nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.Adam([weight])
+
+    def tensors() -> list[torch.Tensor]:
+        return [weight.data, *(t for state in optimizer.state.values() for t in state.values())]
+
+    held = StorageComponent("actor_optimizer", tensors, DiskVault(str(tmp_path)), expected=12000)
+    assert held.bytes == 12000
+    weight.sum().backward()
+    optimizer.step()
+    expected = [t.clone() for t in tensors()]
+    assert held.bytes == 12004  # Adam counts its steps, too
+    held.offload()
+    assert sum(t.untyped_storage().nbytes() for t in tensors()) == 0
+    held.reload()
+    assert all(torch.equal(a, b) for a, b in zip(expected, tensors(), strict=True))
+
+
+def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    tensor = torch.arange(100.0)
+    held = component(tmp_path, [tensor])
+    with pytest.raises(OffloadError, match=r"No space left.*memory\.directory"):
+        held.offload()
+    assert held.state == "instantiated"
+    assert tensor.sum() == 4950
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    held = component(tmp_path / "gone", [torch.zeros(3)])
+    with pytest.raises(OffloadError, match=r"gone .*memory\.directory"):
+        held.offload()
+
+
+def test_a_file_that_was_cut_short_is_noticed(tmp_path: Path) -> None:
+    vault = DiskVault(str(tmp_path))
+    held = StorageComponent("model", lambda: [tensor], vault)
+    tensor = torch.zeros(1 << 16)
+    held.offload()
+    assert vault._fd is not None
+    os.ftruncate(vault._fd, 1000)
+    with pytest.raises(OffloadError, match="cut short"):
+        held.reload()
+    assert held.state == "offloaded"
+
+
+def test_shared_memory_is_left_alone(tmp_path: Path) -> None:
+    held = component(tmp_path, [torch.zeros(100).share_memory_()])
+    with pytest.raises(OffloadError, match="shared memory"):
+        held.offload()
+
+
+def test_destroying_gives_everything_back(tmp_path: Path) -> None:
+    tensor = torch.zeros(1000)
+    held = component(tmp_path, [tensor])
+    held.destroy()
+    assert (held.state, tensor.untyped_storage().nbytes()) == ("destroyed", 0)
+    open_files = len(os.listdir("/proc/self/fd"))
+    other = component(tmp_path, [torch.zeros(10)])
+    other.offload()
+    assert len(os.listdir("/proc/self/fd")) == open_files + 1
+    other.destroy()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == open_files
