@@ -86,5 +86,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write a small random model with a character tokenizer.")
     parser.add_argument("directory")
     parser.add_argument("--family", choices=tuple(_CLASSES), default="qwen2")
+    parser.add_argument("--characters", choices=("arithmetic", "code"), default="arithmetic", help="of which task")
     chosen = parser.parse_args()
-    write_tiny_model(chosen.directory, chosen.family)
+    from trainer.data.code_tasks import CHARACTERS
+
+    vocabulary = CHARACTERS if chosen.characters == "code" else ARITHMETIC
+    write_tiny_model(chosen.directory, chosen.family, characters=vocabulary)
