@@ -41,7 +41,8 @@ class FileData:
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise ConfigError("path", "missing", "Name a file, or several with * or {000..009}")
+            advice = f"Name {self.kind.upper()} files: a path or URL, with * or {{000..009}} for several"
+            raise ConfigError("path", "missing", advice)
         in_range(self, "max_bad", 0, 10**9)
         in_range(self, "workers", 0, 1024)
         positive(self, "max_length")

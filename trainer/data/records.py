@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,10 +27,18 @@ class Record:
 
 
 class Dataset(Protocol):
-    """Records by index, and the held-out ones that are never trained on."""
+    """Records by index, and the held-out ones that are never trained on. One that leaves records out says so in a
+    method `summary() -> dict` (JSON values); one whose content can change has a `digest` of it."""
 
-    held_out: list[Record]
+    @property
+    def held_out(self) -> Sequence[Record]: ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Record: ...
+
+
+def summary(dataset: Dataset) -> dict[str, Any]:
+    """What the metrics say about a data set: how many records and held-out ones, and what it says itself."""
+    said = dataset.summary() if hasattr(dataset, "summary") else {}
+    return {"records": len(dataset), "held_out": len(dataset.held_out), **said}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import xxhash
 from tokenizers import Tokenizer as RustTokenizer
 
+from trainer.data.chat import load_chat_template
 from trainer.errors import DataError
 
 
@@ -15,17 +18,25 @@ class Tokenizer:
     """Text to token ids and back. `eos_id` is the token that ends an answer."""
 
     def __init__(self, directory: str | Path) -> None:
-        path = Path(directory) / "tokenizer.json"
+        self.directory = Path(directory)
+        path = self.directory / "tokenizer.json"
         try:
             self._tokenizer = RustTokenizer.from_file(str(path))
         except Exception as error:  # the Rust side raises plain Exception for every cause
             raise DataError(f"cannot read {path} ({error}). Put the model's tokenizer.json there.") from None
-        self.eos_id = _eos_id(Path(directory))
+        self.eos_id = _eos_id(self.directory)
+        self._chat = load_chat_template(self.directory)
 
     @property
     def size(self) -> int:
         """Number of tokens it can produce."""
         return int(self._tokenizer.get_vocab_size())
+
+    @property
+    def digest(self) -> str:
+        """Of everything that decides which ids a text becomes."""
+        template = self._chat.source if self._chat else ""
+        return xxhash.xxh3_128_hexdigest(f"{self._tokenizer.to_str()}\n{self.eos_id}\n{template}".encode())
 
     def prompt(self, text: str) -> tuple[int, ...]:
         """With the special tokens that the model expects at the start (BOS, where it has one)."""
@@ -34,6 +45,14 @@ class Tokenizer:
     def continuation(self, text: str) -> tuple[int, ...]:
         """Without special tokens, then end-of-sequence."""
         return (*self._tokenizer.encode(text, add_special_tokens=False).ids, self.eos_id)
+
+    def chat(self, messages: Sequence[dict[str, Any]]) -> tuple[str, tuple[int, ...]]:
+        """The prompt that the model's chat template makes of the messages, and its ids. Raises ValueError for messages
+        that the template refuses, DataError if the model has no template."""
+        if self._chat is None:
+            raise DataError(f"{self.directory} has no chat template. Add chat_template.jinja, or give prompts as text.")
+        text = self._chat(messages)
+        return text, tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)  # the template wrote them
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""

@@ -1,0 +1,34 @@
+"""A tokenizer, and a cache of its own for every test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.config import JsonlData, ParquetData, WebDatasetData
+from trainer.data import FileDataset, Tokenizer
+
+KINDS = {"jsonl": JsonlData, "parquet": ParquetData, "webdataset": WebDatasetData}
+Open = Callable[..., FileDataset]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model: str) -> Tokenizer:
+    return Tokenizer(tiny_model)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOTSWAP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "records"
+
+
+@pytest.fixture
+def open_data(tokenizer: Tokenizer) -> Open:
+    def opener(path: object, kind: str = "jsonl", **options: Any) -> FileDataset:
+        return FileDataset(KINDS[kind](path=str(path), **options), tokenizer)
+
+    return opener
