@@ -1,0 +1,310 @@
+"""The policy gradients against a plain float64 reference: loss and gradient, packed and unpacked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.algorithms import reference as plain
+from tests.trainer.algorithms.batches import LONGEST, Trial, groups
+from trainer.algorithms import Grpo, Ppo, Reinforce, Rloo, build_algorithm
+from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES
+from trainer.batch import MASK
+from trainer.config import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    GrpoConfig,
+    PolicyConfig,
+    PpoConfig,
+    ReinforceConfig,
+    RlooConfig,
+)
+from trainer.errors import ConfigError
+from trainer.rewards import Score
+from trainer.rollout import Group, Sample
+
+BATCH = groups(4, 5, seed=1)
+BEHAVIOUR = [torch.tensor(s.logprobs, dtype=torch.float32).double() for g in BATCH for s in g.samples]
+
+
+def trial(config: AlgorithmConfig, *, packed: bool = False, version: int = 5) -> Trial:
+    algorithm = build_algorithm(config, LONGEST)
+    return Trial(algorithm, algorithm.sequences([], BATCH, version), packed=packed)
+
+
+def constant(advantages: list[float]) -> list[list[float]]:
+    """The same on every token, in the single precision that batches have."""
+    singles = torch.tensor(advantages, dtype=torch.float32).tolist()
+    return [[a] * len(b) for a, b in zip(singles, BEHAVIOUR, strict=True)]
+
+
+def per_token_rewards(t: Trial, kl_coef: float, rewards: list[float]) -> list[list[float]]:
+    singles = torch.tensor(rewards, dtype=torch.float32).tolist()
+    result = []
+    for old, ref, reward in zip(t.given[OLD_LOGPROBS], t.given[REFERENCE_LOGPROBS], singles, strict=True):
+        row = (-kl_coef * (old - ref)).tolist()
+        result.append([*row[:-1], row[-1] + reward])
+    return result
+
+
+GRPO = {
+    "grpo": GrpoConfig(normalize="sequence"),
+    "tokens": GrpoConfig(clip_low=0.1, clip_high=0.1),
+    "kl": GrpoConfig(kl_coef=0.2, normalize="sequence"),
+    "dr_grpo": GrpoConfig(scale_rewards=False, normalize="length"),
+    "dapo": GrpoConfig(clip_high=0.28),
+    "dual_clip": GrpoConfig(dual_clip=1.5),
+    "gspo": GrpoConfig(ratio="sequence", normalize="sequence", clip_low=0.2, clip_high=0.3),
+    "trajectory": GrpoConfig(ratio="trajectory", normalize="sequence"),
+    "cispo": GrpoConfig(objective="cispo", clip_high=0.5),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("config", GRPO.values(), ids=GRPO)
+def test_grpo_and_its_descendants(config: GrpoConfig, packed: bool) -> None:
+    t = trial(config, packed=packed)
+    expected = plain.policy_loss(
+        dataclasses.asdict(config),
+        t.logprobs,
+        BEHAVIOUR,
+        constant(plain.grpo_advantages(BATCH, scale=config.scale_rewards)),
+        reference=t.given[REFERENCE_LOGPROBS] if config.kl_coef else None,
+        max_tokens=LONGEST,
+    )
+    output = t.check(expected)
+    assert 0 < output.sums["clip_ratio"] < output.tokens
+    assert output.tokens == sum(len(b) for b in BEHAVIOUR)
+
+
+CORRECTIONS = {
+    "tis": CorrectionConfig("truncated", "token", 0.0, 1.5),
+    "tis_both_sides": CorrectionConfig("truncated", "token", 0.5, 1.5),
+    "tis_sequence": CorrectionConfig("truncated", "sequence", 0.0, 2.0),
+    "icepop": CorrectionConfig("masked", "token", 0.5, 2.0),
+    "mis_sequence": CorrectionConfig("masked", "sequence", 0.1, 4.0),
+    "mis_geometric": CorrectionConfig("masked", "geometric", 0.7, 2.0),
+    "old_tokens": CorrectionConfig("none", "token", max_lag=1),
+    "old_answers": CorrectionConfig("truncated", "sequence", high=3.0, max_lag=1),
+    "decay": CorrectionConfig("truncated", "token", high=3.0, lag_decay=0.5),
+    "decay_alone": CorrectionConfig("none", "geometric", lag_decay=0.7),
+}
+
+
+@pytest.mark.parametrize("normalize", ["token", "sequence", "length"])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
+def test_importance_correction(correction: CorrectionConfig, packed: bool, normalize: Any) -> None:
+    config = GrpoConfig(normalize=normalize, minibatches=2, correction=correction)
+    t = trial(config, packed=packed, version=5)
+    corrected = correction.kind != "none"
+    assert (OLD_LOGPROBS in t.algorithm.needs) == corrected
+    lags = [sample.version_lags(5) for group in BATCH for sample in group.samples]
+    behaviour = [tuple(b.tolist()) for b in BEHAVIOUR]
+    old = t.given[OLD_LOGPROBS] if corrected else t.logprobs
+    weights, kept = plain.correction_weights(dataclasses.asdict(correction), old, behaviour, lags)
+    rejected = sum(not k for row in kept for k in row)
+    expected = plain.policy_loss(
+        dataclasses.asdict(config),
+        t.logprobs,
+        t.given[OLD_LOGPROBS] if corrected else BEHAVIOUR,
+        constant(plain.grpo_advantages(BATCH, scale=True)),
+        weights=weights,
+        kept=kept,
+        max_tokens=LONGEST,
+    )
+    output = t.check(expected)
+    assert output.sums["rejected"] == rejected
+    assert (rejected > 0) == (correction.kind == "masked" or correction.max_lag is not None)
+    if normalize == "token":
+        assert output.denominator == sum(len(b) for b in BEHAVIOUR) - rejected
+
+
+def test_in_the_only_update_the_current_policy_is_the_old_one() -> None:
+    config = GrpoConfig(correction=CorrectionConfig("truncated", high=1.2))
+    t = trial(config)
+    assert t.algorithm.needs == frozenset()
+    now = [p.detach() for p in t.logprobs]
+    behaviour = [tuple(b.tolist()) for b in BEHAVIOUR]
+    nothing = [[0.0] * len(b) for b in BEHAVIOUR]
+    weights, kept = plain.correction_weights(dataclasses.asdict(config.correction), now, behaviour, nothing)
+    advantages = constant(plain.grpo_advantages(BATCH, scale=True))
+    t.check(plain.policy_loss(dataclasses.asdict(config), t.logprobs, now, advantages, weights=weights, kept=kept))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize(
+    "config",
+    [RlooConfig(), RlooConfig(kl_coef=0.3), RlooConfig(kl_coef=0.3, ratio="trajectory", normalize_advantages=True)],
+    ids=["plain", "kl", "normalized"],
+)
+def test_rloo(config: RlooConfig, packed: bool) -> None:
+    t = trial(config, packed=packed)
+    given = zip(t.given[OLD_LOGPROBS], t.given[REFERENCE_LOGPROBS], strict=True)
+    penalties = [config.kl_coef * (old - ref).sum().item() for old, ref in given]
+    advantages = plain.rloo_advantages(BATCH, penalties)
+    if config.normalize_advantages:
+        middle, std = plain.mean(advantages), plain.sample_std(advantages)
+        advantages = [(a - middle) / (std + 1e-4) for a in advantages]
+    exact = [[a] * len(b) for a, b in zip(advantages, BEHAVIOUR, strict=True)]
+    expected = plain.policy_loss(dataclasses.asdict(config), t.logprobs, BEHAVIOUR, exact)
+    output = t.loss()
+    # The rewards' part of the advantages travelled in single precision.
+    torch.testing.assert_close(output.total / output.denominator, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        t.gradient(output.total / output.denominator), t.gradient(expected), rtol=1e-5, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        ReinforceConfig(kl_coef=0.1, samples_per_prompt=5),
+        ReinforceConfig(kl_coef=0.1, samples_per_prompt=5, gamma=0.9),
+        ReinforceConfig(kl_coef=0.1, samples_per_prompt=5, baseline=True),
+    ],
+    ids=["plain", "discounted", "baseline"],
+)
+def test_reinforce_plus_plus(config: ReinforceConfig, packed: bool) -> None:
+    t = trial(config, packed=packed)
+    rewards = [s.total - (plain.mean(g.rewards) if config.baseline else 0.0) for g in BATCH for s in g.scores]
+    by_token = per_token_rewards(t, config.kl_coef, rewards)
+    returns = [
+        [sum(config.gamma ** (u - i) * row[u] for u in range(i, len(row))) for i in range(len(row))] for row in by_token
+    ]
+    t.check(plain.policy_loss(dataclasses.asdict(config), t.logprobs, BEHAVIOUR, plain.normalize(returns)))
+
+
+PPO = {
+    "plain": PpoConfig(samples_per_prompt=5, epochs=2),
+    "kl": PpoConfig(samples_per_prompt=5, kl_coef=0.1, gamma=0.97, lam=0.9),
+    "unclipped": PpoConfig(samples_per_prompt=5, kl_coef=0.1, value_clip=None, normalize_advantages=False),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("config", PPO.values(), ids=PPO)
+def test_ppo(config: PpoConfig, packed: bool) -> None:
+    t = trial(config, packed=packed)
+    assert t.algorithm.needs >= {VALUES}
+    by_token = per_token_rewards(t, config.kl_coef, [s.total for g in BATCH for s in g.scores])
+    values = [v.tolist() for v in t.given[VALUES]]
+    raw = [plain.gae(r, v, config.gamma, config.lam) for r, v in zip(by_token, values, strict=True)]
+    advantages = plain.normalize(raw) if config.normalize_advantages else raw
+    t.check(plain.policy_loss(dataclasses.asdict(config), t.logprobs, BEHAVIOUR, advantages))
+
+    returns = [[a + v for a, v in zip(*pair, strict=True)] for pair in zip(raw, values, strict=True)]
+    generator = torch.Generator().manual_seed(9)
+    new = [torch.randn(len(v), generator=generator, dtype=torch.float64, requires_grad=True) for v in values]
+    fields = t.fields()
+    output = t.algorithm.critic_loss(t.scatter(new, fields), fields)
+    expected = plain.value_loss(new, t.given[VALUES], returns, config.value_clip)
+    torch.testing.assert_close(output.total / output.denominator, expected, rtol=1e-9, atol=1e-10)
+    mine, theirs = (torch.autograd.grad(x, new) for x in (output.total / output.denominator, expected))
+    torch.testing.assert_close(torch.cat(mine), torch.cat(theirs), rtol=1e-7, atol=1e-10)
+    assert (output.sums["value_clip_ratio"] > 0) == (config.value_clip is not None)
+
+
+@pytest.mark.parametrize(
+    "config", [GrpoConfig(mask_truncated=True), PpoConfig(mask_truncated=True)], ids=["grpo", "ppo"]
+)
+def test_truncated_answers_are_left_out(config: PolicyConfig) -> None:
+    t = trial(config)  # type: ignore[arg-type]
+    output, samples = t.loss(), [s for g in BATCH for s in g.samples]
+    assert output.denominator == sum(len(s.token_ids) for s in samples if s.finish_reason != "length")
+    gradients = torch.autograd.grad(output.total, t.logits)
+    for sample, gradient in zip(samples, gradients, strict=True):
+        assert sample.finish_reason != "length" or gradient.abs().sum() == 0
+    assert any(s.finish_reason == "length" for s in samples)
+
+
+def test_answers_near_the_limit_lose_reward() -> None:
+    config = GrpoConfig(overlong_buffer=4, overlong_penalty=0.5, scale_rewards=False)
+    samples = tuple(Sample((1,) * n, (-1.0,) * n, "stop", ()) for n in (6, 7, 8, 10, 12))
+    group = Group((1,), samples, tuple(Score(1.0) for _ in samples))
+    rewards = [1.0, 0.875, 0.75, 0.5, 0.5]  # 6 tokens are free, 10 are the limit
+    sequences = Grpo(config, max_tokens=10).sequences([], [group])
+    middle = sum(rewards) / 5
+    assert [s.per_token["advantages"][0] for s in sequences] == pytest.approx([r - middle for r in rewards])
+
+
+def test_groups_that_teach_nothing_are_sampled_again_if_wanted() -> None:
+    sample = Sample((1,), (-1.0,), "stop", ())
+    same, differ = (Group((1,), (sample,) * 2, (Score(1.0), Score(other))) for other in (1.0, 0.0))
+    wanted = Grpo(GrpoConfig(drop_zero_std=True))
+    assert [wanted.keep_group(same), wanted.keep_group(differ)] == [False, True]
+    assert Grpo(GrpoConfig()).keep_group(same)
+
+
+def test_equal_rewards_teach_nothing_but_count() -> None:
+    assert Grpo(GrpoConfig()).credit([1.0, 1.0, 1.0]) == [0.0, 0.0, 0.0]
+    assert Rloo(RlooConfig()).credit([0.5, 0.5]) == [0.0, 0.0]
+
+
+def test_groups_are_told_apart_whoever_hands_them_in() -> None:
+    """The loop may ask for the sequences of one group at a time."""
+    config = RlooConfig(kl_coef=0.3)
+    whole = trial(config)
+    one_by_one = Rloo(config)
+    apart = Trial(one_by_one, [s for group in BATCH for s in one_by_one.sequences([], [group])])
+    assert apart.loss().total.item() == pytest.approx(whole.loss().total.item(), rel=1e-9)
+
+
+def test_an_empty_answer_is_no_sequence() -> None:
+    empty, full = Sample((), (), "stop", ()), Sample((1, 2), (-1.0, -1.0), "stop", ())
+    group = Group((1,), (empty, full), (Score(0.0), Score(1.0)))
+    for algorithm in (
+        Grpo(GrpoConfig()),
+        Ppo(PpoConfig()),
+        Reinforce(ReinforceConfig()),
+        Rloo(RlooConfig(kl_coef=1.0)),
+    ):
+        assert [s.continuation for s in algorithm.sequences([], [group])] == [(1, 2)]
+
+
+def test_the_logprob_gap_is_between_engine_and_trainer() -> None:
+    algorithm = Grpo(GrpoConfig())
+    t = Trial(algorithm, algorithm.sequences([], BATCH))
+    fields = t.fields()
+    output = algorithm.loss(fields["behaviour_logprobs"] + 0.5 * fields[MASK], fields)
+    assert output.maxima["logprob_gap_max"].item() == pytest.approx(0.5, abs=1e-5)
+    assert (output.sums["logprob_gap_mean"] / output.tokens).item() == pytest.approx(0.5, abs=1e-5)
+
+
+def test_a_batch_of_rejected_tokens_moves_nothing() -> None:
+    t = trial(GrpoConfig(correction=CorrectionConfig(max_lag=0)), version=9)
+    output = t.loss()
+    assert output.denominator == 0
+    assert output.sums["rejected"] == output.tokens
+    assert t.gradient(output.total).abs().sum() == 0
+
+
+@pytest.mark.parametrize("changes", [{"normalize": "length"}, {"overlong_buffer": 4}])
+def test_what_counts_on_the_answers_limit_must_know_it(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="max_tokens"):
+        Grpo(GrpoConfig(**changes))
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "key"),
+    [
+        (GrpoConfig, {"samples_per_prompt": 1}, "samples_per_prompt"),
+        (RlooConfig, {"samples_per_prompt": 1}, "samples_per_prompt"),
+        (GrpoConfig, {"dual_clip": 1.2}, "dual_clip"),
+        (GrpoConfig, {"objective": "cispo", "dual_clip": 3.0}, "dual_clip"),
+        (ReinforceConfig, {"baseline": True}, "baseline"),
+        (ReinforceConfig, {"drop_zero_std": True}, "drop_zero_std"),
+        (PpoConfig, {"lam": 1.5}, "lam"),
+        (PpoConfig, {"value_clip": 0.0}, "value_clip"),
+        (CorrectionConfig, {"high": 0.5}, "high"),
+        (CorrectionConfig, {"max_lag": -1}, "max_lag"),
+    ],
+)
+def test_what_cannot_be_is_refused(config: type[Any], changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(**changes)
+    assert error.value.key == key
