@@ -61,7 +61,8 @@ def footprint(path: str, parallel: dict[str, Any], **config: Any) -> dict[str, A
         kept = [0]
 
         def pack_tensor(tensor: torch.Tensor) -> torch.Tensor:
-            kept[0] += tensor.nbytes
+            if torch._C._current_graph_task_id() == -1:  # not what a backward pass computes again
+                kept[0] += tensor.nbytes
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack_tensor, lambda tensor: tensor):

@@ -78,15 +78,19 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
+def one_rank() -> Iterator[Ranks]:
+    with Ranks(1) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
-def one_rank() -> Iterator[Ranks]:
-    with Ranks(1) as ranks:
-        yield ranks
+def two_ranks(one_rank: Ranks) -> Ranks:
+    return one_rank.sharing(2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks(one_rank: Ranks) -> Ranks:
+    return one_rank.sharing(4)
 
 
 @pytest.fixture(scope="session")

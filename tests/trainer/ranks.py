@@ -22,9 +22,10 @@ PATIENCE_S = 120.0
 class Ranks:
     """Runs cases on `world` processes. Use as a context."""
 
-    def __init__(self, world: int) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer.ranks", str(world)],
+    def __init__(self, world: int, server: subprocess.Popen[str] | None = None) -> None:
+        self._world = world
+        self._server = server or subprocess.Popen(
+            [sys.executable, "-m", "tests.trainer.ranks"],
             env=os.environ | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -32,12 +33,16 @@ class Ranks:
             start_new_session=True,
         )
 
+    def sharing(self, world: int) -> Ranks:
+        """Another number of processes, forked from the same one; ends with this."""
+        return Ranks(world, self._server)
+
     def call(self, case: str, **arguments: Any) -> list[Any]:
         """Run a case on every rank; their results in rank order. Raises AssertionError with the traceback of the first
         rank that fails."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
+        self._server.stdin.write(json.dumps({"world": self._world, "case": case, "arguments": arguments}) + "\n")
         self._server.stdin.flush()
         answer = json.loads(self._server.stdout.readline() or '{"error": "the server of the ranks died"}')
         if "error" in answer:
@@ -58,7 +63,7 @@ class Ranks:
             self._server.wait()
 
 
-def serve_cases(world: int) -> None:
+def serve_cases() -> None:
     """Import once, then run each case that comes in until the parent closes the pipe."""
     from trainer.launch import die_with_parent
     from trainer.main import _quiet
@@ -72,7 +77,8 @@ def serve_cases(world: int) -> None:
 
     shim.install()
     for line in sys.stdin:
-        answers.write(json.dumps(run_case(world, json.loads(line))) + "\n")
+        request = json.loads(line)
+        answers.write(json.dumps(run_case(request["world"], request)) + "\n")
         answers.flush()
     os._exit(0)
 
@@ -146,4 +152,4 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    serve_cases(int(sys.argv[1]))
+    serve_cases()
