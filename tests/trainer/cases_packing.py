@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from trainer.batch import Sequence, assemble, lay_out, plan_rows
+from trainer.config import PackingConfig
+from trainer.data.records import Record
 from trainer.megatron.attention import CausalAttention
 from trainer.megatron.blocks import Blocks
+from trainer.megatron.engine import Engine
+from trainer.rewards.base import Score
+from trainer.rollout import Group, Sample
 
 
 def packed_attention(segments: list[list[int]], groups: int) -> dict[str, Any]:
@@ -47,3 +54,54 @@ def packed_attention(segments: list[list[int]], groups: int) -> dict[str, Any]:
         ),
         "mean": F.mse_loss(mine[0], torch.zeros_like(mine[0])).item(),
     }
+
+
+def packed_training(
+    path: str, parallel: dict[str, int], algorithm: dict[str, Any], max_tokens: int = 48, **config: Any
+) -> dict[str, Any]:
+    """The same steps on packed and on unpacked rows: their numbers, the log-probs before the first, the weights after
+    the last (the largest difference), and how many cells each layout of the first batch has."""
+    from tests.trainer.cases import engine
+    from trainer.batch import take_back
+
+    results: dict[str, Any] = {}
+    weights: dict[str, dict[str, torch.Tensor]] = {}
+    logprobs: dict[str, list[torch.Tensor]] = {}
+    for name, packing in (("plain", None), ("packed", PackingConfig(max_tokens))):
+        gateway = {"url": "http://unused"}
+        sections = {"algorithm": algorithm, "gateway": gateway, "optimizer": {"lr": 1e-2}, "micro_batch": 4}
+        with engine({"model": {"path": path}, "parallel": parallel} | sections | config) as built:
+            steps = [_sequences(built, seed) for seed in range(3)]
+            layout = {"ranks": built.config.parallel.data, "minibatches": built.algorithm.minibatches}
+            rows = plan_rows(steps[0], max_tokens, **layout) if packing else [[i] for i in range(len(steps[0]))]
+            if (found := built.logprobs(lay_out(steps[0], rows, packed=packing is not None))) is not None:
+                logprobs[name] = take_back(found, steps[0], rows)
+            batches = [assemble(sequences, packing, **layout) for sequences in steps]
+            stats = [built.step(fields) for fields in batches]
+            results[name] = [{"loss": s.loss, "grad_norm": s.grad_norm, "tokens": s.tokens, **s.metrics} for s in stats]
+            results[f"{name}_cells"] = batches[0]["mask"].numel()
+            weights[name] = {key: tensor.clone() for key, tensor in built.export("float32")}
+    results["weights"] = max(
+        [(weights["packed"][key] - tensor).abs().max().item() for key, tensor in weights["plain"].items()], default=0.0
+    )
+    pairs = zip(logprobs.get("plain", []), logprobs.get("packed", []), strict=True)
+    results["logprobs"] = max([(a - b).abs().max().item() for a, b in pairs], default=0.0)
+    return results
+
+
+def _sequences(built: Engine, seed: int) -> list[Sequence]:
+    """What the algorithm makes of random records and rollouts of very different lengths."""
+    rng = np.random.default_rng(seed)
+
+    def ids(longest: int) -> tuple[int, ...]:
+        return tuple(rng.integers(0, built.shape.vocab, rng.integers(1, longest + 1)).tolist())
+
+    records, groups = [], []
+    for index in range(6):
+        records.append(Record(index, "", "", ids(9), ids(20), ids(20), ids(6)))
+        count = built.algorithm.samples_per_prompt
+        answers = [ids(20) for _ in range(count)]
+        samples = [Sample(a, tuple((-3 + 0.3 * rng.normal(size=len(a))).tolist()), "stop", ()) for a in answers]
+        scores = tuple(Score(float(rng.integers(0, 2))) for _ in range(count))
+        groups.append(Group(records[-1].prompt_ids, tuple(samples), scores))
+    return built.algorithm.sequences(records, groups if built.algorithm.samples_per_prompt else [])
