@@ -1,0 +1,99 @@
+"""Cases about phases that share memory, for the ranks of tests/trainer/ranks.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.trainer.batches import random_batch
+from trainer.batch import MASK, Fields
+from trainer.config import MemoryConfig
+from trainer.errors import MemoryPlanError, TrainerError
+from trainer.megatron.parallel import gather_json
+from trainer.memory import Restartable, SharedMemory, build_memory
+from trainer.memory.units import private_bytes
+
+GATEWAY = {"url": "http://unused"}
+
+
+def _batch(vocab: int, seed: int) -> Fields:
+    fields = random_batch(vocab, rows=8, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    fields["rewards"] = torch.randn(fields[MASK].shape, generator=generator) * fields[MASK]
+    fields["behaviour_logprobs"] = -3 + 0.3 * torch.randn(fields[MASK].shape, generator=generator)
+    return fields
+
+
+def phases(
+    path: str, parallel: dict[str, int], directory: str, spare: float | None, steps: int = 3, **config: Any
+) -> dict[str, Any]:
+    """Steps of PPO in phases beside a server that takes as much as the trainer. `spare`: the budget, in parts of what
+    all components together hold; None: no memory manager. Losses, what was held, and resident memory by phase."""
+    from tests.trainer.cases import engine
+
+    algorithm = {"name": "ppo", "kl_coef": 0.1, "minibatches": 2}
+    given = {"algorithm": algorithm, "gateway": GATEWAY, "optimizer": {"lr": 1e-2}, "parallel": parallel} | config
+    log: list[str] = []
+    with engine({"model": {"path": path}} | given) as built:
+        own = sum(t.untyped_storage().nbytes() for tensors in built.storages().values() for t in tensors)
+        trainer = sum(gather_json(2 * own))  # Adam's states are not there yet
+        serving = Restartable(
+            "engine", trainer, lambda: log.append("wake"), lambda: log.append("sleep"), "instantiated"
+        )
+        memory = build_memory(built.config, built, [serving])
+        if spare is not None:
+            section = {"budget_gib": spare * 2 * trainer / 2**30, "directory": directory}
+            memory = _memory(built, section, serving)
+        result: dict[str, Any] = {"losses": [], "held": [], "resident": [], "log": log, "took": []}
+        for step in range(steps):
+            with memory.phase("rollout") as took:
+                result["took"].append(sorted(took))
+                result["resident"].append(private_bytes())
+            with memory.phase("inference"):
+                fields = built.prefill_fields(_batch(built.shape.vocab, step))
+            with memory.phase("train"):
+                stats = built.step(fields)
+                result["resident"].append(private_bytes())
+            result["losses"].append([stats.loss, stats.grad_norm, stats.metrics["critic_loss"]])
+            if isinstance(memory, SharedMemory):
+                result["held"].append(memory.ledger.held <= memory.ledger.budget)
+        result["own"] = sum(t.untyped_storage().nbytes() for ts in built.storages().values() for t in ts)
+        memory.close()
+        return result
+
+
+def _memory(built: Any, section: dict[str, Any], serving: Restartable) -> Any:
+    config = dataclasses.replace(built.config, memory=MemoryConfig(**section))
+    return build_memory(config, built, [serving])
+
+
+def phases_refused(path: str, parallel: dict[str, int], directory: str) -> list[Any]:
+    """What is said to a budget that no phase fits into, by a model that is asked while it is away, and when the last
+    rank cannot write what it holds."""
+    from tests.trainer.cases import engine
+
+    problems: list[Any] = []
+    with engine({"model": {"path": path}, "parallel": parallel}) as built:
+        serving = Restartable("engine", 1 << 20, lambda: None, lambda: None, "instantiated")
+        try:
+            _memory(built, {"budget_gib": 1e-4, "directory": directory}, serving)
+        except TrainerError as error:
+            problems.append([type(error).__name__, str(error)])
+        memory = _memory(built, {"budget_gib": 1.0, "directory": directory}, serving)
+        memory.ledger.put_away("actor")
+        try:
+            built.logprobs(random_batch(built.shape.vocab))
+        except MemoryPlanError as error:
+            problems.append([type(error).__name__, str(error)])
+        memory.ledger.bring("actor")
+        # One rank's disk is full, or not there: all ranks must leave, none may wait for it.
+        mine = f"{directory}/gone" if dist.get_rank() == dist.get_world_size() - 1 else directory
+        memory = _memory(built, {"budget_gib": 1.0, "directory": mine}, serving)
+        try:
+            memory._everywhere(memory.ledger.put_away, ("actor",))
+        except TrainerError as error:
+            problems.append([type(error).__name__, str(error)])
+    return problems
