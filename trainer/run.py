@@ -17,7 +17,7 @@ from trainer.algorithms import build_algorithm
 from trainer.batch import Fields
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.config import TrainerConfig
-from trainer.data import Tokenizer, build_dataset
+from trainer.data import Tokenizer, build_dataset, summary
 from trainer.errors import ConfigError, DataError, Preempted, PublishError, RankFailed
 from trainer.evaluation import evaluate
 from trainer.experience import Experience
@@ -28,6 +28,7 @@ from trainer.megatron.engine import Engine, StepStats
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import finish_checkpoint, write_shards
 from trainer.megatron.parallel import broadcast_json, broadcast_tensors, from_last, gather_json, is_lead, lead
+from trainer.memory import Memory, Phase, build_memory
 from trainer.metrics import MetricsWriter, Stopwatch
 from trainer.metrics.throughput import Throughput, peak_flops
 from trainer.publish import WeightPublisher
@@ -83,6 +84,8 @@ class Run:
             self._publisher = WeightPublisher(config.publish, self.engine)
         if self.checkpoints is not None and is_lead():
             self.checkpoints.parts["guard"] = self._guard
+        self._memory: Memory = build_memory(config, self.engine)
+        self._switched: dict[str, float] = {}
 
     def start(self) -> TrainState:
         """The state to go on from: the newest whole checkpoint's, or a fresh one."""
@@ -91,8 +94,13 @@ class Run:
         state = TrainState(**saved) if saved is not None else TrainState()
         if is_lead():
             c = self.config
-            values = {"steps": c.steps, "algorithm": c.algorithm.name, "world_size": c.parallel.world_size}
-            self._metrics.write("start", values | {"parameters": self.shape.parameters, "step": state.step})
+            values: dict[str, Any] = {
+                "steps": c.steps,
+                "algorithm": c.algorithm.name,
+                "world_size": c.parallel.world_size,
+            }
+            values |= {"parameters": self.shape.parameters, "step": state.step, "data": summary(self._dataset)}
+            self._metrics.write("start", values)
             if self.faults is not None and self.faults.restarted_because:
                 reason = self.faults.restarted_because
                 self._metrics.write("restart", {"attempt": self.faults.attempt, "reason": reason})
@@ -127,15 +135,26 @@ class Run:
     def sample(self, state: TrainState, watch: Stopwatch) -> StepBatch:
         """The next step's tensors: records, and what the schedule has sampled for them if the algorithm wants it.
 
-        While rollouts are still under way, the models already look at those that fill a forward pass.
+        While rollouts are still under way, the models already look at those that fill a forward pass; unless the two
+        share a device by turns.
         """
         steps_left = self.config.steps - state.step
+        if self.algorithm.samples_per_prompt:
+            self._enter("rollout", watch)
         self._experience(lambda e: e.begin(state.version, state.consumed, steps_left))
+        if self.config.memory is not None and self.algorithm.samples_per_prompt:
+            with watch("rollout"):
+                self._experience(lambda e: e.wait())
+            if self.algorithm.needs:
+                self._enter("inference", watch)
         while part := self._part(watch):
             with watch("inference"):
                 self._prefill(part)
         fields = broadcast_tensors(self._experience(lambda e: e.batch()))
-        return StepBatch(fields, self.drawn - state.consumed, self._experience(lambda e: e.metrics()) or {})
+        self._enter("train", watch)
+        metrics = (self._experience(lambda e: e.metrics()) or {}) | self._switched
+        self._switched = {}
+        return StepBatch(fields, self.drawn - state.consumed, metrics)
 
     def publish(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
         """Publish the current weights. A failure is reported and, within `publish.max_failures` in a row, survived."""
@@ -161,12 +180,14 @@ class Run:
         """Greedy answers to the held-out records through the gateway."""
         if self.config.eval is not None:
             progress("eval", state.step)
+            self._enter("rollout")
             lead(lambda: self._evaluate(state))
 
     def checkpoint(self, state: TrainState) -> None:
         """Save everything a resumed run needs to go on exactly."""
         if self.checkpoints is not None and not self._suspicious:
             progress("checkpoint", state.step)
+            self._enter("train")
             self.checkpoints.save(state.step, dataclasses.asdict(state), self._score(state))
 
     def report(
@@ -186,6 +207,7 @@ class Run:
     def finish(self, state: TrainState) -> None:
         """Write the Hugging Face checkpoint, if one is wanted, and the last event."""
         self._wait_for_checkpoint()
+        self._enter("train")
         if self.config.save_to is not None:
             self.save_hf(self.config.save_to)
         if is_lead():
@@ -221,6 +243,7 @@ class Run:
             self._rollouts.close()
         if self._publisher is not None:
             self._publisher.close()
+        self._memory.close()
 
     def _open_lead(self) -> None:
         c = self.config
@@ -235,12 +258,23 @@ class Run:
             self._rollouts = Rollouts(c.gateway, c.rollout, build_scorer(c.rewards), self._tokenizer, c.seed)
         longest = self.shape.max_positions
         self._learned_from = Experience(c, self.algorithm, self._dataset, self._rollouts, longest)
-        if self.checkpoints is not None and self._learned_from.schedule is not None:
-            self.checkpoints.parts["rollouts"] = self._learned_from.schedule
+        if self.checkpoints is not None:
+            self.checkpoints.parts["data"] = self._learned_from.feed
+            if self._learned_from.schedule is not None:
+                self.checkpoints.parts["rollouts"] = self._learned_from.schedule
 
     def _experience(self, ask: Callable[[Experience], T]) -> T | None:
         """What rank 0's experience answers; None on the other ranks. See `lead` for errors."""
         return lead(lambda: ask(self._learned_from))
+
+    def _enter(self, phase: Phase, watch: Stopwatch | None = None) -> None:
+        """Have in memory what the phase needs; what the switch took counts as the step's."""
+        if watch is None:
+            self._memory.enter(phase)
+        elif self.config.memory is not None:
+            with watch("memory"):
+                took = self._memory.enter(phase)
+            self._switched |= {name: ms for name, ms in took.items() if "/" in name}
 
     def _part(self, watch: Stopwatch) -> Fields:
         with watch("rollout"):

@@ -148,6 +148,9 @@ class TrainerConfig:
             raise ConfigError("gateway", f"missing, but {needs} samples through it", "Add gateway: {url: http://...}")
         if samples and not self.rewards:
             raise ConfigError("rewards", f"empty, but {needs} learns from rewards only", "Name at least one reward")
+        if not samples and not isinstance(self.schedule, ColocatedSchedule):
+            problem = f"{self.schedule.name} samples ahead, but {self.algorithm.name} learns from its records"
+            raise ConfigError("schedule", problem, "Leave schedule out")
         if self.memory is not None and not isinstance(self.schedule, ColocatedSchedule):
             problem = f"phases share the device, but under {self.schedule.name} they overlap"
             raise ConfigError("memory", problem, "Set schedule.name to colocated, or leave memory out")

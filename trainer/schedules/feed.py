@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from trainer.data import take
+from trainer.data import Sampler, take
 from trainer.data.records import Dataset, Record
 
 
@@ -17,18 +18,35 @@ class Draw:
 
 
 class Feed:
-    """Hands the records out. `drawn` is its whole state."""
+    """Hands the records out. Part of a checkpoint: `drawn` is its whole state."""
 
-    def __init__(self, dataset: Dataset, seed: int, drawn: int = 0) -> None:
-        self._dataset, self._seed, self.drawn = dataset, seed, drawn
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+        self._sampler = Sampler(dataset, seed)
+
+    @property
+    def drawn(self) -> int:
+        """How many were handed out."""
+        return self._sampler.consumed
+
+    @drawn.setter
+    def drawn(self, count: int) -> None:
+        self._sampler.consumed = count
 
     def draw(self, count: int) -> list[Draw]:
         """The next `count` records."""
-        draws = [self.at(self.drawn + i) for i in range(count)]
-        self.drawn += count
-        return draws
+        first = self.drawn
+        return [Draw(first + i, record) for i, record in enumerate(self._sampler.take(count))]
 
     def at(self, number: int) -> Draw:
         """Any record by its number."""
         (index,) = take(len(self._dataset), self._seed, number, 1)
         return Draw(number, self._dataset[index])
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON: the cursor and what it points into."""
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ResumeError when the data set has changed."""
+        self._sampler.load_state_dict(state)
