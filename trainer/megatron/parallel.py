@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import random as tp_random
+from torch.distributed.rendezvous import rendezvous
 
 from trainer.config import ParallelConfig
 from trainer.errors import RankFailed
+from trainer.faults.restarts import attempt
 from trainer.megatron import shim
 
 T = TypeVar("T")
@@ -35,7 +37,10 @@ def distributed(parallel: ParallelConfig, seed: int) -> Iterator[None]:
     if parallel.world_size == 1 and "RANK" not in os.environ:
         dist.init_process_group("gloo" if on_cpu else "nccl", store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group("gloo" if on_cpu else "nccl")
+        store, rank, world = next(rendezvous("env://"))
+        # torchrun's agent keeps its store over restarts: peers must not be looked up under addresses from before one.
+        mine = dist.PrefixStore(f"attempt-{attempt()}", store)
+        dist.init_process_group("gloo" if on_cpu else "nccl", store=mine, rank=rank, world_size=world)
     try:
         split(parallel, seed)
         yield
