@@ -188,3 +188,4 @@ from tests.trainer.cases_algorithms import *  # noqa: E402, F403
 from tests.trainer.cases_layouts import *  # noqa: E402, F403
 from tests.trainer.cases_memory import *  # noqa: E402, F403
 from tests.trainer.cases_packing import *  # noqa: E402, F403 - cases of their own file
+from tests.trainer.cases_plan import *  # noqa: E402, F403

@@ -1,0 +1,104 @@
+"""Algorithms in the engine: the same numbers in every layout, packed or not; the critic; what each role holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.trainer.ranks import Ranks
+from trainer.megatron.hf_config import load_shape
+
+EVERY = ["dpo", "gspo", "async", "rloo", "reinforce", "ppo"]
+
+
+@pytest.fixture(scope="module")
+def serial(one_rank: Ranks, small_models: dict[str, str]) -> dict[str, Any]:
+    """One rank's numbers, which all others are compared with."""
+    numbers: dict[str, Any] = one_rank.call("algorithms", path=small_models["qwen3-tied"], parallel={}, names=EVERY)[0]
+    return numbers
+
+
+def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, steps in found.items():
+        for mine, theirs in zip(steps, expected[name], strict=True):
+            assert mine == pytest.approx(theirs, rel=2e-3, abs=2e-5), name
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor": 2},
+    "sequence": {"tensor": 2, "sequence": True},
+    "pipeline": {"pipeline": 2},
+    "data": {"data": 2},
+    "context": {"context": 2},
+}
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_algorithm_is_the_same_in_every_layout(
+    two_ranks: Ranks, small_models: dict[str, str], serial: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    ranks = two_ranks.call("algorithms", path=small_models["qwen3-tied"], parallel=parallel, names=EVERY)
+    assert ranks[0] == ranks[1]
+    check(ranks[0], serial)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"data": 2}], ids=["serial", "data"])
+def test_packing_changes_nothing(
+    one_rank: Ranks, two_ranks: Ranks, small_models: dict[str, str], serial: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    ranks = two_ranks if parallel else one_rank
+    found = ranks.call("algorithms", path=small_models["qwen3-tied"], parallel=parallel, names=EVERY, packed=True)
+    check(found[0], serial)
+
+
+def test_the_steps_say_what_happened(serial: dict[str, Any]) -> None:
+    ppo = serial["ppo"]
+    assert [step["value_mean"] == 0.0 for step in ppo] == [False, False]  # the second epoch sees a trained critic
+    assert all(step["critic_loss"] > 0 and step["critic_grad_norm"] > 0 and step["kl"] >= 0 for step in ppo)
+    assert serial["dpo"][0]["loss"] == pytest.approx(0.69, abs=0.05)  # at the reference: log 2
+    assert serial["dpo"][0]["tokens"] > 0
+    assert serial["async"][0]["rejected"] > 0
+    assert serial["gspo"][1]["kl"] > 0
+
+
+def test_the_critic_learns_alone_at_first(one_rank: Ranks, small_models: dict[str, str]) -> None:
+    seen = one_rank.call("critic_warmup", path=small_models["qwen2"])[0]
+    assert seen["untrained"] == 0.0
+    actor, critic = ([w[name] for w in seen["weights"]] for name in ("actor", "critic"))
+    assert actor[0] == actor[1] == actor[2] != actor[3]
+    assert len(set(critic)) == 4
+    assert [step["loss"] == 0.0 for step in seen["stats"]] == [True, True, False]
+    assert "clip_ratio" in seen["stats"][2]
+    assert seen["stats"][2]["critic_loss"] < seen["stats"][0]["critic_loss"]
+    assert seen["rates"] == [pytest.approx(3e-3), pytest.approx(1e-2)]
+
+
+@pytest.mark.parametrize("model", ["qwen2-tied", "llama"])
+def test_the_critic_is_the_models_trunk(one_rank: Ranks, small_models: dict[str, str], model: str) -> None:
+    assert one_rank.call("critic_is_the_trunk", path=small_models[model])[0] < 1e-5
+
+
+def test_what_a_step_needs_can_be_computed_in_parts(one_rank: Ranks, small_models: dict[str, str]) -> None:
+    differences = one_rank.call("prefilled_in_parts", path=small_models["qwen3"])[0]
+    assert len(differences) == 3
+    assert max(differences) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "weight", "optimizer"), [("float32", 4, 8), ("bfloat16", 2, 12)])
+def test_every_byte_of_a_role_is_listed_once(
+    one_rank: Ranks, small_models: dict[str, str], dtype: str, weight: int, optimizer: int
+) -> None:
+    """Weights and fp32 gradients are the model's; Adam's two states, and fp32 weights where the model's are not, the
+    optimizer's."""
+    path = small_models["qwen2"]
+    found, parameters = one_rank.call("role_storages", path=path, dtype=dtype)[0], load_shape(path).parameters
+    assert found["distinct"]
+    assert sorted(found["after"]) == ["actor", "actor_optimizer", "critic", "critic_optimizer", "reference"]
+    after = {name: size / parameters for name, size in found["after"].items()}
+    padding = 1.3  # of the vocabulary, to a multiple that ranks divide, and of buffers
+    assert weight + 4 <= after["actor"] <= (weight + 4) * padding
+    assert optimizer <= after["actor_optimizer"] <= optimizer * padding
+    assert weight <= after["reference"] <= weight * padding
+    assert found["before"]["actor_optimizer"] < found["after"]["actor_optimizer"]
+    assert found["before"]["actor"] == found["after"]["actor"]

@@ -1,0 +1,123 @@
+"""Cases about algorithms in the engine, for the ranks of tests/trainer/ranks.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from tests.trainer.algorithms.batches import groups
+from tests.trainer.algorithms.preferences import preferences
+from trainer.algorithms import Algorithm
+from trainer.algorithms.base import VALUES
+from trainer.batch import MASK, Fields, assemble
+from trainer.config import PackingConfig
+from trainer.megatron.convert import unwrap
+from trainer.megatron.engine import Engine
+
+POLICY = {"samples_per_prompt": 3, "minibatches": 2, "kl_coef": 0.1}
+CORRECTED = {"kind": "truncated", "max_lag": 1}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "dpo": {"name": "dpo", "beta": 0.5, "minibatches": 2},
+    "gspo": {"name": "grpo", "ratio": "sequence", "normalize": "sequence", **POLICY},
+    "async": {"name": "grpo", "correction": CORRECTED, **POLICY, "epochs": 2},
+    "rloo": {"name": "rloo", **POLICY},
+    "reinforce": {"name": "reinforce++", **POLICY},
+    "ppo": {"name": "ppo", **POLICY, "epochs": 2},
+}
+
+
+def _built(path: str, algorithm: dict[str, Any], parallel: dict[str, Any], **config: Any) -> Any:
+    from tests.trainer.cases import engine
+
+    settings = {"gateway": {"url": "http://unused"}, "optimizer": {"lr": 3e-3}, "micro_batch": 2}
+    return engine({"model": {"path": path}, "parallel": parallel, "algorithm": algorithm} | settings | config)
+
+
+def _batch(algorithm: Algorithm, step: int, packing: PackingConfig | None = None, ranks: int = 1) -> Fields:
+    sequences = algorithm.sequences(preferences(4, seed=step), groups(3, 3, seed=step), 5)
+    return assemble(sequences, packing, ranks=ranks, minibatches=algorithm.minibatches)
+
+
+def _numbers(stats: Any) -> dict[str, float]:
+    return {k: v for k, v in dataclasses.asdict(stats).items() if k != "metrics"} | stats.metrics
+
+
+def algorithms(
+    path: str, parallel: dict[str, Any], names: list[str], packed: bool = False
+) -> dict[str, list[dict[str, float]]]:
+    """All numbers of two steps with each of the algorithms."""
+    result = {}
+    for name in names:
+        with _built(path, ALGORITHMS[name], parallel) as engine:
+            packing = PackingConfig(max_tokens=40) if packed else None
+            ranks = parallel.get("data", 1)
+            result[name] = [_numbers(engine.step(_batch(engine.algorithm, step, packing, ranks))) for step in range(2)]
+    return result
+
+
+def _norms(engine: Engine) -> dict[str, float]:
+    """Sum of absolute weights by role."""
+    return {
+        name: sum(p.detach().abs().double().sum().item() for chunk in role.model for p in chunk.parameters())
+        for name, role in engine.roles.items()
+    }
+
+
+def critic_warmup(path: str) -> dict[str, Any]:
+    """Weights by role before and after each of three steps, the first two of which are the critic's alone."""
+    algorithm = {"name": "ppo", "critic_warmup": 2, "minibatches": 2, "epochs": 2, "critic_lr": 1e-2}
+    with _built(path, algorithm, {}) as engine:
+        values = engine.values(_batch(engine.algorithm, 0))
+        seen, stats = [_norms(engine)], []
+        for step in range(3):
+            stats.append(_numbers(engine.step(_batch(engine.algorithm, step))))
+            seen.append(_norms(engine))
+        rates = [role.optimizer.param_groups[0]["lr"] for role in (engine.actor, engine.roles["critic"])]
+        return {"untrained": values.abs().max().item(), "weights": seen, "stats": stats, "rates": rates}
+
+
+def critic_is_the_trunk(path: str) -> float:
+    """With a head that reads one hidden number, the values are that number of the trunk's last norm."""
+    with _built(path, {"name": "ppo"}, {}) as engine:
+        critic, actor = (unwrap(engine.roles[name].model[0]) for name in ("critic", "actor"))
+        with torch.no_grad():
+            critic.output_layer.weight[0, 3] = 1.0
+        hidden: list[torch.Tensor] = []
+        actor.decoder.register_forward_hook(lambda _m, _i, output: hidden.append(output))
+        fields = _batch(engine.algorithm, 0)
+        engine.config = dataclasses.replace(engine.config, micro_batch=64)
+        values = engine.values(fields)
+        engine.logprobs(fields)
+        return (values - hidden[0][..., 3].t()).abs().max().item()
+
+
+def prefilled_in_parts(path: str) -> list[float]:
+    """Largest differences between fields filled for parts of a batch and for the whole of it."""
+    with _built(path, ALGORITHMS["ppo"], {}) as engine:
+        fields = _batch(engine.algorithm, 1)
+        half = len(fields[MASK]) // 2
+        whole = engine.prefill_fields(fields)
+        parts = [
+            engine.prefill_fields({k: t[cut] for k, t in fields.items()}) for cut in (slice(half), slice(half, None))
+        ]
+        added = sorted(whole.keys() - fields.keys())
+        assert added == sorted(engine.algorithm.needs)
+        kept = {**fields, VALUES: torch.full_like(fields[MASK], 7.0)}
+        assert torch.equal(engine.prefill_fields(kept)[VALUES], kept[VALUES])  # what is there is not computed again
+        return [(torch.cat([p[name] for p in parts]) - whole[name]).abs().max().item() for name in added]
+
+
+def role_storages(path: str, dtype: str) -> dict[str, Any]:
+    """Bytes by part before and after a step, and whether any storage is listed twice."""
+    with _built(path, ALGORITHMS["ppo"], {}, model={"path": path, "dtype": dtype}) as engine:
+        before = {name: sum(t.untyped_storage().nbytes() for t in ts) for name, ts in engine.storages().items()}
+        engine.step(_batch(engine.algorithm, 0))
+        after = {name: sum(t.untyped_storage().nbytes() for t in ts) for name, ts in engine.storages().items()}
+        every = [t.untyped_storage().data_ptr() for ts in engine.storages().values() for t in ts]
+        return {
+            "before": before,
+            "after": after,
+            "distinct": len(set(every)) == len(every),
+        }
