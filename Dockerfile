@@ -13,8 +13,17 @@ ENV PATH=/opt/venv/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 
+# Compiles the gateway's request path (server/gateway/compiled.py); none of this is in the final images.
+FROM runtime AS compiler
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends gcc libc6-dev \
+ && rm -rf /var/lib/apt/lists/*
+COPY requirements/dev.txt /src/requirements/
+RUN grep -E '^(mypy|ast-serialize|librt|pathspec|types-)' /src/requirements/dev.txt > /mypy.txt \
+ && pip install --no-deps --target /opt/mypy -r /mypy.txt
+
 # The pinned list is resolved as a whole, so nothing is added to it (see its first lines).
-FROM runtime AS build-cpu
+FROM compiler AS build-cpu
 RUN python -m venv /opt/venv
 COPY requirements/cpu.txt /src/requirements/
 RUN --mount=type=cache,target=/root/.cache/pip pip install --no-deps -r /src/requirements/cpu.txt
@@ -23,9 +32,11 @@ COPY server /src/server
 COPY trainer /src/trainer
 COPY weightsync /src/weightsync
 COPY loadtest /src/loadtest
-RUN pip install --no-deps --no-build-isolation /src
+WORKDIR /src
+ENV PYTHONPATH=/opt/mypy
+RUN python -m server.gateway.compiled && pip install --no-deps --no-build-isolation /src
 
-FROM runtime AS build-cuda
+FROM compiler AS build-cuda
 RUN python -m venv /opt/venv
 COPY requirements/cuda.txt /src/requirements/
 RUN --mount=type=cache,target=/root/.cache/pip pip install --no-deps -r /src/requirements/cuda.txt
@@ -34,7 +45,9 @@ COPY server /src/server
 COPY trainer /src/trainer
 COPY weightsync /src/weightsync
 COPY loadtest /src/loadtest
-RUN pip install --no-deps --no-build-isolation /src
+WORKDIR /src
+ENV PYTHONPATH=/opt/mypy
+RUN python -m server.gateway.compiled && pip install --no-deps --no-build-isolation /src
 
 # Kernels are compiled at run time, so this one carries a compiler; the driver comes from the host.
 FROM runtime AS cuda

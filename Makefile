@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PYTHON ?= python3
 
-.PHONY: demo test soak check lint types setup clean
+.PHONY: demo test soak check lint types setup native clean
 demo: setup
 	$(PY) -m loadtest.demo $(if $(KEEP),--keep) $(DEMO_ARGS)
 
@@ -24,7 +24,14 @@ lint: setup
 types: setup
 	$(VENV)/bin/mypy
 
-setup: $(STAMP)
+setup: $(STAMP) native
+
+# The gateway's request path in machine code. Without a C compiler its sources run instead, slower.
+native: $(VENV)/.native
+$(VENV)/.native: $(STAMP) $(wildcard server/gateway/*/*.py server/gateway/compiled.py)
+	$(PY) -m server.gateway.compiled || echo "make: the gateway's sources run uncompiled; see server/gateway/compiled.py" >&2
+	touch $@
+
 $(STAMP): pyproject.toml requirements/$(ACCEL).txt requirements/dev.txt scripts/etcd.sh scripts/chromium.sh
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/$(ACCEL).txt -r requirements/dev.txt
@@ -34,4 +41,4 @@ $(STAMP): pyproject.toml requirements/$(ACCEL).txt requirements/dev.txt scripts/
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info
+	rm -rf $(VENV) runs build dist *.egg-info server/gateway/_compiled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,14 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# In this process the gateway runs from its sources, which tests may patch; the gateways that they start are compiled,
+# where that was built, and test_gateway_compiled.py asks for it in a process like this one.
+os.environ.setdefault("HOTSWAP_PURE", "1")
+importlib.import_module("server.gateway.compiled")
+os.environ.pop("HOTSWAP_PURE")
 
-from loadtest.checkpoints import make_checkpoint, make_constant_checkpoint
-from tests.live import LiveServer
+from loadtest.checkpoints import make_checkpoint, make_constant_checkpoint  # noqa: E402 - see above
+from tests.live import LiveServer  # noqa: E402
 
 WITH_PROCESSES = {"chaos", "loadtest", "server", "trainer"}
 

@@ -21,7 +21,7 @@ MIN_PRIORITY, MAX_PRIORITY = -9, 9
 MAX_WEIGHT = 1000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Principal:
     """Who a key belongs to and what it may do.
 

@@ -32,7 +32,7 @@ PROMPT_FIELDS: dict[str, tuple[bytes, ...]] = {
 }
 
 
-@dataclass(slots=True)
+@dataclass
 class Hint:
     """What is known of a request when it is routed. Made once, and only if there is a choice.
 

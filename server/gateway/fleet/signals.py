@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field, fields
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Signals:
     """One scrape. Sums over the engines of an instance, `kv_cache_usage` is the fullest one's (0..1)."""
 

@@ -20,7 +20,7 @@ PHASES = ("queued", "held", "connecting", "waiting", "streaming", "stalled")
 FAILOVERS = ("resumed", "complete", "nobody", "given_up", "not_resumable")
 
 
-@dataclass(slots=True)
+@dataclass
 class Tokens:
     """Tokens of one route. `estimated` are those of streams that were cut, whose counts nobody told."""
 

@@ -32,7 +32,7 @@ GONE_S = 2.0  # silence of an instance that has left the store, after which it c
 WANTED = b"%b: 1\r\n" % RESUMABLE
 
 
-@dataclass(slots=True)
+@dataclass
 class Continuation:
     """What is left to do of a broken stream. `since` in monotonic seconds; `prefix` goes before the request's body."""
 

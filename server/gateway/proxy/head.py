@@ -44,7 +44,7 @@ _PROCESS = secrets.token_hex(6).encode()
 _COUNTER = itertools.count(1)
 
 
-@dataclass(slots=True)
+@dataclass
 class RequestHead:
     """What the gateway needs of a request's headers."""
 

@@ -12,6 +12,7 @@ from array import array
 
 import msgspec
 
+from server.gateway.proxy.events import Event, Said, decode_event
 from server.resume import Resume, Span
 
 BUNDLE = 16 * 2**10  # bytes kept as they came, at most, and one piece
@@ -20,32 +21,6 @@ ID_BYTES = array("I").itemsize
 _IDS = re.compile(rb'"token_ids":\[([0-9,]+)\]')
 _VERSION = re.compile(rb'"weight_version":([0-9]+)[,}]')
 _RARE = (b'"weight_versions":', b'"finish_reason":"')  # in JSON a text cannot hold these: its quotes are escaped
-
-
-class _Said(msgspec.Struct):
-    """What an event says of its tokens: a choice of it, or the whole event on /generate."""
-
-    token_ids: list[int] = []
-    weight_versions: list[Span] = []
-    prompt_weight_versions: list[Span] = []
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class _Thing(msgspec.Struct):
-    """An object of which only its being there counts."""
-
-
-class _Event(_Said):
-    id: str | None = None
-    created: int | None = None
-    choices: list[_Said] = []
-    usage: _Thing | None = None
-    error: _Thing | str | None = None
-    weight_version: int | None = None
-
-
-_events = msgspec.json.Decoder(_Event)
 
 
 class ReplayMemory:
@@ -192,7 +167,7 @@ class Journal:
         if data == b"[DONE]":
             self.done = True
             return
-        payload = _events.decode(data)
+        payload = decode_event(data)
         if payload.error is not None:
             raise ValueError("it has ended with an error")
         if name.startswith(b"event: done"):
@@ -200,7 +175,7 @@ class Journal:
             return
         self._note(payload, payload.choices[0] if payload.choices else payload)
 
-    def _note(self, payload: _Event, said: _Said) -> None:
+    def _note(self, payload: Event, said: Said) -> None:
         if self._names[0] is None:
             self._names = payload.id, payload.created
         if said.token_ids:

@@ -37,6 +37,7 @@ def status_line(status: int) -> bytes:
 class ResponseRelay:
     """One response. Feed it what the instance sends; write what it returns."""
 
+    __deletable__ = ("_parser",)  # which mypyc wants said
     __slots__ = (
         "_body",
         "_chunked",

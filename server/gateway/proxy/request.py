@@ -30,7 +30,7 @@ class Client(Protocol):
     def cut(self) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass
 class Request:
     """A complete client request for a public route."""
 

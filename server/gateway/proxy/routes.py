@@ -13,7 +13,7 @@ from typing import Literal
 from urllib.parse import unquote_to_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Route:
     """One forwarded route. `name` labels metrics; `json_body` is checked to be a JSON object before forwarding.
 
@@ -29,7 +29,7 @@ class Route:
     continued: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Target:
     """A route and the exact request target that goes upstream."""
 

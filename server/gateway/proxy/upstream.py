@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
+
+from mypy_extensions import mypyc_attr
 
 from server.errors import Unavailable
 from server.gateway.config import UpstreamSettings
@@ -25,8 +27,9 @@ class Owner(Protocol):
     def upstream_lost(self, exc: Exception | None) -> None: ...
 
 
-class UpstreamConnection(asyncio.Protocol):
-    """One TCP connection to an instance."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class UpstreamConnection:
+    """One TCP connection to an instance: an asyncio.Protocol by its methods, which is all a loop looks at."""
 
     __slots__ = ("_paused", "_pool", "closed", "idle_since", "owner", "transport")
 
@@ -63,6 +66,13 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             owner.upstream_lost(exc)
 
+    def eof_received(self) -> None:
+        """The other side says no more: the connection closes."""
+
+    def pause_writing(self) -> None: ...
+
+    def resume_writing(self) -> None: ...
+
     def pause(self) -> None:
         """Stops reading: the instance feels it through TCP, memory here stays bounded."""
         if self.transport is not None and not self._paused and not self.closed:
@@ -89,6 +99,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.abort()
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Pool:
     """Idle connections to one address, most recently used first."""
 
@@ -116,7 +127,7 @@ class Pool:
 
     async def connect(self) -> UpstreamConnection:
         """A new connection. Raises Unavailable if the instance does not accept one in time."""
-        link = UpstreamConnection(self)
+        link: Any = UpstreamConnection(self)
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._settings.connect_timeout_s):

@@ -24,7 +24,7 @@ class Waiter(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Patience:
     """How long a request is held, counted from its beginning, and the answer after that.
 
