@@ -16,6 +16,7 @@ would increment once per parameter.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 from collections.abc import Iterator
@@ -121,10 +122,27 @@ def _sharded(role: Role, *, loading: bool) -> dict[str, Any]:
     models = {key: unwrap(chunk).sharded_state_dict() for key, chunk in _chunks(role).items()}
     gc.freeze()  # Megatron collects garbage in there: spare it the walk over everything that was there before
     try:
-        optimizer = role.optimizer.sharded_state_dict(models, is_loading=loading, metadata=_SHARDING)
+        with _whole_buckets(role):
+            optimizer = role.optimizer.sharded_state_dict(models, is_loading=loading, metadata=_SHARDING)
     finally:
         gc.unfreeze()
     return {**models, "optimizer": optimizer, "scheduler": role.scheduler.state_dict()}
+
+
+@contextlib.contextmanager
+def _whole_buckets(role: Role) -> Iterator[None]:
+    """Megatron-Core 0.16.1 gathers a buffer's buckets without the padding behind each, then looks parameters up where
+    they would be with it: where a buffer has two buckets (a tied embedding over pipeline stages gets its own), it would
+    save other parameters' numbers. Within the body the padding counts as part of the buckets."""
+    holders = [b for part in _optimizers(role) for buffer in part.buffers for b in (buffer, *buffer.buckets)]
+    unpadded = [holder.numel_unpadded for holder in holders]
+    for holder in holders:
+        holder.numel_unpadded = holder.grad_data.numel()
+    try:
+        yield
+    finally:
+        for holder, size in zip(holders, unpadded, strict=True):
+            holder.numel_unpadded = size
 
 
 def _optimizers(role: Role) -> Iterator[Any]:
