@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from server.cli.errors import CliError
+
 
 @contextlib.contextmanager
 def publishing(store: str, model: str, checkpoints: list[Path]) -> Iterator[Callable[[int], dict[str, Any]]]:
@@ -44,3 +46,12 @@ def streaming(url: str, model: str, streams: int, seconds: float) -> Iterator[su
             yield client
         finally:
             client.kill()
+
+
+def last_line(client: subprocess.Popen[str], timeout_s: float) -> dict[str, Any]:
+    """What a client of `streaming` saw, once it has ended. Raises CliError if it ended otherwise."""
+    output, _ = client.communicate(timeout=timeout_s)
+    lines = output.strip().splitlines()
+    if client.returncode != 0 or not lines:
+        raise CliError(f"the streaming client ended with status {client.returncode} and {len(output)} bytes of report.")
+    return dict(jsonlib.loads(lines[-1]))

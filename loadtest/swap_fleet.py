@@ -23,12 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.checkpoints import TINY_SHAPE, make_checkpoint
-from loadtest.children import publishing, streaming
+from loadtest.children import last_line, publishing, streaming
 from loadtest.cpu import cpu_seconds
 from loadtest.gaps import Gaps, Window, summary
 from loadtest.machine import machine, memcpy_gbps
 from server.cli import interrupts
 from server.cli.cores import BIND_ENV
+from server.cli.errors import RequestFailed
 from server.cli.up import Server, UpConfig
 from server.cli.weights import AdminClient
 
@@ -82,6 +83,7 @@ class Seen:
     cpu_with: dict[str, float] = field(default_factory=dict)
     memcpy_gbps: float = 0.0
     arena: dict[str, int] = field(default_factory=dict)
+    aborted: int = 0  # swaps that left the old version serving: an instance was too slow, or out of its lease
 
 
 def run(json: Path | None, *, streams: int = 8, swaps: int = 6, small: bool = False, only: str = "") -> dict[str, Any]:
@@ -121,14 +123,20 @@ def _measure(
     seen = Seen()
     admin = AdminClient(server.state_dir)
 
-    def swap(number: int) -> int:
+    def swap(number: int) -> bool:
         asked = time.monotonic()
         version = int(publish(number % 2)["version"])
         seen.asked_at[version] = asked
         wish = {"version": version, "mode": mode, "drain_s": 0.0}  # the streams never end
-        admin.call("POST", "/admin/weights/activate", wish)
+        try:
+            admin.call("POST", "/admin/weights/activate", wish)
+        except RequestFailed as error:
+            Console(stderr=True).print(f"swap to version {version} aborted: {error}")
+            del seen.asked_at[version]
+            seen.aborted += 1
+            return False
         seen.swap_ms.append((time.monotonic() - asked) * 1e3)
-        return version
+        return True
 
     for number in range(WARM_UP):
         swap(number)
@@ -140,8 +148,8 @@ def _measure(
         _swap_every_second(swap, seen)
         seen.memcpy_gbps = memcpy_gbps(_nbytes(models[0]))
         seen.arena = _arena_memory(server)
-        output, _ = client.communicate(timeout=seconds + 120)
-    return _figures(jsonlib.loads(output.strip().splitlines()[-1]), seen)
+        report = last_line(client, seconds + 120)
+    return _figures(report, seen)
 
 
 @contextmanager
@@ -166,15 +174,17 @@ def _server(case: Case, model: Path, work: Path) -> Iterator[Server]:
             del os.environ[BIND_ENV]
 
 
-def _single_swaps(swaps: int, swap: Callable[[int], int], admin: AdminClient, seen: Seen) -> None:
+def _single_swaps(swaps: int, swap: Callable[[int], bool], admin: AdminClient, seen: Seen) -> None:
     for number in range(swaps):
         start = time.monotonic()
         time.sleep(QUIET_S)
         seen.quiet.append((start, time.monotonic()))
         start = time.monotonic()
-        swap(number)
+        done = swap(number)
         time.sleep(SETTLE_S)
         seen.swapping.append((start, time.monotonic()))
+        if not done:
+            continue
         records = admin.call("GET", "/admin/instances")["instances"]
         seen.commit_ms += [record["commit_ms"] for record in records]
         seen.staging_gbps += [record["staging_gbps"] for record in records]
@@ -185,7 +195,7 @@ def _single_swaps(swaps: int, swap: Callable[[int], int], admin: AdminClient, se
         seen.rollback_commit_ms += [record["commit_ms"] for record in records]
 
 
-def _swap_every_second(swap: Callable[[int], int], seen: Seen) -> None:
+def _swap_every_second(swap: Callable[[int], bool], seen: Seen) -> None:
     for _ in range(BLOCKS):
         start, cpu = time.monotonic(), cpu_seconds()
         time.sleep(BLOCK_S)
@@ -249,6 +259,7 @@ def _figures(result: dict[str, Any], seen: Seen) -> dict[str, Any]:
         "cpu_ms_per_s": {"none": _per_second(seen.cpu_without), "swap": _per_second(seen.cpu_with)},
         "arena": seen.arena,
         "lost": {key: result[key] for key in ("failed", "truncated")},
+        "aborted": seen.aborted,
     }
 
 
@@ -259,7 +270,7 @@ def _per_second(cpu: dict[str, float]) -> dict[str, float]:
 def _print(cases: dict[str, Any]) -> None:
     table = Table(
         "fleet", "gap p50 / p99 / max, ms", "the same, no swap", "commit ms, median / max", "of a rollback",
-        "publish to token, ms", "staging GB/s (of memcpy)", "goodput kept", "PSS / one copy", "lost",
+        "publish to token, ms", "staging GB/s (of memcpy)", "goodput kept", "PSS / one copy", "lost", "aborted",
         title="swaps of a fleet",
     )  # fmt: skip
     for name, case in cases.items():
@@ -275,6 +286,7 @@ def _print(cases: dict[str, Any]) -> None:
             f"{case['goodput_kept']:.1%}",
             f"{case['arena']['pss'] / 1e6:.0f} / {case['arena']['files'] / 1e6:.0f} MB",
             str(sum(case["lost"].values())),
+            str(case["aborted"]),
         )
     Console(width=180).print(table)
 
