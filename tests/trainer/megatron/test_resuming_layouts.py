@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.ranks import Ranks
+from trainer.config import ParallelConfig
 
 SCHEDULE = {"optimizer": {"lr": 1e-2, "warmup_steps": 2, "decay": "cosine"}}
 SPREAD, INTERLEAVED = {"data": 2, "expert": 2}, {"pipeline": 2, "virtual_pipeline": 2}
@@ -22,6 +23,10 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen2", {"data": 2}, {"dtype": "float16"}),
     ("qwen2", {"data": 2}, {"offload": True}),
 ]
+
+
+def size(parallel: dict[str, Any]) -> int:
+    return ParallelConfig(**parallel).world_size
 
 
 @pytest.mark.parametrize(
@@ -46,14 +51,14 @@ def test_resume_is_exact(
     [
         ("llama-tied", {"tensor": 2}, [{}, {"pipeline": 2}, INTERLEAVED, {"context": 2}]),
         ("llama-tied", INTERLEAVED, [{}, {"tensor": 2, "sequence": True}]),
+        ("llama-tied", {"pipeline": 2, "data": 2}, [{}, {"pipeline": 2}]),
         ("mixtral", SPREAD, [{}, {"pipeline": 2}]),
         ("mixtral", {}, [SPREAD]),
     ],
-    ids=["tensor", "interleaved", "experts", "alone"],
+    ids=["tensor", "interleaved", "tied-stages", "experts", "alone"],
 )
 def test_a_checkpoint_can_be_read_in_another_layout(
     one_rank: Ranks,
-    two_ranks: Ranks,
     models: dict[str, str],
     tmp_path: Path,
     model: str,
@@ -62,8 +67,8 @@ def test_a_checkpoint_can_be_read_in_another_layout(
 ) -> None:
     common = {"path": models[model], "save_at": 2, "directory": str(tmp_path)}
     config = {"optimizer": {"lr": 1e-2, "weight_decay": 0.1}}
-    through = (two_ranks if saved else one_rank).call("losses", **common, **config, parallel=saved)[0]
+    through = one_rank.sharing(size(saved)).call("losses", **common, **config, parallel=saved)[0]
     for parallel in others:
-        ranks = two_ranks if parallel else one_rank
+        ranks = one_rank.sharing(size(parallel))
         resumed = ranks.call("losses", **common, **config, parallel=parallel, resume=True)[0]
         assert resumed == [pytest.approx(step, rel=2e-4) for step in through[2:]], parallel
