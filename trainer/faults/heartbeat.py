@@ -83,7 +83,8 @@ class Heartbeat:
 
     def _check_all(self, mine: Beat) -> None:
         found = [mine if rank == self._rank else self._board.last_beat(rank) for rank in range(self._world)]
-        if fault := hang([beat for beat in found if beat is not None], self._config.hang_s):
+        beats = [beat for beat in found if beat is not None]
+        if len(beats) == self._world and (fault := hang(beats, self._config.hang_s)):
             faulthandler.dump_traceback(all_threads=True)
             self._leave(fault, say=True)
 

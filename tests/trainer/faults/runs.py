@@ -1,0 +1,39 @@
+"""What the tests do with a run: write its configuration, read its metrics, wait until it has got somewhere."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+PATIENCE_S = 200.0
+
+
+def arguments(config: dict[str, Any], root: Path, name: str = "config.yaml") -> list[str]:
+    (root / name).write_text(yaml.safe_dump(config))
+    return ["--config", str(root / name)]
+
+
+def events(path: str | Path, name: str) -> list[dict[str, Any]]:
+    """All events of that name; a line that is being written is left out."""
+    if not Path(path).exists():
+        return []
+    lines = Path(path).read_text().splitlines(keepends=True)
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [event for event in found if event["event"] == name]
+
+
+def curve(path: str | Path, *keys: str) -> dict[int, list[float]]:
+    """The last word about each step: loss, gradient norm and what else is asked for."""
+    return {e["step"]: [e[key] for key in ("loss", "grad_norm", *keys)] for e in events(path, "step")}
+
+
+def wait_until(true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.01)

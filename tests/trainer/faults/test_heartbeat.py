@@ -1,0 +1,161 @@
+"""Heartbeats of real processes over a real store: one is stopped, all hang, one reports a fault, one is done."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from tests.trainer.faults.runs import wait_until
+
+RANK = """
+import os, signal, sys, threading, time
+from trainer.config import FaultsConfig
+from trainer.faults import progress
+from trainer.faults.board import StoreBoard
+from trainer.faults.heartbeat import Heartbeat
+
+rank, world, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+progress("train", 7)
+timeout = 1.5 if what != "hang" else 60.0
+config = FaultsConfig(heartbeat_s=0.1, heartbeat_timeout_s=timeout, hang_s=1.5 if what == "hang" else 0.0)
+heartbeat = Heartbeat(config, StoreBoard(0), rank, world)
+print("beating", flush=True)
+if what == "done" and rank == 1:
+    heartbeat.stop()
+    sys.exit(0)
+if what == "hang" and rank == 1:
+    progress("publish")
+if what == "fault" and rank == 1:
+    heartbeat.failed("the disk is full")
+time.sleep(4 if what == "done" else 100)
+heartbeat.stop()
+"""
+
+
+class Ranks:
+    """Processes that only beat."""
+
+    def __init__(self, root: Path, world: int, what: str) -> None:
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
+        (root / "rank.py").write_text(RANK)
+        environment["PYTHONPATH"] = os.getcwd()
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(root / "rank.py"), str(rank), str(world), what],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(world)
+        ]
+        for process in self.processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "beating\n"
+
+    def said(self, rank: int) -> str:
+        return self.processes[rank].communicate(timeout=60)[1]
+
+
+@pytest.fixture
+def end() -> Iterator[list[Ranks]]:
+    started: list[Ranks] = []
+    yield started
+    for ranks in started:
+        for process in ranks.processes:
+            process.kill()
+            process.communicate()
+
+
+def test_a_stopped_rank_is_named_and_killed_and_all_leave(tmp_path: Path, end: list[Ranks]) -> None:
+    end.append(ranks := Ranks(tmp_path, 3, "stop"))
+    stopped = ranks.processes[1]
+    os.kill(stopped.pid, signal.SIGSTOP)
+    said = ranks.said(0)
+    assert "no heartbeat for" in said
+    assert f"rank 1 (process {stopped.pid} on" in said
+    assert "train of step 7" in said
+    assert ranks.said(2) == "", "one says it, the others leave"
+    assert stopped.wait(20) == -signal.SIGKILL
+    assert [process.wait(20) for process in (ranks.processes[0], ranks.processes[2])] == [1, 1]
+
+
+def test_a_hang_is_told_by_place_with_the_stacks(tmp_path: Path, end: list[Ranks]) -> None:
+    end.append(ranks := Ranks(tmp_path, 2, "hang"))
+    said = ranks.said(0) + ranks.said(1)
+    assert "no rank got on for 1.5 s" in said
+    assert "train of step 7" in said
+    assert "publish of step 7" in said
+    assert "Current thread" in said, "where each thread is"
+    assert [process.wait(20) for process in ranks.processes] == [1, 1]
+
+
+def test_a_reported_fault_ends_the_others_and_one_that_is_done_is_not_missed(tmp_path: Path, end: list[Ranks]) -> None:
+    end.append(ranks := Ranks(tmp_path, 2, "fault"))
+    assert ranks.processes[0].wait(20) == 1
+    assert ranks.store.get("hotswap/0/fault") == b"the disk is full"
+    end.append(ranks := Ranks(tmp_path, 2, "done"))
+    assert [process.wait(30) for process in ranks.processes] == [0, 0]
+    assert json.loads(ranks.store.get("hotswap/0/beat/1"))["phase"] == "done"
+
+
+STOPPING = """
+import os, sys, threading, time
+from trainer.faults.restarts import RunDir
+from trainer.faults.stopping import Stopping
+
+stopping = Stopping(float(sys.argv[1]), RunDir.of_environment().being_torn_down)
+print("ready", flush=True)
+if sys.argv[2] == "deaf":
+    threading.Lock().acquire()
+    blocked = threading.Semaphore(0)
+    blocked.acquire()  # as in a collective whose peer is gone
+while not stopping.requested:
+    time.sleep(0.01)
+stopping.close()
+sys.exit(7)
+"""
+
+
+def sigterm(root: Path, grace_s: float, what: str, **environment: str) -> tuple[int, float]:
+    """The exit status of a process that is sent SIGTERM, and the seconds that took."""
+    (root / "stopping.py").write_text(STOPPING)
+    process = subprocess.Popen(
+        [sys.executable, str(root / "stopping.py"), str(grace_s), what],
+        env=os.environ | {"PYTHONPATH": os.getcwd()} | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    began = time.monotonic()
+    psutil.Process(process.pid).terminate()
+    return process.wait(60), time.monotonic() - began
+
+
+def test_sigterm(tmp_path: Path) -> None:
+    """Noticed at the next step; by a process that waits for ever too, which leaves after its grace; obeyed at once when
+    a launcher ends what a failed rank has left."""
+    assert sigterm(tmp_path, 100, "listens")[0] == 7
+    status, seconds = sigterm(tmp_path, 1.0, "deaf")
+    assert (status, seconds >= 1.0) == (143, True)
+    assert sigterm(tmp_path, 100, "deaf", HOTSWAP_RUN_DIR=str(tmp_path))[0] == 143
+    (tmp_path / "leave").touch()
+    assert sigterm(tmp_path, 100, "listens", HOTSWAP_RUN_DIR=str(tmp_path))[0] == 7
+
+
+def test_wait_until_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.trainer.faults.runs.PATIENCE_S", 0.01)
+    with pytest.raises(AssertionError, match="until something happens"):
+        wait_until(lambda: False, "something happens")

@@ -1,0 +1,65 @@
+"""Killed with SIGKILL at a random step and resumed, a run's curve is the uninterrupted one, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.trainer.faults.runs import arguments, curve, events, wait_until
+from tests.trainer.faults.zygote import Zygote
+from tests.trainer.fleet import fleet
+
+
+def uninterrupted(zygote: Zygote, config: dict[str, Any], root: Path) -> Path:
+    through = config | {"metrics": str(root / "through"), "checkpoint": None}
+    run = zygote.start(arguments(through, root, "through.yaml"), root / "said")
+    assert zygote.wait(run) == 0, (root / "said").read_text()
+    return root / "through"
+
+
+def killed_and_resumed(zygote: Zygote, config: dict[str, Any], root: Path, kill_after: int) -> list[int]:
+    """Kills the run once it has a checkpoint and has done that many steps, and runs it again; the steps that each of
+    the two started from."""
+    run = zygote.start(arguments(config, root), root / "said")
+    path = config["metrics"]
+    wait_until(lambda: len(curve(path)) >= kill_after and bool(events(path, "checkpoint")), f"step {kill_after}")
+    os.kill(run, signal.SIGKILL)
+    assert zygote.wait(run) == -signal.SIGKILL
+    run = zygote.start(arguments(config, root), root / "said")
+    assert zygote.wait(run) == 0, (root / "said").read_text()
+    return [event["step"] for event in events(path, "start")]
+
+
+def test_fine_tuning(zygote: Zygote, config: dict[str, Any], tmp_path: Path) -> None:
+    config |= {"steps": 100, "checkpoint": config["checkpoint"] | {"every": 10}}
+    expected = curve(uninterrupted(zygote, config, tmp_path))
+    first, second = killed_and_resumed(zygote, config, tmp_path, random.randrange(20, 80))
+    assert first == 0
+    assert 0 < second < 100
+    assert curve(config["metrics"]) == expected
+    assert len(expected) == 100
+
+
+def test_reinforcement_learning(
+    zygote: Zygote, config: dict[str, Any], tmp_path: Path, small_models: dict[str, str]
+) -> None:
+    """With a server that samples by nothing but weights and seed, rewards and rollouts repeat themselves too."""
+    with fleet(small_models["qwen2"], tmp_path) as running:
+        config |= {
+            "algorithm": {"name": "grpo", "samples_per_prompt": 4},
+            "rewards": [{"kind": "regex", "pattern": "[0-9]+"}],
+            "rollout": {"max_tokens": 4},
+            "gateway": {"url": running.server.url},
+            "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "lineage": "a"},
+            "steps": 14,
+            "batch": 4,
+        }
+        expected = curve(uninterrupted(zygote, config, tmp_path), "reward_mean", "answer_tokens_mean")
+        config["publish"]["lineage"] = "b"
+        first, second = killed_and_resumed(zygote, config, tmp_path, random.randrange(4, 10))
+        assert (first, second > 0) == (0, True)
+        assert curve(config["metrics"], "reward_mean", "answer_tokens_mean") == expected
+        assert len({tuple(numbers) for numbers in expected.values()}) == 14
