@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.data import Sampler, take
+from trainer.data import Contents, take
 from trainer.data.records import Dataset, Record
 
 
@@ -22,21 +22,14 @@ class Feed:
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
-        self._sampler = Sampler(dataset, seed)
-
-    @property
-    def drawn(self) -> int:
-        """How many were handed out."""
-        return self._sampler.consumed
-
-    @drawn.setter
-    def drawn(self, count: int) -> None:
-        self._sampler.consumed = count
+        self._contents = Contents(dataset)
+        self.drawn = 0
 
     def draw(self, count: int) -> list[Draw]:
         """The next `count` records."""
-        first = self.drawn
-        return [Draw(first + i, record) for i, record in enumerate(self._sampler.take(count))]
+        first, self.drawn = self.drawn, self.drawn + count
+        indices = take(len(self._dataset), self._seed, first, count)
+        return [Draw(first + i, self._dataset[index]) for i, index in enumerate(indices)]
 
     def at(self, number: int) -> Draw:
         """Any record by its number."""
@@ -45,8 +38,9 @@ class Feed:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON: the cursor and what it points into."""
-        return self._sampler.state_dict()
+        return {"drawn": self.drawn, "contents": self._contents.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ResumeError when the data set has changed."""
-        self._sampler.load_state_dict(state)
+        self._contents.load_state_dict(state["contents"])
+        self.drawn = state["drawn"]
