@@ -5,16 +5,16 @@ from trainer.data.arithmetic import Arithmetic
 from trainer.data.code_tasks import CodeTasks
 from trainer.data.files import FileDataset
 from trainer.data.records import Dataset, Record, summary
-from trainer.data.sampler import Sampler, take
+from trainer.data.sampler import Contents, take
 from trainer.data.tokenizer import Tokenizer
 
 __all__ = [
     "Arithmetic",
     "CodeTasks",
+    "Contents",
     "Dataset",
     "FileDataset",
     "Record",
-    "Sampler",
     "Tokenizer",
     "build_dataset",
     "summary",

@@ -11,7 +11,7 @@ import pytest
 from tests.trainer.data.conftest import Open
 from tests.trainer.data.writing import jsonl, problems
 from trainer.config import ArithmeticData
-from trainer.data import Arithmetic, Sampler, Tokenizer, shuffle, take
+from trainer.data import Arithmetic, Contents, Tokenizer, shuffle, take
 from trainer.errors import ResumeError
 
 
@@ -55,27 +55,20 @@ def test_the_order_of_ten_billion_records_is_at_hand() -> None:
     assert found[5:] == take(size, 3, size, 5)
 
 
-def test_a_sampler_goes_on_where_it_was(tokenizer: Tokenizer) -> None:
-    data = Arithmetic(ArithmeticData(), tokenizer, seed=0)
-    through = Sampler(data, seed=5)
-    first, rest = through.take(30), through.take(20)
-    saved = Sampler(data, seed=5)
-    assert saved.take(30) == first
-    resumed = Sampler(data, seed=5)
-    resumed.load_state_dict(saved.state_dict())
-    assert [resumed.take(5) for _ in range(4)] == [rest[i : i + 5] for i in range(0, 20, 5)]
-
-
 def test_a_cursor_into_other_records_is_refused(open_data: Open, tmp_path: Path) -> None:
     records = problems(20)
-    sampler = Sampler(open_data(jsonl(tmp_path / "a.jsonl", records)), seed=0)
-    sampler.take(7)
-    state = sampler.state_dict()
-    same = Sampler(open_data(jsonl(tmp_path / "copy.jsonl", records)), seed=0)
-    same.load_state_dict(state)
-    assert same.consumed == 7
+    saved = Contents(open_data(jsonl(tmp_path / "a.jsonl", records))).state_dict()
+    assert saved["records"] == 20
+    Contents(open_data(jsonl(tmp_path / "copy.jsonl", records))).load_state_dict(saved)
     records[3]["target"] = "0"
     for name, changed in (("changed", records), ("shorter", records[:-1])):
-        other = Sampler(open_data(jsonl(tmp_path / f"{name}.jsonl", changed)), seed=0)
+        other = Contents(open_data(jsonl(tmp_path / f"{name}.jsonl", changed)))
         with pytest.raises(ResumeError, match="Restore its files"):
-            other.load_state_dict(state)
+            other.load_state_dict(saved)
+
+
+def test_generated_records_are_known_by_their_number(tokenizer: Tokenizer) -> None:
+    saved = Contents(Arithmetic(ArithmeticData(), tokenizer, seed=0)).state_dict()
+    Contents(Arithmetic(ArithmeticData(), tokenizer, seed=0)).load_state_dict(saved)
+    with pytest.raises(ResumeError, match="records"):
+        Contents(Arithmetic(ArithmeticData(held_out=5), tokenizer, seed=0)).load_state_dict(saved)

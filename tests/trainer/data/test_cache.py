@@ -1,0 +1,195 @@
+"""The cache of tokenised records: made once, by whoever comes first, and never trusted blindly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.trainer.data.conftest import Open
+from tests.trainer.data.writing import jsonl, problems
+from trainer.config import JsonlData
+from trainer.data import FileDataset, Tokenizer
+from trainer.data import cache as cache_module
+from trainer.errors import DataError
+from trainer.tiny_model import write_tiny_model
+
+OPEN = """
+    import sys, time
+    from trainer.config import JsonlData
+    from trainer.data import FileDataset, Tokenizer, cache, files
+    path, model, workers = sys.argv[1:4]
+    data = FileDataset(JsonlData(path=path, workers=int(workers)), Tokenizer(model))
+    print(len(data), data.digest)
+"""
+
+
+def start(script: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The entries that are made, by name."""
+    names: list[str] = []
+    original = cache_module._make
+
+    def make(entry: Path, *rest: object) -> object:
+        names.append(entry.name)
+        return original(entry, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cache_module, "_make", make)
+    return names
+
+
+def prompts(data: FileDataset) -> list[str]:
+    return [data[i].prompt for i in range(len(data))]
+
+
+def test_it_is_made_once(open_data: Open, tmp_path: Path, made: list[str], cache: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", problems(50))
+    first, second = open_data(path), open_data(path, max_bad=7, workers=2)
+    assert len(made) == 1
+    assert prompts(first) == prompts(second)
+    assert [first[i] for i in range(50)] == [second[i] for i in range(50)]
+    assert sorted(p.name for p in cache.iterdir()) == [made[0], f"{made[0]}.lock"]
+
+
+def test_what_changes_the_records_makes_it_anew(
+    open_data: Open, tmp_path: Path, made: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", problems(50))
+    open_data(path)
+    open_data(path, max_length=100)
+    open_data(path, extra_keys=("target",))
+    jsonl(path, problems(50, first=1))
+    os.utime(path, (1, 1))
+    assert prompts(open_data(path))[0] == "1+2="
+    other = tmp_path_factory.mktemp("models")
+    write_tiny_model(other, characters="9876543210+=", hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    assert FileDataset(JsonlData(path=str(path)), Tokenizer(other))[0].prompt_ids != open_data(path)[0].prompt_ids
+    assert len(set(made)) == len(made) == 5
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda entry: (entry / "MANIFEST").unlink(),
+        lambda entry: (entry / "MANIFEST").write_text("{"),
+        lambda entry: (entry / "000000.records").unlink(),
+        lambda entry: os.truncate(entry / "000000.records", 10),
+        lambda entry: os.truncate(entry / "000000.index", 16),
+    ],
+)
+def test_a_damaged_entry_is_made_anew(
+    open_data: Open, tmp_path: Path, made: list[str], cache: Path, harm: Callable[[Path], object]
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", problems(50))
+    expected = prompts(open_data(path))
+    harm(cache / made[0])
+    assert prompts(open_data(path)) == expected
+    assert made == [made[0]] * 2
+
+
+def test_a_flipped_bit_is_found_where_it_is_read(open_data: Open, tmp_path: Path, made: list[str], cache: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", problems(50))
+    open_data(path)
+    file = cache / made[0] / "000000.records"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    harmed = open_data(path)
+    with pytest.raises(DataError, match=r"damaged at byte \d+\. Remove .*it is made anew"):
+        prompts(harmed)
+    assert harmed[0].prompt == "0+1="
+
+
+def test_an_open_data_set_outlives_its_entry(open_data: Open, tmp_path: Path, made: list[str], cache: Path) -> None:
+    data = open_data(jsonl(tmp_path / "a.jsonl", problems(50)))
+    for file in (cache / made[0]).iterdir():
+        file.unlink()
+    assert len(prompts(data)) == 50
+
+
+def test_runs_that_start_together_share_the_work(tmp_path: Path, tiny_model: str, cache: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", problems(30_000))
+    running = [start(OPEN, path, tiny_model, 1) for _ in range(3)]
+    answers = [process.communicate(timeout=120) for process in running]
+    assert len({out for out, _ in answers}) == 1
+    assert answers[0][0].startswith("30000 ")
+    assert sum("waiting for it" in errors for _, errors in answers) >= 1
+    assert len([entry for entry in cache.iterdir() if entry.is_dir()]) == 1
+
+
+def test_what_a_killed_run_left_behind_is_cleared(
+    tmp_path: Path, tiny_model: str, cache: Path, open_data: Open
+) -> None:
+    for number in range(4):
+        jsonl(tmp_path / f"{number}.jsonl", problems(10_000))
+    path = tmp_path / "*.jsonl"
+    running = start(OPEN, path, tiny_model, 2)
+    deadline = time.monotonic() + 60
+    while not list(cache.glob(".making-*/*.records")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    workers = psutil.Process(running.pid).children()
+    assert len(workers) == 2
+    running.send_signal(signal.SIGKILL)
+    running.communicate()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive, "workers outlived their run"
+    assert list(cache.glob(".making-*"))
+    assert len(open_data(path)) == 40_000
+    assert not list(cache.glob(".making-*"))
+
+
+def test_a_place_that_cannot_be_written_is_named(open_data: Open, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot write .*set data\.cache_dir elsewhere"):
+        open_data(jsonl(tmp_path / "a.jsonl", problems(1)), cache_dir=str(tmp_path / "file" / "cache"))
+
+
+def test_without_a_home_it_is_kept_with_the_temporary_files(
+    open_data: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").write_text("")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.delenv("HOTSWAP_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    assert len(open_data(jsonl(tmp_path / "a.jsonl", problems(3)))) == 3
+    assert list((tmp_path / "tmp").glob(f"hotswap-{os.getuid()}/records/*/MANIFEST"))
+
+
+def test_a_file_ten_times_the_memory_it_needs(tmp_path: Path, tiny_model: str) -> None:
+    large = "x" * (1 << 20)
+    path = jsonl(tmp_path / "a.jsonl", ({**problem, "extra": {"x": large}} for problem in problems(120)))
+    script = """
+        import json, sys
+        from pathlib import Path
+        from trainer.config import JsonlData
+        from trainer.data import FileDataset, Tokenizer, take
+        def peak():
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+        tokenizer, before = Tokenizer(sys.argv[2]), peak()
+        data = FileDataset(JsonlData(path=sys.argv[1], workers=1), tokenizer)
+        size = sum(len(data[i].extra["x"]) for i in take(len(data), 0, 0, 120))
+        print(json.dumps([size, peak() - before]))
+    """
+    out, errors = start(script, path, tiny_model).communicate(timeout=120)
+    assert out, errors
+    size, grown = json.loads(out)
+    assert size == 120 << 20
+    assert grown < 30 << 20

@@ -1,0 +1,182 @@
+"""What is made of a record: keys, chat messages, preferences, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.data.conftest import Open
+from tests.trainer.data.writing import jsonl, problems
+from trainer.config import JsonlData
+from trainer.data import Record, Tokenizer
+from trainer.data.parse import BadRecord, Parser
+from trainer.errors import DataError
+from trainer.tiny_model import write_tiny_model
+
+USER = {"role": "user", "content": "1+2="}
+TEMPLATE = (
+    "{{ eos_token }}{% for message in messages %}\n    {% if message.role == 'user' %}"
+    "\nu:{{ message['content'] | trim }}\n{% else %}a:{{ message.content }}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer with a template of its own, whose every character is a token."""
+    path = tmp_path_factory.mktemp("models") / "chatty"
+    write_tiny_model(path, characters="0123456789+=ua:\n ", hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return Tokenizer(path)
+
+
+def parse(value: dict[str, Any], tokenizer: Tokenizer, **options: Any) -> Record:
+    return Parser(JsonlData(path="unused", **options), tokenizer)(value).record(0)
+
+
+def test_keys_are_the_configurations(tokenizer: Tokenizer) -> None:
+    value = {"q": "1+1=", "a": "3", "truth": {"text": 2}, "tests": ["x"], "other": 1, "extra": {"n": None}}
+    keys = {"prompt_key": "q", "target_key": "a", "answer_key": "truth.text", "extra_keys": ("tests",)}
+    record = parse(value, tokenizer, **keys)
+    assert record.prompt == "1+1="
+    assert tokenizer.decode(record.target_ids) == "3"
+    assert record.target_ids[-1] == tokenizer.eos_id
+    assert record.answer == "2"
+    assert record.extra == {"tests": ["x"], "n": None}
+
+
+def test_the_answer_is_the_target_unless_it_is_given(tokenizer: Tokenizer) -> None:
+    assert parse({"prompt": "1+1=", "target": "2"}, tokenizer).answer == "2"
+    assert parse({"prompt": "1+1=", "target": "3", "answer": "2"}, tokenizer).answer == "2"
+    assert parse({"prompt": "1+1="}, tokenizer) == Record(0, "1+1=", "", tokenizer.prompt("1+1="), ())
+
+
+def test_preferences_end_both_answers(tokenizer: Tokenizer) -> None:
+    record = parse({"prompt": "1+1=", "chosen": "2", "rejected": "11"}, tokenizer)
+    assert [tokenizer.decode(ids) for ids in (record.chosen_ids, record.rejected_ids)] == ["2", "11"]
+    assert record.chosen_ids[-1] == record.rejected_ids[-1] == tokenizer.eos_id
+
+
+def test_messages_become_what_transformers_makes_of_them(chatty: Tokenizer) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(chatty.directory)
+    for messages in ([USER], [USER, {"role": "assistant", "content": "3"}, USER]):
+        text, ids = chatty.chat(messages)
+        assert text == theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert list(ids) == expected
+    assert text.startswith("<eos>")
+    assert ids[0] == chatty.eos_id
+
+
+def test_the_last_answer_of_a_conversation_is_the_target(chatty: Tokenizer) -> None:
+    record = parse({"messages": [USER, {"role": "assistant", "content": "3"}]}, chatty, prompt_key="messages")
+    assert record.prompt == chatty.chat([USER])[0]
+    assert record.target_ids == chatty.continuation("3")
+    asked = parse({"messages": [USER], "answer": "3"}, chatty, prompt_key="messages")
+    assert (asked.prompt_ids, asked.target_ids, asked.answer) == (record.prompt_ids, (), "3")
+
+
+def test_a_text_can_be_made_the_users_message(chatty: Tokenizer) -> None:
+    assert parse({"prompt": "1+2="}, chatty, chat_template=True).prompt_ids == chatty.chat([USER])[1]
+
+
+def test_preferences_between_conversations(chatty: Tokenizer) -> None:
+    good, bad = {"role": "assistant", "content": "3"}, {"role": "assistant", "content": "12"}
+    record = parse({"chosen": [USER, good], "rejected": [USER, bad]}, chatty)
+    assert record.prompt == chatty.chat([USER])[0]
+    assert (record.chosen_ids, record.rejected_ids) == (chatty.continuation("3"), chatty.continuation("12"))
+    with pytest.raises(BadRecord, match="do not begin with the same messages"):
+        parse({"chosen": [USER, good], "rejected": [good, bad]}, chatty)
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        ([1], "not an object"),
+        ({}, "'prompt' is not a text"),
+        ({"prompt": 3}, "'prompt' is not a text"),
+        ({"prompt": None}, "'prompt' is not a text"),
+        ({"prompt": ""}, "no tokens"),
+        ({"prompt": "1", "target": 2}, "'target' is not a text"),
+        ({"prompt": "1", "answer": ["2"]}, "'answer' is not a text"),
+        ({"prompt": "1", "chosen": "2"}, "only one of 'chosen' and 'rejected'"),
+        ({"prompt": "1", "extra": [1]}, "'extra' is not an object"),
+        ({"prompt": [{"role": "user"}]}, "not a list of messages"),
+        ({"prompt": []}, "not a list of messages"),
+        ({"prompt": [{"role": "assistant", "content": "1"}]}, "no messages"),
+    ],
+)
+def test_what_cannot_be_used_is_said(tokenizer: Tokenizer, value: Any, complaint: str) -> None:
+    with pytest.raises(BadRecord, match=complaint):
+        parse(value, tokenizer)
+
+
+def test_a_missing_extra_key_is_said(tokenizer: Tokenizer) -> None:
+    with pytest.raises(BadRecord, match=r"'a\.b' is missing"):
+        parse({"prompt": "1", "a": {}}, tokenizer, extra_keys=("a.b",))
+
+
+def test_a_model_without_a_template_is_the_users_to_correct(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=r"no chat template.*chat_template\.jinja"):
+        parse({"prompt": [USER]}, Tokenizer(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system messages') }}")
+    with pytest.raises(BadRecord, match="no system messages"):
+        parse({"prompt": [USER]}, Tokenizer(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
+    with pytest.raises(BadRecord, match="refuses it"):
+        parse({"prompt": [USER]}, Tokenizer(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(DataError, match="chat template cannot be used"):
+        Tokenizer(tmp_path)
+
+
+def test_bad_records_are_left_out_within_a_limit_and_named(open_data: Open, tmp_path: Path) -> None:
+    records: list[object] = [*problems(4), [1], {"prompt": 3}, *problems(3), {"target": "1"}]
+    path = jsonl(tmp_path / "a.jsonl", records)
+    with path.open("a") as stream:
+        stream.write("\n{\n")
+    for allowed, complaint in ((0, r"^\S+a\.jsonl, line 5: .* data\.max_bad"), (3, "more than data.max_bad = 3")):
+        with pytest.raises(DataError, match=complaint):
+            open_data(path, max_bad=allowed)
+    data = open_data(path, max_bad=4)
+    assert len(data) == 7
+    said = data.summary()
+    assert said["bad_records"] == 4
+    assert [name.split(":")[0].split(", ")[1] for name in said["bad"]] == ["line 5", "line 6", "line 10", "line 12"]
+    with pytest.raises(DataError, match="max_bad = 2"):  # though they are in the cache now
+        open_data(path, max_bad=2)
+
+
+def test_lines_are_numbered_through_all_parts_of_a_file(
+    open_data: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.formats.jsonl.UNIT_BYTES", 37)
+    text = "".join(json.dumps(r) + "\n\n" for r in problems(20)) + "[]\n" + json.dumps(problems(1)[0]) + "\nno\n"
+    (tmp_path / "a.jsonl").write_text(text)
+    bad = open_data(tmp_path / "a.jsonl", max_bad=2, workers=1).summary()["bad"]
+    assert [name.split(": ")[0] for name in bad] == [f"{tmp_path}/a.jsonl, line {n}" for n in (41, 43)]
+
+
+def test_only_the_first_bad_records_are_named(open_data: Open, tmp_path: Path) -> None:
+    said = open_data(jsonl(tmp_path / "a.jsonl", [{}] * 1000 + problems(1)), max_bad=1000).summary()
+    assert said["bad_records"] == 1000
+    assert len(said["bad"]) == 20
+
+
+def test_records_that_are_too_long_are_left_out_and_counted(open_data: Open, tmp_path: Path) -> None:
+    records = [{"prompt": "1" * n, "target": "2" * n} for n in range(1, 11)]
+    data = open_data(jsonl(tmp_path / "a.jsonl", records), max_length=9)
+    assert len(data) == 4
+    assert data.summary()["too_long"] == 6
+    assert data.summary()["bad_records"] == 0
+    assert data.summary()["tokens"] == 3 + 5 + 7 + 9
