@@ -25,16 +25,15 @@ from trainer.faults.board import StoreBoard
 from trainer.faults.heartbeat import Heartbeat
 
 rank, world, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-progress("train", 7)
 timeout = 1.5 if what != "hang" else 60.0
 config = FaultsConfig(heartbeat_s=0.1, heartbeat_timeout_s=timeout, hang_s=1.5 if what == "hang" else 0.0)
-heartbeat = Heartbeat(config, StoreBoard(0), rank, world)
+board = StoreBoard(0)
+progress("publish" if (what, rank) == ("hang", 1) else "train", 7)
+heartbeat = Heartbeat(config, board, rank, world)
 print("beating", flush=True)
 if what == "done" and rank == 1:
     heartbeat.stop()
     sys.exit(0)
-if what == "hang" and rank == 1:
-    progress("publish")
 if what == "fault" and rank == 1:
     heartbeat.failed("the disk is full")
 time.sleep(4 if what == "done" else 100)
