@@ -1,13 +1,15 @@
 """Publishing the engine's weights as a version, by all ranks together.
 
-Rank 0 opens a draft; its ticket goes to the other ranks; the first data-parallel replica writes every tensor straight
-into the slot, each pipeline stage its own layers; the digests come back to rank 0, which commits and activates. The
-old version goes on serving until the whole fleet has the new one, and stays if anything fails.
+Rank 0 opens a draft; its ticket goes to the other ranks; every rank writes the slices it speaks for straight into the
+slot: each pipeline stage its layers, each expert-parallel rank its experts, one of the replicas of each. The digests
+come back to rank 0, which commits and activates. The old version goes on serving until the whole fleet has the new one,
+and stays if anything fails.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,16 +63,18 @@ class WeightPublisher:
         """This rank's share into the slot: what `seal` says of it, or what went wrong."""
         alone, writer = dist.get_world_size() == 1, draft
         ticket: dict[str, Any] = {} if alone else broadcast_json(draft.ticket if draft is not None else None)
+        slices = self._engine.slices(self._config.dtype)
         try:
             if draft is None:
                 writer = weightsync.join(ticket | {"slot": Path(ticket["slot"])}, dist.get_rank())
-            for name, tensor, dim, start in self._engine.slices(self._config.dtype):
+            for name, tensor, dim, start in slices:
                 if tensor.shape == self._shapes[name]:
                     writer.write(name, tensor)
                 else:
                     writer.write_slice(name, tensor, start, dim)
             return {"problem": "", "part": writer.seal() if draft is None else None}
         except WeightSyncError as error:
+            deque(slices, maxlen=0)  # other ranks may be gathering with this one (see Engine.slices)
             if draft is None and writer is not None:
                 writer.release()
             return {"problem": str(error), "part": None}

@@ -1,0 +1,104 @@
+"""What is read of a mixture's config.json, what is refused in it, and which layouts a model can have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.config import ModelConfig, ParallelConfig
+from trainer.errors import ConfigError, ModelError, UnsupportedModel
+from trainer.megatron.hf_config import ModelShape, load_shape
+from trainer.megatron.hf_files import HfTensors
+
+
+def written(model: str, directory: Path, **changes: Any) -> Path:
+    config = json.loads((Path(model) / "config.json").read_text()) | changes
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_a_mixture_is_read_as_it_is_stored(models: dict[str, str]) -> None:
+    for name, normalize, ffn in (("mixtral", True, 64), ("qwen3_moe", True, 48), ("qwen3_moe-raw", False, 48)):
+        shape = load_shape(models[name])
+        assert (shape.experts, shape.experts_per_token, shape.expert_ffn) == (4, 2, ffn)
+        assert shape.normalize_router is normalize
+        stored = HfTensors(models[name]).shapes
+        assert {tensor: size for tensor, _, size in shape.schema("float32")} == stored
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "kind", "says"),
+    [
+        ("mixtral", {"sliding_window": 64}, UnsupportedModel, "sliding_window"),
+        ("mixtral", {"router_jitter_noise": 0.1}, UnsupportedModel, "router_jitter_noise"),
+        ("mixtral", {"num_experts_per_tok": 1}, UnsupportedModel, "one expert"),
+        ("mixtral", {"num_experts_per_tok": 5}, ModelError, "5 of 4 experts"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, UnsupportedModel, "mlp_only_layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, UnsupportedModel, "decoder_sparse_step"),
+        ("qwen3_moe", {"num_local_experts": None}, ModelError, "None experts"),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused(
+    models: dict[str, str], tmp_path: Path, model: str, changes: dict[str, Any], kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=says):
+        load_shape(written(models[model], tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "key"),
+    [
+        ("qwen2", {"tensor": 3}, "tensor"),
+        ("qwen2", {"pipeline": 3}, "pipeline"),
+        ("qwen2", {"pipeline": 2, "virtual_pipeline": 4}, "virtual_pipeline"),
+        ("qwen2", {"data": 2, "expert": 2}, "expert"),
+        ("mixtral", {"data": 3, "expert": 3}, "expert"),
+        ("mixtral", {"tensor": 2}, "sequence"),
+        ("mixtral", {"data": 2, "shard": "full"}, "shard"),
+        ("qwen3_moe", {"data": 5, "expert_tensor": 5}, "expert_tensor"),
+    ],
+)
+def test_layouts_that_a_model_cannot_have(models: dict[str, str], model: str, layout: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_shape(models[model]).check_parallel(ParallelConfig(**layout))
+    assert caught.value.key == f"parallel.{key}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "key"),
+    [
+        ({"virtual_pipeline": 2}, "virtual_pipeline"),
+        ({"sequence": True}, "sequence"),
+        ({"expert": 2}, "expert"),
+        ({"data": 4, "expert": 2, "expert_tensor": 4}, "expert"),
+        ({"context": 0}, "context"),
+        ({"shard": "full"}, "shard"),
+        ({"data": 2, "tensor": 2, "shard": "full"}, "shard"),
+        ({"data": 2, "pipeline": 2, "shard": "full"}, "shard"),
+    ],
+)
+def test_layouts_that_contradict_themselves(layout: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ParallelConfig(**layout)
+    assert caught.value.key == key
+
+
+def test_experts_are_spread_over_ranks_that_are_there() -> None:
+    layout = ParallelConfig(tensor=2, context=2, data=2, pipeline=2, sequence=True, expert=8, expert_tensor=1)
+    assert layout.world_size == 16
+    assert layout.expert_tensor_size == 1
+    assert ParallelConfig(tensor=4).expert_tensor_size == 4
+
+
+def test_8_bits_stand_on_bfloat16() -> None:
+    with pytest.raises(ConfigError, match="bfloat16"):
+        ModelConfig("m", fp8="hybrid")
+    assert ModelConfig("m", dtype="bfloat16", fp8="hybrid").fp8 == "hybrid"
+
+
+def test_the_vocabulary_is_padded_for_its_ranks(models: dict[str, str]) -> None:
+    shape: ModelShape = load_shape(models["qwen2"])
+    assert [shape.padded_vocab(ranks) for ranks in (1, 2, 4)] == [17, 18, 20]
