@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.trainer.conftest import SMALL
 from tests.trainer.ranks import Ranks
 from trainer.megatron.hf_config import load_shape
+from trainer.tiny_model import write_tiny_model
 
 EVERY = ["dpo", "gspo", "async", "rloo", "reinforce", "ppo"]
 
@@ -41,6 +44,26 @@ def test_every_algorithm_is_the_same_in_every_layout(
     ranks = two_ranks.call("algorithms", path=small_models["qwen3-tied"], parallel=parallel, names=EVERY)
     assert ranks[0] == ranks[1]
     check(ranks[0], serial)
+
+
+def test_and_with_interleaved_pipeline_stages(one_rank: Ranks, two_ranks: Ranks, tmp_path: Path) -> None:
+    """Two stages of two chunks each; the critic's head is on the last chunk."""
+    path, parallel = str(tmp_path / "deep"), {"pipeline": 2, "virtual_pipeline": 2}
+    write_tiny_model(path, "qwen3", **SMALL | {"num_hidden_layers": 4})
+    alone, ranks = (
+        ranks.call("algorithms", path=path, parallel=layout, names=["dpo", "ppo"])[0]
+        for ranks, layout in ((one_rank, {}), (two_ranks, parallel))
+    )
+    check(ranks, alone)
+
+
+@pytest.mark.parametrize("name", ["dpo", "ppo"])
+def test_and_with_weights_fully_sharded(
+    two_ranks: Ranks, small_models: dict[str, str], serial: dict[str, Any], name: str
+) -> None:
+    """One at a time: torch's device meshes do not survive the process groups of a first engine."""
+    parallel = {"data": 2, "shard": "full"}
+    check(two_ranks.call("algorithms", path=small_models["qwen3-tied"], parallel=parallel, names=[name])[0], serial)
 
 
 @pytest.mark.parametrize("parallel", [{}, {"data": 2}], ids=["serial", "data"])
