@@ -10,6 +10,7 @@ from tests.trainer.batches import random_batch
 from trainer.batch import MASK, Sequence, collate, pack
 from trainer.errors import ConfigError
 from trainer.megatron.convert import parameters, unwrap
+from trainer.megatron.parallel import device
 
 
 def ppo(path: str, parallel: dict[str, Any], **config: Any) -> list[dict[str, float]]:
@@ -109,3 +110,17 @@ def refused(path: str, **config: Any) -> list[str]:
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def on_gpu(path: str, steps: int, **config: Any) -> dict[str, Any]:
+    """Losses of a GPU run, where Adam's states are, and the device memory in use after the last step."""
+    from tests.trainer.cases import engine
+
+    with engine({"model": {"path": path}, "optimizer": {"lr": 1e-2}} | config) as built:
+        trained = []
+        for step in range(steps):
+            batch = random_batch(built.shape.vocab, rows=7, seed=step)
+            trained.append(built.step({name: field.to(device()) for name, field in batch.items()}).loss)
+        parts = getattr(built.optimizer, "chained_optimizers", [built.optimizer])
+        states = [state["exp_avg"].device.type for part in parts for state in part.optimizer.state.values()]
+        return {"losses": trained, "states": sorted(set(states)), "bytes": torch.cuda.memory_allocated()}

@@ -17,6 +17,8 @@ import traceback
 from typing import Any
 
 PATIENCE_S = 120.0
+# Asking for a GPU must not start CUDA in the process that ranks are forked from.
+_ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class Ranks:
@@ -26,7 +28,7 @@ class Ranks:
         self._world = world
         self._server = server or subprocess.Popen(
             [sys.executable, "-m", "tests.trainer.ranks"],
-            env=os.environ | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"},
+            env=os.environ | _ENVIRONMENT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

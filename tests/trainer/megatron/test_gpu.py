@@ -1,0 +1,40 @@
+"""What only a GPU can show: 8-bit layers, and an optimizer that leaves the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.trainer.ranks import Ranks
+
+pytestmark = pytest.mark.gpu
+
+
+def run(ranks: Ranks, path: str, model: dict[str, Any], **config: Any) -> dict[str, Any]:
+    found: dict[str, Any] = ranks.call("on_gpu", path=path, steps=4, model={"path": path} | model, **config)[0]
+    return found
+
+
+def test_an_offloaded_optimizer_frees_the_device(one_rank: Ranks, models: dict[str, str]) -> None:
+    optimizer = {"lr": 1e-2, "weight_decay": 0.1}
+    here = run(one_rank, models["qwen2"], {"dtype": "bfloat16"}, optimizer=optimizer)
+    host = run(one_rank, models["qwen2"], {"dtype": "bfloat16"}, optimizer=optimizer | {"offload": True})
+    assert (here["states"], host["states"]) == (["cuda"], ["cpu"])
+    assert host["losses"] == pytest.approx(here["losses"], rel=1e-3)
+    assert host["bytes"] < here["bytes"]
+
+
+def test_8_bits_train_close_to_16(one_rank: Ranks, models: dict[str, str]) -> None:
+    pytest.importorskip("transformer_engine")
+    plain = run(one_rank, models["qwen2"], {"dtype": "bfloat16"})["losses"]
+    eight = run(one_rank, models["qwen2"], {"dtype": "bfloat16", "fp8": "hybrid"})["losses"]
+    assert eight == pytest.approx(plain, rel=0.05)
+    assert eight != plain
+
+
+@pytest.mark.parametrize("model", ["qwen2", "mixtral", "qwen3_moe"])
+def test_half_precision_and_recompute_train_on_a_gpu(one_rank: Ranks, models: dict[str, str], model: str) -> None:
+    exact = run(one_rank, models[model], {})["losses"]
+    half = run(one_rank, models[model], {"dtype": "bfloat16", "recompute": "full"})["losses"]
+    assert half == pytest.approx(exact, rel=0.05)
