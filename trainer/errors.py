@@ -16,6 +16,7 @@ TrainerError                 base: message says what to do, `exit_code` is what 
 ├── CheckpointError          a checkpoint could not be written
 │   └── ResumeError          a checkpoint is torn, or belongs to another run
 ├── ReportError              a run cannot be reported on
+├── NoLayout                 no parallel layout of a model fits on the GPUs there are
 ├── MemoryPlanError          a phase cannot be held in memory, or a component cannot change as asked
 │   ├── OverBudget           what a phase needs is more than the budget; nothing was moved
 │   ├── OffloadError         a component could not be written out or read back
@@ -120,6 +121,12 @@ class ResumeError(CheckpointError):
 
 class ReportError(TrainerError):
     """A metrics file is missing, empty or none, or the report cannot be written."""
+
+    exit_code = 2
+
+
+class NoLayout(TrainerError):
+    """No layout of the model fits on these GPUs; the message has the nearest miss."""
 
     exit_code = 2
 

@@ -33,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
         config = load(parsed.config, parsed.set)
         if parsed.report is not None:
             return _report(config, parsed.report)
+        if parsed.plan:
+            return _plan(config, parsed)
         shape = check(config)
         if (config.parallel.world_size > 1 or config.faults.max_restarts) and not is_rank():
             return launch(arguments, config.parallel, config.faults)
@@ -122,6 +124,14 @@ def _report(config: TrainerConfig, directory: str) -> int:
     return 0
 
 
+def _plan(config: TrainerConfig, parsed: argparse.Namespace) -> int:
+    """Print the memory a layout needs, and the layout to choose. Trains nothing, and reads no weights."""
+    from trainer.plan import PlanOptions, print_plan
+
+    print_plan(config, PlanOptions(parsed.gpus, parsed.gpu_memory, parsed.gpus_per_node, parsed.length))
+    return 0
+
+
 def _quiet() -> None:
     """Megatron warns about optional CUDA packages that nothing here uses."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
@@ -135,6 +145,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--report", nargs="?", const="", metavar="DIR", help="write plots and Markdown of the run instead of training"
     )
+    plan = parser.add_argument_group("plan")
+    plan.add_argument("--plan", action="store_true", help="print layout and memory instead of training")
+    plan.add_argument("--gpus", type=int, metavar="N", help="how many there are (default: as configured)")
+    plan.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of each (default: 80)")
+    plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="joined by a fast bus (default: 8)")
+    plan.add_argument("--length", type=int, metavar="TOKENS", help="of a sequence (default: the model's, up to 4096)")
     return parser
 
 

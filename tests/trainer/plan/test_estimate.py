@@ -1,0 +1,83 @@
+"""The estimator against what the engine really holds, measured on real ranks in every kind of layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.trainer.ranks import Ranks
+from trainer.config import ParallelConfig
+from trainer.megatron.hf_config import load_shape
+from trainer.plan.estimate import Workload, estimate
+from trainer.plan.weights import rank_weights
+from trainer.tiny_model import write_tiny_model
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 16,
+}
+ROWS, LENGTH = 2, 64
+ALONE: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama-tied", {}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("qwen3_moe", {}),
+    ("llama", {"dtype": "bfloat16"}),
+    ("llama", {"recompute": "full"}),
+]
+CUT: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"tensor": 2}),
+    ("llama", {"tensor": 2, "sequence": True}),
+    ("llama", {"pipeline": 2}),
+    ("llama-tied", {"pipeline": 2}),
+    ("llama", {"data": 2}),
+    ("llama", {"context": 2}),
+    ("qwen3_moe", {"data": 2, "expert": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    for family in ("llama", "qwen2", "qwen3", "qwen3_moe"):
+        write_tiny_model(root / family, family, **SIZES)
+    write_tiny_model(root / "llama-tied", "llama", tie_word_embeddings=True, **SIZES)
+    return {path.name: str(path) for path in root.iterdir()}
+
+
+def check(ranks: Ranks, path: str, parallel: dict[str, Any], model: dict[str, Any], kept: float) -> None:
+    """Counts must be equal; what padding and step counters add may be a hundredth; `kept` bounds the error of
+    activations."""
+    shape, layout = load_shape(path), ParallelConfig(**parallel)
+    found = ranks.call("measured", path=path, parallel=parallel, rows=ROWS, length=LENGTH, model=model)
+    work = Workload(LENGTH, ROWS, micro_batches=1, dtype=model.get("dtype", "float32"))
+    work = Workload(**vars(work) | {"recompute": model.get("recompute", "none")})
+    for rank in found:
+        assert rank["parameters"] == rank_weights(shape, layout, rank["stage"]).total
+    fullest = max(found, key=lambda rank: rank["weights"] + rank["kept"])
+    told = estimate(shape, layout, work)
+    assert told.weights == fullest["weights"]
+    assert told.gradients == pytest.approx(fullest["gradients"], rel=0.01)
+    assert told.optimizer == pytest.approx(fullest["optimizer"], rel=0.01)
+    assert told.activations == pytest.approx(fullest["kept"], rel=kept)
+
+
+@pytest.mark.parametrize(("family", "model"), ALONE, ids=str)
+def test_one_rank_holds_what_was_estimated(
+    one_rank: Ranks, models: dict[str, str], family: str, model: dict[str, Any]
+) -> None:
+    check(one_rank, models[family], {}, model, kept=0.15 if model.get("recompute") else 0.05)
+
+
+@pytest.mark.parametrize(("family", "parallel"), CUT, ids=str)
+def test_every_layout_holds_what_was_estimated(
+    two_ranks: Ranks, models: dict[str, str], family: str, parallel: dict[str, Any]
+) -> None:
+    check(two_ranks, models[family], parallel, {}, kept=0.08)

@@ -1,0 +1,186 @@
+"""Which layout is recommended, by the tables; what is refused, and why; and `hotswap train --plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainer import strict
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig, load
+from trainer.errors import ConfigError, NoLayout
+from trainer.main import main
+from trainer.megatron.hf_config import ModelShape, load_shape
+from trainer.memory.units import GIB
+from trainer.plan import Hardware, PlanOptions, Workload, estimate, recommend
+from trainer.plan.report import as_yaml, workload_of
+
+WORK = Workload(length=4096, micro_batch=1)
+# Published sizes of the families' models.
+KNOWN: dict[str, dict[str, Any]] = {
+    "1.5B": {"layers": 28, "hidden": 1536, "ffn": 8960, "heads": 12, "kv": 2, "vocab": 151936},
+    "8B": {"layers": 32, "hidden": 4096, "ffn": 14336, "heads": 32, "kv": 8, "vocab": 128256},
+    "70B": {"layers": 80, "hidden": 8192, "ffn": 28672, "heads": 64, "kv": 8, "vocab": 128256},
+    "405B": {"layers": 126, "hidden": 16384, "ffn": 53248, "heads": 128, "kv": 8, "vocab": 128256},
+    "30B-A3B": {"layers": 48, "hidden": 2048, "ffn": 6144, "heads": 32, "kv": 4, "vocab": 151936, "experts": 128},
+}
+
+
+def write_config(directory: Path, name: str) -> str:
+    k = KNOWN[name]
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3MoeForCausalLM" if "experts" in k else "LlamaForCausalLM"],
+        "num_hidden_layers": k["layers"],
+        "hidden_size": k["hidden"],
+        "intermediate_size": k["ffn"],
+        "num_attention_heads": k["heads"],
+        "num_key_value_heads": k["kv"],
+        "vocab_size": k["vocab"],
+        "max_position_embeddings": 8192,
+        "head_dim": 128,
+    }
+    if "experts" in k:
+        config |= {"num_experts": k["experts"], "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def shape(directory: Path, name: str) -> ModelShape:
+    return load_shape(write_config(directory, name))
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "tensor", "pipeline"),
+    [("1.5B", 8, 1, 1), ("8B", 8, 8, 1), ("8B", 64, 8, 1), ("70B", 64, 8, 2), ("70B", 512, 8, 2), ("405B", 1024, 8, 7)],
+)
+def test_the_tables_rows(tmp_path: Path, name: str, gpus: int, tensor: int, pipeline: int) -> None:
+    """405 B: its 126 layers cannot be cut by 8; 1024 GPUs cannot by 7 (they are then cut as far as both allow)."""
+    model = shape(tmp_path, name)
+    choice = recommend(model, Hardware(gpus, 80 * GIB), WORK)
+    p = choice.parallel
+    assert choice.fits
+    assert p.world_size == gpus
+    assert (p.tensor, p.sequence) == (tensor, tensor > 1)
+    if name != "405B":
+        assert p.pipeline == pipeline
+    model.check_parallel(p)
+    assert model.layers % p.pipeline == 0
+
+
+def test_experts_are_spread_as_far_as_they_go(tmp_path: Path) -> None:
+    choice = recommend(shape(tmp_path, "30B-A3B"), Hardware(64, 80 * GIB), WORK)
+    p = choice.parallel
+    assert p.tensor == 4, "it has four key-value heads"
+    assert p.pipeline == 2, "it has 30.5 B weights"
+    assert (p.expert, p.expert_tensor_size) == (4 * 8, 1), "over all ranks of a stage"
+
+
+def test_memory_is_bought_in_the_order_of_the_table(tmp_path: Path) -> None:
+    """The same model on ever smaller GPUs. What does not fit in any economy is cut as the next row says."""
+    model = shape(tmp_path, "1.5B")
+    order = [("none", "optimizer"), ("full", "optimizer"), ("full", "full")]
+    found = []
+    for gib in (80, 40, 24, 16, 12, 10, 8):
+        try:
+            choice = recommend(model, Hardware(4, gib * GIB), Workload(length=4096, micro_batch=2))
+            found.append((choice.parallel.tensor, order.index((choice.economy.recompute, choice.economy.shard))))
+        except NoLayout:
+            found.append((99, 99))
+    assert found == sorted(found)
+    assert found[:3] == [(1, 0), (1, 1), (1, 2)]
+    assert found[-1] == (99, 99)
+
+
+def test_no_layout_is_refused_with_the_nearest_and_a_number_that_is_enough(tmp_path: Path) -> None:
+    model = shape(tmp_path, "70B")
+    with pytest.raises(NoLayout, match=r"no layout fits on 2 GPUs.* needs .* of .*Take (\d+) such GPUs") as refused:
+        recommend(model, Hardware(2, 80 * GIB), WORK)
+    enough = int(str(refused.value).split("Take ")[1].split()[0])
+    assert recommend(model, Hardware(enough, 80 * GIB), WORK).fits
+    with pytest.raises(NoLayout):
+        recommend(model, Hardware(enough // 2, 80 * GIB), WORK)
+
+
+def test_more_ranks_never_need_more_of_each(tmp_path: Path) -> None:
+    model = shape(tmp_path, "8B")
+    for axis in ("tensor", "data", "context", "pipeline"):
+        totals = [estimate(model, ParallelConfig(**{axis: n}), WORK).total for n in (1, 2, 4, 8)]
+        assert totals == sorted(totals, reverse=True), axis
+    whole = estimate(model, ParallelConfig(data=8), WORK)
+    sharded = estimate(model, ParallelConfig(data=8, shard="full"), WORK)
+    assert sharded.weights < whole.weights / 3
+    assert sharded.optimizer == whole.optimizer
+    assert estimate(model, ParallelConfig(), Workload(4096, offload=True)).optimizer == 4 * model.parameters
+
+
+def settings(path: str, **more: Any) -> dict[str, Any]:
+    return {
+        "model": {"path": path, "dtype": "bfloat16"},
+        "data": {"kind": "arithmetic"},
+        "algorithm": {"name": "sft"},
+        "steps": 1,
+        "micro_batch": 1,
+    } | more
+
+
+def test_a_runs_models_and_micro_batches_are_counted(tmp_path: Path) -> None:
+    gateway = {"url": "http://unused"}
+    ppo = {"name": "ppo", "kl_coef": 0.1, "minibatches": 2, "samples_per_prompt": 8}
+    more = {"algorithm": ppo, "gateway": gateway, "batch": 64, "micro_batch": 4, "parallel": {"data": 2}}
+    config = strict.build(TrainerConfig, settings("unused", **more))
+    work = workload_of(config, 1000)
+    assert (work.critics, work.references, work.micro_batches, work.length) == (1, 1, 64 * 8 // (2 * 2 * 4), 1000)
+    packed = workload_of(strict.build(TrainerConfig, settings("unused", packing={"max_tokens": 300})), 1000)
+    assert (packed.length, packed.micro_batch, packed.references) == (300, 1, 0)
+
+
+def test_the_command_prints_a_plan_and_its_yaml_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    path = write_config(tmp_path / "model", "8B")
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings(path)))
+    assert main(["--config", str(file), "--plan", "--gpus", "16", "--length", "2048"]) == 0
+    out = capsys.readouterr().out
+    for part in ("8.03 B weights", "1 x 2048 tokens", "tensor 8, data 2", "7 B to 30 B", "optimizer", "to spare"):
+        assert part in out
+    choice = recommend(load_shape(path), Hardware(16, 80 * GIB), WORK)
+    file.write_text(yaml.safe_dump(settings(path) | {"model": {"path": path}} | yaml.safe_load(_models(choice, path))))
+    assert load(file).parallel == choice.parallel
+
+
+def _models(choice: Any, path: str) -> str:
+    return as_yaml(choice).replace("model: {", f"model: {{path: {path}, ")
+
+
+def test_an_offloaded_optimizer_is_in_the_yaml(tmp_path: Path) -> None:
+    choice = recommend(shape(tmp_path, "8B"), Hardware(1, 100 * GIB, per_node=1), Workload(length=1024))
+    assert choice.economy.offload
+    assert strict.build(OptimizerConfig, yaml.safe_load(as_yaml(choice))["optimizer"]).offload
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--set", "parallel.tensor=3"], "parallel.tensor: 3 does not divide the model's 32 (attention heads)"),
+        (["--set", "parallel.expert=2", "--set", "parallel.data=2"], "parallel.expert: llama has no experts"),
+        (["--gpus", "1"], "no layout fits on 1 GPUs"),
+        (["--gpus", "0"], "--gpus: must be positive"),
+        (["--gpu-memory", "-3"], "--gpu-memory: must be positive"),
+    ],
+    ids=str,
+)
+def test_the_impossible_is_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings(write_config(tmp_path, "8B"))))
+    assert main(["--config", str(file), "--plan", *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_what_is_not_positive_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--length"):
+        PlanOptions(length=0)

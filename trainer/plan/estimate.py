@@ -1,0 +1,132 @@
+"""Bytes a rank needs for training, from the model's sizes and the layout alone.
+
+Weights, gradients and optimizer states are counted as the engine allocates them: gradients in fp32; fp32 main weights
+and Adam's moments sharded over data-parallel ranks (ZeRO, arXiv 1910.02054); everything sharded under `shard: full`.
+Activations are what the unfused layers of trainer/megatron keep for the backward pass, counted as in Korthikanti et al.
+(arXiv 2205.05198) for this decoder: RMSNorm, rotary attention without a score matrix, gated feed-forward.
+
+Not counted: the context of CUDA and NCCL (about 1 to 2 GiB), and what an allocator wastes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from trainer.config import ParallelConfig
+from trainer.megatron.hf_config import ModelShape
+from trainer.plan.weights import Weights, rank_weights
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained with: `length` in tokens a sequence, `micro_batch` sequences a forward pass, of which an
+    optimizer step has `micro_batches`; `critics` models are trained besides the actor, `references` only evaluated."""
+
+    length: int
+    micro_batch: int = 1
+    micro_batches: int = 8
+    dtype: str = "bfloat16"
+    recompute: str = "none"
+    offload: bool = False
+    critics: int = 0
+    references: int = 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of the fullest rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def estimate(shape: ModelShape, parallel: ParallelConfig, workload: Workload) -> Estimate:
+    """Of the pipeline stage that needs most."""
+    stages = [_stage(shape, parallel, workload, stage) for stage in range(parallel.pipeline)]
+    return max(stages, key=lambda e: e.total)
+
+
+def _stage(shape: ModelShape, parallel: ParallelConfig, work: Workload, stage: int) -> Estimate:
+    weights = rank_weights(shape, parallel, stage)
+    trained, copies = 1 + work.critics, 1 + work.critics + work.references
+    size, full = BYTES[work.dtype], parallel.shard == "full"
+    replicas = parallel.data * parallel.context
+    held = -(-weights.total // replicas) if full else weights.total
+    return Estimate(
+        weights=copies * held * size + (weights.largest * size if full else 0),
+        gradients=trained * held * (size if full else FP32) + (weights.largest * size if full else 0),
+        optimizer=trained * _optimizer_bytes(weights, parallel, work),
+        activations=_activations(shape, parallel, work, stage),
+        logits=_logits(shape, parallel, work) if stage == parallel.pipeline - 1 else 0,
+    )
+
+
+def _optimizer_bytes(weights: Weights, parallel: ParallelConfig, work: Workload) -> int:
+    """fp32 main weights, where the model's are not that themselves, and two moments."""
+    main = 0 if work.dtype == "float32" else FP32
+    per_weight = main + (0 if work.offload else 2 * FP32)
+    replicas = parallel.data * parallel.context
+    expert_replicas = parallel.tensor * replicas // (parallel.expert * parallel.expert_tensor_size)
+    return per_weight * (-(-weights.dense // replicas) + -(-weights.expert // max(expert_replicas, 1)))
+
+
+def _activations(shape: ModelShape, parallel: ParallelConfig, work: Workload, stage: int) -> int:
+    """Of all layers of a stage, for the micro-batches that are under way in it at a time (1F1B)."""
+    layers = shape.layers // parallel.pipeline
+    tokens = work.micro_batch * -(-work.length // parallel.context)
+    size = BYTES[work.dtype]
+    one = layer_bytes(shape, parallel, size)
+    between = _cut(shape.hidden, parallel) * size
+    kept = layers * between + one if work.recompute == "full" else layers * one
+    if stage == parallel.pipeline - 1:
+        kept += _norm_bytes(shape, parallel, size)
+    in_flight = float(min(parallel.pipeline - stage, work.micro_batches))
+    if parallel.virtual_pipeline > 1:  # interleaved stages hold more (2205.05198, section 4.2.3)
+        in_flight *= 1 + (parallel.pipeline - 1) / (parallel.pipeline * parallel.virtual_pipeline)
+    return int(tokens * kept * in_flight)
+
+
+def layer_bytes(shape: ModelShape, parallel: ParallelConfig, size: int) -> float:
+    """Bytes a layer keeps for each token on one rank, in a precision of `size` bytes.
+
+    Of h hidden, q query and k key (or value) features, and f of the feed-forward: two norms; queries, keys and values
+    as they come from their linear layer (q + 2k), queries and keys rotated (q + k), attention's output (q); gate and up
+    as they come (2f), what is made of each (2f), and their product (f).
+    """
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    kept = 2 * _norm_bytes(shape, parallel, size) + (3 * q + 3 * kv) * size / parallel.tensor
+    if shape.qk_norm:
+        kept += (2 * q + 2 * kv) * FP32 / parallel.tensor
+    if not shape.experts:
+        return kept + 5 * shape.ffn * size / parallel.tensor
+    # Each token visits several experts: it is sent, and comes back, once for each.
+    visit = 5 * shape.expert_ffn / parallel.expert_tensor_size + 2 * shape.hidden
+    tokens = 1 / parallel.tensor if parallel.sequence else 1.0
+    return kept + (shape.experts_per_token * visit + shape.hidden) * size * tokens
+
+
+def _norm_bytes(shape: ModelShape, parallel: ParallelConfig, size: int) -> float:
+    """RMSNorm's input and quotient in fp32, as it computes them, and its output. Fused kernels keep less."""
+    return _cut(shape.hidden, parallel) * (2 * FP32 + size)
+
+
+def _cut(hidden: int, parallel: ParallelConfig) -> float:
+    """Of a vector between tensor-parallel regions."""
+    return hidden / parallel.tensor if parallel.sequence else hidden
+
+
+def _logits(shape: ModelShape, parallel: ParallelConfig, work: Workload) -> int:
+    """In the model's precision, and the softmax in fp32 that the loss is made of."""
+    tokens = work.micro_batch * -(-work.length // parallel.context)
+    columns = shape.padded_vocab(parallel.tensor) // parallel.tensor
+    return tokens * columns * (BYTES[work.dtype] + 2 * FP32)

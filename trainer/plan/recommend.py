@@ -1,0 +1,117 @@
+"""The layout to train a model with on so many GPUs: the tables' first that is possible and fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainer.config import ParallelConfig
+from trainer.errors import ConfigError, NoLayout
+from trainer.megatron.hf_config import ModelShape
+from trainer.memory.units import GIB, gib
+from trainer.plan.estimate import Estimate, Workload, estimate
+from trainer.plan.tables import ECONOMIES, ROWS, Economy, row_of
+
+MOST_GPUS = 1 << 16
+RUNTIME_BYTES = 2 * GIB  # CUDA's and NCCL's own, and what an allocator wastes
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """`gpus` of `memory` bytes each, `per_node` of them joined by a fast bus."""
+
+    gpus: int
+    memory: int
+    per_node: int = 8
+
+    @property
+    def room(self) -> int:
+        """Bytes of a GPU that training may use."""
+        return self.memory - min(RUNTIME_BYTES, self.memory // 10)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout that is possible, what it costs, and which lines of the tables led to it."""
+
+    parallel: ParallelConfig
+    economy: Economy
+    estimate: Estimate
+    row: str
+    room: int
+
+    @property
+    def fits(self) -> bool:
+        return self.estimate.total <= self.room
+
+
+def recommend(shape: ModelShape, hardware: Hardware, workload: Workload) -> Choice:
+    """The first that fits, in the tables' order. Raises NoLayout with the nearest miss, and with how many such GPUs it
+    would take."""
+    tried = list(candidates(shape, hardware, workload))
+    for choice in tried:
+        if choice.fits:
+            return choice
+    raise NoLayout(_refusal(shape, hardware, workload, tried))
+
+
+def candidates(shape: ModelShape, hardware: Hardware, workload: Workload) -> Iterator[Choice]:
+    """Every possible layout the tables name for this model, in their order; then those for larger models."""
+    seen: set[tuple[ParallelConfig, Economy]] = set()
+    for row in ROWS[row_of(shape.parameters) :]:
+        for pipeline in row.pipelines:
+            for economy in ECONOMIES:
+                parallel = _cut(shape, hardware, row.tensor, pipeline, economy)
+                if parallel is None or (parallel, economy) in seen:
+                    continue
+                seen.add((parallel, economy))
+                work = dataclasses.replace(workload, recompute=economy.recompute, offload=economy.offload)
+                yield Choice(parallel, economy, estimate(shape, parallel, work), row.told, hardware.room)
+
+
+def _cut(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int, economy: Economy) -> ParallelConfig | None:
+    """The table's sizes, as far as the model and the GPUs can be divided by them; None where they cannot at all."""
+    pipeline = _divisor(pipeline, shape.layers, hardware.gpus)
+    most = min(tensor, hardware.per_node)
+    tensor = _divisor(most, shape.heads, shape.kv_heads, shape.expert_ffn or shape.ffn, hardware.gpus // pipeline)
+    data, rest = divmod(hardware.gpus, tensor * pipeline)
+    if rest:
+        return None
+    expert = _divisor(shape.experts, shape.experts, data * tensor) if shape.experts else 1
+    sizes = {"tensor": tensor, "pipeline": pipeline, "data": data, "expert": expert, "sequence": tensor > 1}
+    try:
+        parallel = ParallelConfig(**sizes, expert_tensor=1 if expert > 1 else None, shard=economy.shard)  # type: ignore[arg-type]
+        shape.check_parallel(parallel)
+    except ConfigError:
+        return None
+    return parallel
+
+
+def _divisor(most: int, *of: int) -> int:
+    """The greatest number up to `most` that divides all of them."""
+    return next(n for n in range(max(most, 1), 0, -1) if not any(whole % n for whole in of))
+
+
+def _refusal(shape: ModelShape, hardware: Hardware, workload: Workload, tried: list[Choice]) -> str:
+    if not tried:
+        return f"{hardware.gpus} GPUs cannot be divided as this model wants. Take a multiple of {hardware.per_node}."
+    nearest = min(tried, key=lambda choice: choice.estimate.total)
+    p = nearest.parallel
+    problem = f"no layout fits on {hardware.gpus} GPUs with {gib(hardware.memory)} each: the nearest (tensor {p.tensor}"
+    problem += f", pipeline {p.pipeline}, data {p.data}; {nearest.economy.told}) needs {gib(nearest.estimate.total)}"
+    problem += f" of {gib(hardware.room)}"
+    enough = _enough(shape, hardware, workload)
+    advice = f"Take {enough} such GPUs" if enough else "Take GPUs with more memory"
+    return f"{problem}. {advice}, lower --length or micro_batch, or train a smaller model."
+
+
+def _enough(shape: ModelShape, hardware: Hardware, workload: Workload) -> int:
+    """The least power-of-two multiple of the GPUs at hand that will do; 0 if none does."""
+    gpus = hardware.gpus * 2
+    while gpus <= MOST_GPUS:
+        more = dataclasses.replace(hardware, gpus=gpus)
+        if any(choice.fits for choice in candidates(shape, more, workload)):
+            return gpus
+        gpus *= 2
+    return 0
