@@ -71,13 +71,17 @@ def candidates(shape: ModelShape, hardware: Hardware, workload: Workload) -> Ite
 
 
 def _cut(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int, economy: Economy) -> ParallelConfig | None:
-    """The table's sizes, as far as the model and the GPUs can be divided by them; None where they cannot at all."""
-    pipeline = _divisor(pipeline, shape.layers, hardware.gpus)
-    most = min(tensor, hardware.per_node)
-    tensor = _divisor(most, shape.heads, shape.kv_heads, shape.expert_ffn or shape.ffn, hardware.gpus // pipeline)
-    data, rest = divmod(hardware.gpus, tensor * pipeline)
-    if rest:
+    """The table's sizes, as far as the model and the GPUs can be divided by them; None where they cannot at all. Whole
+    nodes that would be left over by the number of layers stay idle."""
+    pipeline = _divisor(pipeline, shape.layers)
+    usable = hardware.gpus // pipeline
+    usable -= usable % hardware.per_node if usable > hardware.per_node else 0
+    if not usable:
         return None
+    tensor = _divisor(
+        min(tensor, hardware.per_node), shape.heads, shape.kv_heads, shape.expert_ffn or shape.ffn, usable
+    )
+    data = usable // tensor
     expert = _divisor(shape.experts, shape.experts, data * tensor) if shape.experts else 1
     sizes = {"tensor": tensor, "pipeline": pipeline, "data": data, "expert": expert, "sequence": tensor > 1}
     try:
