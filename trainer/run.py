@@ -17,6 +17,7 @@ from trainer.algorithms import build_algorithm
 from trainer.batch import Fields
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.config import TrainerConfig
+from trainer.config.datasets import identity
 from trainer.data import Tokenizer, build_dataset, summary
 from trainer.errors import ConfigError, DataError, Preempted, PublishError, RankFailed
 from trainer.evaluation import evaluate
@@ -310,4 +311,4 @@ class Run:
         """What must be equal for a checkpoint to be continued."""
         c = self.config
         shape = {k: v for k, v in dataclasses.asdict(self.shape).items() if k != "max_positions"}
-        return {"seed": c.seed, "algorithm": c.algorithm.name, "data": dataclasses.asdict(c.data), "model": shape}
+        return {"seed": c.seed, "algorithm": c.algorithm.name, "data": identity(c.data), "model": shape}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from trainer.config.checks import in_range, positive
 from trainer.errors import ConfigError
@@ -103,3 +104,9 @@ class CodeTasksData:
 
 
 DataConfig = JsonlData | ParquetData | WebDatasetData | ArithmeticData | CodeTasksData
+
+
+def identity(config: DataConfig) -> dict[str, Any]:
+    """What must stay the same for a run to be continued, as far as the configuration tells. Files are known by what is
+    in them, wherever they are (see Contents in trainer/data/sampler.py)."""
+    return {"kind": config.kind} if isinstance(config, FileData) else dataclasses.asdict(config)

@@ -113,7 +113,9 @@ class Engine:
         units = fields[MASK].shape[0] // together
         pieces = min(self.algorithm.minibatches, units)
         cuts = [units * i // pieces * together for i in range(pieces + 1)]
-        return [{k: t[a:b] for k, t in fields.items()} for a, b in itertools.pairwise(cuts)]
+        parts = [{k: t[a:b] for k, t in fields.items()} for a, b in itertools.pairwise(cuts)]
+        # Rows that packing added for the ranks' sake may be all there is in one.
+        return [part for part in parts if part[MASK].any()] or parts[:1]
 
     def _rows_together(self, fields: Fields) -> int:
         """Packed rows hold whatever belongs together whole."""
