@@ -40,10 +40,10 @@ _EDGE, _ROUNDS = 1024, 3  # of the matrix product that stands for a peak nobody 
 def flops_per_token(shape: ModelShape, length: float) -> float:
     """Of forward and backward, for a token in a sequence of `length` tokens. Of a mixture of experts the active
     weights count."""
-    weights: int = getattr(shape, "active_parameters", shape.parameters)
     looked_up = 0 if shape.tied else shape.vocab * shape.hidden
+    idle = (shape.experts - shape.experts_per_token) * 3 * shape.hidden * shape.expert_ffn * shape.layers
     attention = 12 * shape.layers * shape.heads * shape.head_dim * length
-    return 6.0 * (weights - looked_up) + attention
+    return 6.0 * (shape.parameters - looked_up - idle) + attention
 
 
 @cache

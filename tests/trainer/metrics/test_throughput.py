@@ -66,6 +66,15 @@ def test_tied_embeddings_count_once_as_the_output_layer(shape: ModelShape) -> No
     assert flops_per_token(tied, 10) == flops_per_token(shape, 10)
 
 
+def test_experts_that_a_token_does_not_take_do_not_count(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "mixtral", num_hidden_layers=2)
+    mixture = load_shape(tmp_path)
+    assert mixture.experts > mixture.experts_per_token > 0
+    taken = dataclasses.replace(mixture, experts=mixture.experts_per_token)
+    routers = 6 * mixture.layers * mixture.hidden * (mixture.experts - taken.experts)
+    assert flops_per_token(mixture, 10) == flops_per_token(taken, 10) + routers
+
+
 def test_utilisation_is_operations_by_time_ranks_and_peak(shape: ModelShape) -> None:
     fields = collate([Sequence((1, 2), (3, 4))] * 5)
     found = Throughput(shape, ranks=2, peak=1e12).metrics(fields, train_ms=100.0)
