@@ -1,29 +1,85 @@
 """Rewards by the kind of their config entry."""
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-from trainer.config import CallableReward, ExactMatchReward, RegexReward
-from trainer.rewards.base import Reward, Score, Scorer
-from trainer.rewards.rules import Regex, UserFunction, exact_match
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-__all__ = ["Reward", "Score", "Scorer", "build_scorer"]
+from trainer.config import (
+    CallableReward,
+    ClassifierReward,
+    CodeReward,
+    ExactMatchReward,
+    FormatReward,
+    GatewayConfig,
+    JudgeReward,
+    MathReward,
+    RegexReward,
+    RewardConfig,
+)
+from trainer.errors import ConfigError
+from trainer.rewards.base import Reward, RewardRequest, Score, Scorer, Weighted
+from trainer.rewards.code import Code
+from trainer.rewards.judge import Judge
+from trainer.rewards.pool import WorkerPool
+from trainer.rewards.rules import ExactMatch, Format
 
-RewardConfig = ExactMatchReward | RegexReward | CallableReward
+__all__ = ["Reward", "RewardRequest", "Score", "Scorer", "Weighted", "build_scorer"]
 
 
-def build_scorer(configs: Sequence[RewardConfig]) -> Scorer:
-    """The weighted sum a config names. A kind used twice gets a number: `regex`, `regex_2`."""
-    rewards: dict[str, tuple[float, Reward]] = {}
+def build_scorer(configs: Sequence[RewardConfig], gateway: GatewayConfig | None = None) -> Scorer:
+    """The weighted sum a config names, its workers started. A kind used twice gets a number: `regex`, `regex_2`.
+    `gateway` is where a judge answers that names no server. Raises ConfigError, SandboxUnavailable."""
+    rewards: dict[str, Weighted] = {}
     for config in configs:
-        same = sum(name.split("_")[0] == config.kind.split("_")[0] for name in rewards)
-        name = config.kind if not same else f"{config.kind}_{same + 1}"
-        rewards[name] = (config.weight, _build(config))
-    return Scorer(rewards)
+        same = sum(name == config.kind or name.startswith(f"{config.kind}_") for name in rewards)
+        name = config.name or (config.kind if not same else f"{config.kind}_{same + 1}")
+        if name in rewards:
+            raise ConfigError("rewards.name", f"{name} is given twice", "Give every reward its own name")
+        rewards[name] = Weighted(_build(config, gateway), config.weight, config.on_failure, config.deadline_s)
+    return Scorer(rewards).open()
 
 
-def _build(config: RewardConfig) -> Reward:
-    if isinstance(config, RegexReward):
-        return Regex(config)
+class InWorker(Reward):
+    """A reward that may hang or die: it runs in processes that can be killed (pool.py)."""
+
+    def __init__(self, config: RewardConfig, job: Mapping[str, Any]) -> None:
+        self._pool = WorkerPool({"job": config.kind, **job}, config.workers, config.timeout_s)
+
+    async def open(self) -> None:
+        await self._pool.open()
+
+    async def __call__(self, request: RewardRequest, /) -> float:
+        return float(await self._pool.ask(dataclasses.asdict(request)))
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+def _build(config: RewardConfig, gateway: GatewayConfig | None) -> Reward:
+    if isinstance(config, ExactMatchReward):
+        return ExactMatch()
+    if isinstance(config, FormatReward):
+        return Format(config)
+    if isinstance(config, CodeReward):
+        return Code(config)
+    if isinstance(config, JudgeReward):
+        return Judge(config, gateway)
+    return InWorker(config, _job(config))
+
+
+def _job(config: CallableReward | RegexReward | MathReward | ClassifierReward) -> dict[str, Any]:
     if isinstance(config, CallableReward):
-        return UserFunction(config)
-    return exact_match
+        return {"target": config.target, "concurrency": config.concurrency}
+    if isinstance(config, RegexReward):
+        try:
+            re.compile(config.pattern)
+        except re.error as error:
+            raise ConfigError("rewards.pattern", f"{config.pattern!r}: {error}", "Correct the expression") from None
+        return {"pattern": config.pattern}
+    if isinstance(config, MathReward):
+        return {"boxed_only": config.boxed_only, "precision": config.precision}
+    options = ("path", "label", "probability", "max_tokens")
+    return {name: getattr(config, name) for name in options}

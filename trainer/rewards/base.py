@@ -1,50 +1,210 @@
-"""One interface for every reward."""
+"""One interface for every reward, and their weighted sum.
+
+All rewards run on a thread of their own with its own event loop: they make progress while the training thread computes,
+and whoever awaits a score may do so from any loop.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import math
-from collections.abc import Awaitable
+import threading
+import time
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, TypeVar
 
-from trainer.errors import RewardError
+from trainer.errors import RewardError, RewardTimeout
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
-class Reward(Protocol):
-    """Scores one answer. May be a coroutine; must not block the loop for long. Called once per sample."""
+@dataclass(frozen=True)
+class RewardRequest:
+    """What is scored: the prompt's and the answer's text, the record's answer, and the record's `extra`."""
 
-    def __call__(self, prompt: str, answer: str, expected: str, /) -> float | Awaitable[float]: ...
+    prompt: str
+    answer: str
+    expected: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Score:
-    """Weighted sum, and each reward's own (unweighted) value by name. `full` when every reward gave its best, 1."""
+    """Weighted sum, each reward's own (unweighted) value by name, and why a reward has none of its own (`failures`: its
+    part is the configured `on_failure` then). `full` when every reward gave its best, 1."""
 
     total: float
     parts: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
 
     @property
     def full(self) -> bool:
-        return all(part >= 1.0 for part in self.parts.values())
+        return not self.failures and all(part >= 1.0 for part in self.parts.values())
+
+
+class Reward:
+    """Scores one answer. Runs on the rewards' event loop, so it must not block: what may block or die belongs into a
+    worker (trainer/rewards/pool.py)."""
+
+    async def open(self) -> None:
+        """Make ready. Raises ConfigError or SandboxUnavailable for what the user must correct."""
+
+    async def __call__(self, request: RewardRequest, /) -> float:
+        """The answer's value. Anything raised is counted, and gives the configured `on_failure`."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Free what `open` took."""
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A reward in a sum. `deadline_s` bounds what a sample waits for it, queueing included."""
+
+    reward: Reward
+    weight: float = 1.0
+    on_failure: float = 0.0
+    deadline_s: float = 120.0
+
+
+@dataclass
+class _Tally:
+    calls: int = 0
+    failures: int = 0
+    seconds: float = 0.0
 
 
 class Scorer:
-    """A weighted sum of rewards."""
+    """A weighted sum of rewards, evaluated at the same time. `open` it before use; close it at the end."""
 
-    def __init__(self, rewards: dict[str, tuple[float, Reward]]) -> None:
-        self._rewards = rewards
+    def __init__(self, rewards: Mapping[str, Weighted]) -> None:
+        self._rewards = dict(rewards)
+        self._loop = _LoopThread()
+        self._lock = threading.Lock()
+        self._tallies = {name: _Tally() for name in self._rewards}
+        self._warned: set[str] = set()
 
-    async def __call__(self, prompt: str, answer: str, expected: str) -> Score:
-        """Raises RewardError when a reward raises or returns no finite number."""
-        parts = {}
-        for name, (_, reward) in self._rewards.items():
-            try:
-                value = reward(prompt, answer, expected)
-                parts[name] = float(await value if isinstance(value, Awaitable) else value)
-            except Exception as error:
-                raise RewardError(f"reward {name} raised {error!r} for the answer {answer!r}. Correct it.") from error
-            if not math.isfinite(parts[name]):
-                raise RewardError(
-                    f"reward {name} returned {parts[name]} for the answer {answer!r}. Return a finite number."
-                )
-        return Score(sum(self._rewards[name][0] * value for name, value in parts.items()), parts)
+    def open(self) -> Scorer:
+        """Make all rewards ready; raises what the first that cannot be raises, having closed the others."""
+        try:
+            self._loop.run(self._open()).result()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    async def __call__(self, request: RewardRequest) -> Score:
+        """Never raises for a reward that fails: see `Score.failures`."""
+        return await asyncio.wrap_future(self._loop.run(self._score(request)))
+
+    def stats(self) -> dict[str, float]:
+        """Since the last call, by reward: `reward_time_ms/NAME` (mean of an evaluation, waiting included) and
+        `reward_failures/NAME` (count)."""
+        with self._lock:
+            tallies, self._tallies = self._tallies, {name: _Tally() for name in self._rewards}
+        result = {}
+        for name, tally in tallies.items():
+            if tally.calls:
+                result[f"reward_time_ms/{name}"] = round(tally.seconds * 1e3 / tally.calls, 3)
+            result[f"reward_failures/{name}"] = float(tally.failures)
+        return result
+
+    def close(self) -> None:
+        """End all workers. Safe to call twice."""
+        if self._loop.alive:
+            self._loop.run(self._close()).result()
+            self._loop.close()
+
+    async def _open(self) -> None:
+        await asyncio.gather(*(weighted.reward.open() for weighted in self._rewards.values()))
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(weighted.reward.close() for weighted in self._rewards.values()))
+
+    async def _score(self, request: RewardRequest) -> Score:
+        names = list(self._rewards)
+        results = await asyncio.gather(*(self._evaluate(name, request) for name in names))
+        parts = {name: value for name, (value, _) in zip(names, results, strict=True)}
+        failures = {name: why for name, (_, why) in zip(names, results, strict=True) if why}
+        return Score(sum(self._rewards[name].weight * value for name, value in parts.items()), parts, failures)
+
+    async def _evaluate(self, name: str, request: RewardRequest) -> tuple[float, str]:
+        """The reward's value and '', or its `on_failure` and the reason."""
+        weighted, began, why = self._rewards[name], time.perf_counter(), ""
+        try:
+            value = await _bounded(weighted, request)
+        except Exception as error:
+            why = str(error) if isinstance(error, RewardError) else repr(error)
+            value = weighted.on_failure
+        self._count(name, time.perf_counter() - began, why)
+        return value, why
+
+    def _count(self, name: str, seconds: float, why: str) -> None:
+        with self._lock:
+            tally = self._tallies[name]
+            tally.calls += 1
+            tally.seconds += seconds
+            tally.failures += bool(why)
+        if why and name not in self._warned:  # the count goes to the metrics; the log gets the first
+            self._warned.add(name)
+            log.warning("reward %s failed (counted in reward_failures/%s from now on): %s", name, name, why)
+
+
+async def _bounded(weighted: Weighted, request: RewardRequest) -> float:
+    try:
+        async with asyncio.timeout(weighted.deadline_s):
+            value = float(await weighted.reward(request))
+    except TimeoutError:
+        raise RewardTimeout(
+            f"no value within {weighted.deadline_s:g} s. Raise deadline_s or workers, or make the reward faster."
+        ) from None
+    if not math.isfinite(value):
+        raise RewardError(f"it returned {value}. Return a finite number.")
+    return value
+
+
+class _LoopThread:
+    """An event loop on a daemon thread, started when first used."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._closed:
+            coroutine.close()
+            raise RewardError("the scorer is closed. Build a new one.")
+        if self._thread is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
+            self._thread.start()
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        if self._loop is None or self._thread is None:
+            return
+        self._closed = True
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+        self._thread = None
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

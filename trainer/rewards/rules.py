@@ -1,55 +1,57 @@
-"""Rule-based rewards: text in, number out."""
+"""Rules: text in, number out."""
 
 from __future__ import annotations
 
-import asyncio
-import importlib
-import inspect
 import re
-from collections.abc import Callable
 from typing import Any
 
-from trainer.config import CallableReward, RegexReward
+from trainer.config import FormatReward
 from trainer.errors import ConfigError
+from trainer.rewards.base import Reward, RewardRequest
 
 
-def exact_match(_prompt: str, answer: str, expected: str) -> float:
+class ExactMatch(Reward):
     """1 when the answer is the expected text, surrounding white space aside."""
-    return float(answer.strip() == expected.strip())
+
+    async def __call__(self, request: RewardRequest, /) -> float:
+        return float(request.answer.strip() == request.expected.strip())
+
+
+class Format(Reward):
+    """1 when the answer is the tags in order, each once, with something in each. Linear in the answer's length."""
+
+    def __init__(self, config: FormatReward) -> None:
+        self._tags = config.tags
+
+    async def __call__(self, request: RewardRequest, /) -> float:
+        rest = request.answer.strip()
+        for tag in self._tags:
+            inside, after = self._element(rest, tag)
+            if not inside.strip() or any(f"<{t}>" in inside or f"</{t}>" in inside for t in self._tags):
+                return 0.0
+            rest = after.strip()
+        return float(not rest)
+
+    @staticmethod
+    def _element(text: str, tag: str) -> tuple[str, str]:
+        if not text.startswith(f"<{tag}>"):
+            return "", ""
+        inside, found, after = text[len(tag) + 2 :].partition(f"</{tag}>")
+        return (inside, after) if found else ("", "")
 
 
 class Regex:
-    """1 when the pattern is found; if it has a group named `answer`, 1 when that group equals the expected text."""
+    """1 when the pattern is found; if it has a group named `answer`, 1 when that group equals the expected text. In a
+    worker, as an expression may take for ever."""
 
-    def __init__(self, config: RegexReward) -> None:
+    def __init__(self, pattern: str) -> None:
         try:
-            self._pattern = re.compile(config.pattern)
+            self._pattern = re.compile(pattern)
         except re.error as error:
-            raise ConfigError("rewards.pattern", f"{config.pattern!r}: {error}", "Correct the expression") from None
+            raise ConfigError("rewards.pattern", f"{pattern!r}: {error}", "Correct the expression") from None
 
-    def __call__(self, _prompt: str, answer: str, expected: str) -> float:
+    def __call__(self, _prompt: str, answer: str, expected: str, _extra: dict[str, Any]) -> float:
         match = self._pattern.search(answer)
         if match is None:
             return 0.0
         return float("answer" not in match.groupdict() or (match["answer"] or "").strip() == expected.strip())
-
-
-class UserFunction:
-    """A user's function of (prompt, answer, expected), sync or async. Sync ones run in a thread, as they may block."""
-
-    def __init__(self, config: CallableReward) -> None:
-        self._function = _import(config.target)
-
-    async def __call__(self, prompt: str, answer: str, expected: str) -> float:
-        if inspect.iscoroutinefunction(self._function):
-            return float(await self._function(prompt, answer, expected))
-        return float(await asyncio.to_thread(self._function, prompt, answer, expected))
-
-
-def _import(target: str) -> Callable[..., Any]:
-    module, _, name = target.partition(":")
-    try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError("rewards.target", f"cannot import {target} ({error})", "Put it on PYTHONPATH") from None
-    return function

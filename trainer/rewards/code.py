@@ -1,0 +1,117 @@
+"""The code reward: does the program in an answer pass its tests? Expected results stay outside of the sandbox.
+
+Forms of a test (a record's `extra["tests"]` is a list of them):
+
+    "assert f(2) == 4"                      statements before the assertion are its set-up
+    {"call": "f", "args": [2], "expected": 4}
+    {"input": "2\\n", "output": "4\\n"}     standard input and output of the program as a whole
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import base64
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config import CodeReward
+from trainer.errors import RewardError
+from trainer.rewards.base import Reward, RewardRequest
+from trainer.rewards.sandbox import Limits, Sandbox
+
+_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the sandbox is asked, and what must come of it: a value, or a text for `{"input": ...}`."""
+
+    asked: dict[str, Any]
+    expected: Any
+    tuples: bool = True  # whether a tuple is something else than a list (JSON has only lists)
+
+    def passed(self, outcome: dict[str, Any]) -> bool:
+        """Whether the outcome is the expected one. A value comes as its repr; only literals can be equal."""
+        if "input" in self.asked:
+            return _lines(base64.b64decode(outcome.get("output", "")).decode(errors="replace")) == _lines(self.expected)
+        try:
+            value = ast.literal_eval(outcome["value"])
+        except (KeyError, ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+            return False
+        return bool((value if self.tuples else _listed(value)) == self.expected)
+
+
+def program_in(answer: str) -> str:
+    """The last fenced block of an answer, else all of it."""
+    blocks = _FENCED.findall(answer)
+    return str(blocks[-1]) if blocks else answer
+
+
+def read_case(test: Any) -> Case:
+    """A test of a record. Raises RewardError for one in no known form."""
+    if isinstance(test, str):
+        return _assertion(test)
+    if isinstance(test, dict) and "input" in test and "output" in test:
+        return Case({"input": str(test["input"])}, str(test["output"]))
+    if isinstance(test, dict) and "call" in test and "expected" in test:
+        call = f"{test['call']}(*{test.get('args', [])!r}, **{test.get('kwargs', {})!r})"
+        return Case({"setup": "", "expression": call}, test["expected"], tuples=False)
+    raise RewardError(f"a test is in no known form: {test!r}. Write an assertion, a call, or input and output.")
+
+
+def _assertion(source: str) -> Case:
+    """`assert EXPRESSION == LITERAL` keeps the literal outside; of any other assertion the truth is asked."""
+    try:
+        *before, last = ast.parse(source).body or [ast.Pass()]
+    except SyntaxError as error:
+        raise RewardError(f"a test is not Python: {source!r} ({error.msg}).") from None
+    if not isinstance(last, ast.Assert):
+        raise RewardError(f"a test asserts nothing at its end: {source!r}.")
+    setup = "\n".join(ast.unparse(statement) for statement in before)
+    compare = last.test
+    if isinstance(compare, ast.Compare) and len(compare.ops) == 1 and isinstance(compare.ops[0], ast.Eq):
+        for asked, known in ((compare.left, compare.comparators[0]), (compare.comparators[0], compare.left)):
+            try:
+                return Case({"setup": setup, "expression": ast.unparse(asked)}, ast.literal_eval(known))
+            except (ValueError, TypeError, SyntaxError):
+                continue
+    return Case({"setup": setup, "expression": f"bool({ast.unparse(compare)})"}, expected=True)
+
+
+class Code(Reward):
+    """1 when all tests pass (`partial`: the share that does)."""
+
+    def __init__(self, config: CodeReward) -> None:
+        limits = Limits(
+            config.case_timeout_s, config.timeout_s, config.memory_mb << 20, config.disk_mb << 20,
+            config.output_kb << 10, config.processes,
+        )  # fmt: skip
+        self._config = config
+        self._sandbox = Sandbox(limits, isolated=config.sandbox == "bubblewrap")
+
+    async def open(self) -> None:
+        self._room = asyncio.Semaphore(self._config.workers)
+        await self._sandbox.check()
+
+    async def __call__(self, request: RewardRequest, /) -> float:
+        tests = request.extra.get(self._config.tests_key)
+        if not isinstance(tests, Sequence) or not tests or isinstance(tests, str):
+            raise RewardError(f"the record has no tests under {self._config.tests_key!r}. Give it a list of them.")
+        cases = [read_case(test) for test in tests]
+        async with self._room:
+            outcomes = await self._sandbox.run(program_in(request.answer), [case.asked for case in cases])
+        passed = sum(case.passed(outcome) for case, outcome in zip(cases, outcomes, strict=False))
+        return passed / len(cases) if self._config.partial else float(passed == len(cases))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_listed(item) for item in value]
+    return {key: _listed(item) for key, item in value.items()} if isinstance(value, dict) else value

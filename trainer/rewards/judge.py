@@ -1,0 +1,70 @@
+"""A chat model's rating of an answer, through an OpenAI-compatible server: this run's gateway, or another one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+
+import httpx
+
+from trainer.config import GatewayConfig, JudgeReward
+from trainer.errors import ConfigError, RewardError
+from trainer.rewards.base import Reward, RewardRequest
+
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+TRIES = 3
+
+
+class Judge(Reward):
+    """The last number of the model's reply, scaled to 0..1."""
+
+    def __init__(self, config: JudgeReward, gateway: GatewayConfig | None) -> None:
+        self._config = config
+        url = config.url or (gateway.url if gateway is not None else "")
+        if not url:
+            raise ConfigError("rewards.url", "missing, and there is no gateway", "Name the server of the judge")
+        key = config.api_key_env or (gateway.api_key_env if gateway is not None and not config.url else None)
+        if key is not None and key not in os.environ:
+            raise ConfigError("rewards.api_key_env", f"{key} is not set", "Export it")
+        self._url = url.rstrip("/") + "/v1/chat/completions"
+        self._headers = {} if key is None else {"authorization": f"Bearer {os.environ[key]}"}
+
+    async def open(self) -> None:
+        c = self._config
+        self._room = asyncio.Semaphore(c.workers)
+        self._http = httpx.AsyncClient(headers=self._headers, timeout=c.timeout_s)
+
+    async def __call__(self, request: RewardRequest, /) -> float:
+        c = self._config
+        words = {"prompt": request.prompt, "answer": request.answer, "expected": request.expected}
+        # Not str.format: an answer with braces in it is no template.
+        text = re.sub(r"\{(prompt|answer|expected)\}", lambda match: words[match[1]], c.template)
+        async with self._room:
+            reply = await self._ask(text)
+        numbers = _NUMBER.findall(reply)
+        if not numbers:
+            raise RewardError(f"the judge's reply has no number: {reply[:80]!r}.")
+        rating = min(max(float(numbers[-1]), c.lowest), c.highest)
+        return (rating - c.lowest) / (c.highest - c.lowest)
+
+    async def close(self) -> None:
+        if hasattr(self, "_http"):
+            await self._http.aclose()
+
+    async def _ask(self, text: str) -> str:
+        c, problem = self._config, ""
+        messages = [{"role": "user", "content": text}]
+        body = {"model": c.model, "messages": messages, "temperature": 0.0, "max_tokens": c.max_tokens}
+        for attempt in range(TRIES):
+            try:
+                answer = await self._http.post(self._url, json=body)
+                if answer.status_code == 200:
+                    return str(answer.json()["choices"][0]["message"]["content"] or "")
+                problem = f"HTTP {answer.status_code}: {answer.text[:200]}"
+                if answer.status_code not in (408, 429, 500, 502, 503, 504):
+                    break
+            except httpx.TransportError as error:
+                problem = str(error) or type(error).__name__
+            await asyncio.sleep(0.2 * 2**attempt)
+        raise RewardError(f"the judge at {self._url} gave no answer ({problem}).")

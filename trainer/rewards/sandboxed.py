@@ -1,0 +1,147 @@
+"""What runs inside the sandbox: model-written programs, one process for each test case. Standard library only.
+
+`python -I -S sandboxed.py` reads a job, one line of JSON on standard input, and writes a line of JSON for each case:
+`{"value": REPR}`, `{"output": TEXT}` or `{"error": TEXT}`. It knows no expected results: whoever asked compares. A
+program may end, kill or flood anything in here; at worst its own cases fail.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+CHUNK = 1 << 16
+
+
+def main() -> None:
+    """Do the job on standard input."""
+    job = json.loads(sys.stdin.buffer.readline())
+    if job["uid"]:
+        os.setgroups([])
+        os.setresgid(job["uid"], job["uid"], job["uid"])
+        os.setresuid(job["uid"], job["uid"], job["uid"])
+    os.chdir(job["directory"])
+    for number, case in enumerate(job["cases"]):
+        outcome = run_case(job, case)
+        os.write(job["replies"], json.dumps({"case": number, **outcome}).encode() + b"\n")
+
+
+def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+    """One case in a process of its own."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read_end)
+        run_program(job, case, write_end)
+    os.close(write_end)
+    data, problem = collect(read_end, job["case_timeout_s"], job["output_bytes"])
+    os.close(read_end)
+    end(child, alone=job["alone"])
+    if problem:
+        return {"error": problem}
+    if "input" in case:
+        return {"output": base64.b64encode(data).decode()}
+    text = data.decode(errors="replace")
+    return {"value": text[1:]} if text.startswith("v") else {"error": text[1:] or "it ended without a result"}
+
+
+def collect(source: int, seconds: float, limit: int) -> tuple[bytes, str]:
+    """What comes from a pipe until its end, and what was wrong with it."""
+    pieces, size, deadline = [], 0, time.monotonic() + seconds
+    while True:
+        ready, _, _ = select.select([source], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return b"", f"it took over {seconds:g} s"
+        piece = os.read(source, CHUNK)
+        if not piece:
+            return b"".join(pieces), ""
+        size += len(piece)
+        if size > limit:
+            return b"", f"it wrote over {limit} bytes"
+        pieces.append(piece)
+
+
+def end(child: int, *, alone: bool) -> None:
+    """Kill what the case has left: in a process namespace of our own, everybody else."""
+    try:
+        os.kill(-1, signal.SIGKILL) if alone else os.killpg(child, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+    try:
+        os.waitpid(child, 0)
+    except ChildProcessError:
+        pass
+
+
+def run_program(job: dict[str, Any], case: dict[str, Any], channel: int) -> None:
+    """In the child; does not return."""
+    os.setsid()
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 2)
+    if "input" in case:
+        source, sink = os.pipe()
+        if os.fork() == 0:  # feeds it, as a pipe holds no more than 64 KB
+            feed(sink, case["input"].encode())
+        os.close(sink)
+        os.dup2(source, 0)
+        os.dup2(channel, 1)
+    else:
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+    os.close(job["replies"])
+    limit(job)
+    namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
+    try:
+        exec(compile(job["program"], "program.py", "exec"), namespace)  # noqa: S102 - what the sandbox is for
+        if "input" not in case:
+            exec(compile(case["setup"], "tests.py", "exec"), namespace)  # noqa: S102
+            value = eval(compile(case["expression"], "tests.py", "eval"), namespace)  # noqa: S307
+            os.write(channel, b"v" + repr(value).encode())
+    except SystemExit:
+        pass
+    except BaseException as error:
+        if "input" not in case:
+            os.write(channel, f"e{type(error).__name__}: {error}".encode(errors="replace")[:CHUNK])
+    finally:
+        try:
+            sys.stdout.flush()
+        except BaseException:  # noqa: S110 - the program may have closed it
+            pass
+        os._exit(0)
+
+
+def feed(sink: int, data: bytes) -> None:
+    """Write a case's input, and end."""
+    try:
+        while data:
+            data = data[os.write(sink, data) :]
+    except BaseException:  # noqa: S110 - the program does not read it
+        pass
+    os._exit(0)
+
+
+def limit(job: dict[str, Any]) -> None:
+    """Resource limits of the program."""
+    seconds = int(job["case_timeout_s"]) + 1
+    for what, value in (
+        (resource.RLIMIT_AS, job["memory_bytes"]),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_FSIZE, job["disk_bytes"]),
+        (resource.RLIMIT_NPROC, job["processes"]),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(what)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(what, (value, value))
+
+
+if __name__ == "__main__":
+    main()
