@@ -122,3 +122,11 @@ def learning(
     from loadtest.learning import run
 
     run(json, seed=seed, tasks=task or (), ways=way or (), docs=docs)
+
+
+@app.command(name="rl-step")
+def rl_step(json: Json = None, small: Small = False) -> None:
+    """One GRPO step under each schedule and by TRL: seconds by phase, tokens/s, memory, what a slow reward costs."""
+    from loadtest.rl_step.bench import run
+
+    run(json, small=small)

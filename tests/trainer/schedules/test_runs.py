@@ -1,0 +1,138 @@
+"""Whole runs under each schedule: a real trainer process, real swaps, a real model behind `/generate`.
+
+All start from the same fine-tuned model, which answers one too many, and learn from rewards alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.trainer.fleet import Fleet, fleet
+
+DATA = {"kind": "arithmetic", "operands": 2, "largest": 4, "held_out": 10}
+Events = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def mistaken(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that has learned the mistake."""
+    root = tmp_path_factory.mktemp("mistaken")
+    config = {
+        "model": {"path": tiny_model},
+        "data": DATA | {"mistake": "off_by_one", "noise": 0.8},
+        "algorithm": {"name": "sft"},
+        "steps": 80,
+        "batch": 64,
+        "optimizer": {"lr": 2e-3, "warmup_steps": 10, "decay": "cosine"},
+        "save_to": str(root / "model"),
+    }
+    train(config, root)
+    return str(root / "model")
+
+
+@pytest.fixture(scope="module")
+def served(mistaken: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with fleet(mistaken, tmp_path_factory.mktemp("fleet")) as running:
+        yield running
+
+
+def train(config: dict[str, Any], root: Path, expect: int = 0) -> Events:
+    metrics, path = root / "metrics.jsonl", root / "config.yaml"
+    path.write_text(yaml.safe_dump(config | {"metrics": str(metrics)}))
+    command = [sys.executable, "-m", "trainer.main", "--config", str(path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == expect, done.stderr
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def reinforced(model: str, served: Fleet, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": {"path": model},
+        "data": DATA,
+        "algorithm": {"name": "grpo", "samples_per_prompt": 8},
+        "steps": 30,
+        "batch": 15,  # every problem there is, so that a step's rewards do not depend on which it got
+        "optimizer": {"lr": 5e-4},
+        "rollout": {"max_tokens": 4, "request": "group"},
+        "gateway": {"url": served.server.url},
+        "publish": {"model": served.model, "store": served.store_url, "dtype": "float32"},
+        "eval": {"every": 100, "prompts": 10},
+    } | changes
+
+
+def steps(events: Events) -> Events:
+    return [event for event in events if event["event"] == "step"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("schedule", "oldest"),
+    [
+        ({"name": "colocated"}, 1),  # the commit is written a moment before the instance flips
+        ({"name": "one-step-off"}, 1),
+        ({"name": "async", "max_lag": 2}, 2),
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else "",
+)
+def test_a_run_learns_from_samples_within_its_bound(
+    mistaken: str, served: Fleet, tmp_path: Path, schedule: dict[str, Any], oldest: int
+) -> None:
+    events = train(reinforced(mistaken, served, schedule=schedule), tmp_path)
+    trained = steps(events)
+    rewards = [step["reward_mean"] for step in trained]
+    assert sum(rewards[-6:]) / 6 > sum(rewards[:3]) / 3 + 0.15, rewards
+    assert max(step["version_lag_max"] for step in trained) <= oldest
+    if schedule["name"] != "colocated":
+        assert max(step["version_lag_max"] for step in trained) == oldest  # it did overlap
+    assert sum(step["stale_groups"] for step in trained) == 0
+    assert [step["version"] for step in trained] == sorted({step["version"] for step in trained})
+
+
+@pytest.mark.timeout(300)
+def test_models_look_at_rollouts_as_they_come_and_all_is_counted(mistaken: str, served: Fleet, tmp_path: Path) -> None:
+    """A KL term wants the reference's log-probs; DAPO's filter wants other groups; packing has its own layout."""
+    algorithm = {"name": "grpo", "samples_per_prompt": 4, "kl_coef": 0.05, "drop_zero_std": True}
+    changes = {"algorithm": algorithm, "steps": 4, "micro_batch": 8, "packing": {"max_tokens": 64}}
+    trained = steps(train(reinforced(mistaken, served, **changes), tmp_path))
+    assert all(step["inference_ms"] > 0 for step in trained)
+    assert trained[0]["kl"] == pytest.approx(0, abs=1e-6)  # the first step's weights are the reference's
+    assert max(step["kl"] for step in trained) > 1e-6
+    assert all(step["zero_std_groups"] == 0 for step in trained if step["filtered_groups"] < 3 * 15)
+    assert sum(step["filtered_groups"] for step in trained) > 0
+
+
+@pytest.mark.timeout(300)
+def test_an_asynchronous_run_goes_on_where_it_stood(mistaken: str, served: Fleet, tmp_path: Path) -> None:
+    schedule = {"name": "async", "max_lag": 2}
+    checkpoint = {"path": str(tmp_path / "checkpoints"), "every": 3}
+    config = reinforced(mistaken, served, schedule=schedule, checkpoint=checkpoint, steps=3, eval=None)
+    train(config, tmp_path)
+    saved = next((tmp_path / "checkpoints").glob("step-*/parts/rollouts.json"))
+    state = json.loads(saved.read_text())
+    assert state["drawn"] == 3 * 15 + len(state["pending"])  # used or kept, none lost
+    (tmp_path / "metrics.jsonl").unlink()
+    events = train(config | {"steps": 6}, tmp_path)
+    assert [step["step"] for step in steps(events)] == [4, 5, 6]
+    again = json.loads((tmp_path / "checkpoints/step-00000006/parts/rollouts.json").read_text())
+    assert again["drawn"] == 6 * 15 + len(again["pending"])
+
+
+@pytest.mark.timeout(120)
+def test_sampling_ahead_needs_an_algorithm_that_samples(tiny_model: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    config = {"model": {"path": tiny_model}, "data": DATA, "algorithm": {"name": "sft"}, "steps": 1}
+    path.write_text(yaml.safe_dump(config | {"schedule": {"name": "async"}}))
+    command = [sys.executable, "-m", "trainer.main", "--config", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "schedule: async samples ahead, but sft learns from its records. Leave schedule out" in done.stderr
