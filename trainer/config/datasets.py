@@ -109,4 +109,4 @@ DataConfig = JsonlData | ParquetData | WebDatasetData | ArithmeticData | CodeTas
 def identity(config: DataConfig) -> dict[str, Any]:
     """What must stay the same for a run to be continued, as far as the configuration tells. Files are known by what is
     in them, wherever they are (see Contents in trainer/data/sampler.py)."""
-    return {"kind": config.kind} if isinstance(config, FileData) else dataclasses.asdict(config)
+    return {"kind": "files"} if isinstance(config, FileData) else dataclasses.asdict(config)

@@ -27,7 +27,7 @@ import xxhash
 
 from trainer.config import FileData
 from trainer.data.formats import Bad, format_of
-from trainer.data.segment import writing
+from trainer.data.segment import digests, writing
 from trainer.data.storage import File, explained
 from trainer.data.tokenise import NAMED
 from trainer.data.tokenizer import Tokenizer
@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What an entry holds: (records, bytes) of each segment; the digest of all records; which were left out, the first
-    of them by name."""
+    """What an entry holds: (records, bytes) of each segment; the digest of all records, however they were cut; which
+    were left out, the first of them by name."""
 
     segments: list[tuple[int, int]]
     digest: str
@@ -100,7 +100,7 @@ def _fill(directory: Path, files: list[File], config: FileData, tokenizer: Token
             bad_records, too_long = bad_records + done.bad_records, too_long + done.too_long
             if bad_records > config.max_bad:
                 _refuse(bad, config.max_bad)
-            digest.update(done.digest.encode())
+            digest.update(digests(directory, segment_name(number)))
             segments.append((done.records, done.size))
             tokens, lines = tokens + done.tokens, lines + done.places
             log.info("tokenised %d of %d parts, %d tokens", number + 1, len(units), tokens)

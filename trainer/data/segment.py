@@ -35,7 +35,6 @@ class SegmentWriter:
         self._index_path = directory / f"{name}.index"
         self._index = array.array("q")
         self._end = 0
-        self.digest = xxhash.xxh3_128()
         self.tokens = 0
 
     @property
@@ -52,7 +51,6 @@ class SegmentWriter:
             self._records.write(encoded)
         self._end += len(encoded)
         self.tokens += record.tokens
-        self.digest.update(encoded)
         self._index.extend((self._end, _digest(encoded)))
 
     def __enter__(self) -> SegmentWriter:
@@ -63,6 +61,11 @@ class SegmentWriter:
             self._records.close()
             if kind is None:
                 np.frombuffer(self._index, dtype="<i8").tofile(self._index_path)
+
+
+def digests(directory: Path, name: str) -> bytes:
+    """Those of all records of a written segment, in order."""
+    return np.fromfile(directory / f"{name}.index", "<i8").reshape(-1, 2)[:, 1].tobytes()
 
 
 class Segment:

@@ -52,7 +52,6 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     records: int
     size: int
     tokens: int
-    digest: str
     places: int
     bad_records: int
     too_long: int
@@ -108,9 +107,7 @@ class Worker:
                 bad += [found] if len(bad) < NAMED else []
                 if bad_records > self._config.max_bad:
                     break  # the run ends anyway
-        return Done(
-            segment.count, segment.size, segment.tokens, segment.digest.hexdigest(), places, bad_records, too_long, bad
-        )
+        return Done(segment.count, segment.size, segment.tokens, places, bad_records, too_long, bad)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.trainer.data.conftest import Open
-from tests.trainer.data.writing import jsonl, problems
+from tests.trainer.data.writing import as_samples, jsonl, problems, shard
 from trainer.config import ArithmeticData
 from trainer.data import Arithmetic, Contents, Tokenizer, shuffle, take
 from trainer.errors import ResumeError
@@ -59,7 +59,10 @@ def test_a_cursor_into_other_records_is_refused(open_data: Open, tmp_path: Path)
     records = problems(20)
     saved = Contents(open_data(jsonl(tmp_path / "a.jsonl", records))).state_dict()
     assert saved["records"] == 20
-    Contents(open_data(jsonl(tmp_path / "copy.jsonl", records))).load_state_dict(saved)
+    shard(tmp_path / "0.tar", as_samples(records[:13]))
+    shard(tmp_path / "1.tar", as_samples(records[13:]))
+    for path, kind in ((jsonl(tmp_path / "copy.jsonl", records), "jsonl"), (tmp_path / "{0,1}.tar", "webdataset")):
+        Contents(open_data(path, kind)).load_state_dict(saved)
     records[3]["target"] = "0"
     for name, changed in (("changed", records), ("shorter", records[:-1])):
         other = Contents(open_data(jsonl(tmp_path / f"{name}.jsonl", changed)))
