@@ -256,7 +256,7 @@ class Run:
         if c.eval is not None and not self._dataset.held_out:
             raise ConfigError("eval", "there are no held-out records", "Set data.eval_path or data.held_out")
         if c.gateway is not None:
-            self._rollouts = Rollouts(c.gateway, c.rollout, build_scorer(c.rewards), self._tokenizer, c.seed)
+            self._rollouts = Rollouts(c.gateway, c.rollout, build_scorer(c.rewards, c.gateway), self._tokenizer, c.seed)
         longest = self.shape.max_positions
         self._learned_from = Experience(c, self.algorithm, self._dataset, self._rollouts, longest)
         if self.checkpoints is not None:

@@ -31,7 +31,7 @@ _STARTED = itertools.count()
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one sandbox. `disk_bytes` is the size of its `/tmp` and the longest file, `output_bytes` what a case may say."""
+    """Of one sandbox. `disk_bytes`: its `/tmp`, and the longest file; `output_bytes`: what a case may say."""
 
     case_timeout_s: float = 4.0
     timeout_s: float = 10.0
@@ -65,10 +65,11 @@ class Sandbox:
     async def run(self, program: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The outcome of each case that was come to. Raises RewardTimeout, RewardError."""
         with contextlib.ExitStack() as stack:
+            environment = {"PATH": os.environ.get("PATH", "/usr/bin")}
             directory = "/tmp" if self._isolated else stack.enter_context(tempfile.TemporaryDirectory())  # noqa: S108
             process = await asyncio.create_subprocess_exec(
                 *self._command(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE, env={"PATH": os.environ.get("PATH", "/usr/bin")}, start_new_session=True,
+                stderr=asyncio.subprocess.PIPE, env=environment, start_new_session=True,
             )  # fmt: skip
             try:
                 async with asyncio.timeout(self._limits.timeout_s):
@@ -153,7 +154,7 @@ def _system() -> list[str]:
 
 def _outcomes(said: bytes) -> list[dict[str, Any]]:
     """The lines that are whole."""
-    outcomes = []
+    outcomes: list[dict[str, Any]] = []
     for line in said.split(b"\n"):
         with contextlib.suppress(orjson.JSONDecodeError):
             value = orjson.loads(line)

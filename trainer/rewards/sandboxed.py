@@ -8,6 +8,7 @@ program may end, kill or flood anything in here; at worst its own cases fail.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import resource
@@ -54,7 +55,8 @@ def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
 
 def collect(source: int, seconds: float, limit: int) -> tuple[bytes, str]:
     """What comes from a pipe until its end, and what was wrong with it."""
-    pieces, size, deadline = [], 0, time.monotonic() + seconds
+    pieces: list[bytes] = []
+    size, deadline = 0, time.monotonic() + seconds
     while True:
         ready, _, _ = select.select([source], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -70,14 +72,10 @@ def collect(source: int, seconds: float, limit: int) -> tuple[bytes, str]:
 
 def end(child: int, *, alone: bool) -> None:
     """Kill what the case has left: in a process namespace of our own, everybody else."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(-1, signal.SIGKILL) if alone else os.killpg(child, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
-    try:
+    with contextlib.suppress(ChildProcessError):
         os.waitpid(child, 0)
-    except ChildProcessError:
-        pass
 
 
 def run_program(job: dict[str, Any], case: dict[str, Any], channel: int) -> None:
@@ -110,20 +108,16 @@ def run_program(job: dict[str, Any], case: dict[str, Any], channel: int) -> None
         if "input" not in case:
             os.write(channel, f"e{type(error).__name__}: {error}".encode(errors="replace")[:CHUNK])
     finally:
-        try:
+        with contextlib.suppress(BaseException):  # the program may have closed it
             sys.stdout.flush()
-        except BaseException:  # noqa: S110 - the program may have closed it
-            pass
         os._exit(0)
 
 
 def feed(sink: int, data: bytes) -> None:
     """Write a case's input, and end."""
-    try:
+    with contextlib.suppress(BaseException):  # the program does not read it
         while data:
             data = data[os.write(sink, data) :]
-    except BaseException:  # noqa: S110 - the program does not read it
-        pass
     os._exit(0)
 
 

@@ -61,12 +61,13 @@ class Rollouts:
 
     def stats(self) -> dict[str, float]:
         """Since the last call: mean milliseconds from a sample's request to its last token, and from there to its
-        score."""
+        score; and what the rewards say of themselves (`Scorer.stats`)."""
         times, self._times = self._times, _Times()
         count = max(times.samples, 1)
         return {
             "generate_ms_mean": round(times.generate_s * 1e3 / count, 3),
             "score_ms_mean": round(times.score_s * 1e3 / count, 3),
+            **self._scorer.stats(),
         }
 
     def close(self) -> None:
@@ -74,6 +75,7 @@ class Rollouts:
         for future in list(self._tasks):
             future.cancel()
         self._start(self._client.close()).result()
+        self._scorer.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
