@@ -10,7 +10,8 @@ from tests.trainer.batches import random_batch
 from trainer.batch import MASK, Sequence, collate, pack
 from trainer.errors import ConfigError
 from trainer.megatron.convert import parameters, unwrap
-from trainer.megatron.parallel import device
+from trainer.megatron.hf_files import finish_checkpoint, write_shards
+from trainer.megatron.parallel import device, gather_json, lead
 
 
 def ppo(path: str, parallel: dict[str, Any], **config: Any) -> list[dict[str, float]]:
@@ -124,3 +125,14 @@ def on_gpu(path: str, steps: int, **config: Any) -> dict[str, Any]:
         parts = getattr(built.optimizer, "chained_optimizers", [built.optimizer])
         states = [state["exp_avg"].device.type for part in parts for state in part.optimizer.state.values()]
         return {"losses": trained, "states": sorted(set(states)), "bytes": torch.cuda.memory_allocated()}
+
+
+def saved(path: str, parallel: dict[str, Any], directory: str) -> list[str]:
+    """Write the weights as a Hugging Face checkpoint, as the end of a run does; the files this rank wrote."""
+    from tests.trainer.cases import engine
+
+    with engine({"model": {"path": path}, "parallel": parallel}) as built:
+        mine = write_shards(directory, built.export("float32"), built.part)
+        everyone = [entry for share in gather_json(mine) for entry in share]
+        lead(lambda: finish_checkpoint(directory, everyone, path, "float32"))
+        return sorted({file for _, file, _ in mine})

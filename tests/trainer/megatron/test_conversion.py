@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from tests.trainer.batches import random_batch
 from tests.trainer.ranks import Ranks
+from trainer.batch import TOKENS
 from trainer.megatron.hf_config import load_shape
+from trainer.megatron.hf_files import HfTensors
 
 DENSE = ("llama", "llama-tied", "qwen2", "qwen2-tied", "qwen3", "qwen3-tied")
 MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe-raw")
@@ -82,3 +88,21 @@ def test_no_rank_exports_a_whole_model(two_ranks: Ranks, models: dict[str, str])
         held = two_ranks.call("footprint", path=path, parallel=parallel)
         assert sum(rank["exported"] for rank in held) == whole
         assert max(rank["exported"] for rank in held) < 0.65 * whole
+
+
+def test_a_saved_mixture_is_the_loaded_one(two_ranks: Ranks, models: dict[str, str], tmp_path: Path) -> None:
+    """Each rank writes its experts into files of its own, and transformers reads the whole."""
+    from transformers import AutoModelForCausalLM
+
+    files = two_ranks.call("saved", path=models["qwen3_moe"], parallel=SPREAD, directory=str(tmp_path))
+    assert all(len(written) == 1 for written in files)
+    assert files[0] != files[1]
+    original = HfTensors(models["qwen3_moe"])
+    written = HfTensors(tmp_path)
+    assert written.shapes == original.shapes
+    assert all(torch.equal(written.get(name), original.get(name)) for name in original.shapes)
+    expected = load_file(Path(models["qwen3_moe"]) / "expected.st")["logits"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(random_batch(17)[TOKENS][:, :-1]).logits
+    assert torch.allclose(logits, expected, atol=1e-5)
