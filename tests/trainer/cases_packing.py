@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from trainer.batch import Sequence, assemble, lay_out, plan_rows
@@ -105,3 +108,37 @@ def _sequences(built: Engine, seed: int) -> list[Sequence]:
         scores = tuple(Score(float(rng.integers(0, 2))) for _ in range(count))
         groups.append(Group(records[-1].prompt_ids, tuple(samples), scores))
     return built.algorithm.sequences(records, groups if built.algorithm.samples_per_prompt else [])
+
+
+def from_files(path: str, parallel: dict[str, int], data: str, directory: str, steps: list[int]) -> dict[str, Any]:
+    """[loss, grad_norm] of steps [first, last) of packed fine-tuning on a file, and the prompts they used; what came
+    before is read from `directory`, what follows can go on from there."""
+    from tests.trainer.cases import engine
+    from trainer.config import JsonlData
+    from trainer.data import Tokenizer, build_dataset
+    from trainer.experience import Experience
+    from trainer.megatron import state
+
+    files = {"kind": "jsonl", "path": data, "cache_dir": directory}
+    sections = {"data": files, "packing": {"max_tokens": 40}, "batch": 12, "optimizer": {"lr": 1e-2}}
+    with engine({"model": {"path": path}, "parallel": parallel} | sections) as built:
+        c = built.config
+        assert isinstance(c.data, JsonlData)
+        experience = Experience(c, built.algorithm, build_dataset(c.data, Tokenizer(path), c.seed), None, 64)
+        cursor = Path(directory) / "cursor.json"
+        if steps[0]:
+            state.load(built, Path(directory))
+            experience.feed.load_state_dict(json.loads(cursor.read_text()))
+        trained, tokens = [], []
+        for step in range(*steps):
+            experience.begin(0, experience.feed.drawn, steps[1] - step)
+            assert experience.part() is None
+            fields = experience.batch()
+            stats = built.step(fields)
+            trained.append([stats.loss, stats.grad_norm])
+            tokens.append(sorted(fields["tokens"].flatten().tolist()))
+        if not steps[0]:
+            state.save(built, Path(directory))
+            dist.barrier()
+            cursor.write_text(json.dumps(experience.feed.state_dict()))
+        return {"trained": trained, "tokens": [[t for t in step if t] for step in tokens]}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.trainer.data.writing import jsonl, problems
 from tests.trainer.ranks import Ranks
 
 GRPO = {"name": "grpo", "samples_per_prompt": 3, "kl_coef": 0.1, "minibatches": 2}
@@ -57,3 +59,24 @@ def test_packed_rows_are_recomputed_as_they_were(one_rank: Ranks, small_models: 
     path = small_models["llama-scaled"]
     model = {"path": path, "recompute": recompute}
     check(one_rank.call("packed_training", path=path, parallel={}, algorithm={"name": "sft"}, model=model))
+
+
+def test_a_run_goes_on_at_another_number_of_ranks_where_it_was(
+    one_rank: Ranks, two_ranks: Ranks, tiny_model: str, tmp_path: Path
+) -> None:
+    data = str(jsonl(tmp_path / "a.jsonl", problems(50)))
+
+    def run(ranks: Ranks, steps: list[int], directory: str, **parallel: int) -> dict[str, Any]:
+        (tmp_path / directory).mkdir(exist_ok=True)
+        place = {"data": data, "directory": str(tmp_path / directory)}
+        first, *others = ranks.call("from_files", path=tiny_model, parallel=parallel, steps=steps, **place)
+        assert all(other == first for other in others)
+        return first
+
+    through = run(one_rank, [0, 6], "through")
+    first = run(two_ranks, [0, 3], "cut", data=2)
+    # Fifty records at twelve a step: the rest goes on into a second epoch.
+    for rest in (run(one_rank, [3, 6], "cut"), run(two_ranks, [3, 6], "cut", data=2)):
+        assert first["tokens"] + rest["tokens"] == through["tokens"]
+        assert first["trained"] + rest["trained"] == [pytest.approx(step, rel=1e-3) for step in through["trained"]]
+    assert through["trained"][0][0] > through["trained"][5][0]
