@@ -17,7 +17,10 @@ VARIANCE_FLOOR = 1e-8
 
 
 def group_normalized(rewards: Seq[float], *, scale: bool) -> list[float]:
-    """Rewards of one group, centred and (unless `scale` is off) divided by their standard deviation + 1e-4."""
+    """Rewards of one group, centred and (unless `scale` is off) divided by their standard deviation + 1e-4. A sample
+    alone has nothing to be compared with: 0."""
+    if len(rewards) < 2:
+        return [0.0] * len(rewards)
     r = torch.tensor(rewards, dtype=torch.float64)
     centred = r - r.mean()
     result: list[float] = (centred / (r.std() + STD_FLOOR) if scale else centred).tolist()
@@ -25,8 +28,10 @@ def group_normalized(rewards: Seq[float], *, scale: bool) -> list[float]:
 
 
 def leave_one_out(rewards: Seq[float]) -> list[float]:
-    """Each reward minus the mean of the group's others."""
+    """Each reward minus the mean of the group's others; 0 for a sample alone."""
     total, others = sum(rewards), len(rewards) - 1
+    if others < 1:
+        return [0.0] * len(rewards)
     return [reward - (total - reward) / others for reward in rewards]
 
 

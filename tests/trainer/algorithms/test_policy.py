@@ -245,6 +245,10 @@ def test_equal_rewards_teach_nothing_but_count() -> None:
     assert Rloo(RlooConfig()).credit([0.5, 0.5]) == [0.0, 0.0]
 
 
+def test_a_sample_alone_has_no_advantage() -> None:
+    assert Grpo(GrpoConfig()).credit([1.0]) == Rloo(RlooConfig()).credit([1.0]) == [0.0]
+
+
 def test_groups_are_told_apart_whoever_hands_them_in() -> None:
     """The loop may ask for the sequences of one group at a time."""
     config = RlooConfig(kl_coef=0.3)
