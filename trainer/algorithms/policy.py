@@ -91,10 +91,12 @@ class PolicyGradient(AlgorithmBase, Generic[ConfigT]):
         ratio = at_level(_LEVELS[c.ratio], (logprobs_BT - proximal) * mask, fields).exp()
         per_token, clipped = self._surrogate(ratio, advantage, logprobs_BT)
         per_token = per_token * correction.weights
+        clipped = clipped * correction.kept
         gap = ((old.detach() - fields[BEHAVIOUR_LOGPROBS]) * mask).abs()
         sums = {
-            "clip_ratio": (clipped * correction.kept).sum(),
-            "clip_ratio_low": (clipped * correction.kept * (advantage < 0)).sum(),
+            "clip_ratio": clipped.sum(),
+            "clip_ratio_low": (clipped * (advantage < 0)).sum(),
+            "clip_ratio_high": (clipped * (advantage > 0)).sum(),
             "logprob_gap_mean": gap.sum(),
             "entropy": -(logprobs_BT.detach() * mask).sum(),
         }

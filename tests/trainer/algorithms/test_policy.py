@@ -77,6 +77,8 @@ def test_grpo_and_its_descendants(config: GrpoConfig, packed: bool) -> None:
     )
     output = t.check(expected)
     assert 0 < output.sums["clip_ratio"] < output.tokens
+    assert output.sums["clip_ratio"] == output.sums["clip_ratio_low"] + output.sums["clip_ratio_high"]
+    assert (output.sums["clip_ratio_low"] == 0) == (config.objective == "cispo")
     assert output.tokens == sum(len(b) for b in BEHAVIOUR)
 
 
