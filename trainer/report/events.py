@@ -16,7 +16,8 @@ Event = dict[str, Any]
 
 @dataclass
 class RunEvents:
-    """A run's events in order. A step that was trained again after a resume counts as it went the last time."""
+    """A run's events in order. A step that was trained again, after a resume or a rollback, counts as it went the last
+    time."""
 
     name: str
     starts: list[Event] = field(default_factory=list)
@@ -35,6 +36,8 @@ class RunEvents:
             (self.steps if kind == "step" else self.evals)[step] = event
         else:
             self.others.append(event)
+            if kind == "rollback":
+                self._forget_after(int(event["to_step"]))
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of a number, of steps or else of evaluations (`eval/accuracy`)."""
@@ -54,7 +57,7 @@ class RunEvents:
         return max(times) - min(times) if times else 0.0
 
     def _forget_after(self, step: int) -> None:
-        """A run that starts again at `step` goes on from there; what came after is trained anew."""
+        """A run that goes on from `step` trains anew what came after."""
         again = [number for number in self.steps if number > step]
         self.repeated += len(again)
         for number in again:

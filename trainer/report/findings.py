@@ -75,12 +75,29 @@ def _worse(run: RunEvents) -> Iterator[str]:
         )
 
 
-def _publishes(run: RunEvents) -> Iterator[str]:
-    failed = [e for e in run.others if e["event"] == "publish_failed"]
-    if failed:
-        yield f"{len(failed)} publishes failed; the last: {failed[-1].get('message')}"
+def _rewards(run: RunEvents) -> Iterator[str]:
+    for key in run.names(prefix="reward_failures/"):
+        if count := sum(run.series(key)[1]):
+            name = key.removeprefix("reward_failures/")
+            yield (
+                f"Reward {name} gave no value for {count:.0f} samples, which got its on_failure instead. The log has the "
+                "first reason; raise its timeout_s or deadline_s if it is too slow."
+            )
+
+
+def _faults(run: RunEvents) -> Iterator[str]:
+    """What was survived, each kind with its last reason."""
+    for kind, said in (
+        ("publish_failed", "publishes failed"),
+        ("checkpoint_failed", "checkpoints failed"),
+        ("rollback", "rollbacks to an earlier step"),
+        ("restart", "restarts"),
+    ):
+        if found := [event for event in run.others if event["event"] == kind]:
+            last = found[-1].get("reason") or found[-1].get("message")
+            yield f"{len(found)} {said}; the last: {last}"
 
 
 _RULES: tuple[Callable[[RunEvents], Iterator[str]], ...] = (
-    _worse, _idle_groups, _cut_off, _clipped, _gap, _entropy, _spikes, _publishes
+    _worse, _idle_groups, _cut_off, _clipped, _gap, _entropy, _spikes, _rewards, _faults
 )  # fmt: skip

@@ -137,6 +137,22 @@ def test_spikes_falls_and_failed_publishes_are_said(tmp_path: Path) -> None:
     assert "no slot" in refused
 
 
+def test_a_rollback_is_said_and_what_it_undid_counts_as_trained_again(tmp_path: Path) -> None:
+    undone = {"event": "rollback", "step": 5, "to_step": 2, "version": 3, "reason": "loss is nan", "skipped_to": None}
+    first, again = [step(n) for n in range(1, 5)], [step(n, reward_mean=0.0) for n in range(3, 9)]
+    found = read_events(written(tmp_path / "m.jsonl", start(), *first, undone, *again))
+    assert found.repeated == 2
+    assert found.series("reward_mean")[1][:4] == [0.1, 0.2, 0, 0]
+    (text,) = findings(found)
+    assert text == "1 rollbacks to an earlier step; the last: loss is nan"
+
+
+def test_rewards_that_gave_no_value_are_counted(tmp_path: Path) -> None:
+    path = run(tmp_path / "m.jsonl", **{"reward_failures/code": 2.0, "reward_failures/math": 0.0})
+    (text,) = findings(read_events(path))
+    assert text.startswith("Reward code gave no value for 16 samples")
+
+
 def test_smoothing_keeps_the_mean_of_a_constant_and_the_length() -> None:
     assert smooth([2.0] * 7, 3) == [2.0] * 7
     assert smooth([0.0, 3.0, 0.0], 1) == [1.5, 1.0, 1.5]
