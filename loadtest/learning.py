@@ -136,21 +136,26 @@ def run(
         )
     )
     bench = Bench(work, seed, server, console)
+    found: dict[str, Any] = {"machine": machine(), "seed": seed, "least_gain": LEAST_GAIN, "tasks": {}}
     try:
         server.start()
         server.wait_ready()
-        measured = {t.name: _task(bench, t, ways) for t in TASKS if not tasks or t.name in tasks}
+        for task in (t for t in TASKS if not tasks or t.name in tasks):
+            found["tasks"][task.name] = _task(bench, task, ways)
+            _save(found, json, docs)  # what was measured is kept, whatever becomes of the rest
     finally:
         server.stop()
-    found = {"machine": machine(), "seed": seed, "least_gain": LEAST_GAIN, "tasks": measured}
-    console.print(table(found), highlight=False, markup=False)
+    console.print(table(found), highlight=False, markup=False, soft_wrap=True)
+    return found
+
+
+def _save(found: dict[str, Any], json: Path | None, docs: Path | None) -> None:
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
         json.write_text(jsonlib.dumps(found, indent=1) + "\n")
     if docs is not None:
         update_page(docs, found)
         chart(found, docs.with_suffix(".svg"))
-    return found
 
 
 def _task(bench: Bench, task: Task, ways: Sequence[str]) -> dict[str, Any]:

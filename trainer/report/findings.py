@@ -80,8 +80,8 @@ def _rewards(run: RunEvents) -> Iterator[str]:
         if count := sum(run.series(key)[1]):
             name = key.removeprefix("reward_failures/")
             yield (
-                f"Reward {name} gave no value for {count:.0f} samples, which got its on_failure instead. The log has the "
-                "first reason; raise its timeout_s or deadline_s if it is too slow."
+                f"Reward {name} gave no value for {count:.0f} samples, which got its on_failure instead. The log has "
+                "the first reason; raise its timeout_s or deadline_s if it is too slow."
             )
 
 
