@@ -45,6 +45,7 @@ from trainer.report import RunEvents, read_events
 from trainer.tiny_model import write_tiny_model
 
 LEAST_GAIN = 0.2  # of held-out accuracy, for a run to have learned
+SHOWN = ("algorithm", "schedule", "batch", "optimizer", "data", "rewards", "rollout")  # of a run's configuration
 
 
 class LearningFailed(Exception):
@@ -79,11 +80,11 @@ class Bench:
                     raise LearningFailed(f"{name} ended; the end of {child.log}:\n{child.tail()}")
             time.sleep(0.2)
         if trainer.process.returncode:
-            return {"failed": trainer.tail(3), "config": config}
+            return {"failed": trainer.tail(3), "config": _shown(config)}
         found = figures(read_events(config["metrics"])) | {"seconds": round(time.monotonic() - began, 1)}
         shown = f"{found['first']:.1%} -> {found['last']:.1%} (best {found['best']:.1%}) in {found['seconds']:.0f} s"
         self.console.print(f"{task.name:12} {way.name:12} {shown}", highlight=False)
-        return found | {"config": config}
+        return found | {"config": _shown(config)}
 
     def _written(self, name: str, config: Config) -> Path:
         path = self.work / f"{name}.yaml"
@@ -147,6 +148,10 @@ def run(
         server.stop()
     console.print(table(found), highlight=False, markup=False, soft_wrap=True)
     return found
+
+
+def _shown(config: Config) -> Config:
+    return {key: config[key] for key in SHOWN if key in config}
 
 
 def _save(found: dict[str, Any], json: Path | None, docs: Path | None) -> None:
