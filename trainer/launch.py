@@ -52,6 +52,7 @@ def launch(arguments: list[str], parallel: ParallelConfig, faults: FaultsConfig)
         max_restarts=faults.max_restarts,
         monitor_interval=0.2,
         shutdown_timeout=math.ceil(faults.grace_s) + 5,
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # SIGTERM: _run_dir
     )
     with _run_dir() as run_dir:
         try:
@@ -75,13 +76,10 @@ def _run_dir() -> Iterator[RunDir]:
 
     with tempfile.TemporaryDirectory(prefix="hotswap-run-") as path:
         run_dir = RunDir(path)
-        # The agent would handle SIGTERM itself, and ranks could not tell why they get one.
-        changed = {VARIABLE: path, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT,SIGHUP,SIGQUIT"}
-        os.environ |= changed
+        os.environ[VARIABLE] = path
         before = signal.signal(signal.SIGTERM, leave)
         try:
             yield run_dir
         finally:
             signal.signal(signal.SIGTERM, before)
-            for name in changed:
-                os.environ.pop(name, None)
+            del os.environ[VARIABLE]

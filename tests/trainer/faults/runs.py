@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-PATIENCE_S = 200.0
+PATIENCE_S = 90.0
 
 
 def arguments(config: dict[str, Any], root: Path, name: str = "config.yaml") -> list[str]:
