@@ -29,6 +29,7 @@ class GenerateServer:
         self.failures: list[int] = []
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.answered = 0
         self._lock = threading.Lock()
         self.app = FastAPI()
         self.app.post("/generate")(self.generate)
@@ -51,7 +52,9 @@ class GenerateServer:
             error = {"message": f"made to fail with {status}", "type": "test", "code": "test", "param": None}
             return JSONResponse({"error": error}, status_code=status, headers={"retry-after": "0"})
         with self._lock:
-            return JSONResponse(self._answer(body))
+            answer = self._answer(body)
+        self.answered += 1
+        return JSONResponse(answer)
 
     @torch.no_grad()
     def _answer(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,9 @@ import pytest
 from tests.trainer.generate_server import GenerateServer, serve
 from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig
 from trainer.data import Record, Tokenizer
-from trainer.errors import ConfigError, GatewayUnreachable, RewardError, RolloutError
+from trainer.errors import ConfigError, GatewayUnreachable, RolloutError
 from trainer.metrics import rollout_metrics
-from trainer.rewards import Scorer, build_scorer
+from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_scorer
 from trainer.rollout import Group, Rollouts, VersionSpan
 
 
@@ -113,7 +113,7 @@ def test_what_may_pass_is_retried(server: GenerateServer, tokenizer: Tokenizer, 
 def test_a_refusal_is_not_retried_and_says_why(server: GenerateServer, tokenizer: Tokenizer, status: int) -> None:
     server.failures = [status, 500]
     with (
-        rollouts(server, tokenizer) as client,
+        rollouts(server, tokenizer, request="group") as client,
         pytest.raises(RolloutError, match=f"made to fail with {status}") as error,
     ):
         take(client, records(tokenizer, "1+2="), 2)
@@ -144,14 +144,42 @@ def test_the_key_is_sent_and_must_be_set(
     assert server.headers[-1]["authorization"] == "Bearer secret"
 
 
-def test_a_failing_reward_ends_the_step_with_its_name(server: GenerateServer, tokenizer: Tokenizer) -> None:
-    def broken(prompt: str, answer: str, expected: str) -> float:
-        raise ZeroDivisionError
+def test_a_failing_reward_is_counted_and_the_rollout_goes_on(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    class Broken(Reward):
+        async def __call__(self, request: RewardRequest, /) -> float:
+            raise ZeroDivisionError
 
-    scorer = Scorer({"broken": (1.0, broken)})
-    client = Rollouts(GatewayConfig(url=server.url), RolloutConfig(), scorer, tokenizer, 0)
-    with client, pytest.raises(RewardError, match="broken"):
-        take(client, records(tokenizer, "1+2=", "3+4="), 2)
+    scorer = Scorer({"broken": Weighted(Broken(), on_failure=-1.0)})
+    with Rollouts(GatewayConfig(url=server.url), RolloutConfig(), scorer, tokenizer, 0) as client:
+        groups = take(client, records(tokenizer, "1+2=", "3+4="), 2)
+        assert client.stats()["reward_failures/broken"] == 4
+    assert [group.rewards for group in groups] == [[-1.0, -1.0]] * 2
+    assert all("ZeroDivisionError" in score.failures["broken"] for group in groups for score in group.scores)
+
+
+def test_a_finished_sample_is_scored_while_others_decode(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    """The server answers one request at a time: with every answer the next is still being written."""
+    answered_when_scored = []
+
+    class Watching(Reward):
+        async def __call__(self, request: RewardRequest, /) -> float:
+            answered_when_scored.append(server.answered)
+            return 0.0
+
+    scorer, before = Scorer({"watching": Weighted(Watching())}), server.answered
+    with Rollouts(GatewayConfig(url=server.url), RolloutConfig(), scorer, tokenizer, 0) as client:
+        take(client, records(tokenizer, "1+2="), 16)
+    assert server.answered == before + 16
+    assert min(answered_when_scored) < before + 16
+
+
+def test_leaving_cancels_what_is_in_flight(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    client = rollouts(server, tokenizer)
+    server.failures = [503] * 100  # would be retried for seconds
+    running = client.submit(records(tokenizer, "1+2=")[0], 4, 0)
+    client.close()
+    server.failures = []
+    assert running.cancelled()
 
 
 def test_version_lag_counts_tokens(server: GenerateServer, tokenizer: Tokenizer) -> None:
