@@ -25,7 +25,8 @@ class Memory(Protocol):
     """What a schedule tells which phase comes next. Collective."""
 
     def enter(self, phase: Phase) -> dict[str, float]:
-        """Have the phase's components in memory; what the switch took (ms), {} if there was nothing to do."""
+        """Have the phase's components in memory; {} if this is the phase already, else what the switch took (ms):
+        `memory_ms/PHASE`, and of it `memory_ms/PHASE/COMPONENT` for what left or came."""
         ...
 
     def phase(self, phase: Phase) -> AbstractContextManager[dict[str, float]]: ...
@@ -72,9 +73,8 @@ class SharedMemory:
         self._everywhere(self.ledger.put_away, moves.away)
         self._everywhere(self.ledger.bring, moves.bring)
         self.now = phase
-        moved = (*moves.away, *moves.bring)
-        took = {f"memory_ms/{name}": round(self.ledger.ms[name], 3) for name in moved}
-        return {"memory_switch_ms": round((time.perf_counter() - began) * 1e3, 3), **took}
+        took = {f"memory_ms/{phase}/{name}": round(self.ledger.ms[name], 3) for name in (*moves.away, *moves.bring)}
+        return {f"memory_ms/{phase}": round((time.perf_counter() - began) * 1e3, 3), **took}
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[dict[str, float]]:

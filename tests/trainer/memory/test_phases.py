@@ -39,7 +39,8 @@ def test_training_in_phases_is_the_same_training_and_the_server_gets_the_memory(
     rollout, train = shared["resident"][2::2], shared["resident"][3::2]  # from the second step on, with Adam's states
     assert shared["own"] > 150 * MB
     assert min(train) - max(rollout) > 0.7 * shared["own"], shared["resident"]
-    assert any("memory_switch_ms" in took for took in shared["took"])
+    assert "memory_ms/rollout/engine" not in shared["took"][0], "it was awake"
+    assert {"memory_ms/rollout", "memory_ms/rollout/engine", "memory_ms/rollout/actor"} <= set(shared["took"][1])
     assert list(tmp_path.iterdir()) == []
 
 
