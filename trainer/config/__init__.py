@@ -148,6 +148,9 @@ class TrainerConfig:
             raise ConfigError("gateway", f"missing, but {needs} samples through it", "Add gateway: {url: http://...}")
         if samples and not self.rewards:
             raise ConfigError("rewards", f"empty, but {needs} learns from rewards only", "Name at least one reward")
+        if samples and self.packing is not None and self.packing.max_tokens <= self.rollout.max_tokens:
+            problem = f"a row of {self.packing.max_tokens} cannot take answers of {self.rollout.max_tokens}"
+            raise ConfigError("packing.max_tokens", problem, "Set it to the longest prompt and answer together")
         if not samples and not isinstance(self.schedule, ColocatedSchedule):
             problem = f"{self.schedule.name} samples ahead, but {self.algorithm.name} learns from its records"
             raise ConfigError("schedule", problem, "Leave schedule out")
