@@ -75,9 +75,9 @@ TASKS = (
         rewards=[{"kind": "code"}],
         max_tokens=24,
         noise=0.6,
-        sft_steps=150,
+        sft_steps=100,
         dpo_steps=100,
-        rl_steps=40,
+        rl_steps=20,
     ),
 )
 
