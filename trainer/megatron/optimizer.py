@@ -42,14 +42,17 @@ class HostAdam(torch.optim.AdamW):  # type: ignore[misc]
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group)
+            # Where TransformerEngine is installed, Megatron keeps the number of steps here.
+            group["step"] = max((int(self.state[p]["step"]) for p in group["params"] if p in self.state), default=0)
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         weight, gradient = parameter.detach().cpu(), parameter.grad.cpu()
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(weight, pin_memory=parameter.is_cuda)
             state["exp_avg_sq"] = torch.zeros_like(weight, pin_memory=parameter.is_cuda)
+        if "step" not in state:
+            state["step"] = torch.tensor(float(group.get("step", 0)))
         for name in ("exp_avg", "exp_avg_sq"):  # a checkpoint's loader may have made them on the device
             state[name] = state[name].cpu()
         adamw(

@@ -41,6 +41,6 @@ def _check_full_sharding(config: TrainerConfig) -> None:
     if config.optimizer.offload:
         raise ConfigError("optimizer.offload", "not with parallel.shard full", "Set one of them back")
     if config.checkpoint is not None:
-        # Megatron's checkpoint format has no place for FSDP2's shards.
+        # Megatron's checkpoint format cuts FSDP2's shards unevenly where a size does not divide, and cannot join them.
         problem = "parallel.shard full cannot be saved"
         raise ConfigError("checkpoint", problem, "Remove the section (save_to works), or set shard to optimizer")
