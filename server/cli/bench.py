@@ -47,6 +47,19 @@ def fleet(
 
 
 @app.command()
+def phases(
+    json: Json = None,
+    level: Annotated[int, typer.Option(min=1, max=2, help="how deep the server sleeps while the trainer trains")] = 2,
+    steps: Annotated[int, typer.Option(help="training steps")] = 4,
+    small: Small = False,
+) -> None:
+    """What a trainer and a server that share their memory by turns lose in time, and gain in memory."""
+    from loadtest.phase_switch import run
+
+    run(json, level=level, steps=steps, small=small)
+
+
+@app.command()
 def soak(
     json: Json = None,
     swaps: Annotated[int, typer.Option(help="how many")] = 10_000,

@@ -1,0 +1,171 @@
+"""The fleet as a component: a real gateway, and instances without an engine that obey orders as real ones do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from server.gateway import UpstreamSettings
+from server.sleeping import SleeperRecord, SleepOrder, ordered, orders, stay_asleep
+from tests.server.gateway_harness import ADMIN_KEY, KEYS, RunningGateway, running_gateway, wait_for
+from trainer.config import ServingMemory
+from trainer.errors import ConfigError, MemoryPlanError, SleepTimeout
+from trainer.memory.serving import Fleet, ServingEngine
+from weightsync import open_store
+
+
+@dataclass
+class Instance:
+    """Registered while it serves. `deaf`: it does not obey. `slept` are the orders it followed."""
+
+    gateway: RunningGateway
+    id: str
+    deaf: bool = False
+    slept: list[SleepOrder] = field(default_factory=list)
+    _loop: asyncio.AbstractEventLoop | None = None
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def start(self) -> None:
+        self.gateway.register("http://127.0.0.1:9", self.id)
+        if not self.deaf:
+            threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True).start()
+
+    def stop(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stopping.set)
+
+    async def _run(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        obeying = asyncio.create_task(self._obey())
+        await self._stopping.wait()
+        obeying.cancel()
+        await asyncio.gather(obeying, return_exceptions=True)
+
+    async def _obey(self) -> None:
+        store = open_store(self.gateway.gateway.store.url)
+        while True:
+            order = await ordered(store, KEYS, self.id)
+            self.slept.append(order)
+            await store.delete(KEYS.instance(self.id))
+            await stay_asleep(store, KEYS, SleeperRecord(self.id, order.level, 1, "here", 0.0))
+            await asyncio.to_thread(self.gateway.register, "http://127.0.0.1:9", self.id)
+
+
+Starter = Callable[..., Instance]
+
+
+@pytest.fixture
+def start(gateway: RunningGateway) -> Iterator[Starter]:
+    """Starts an instance by name."""
+    started: list[Instance] = []
+
+    def one(name: str, *, deaf: bool = False) -> Instance:
+        started.append(Instance(gateway, name, deaf))
+        started[-1].start()
+        return started[-1]
+
+    yield one
+    for instance in started:
+        instance.stop()
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningGateway]:
+    monkeypatch.setenv("HOTSWAP_ADMIN_KEY", ADMIN_KEY)
+    settings = UpstreamSettings(scrape_interval_s=3600.0)
+    with running_gateway(tmp_path, upstream=settings, run_coordinator=False) as running:
+        yield running
+
+
+def config(gateway: RunningGateway, timeout_s: float = 20.0, ttl_s: float = 60.0, level: int = 2) -> ServingMemory:
+    url = f"http://127.0.0.1:{gateway.admin_port}"
+    return ServingMemory(admin_url=url, timeout_s=timeout_s, ttl_s=ttl_s, level=1 if level == 1 else 2, drain_s=1.0)
+
+
+def ordered_now(gateway: RunningGateway) -> list[str]:
+    return [kv.key.removeprefix(orders(KEYS)) for kv in gateway.store.list(orders(KEYS))[0]]
+
+
+@pytest.mark.parametrize(("level", "away"), [(1, "offloaded"), (2, "destroyed")])
+def test_the_whole_fleet_sleeps_and_wakes(gateway: RunningGateway, start: Starter, level: int, away: str) -> None:
+    instances = [start("a"), start("b")]
+    fleet = Fleet(config(gateway, level=level))
+    engine = ServingEngine(fleet, 1000, level)
+    assert engine.state == "instantiated"
+    for turn in (1, 2):
+        getattr(engine, engine.leaves)()
+        assert engine.state == away
+        assert not gateway.gateway.fleet.serving
+        assert [len(instance.slept) for instance in instances] == [turn, turn]
+        assert {(o.level, o.drain_s, o.ttl_s, o.requested_by) for i in instances for o in i.slept} == {
+            (level, 1.0, 60.0, "trainer")
+        }
+        assert ServingEngine(fleet, 1000, level).state == away, "a resumed trainer must find it asleep"
+        (engine.reload if level == 1 else engine.instantiate)()
+        assert engine.state == "instantiated"
+        assert {i.record.id for i in gateway.gateway.fleet.serving} == {"a", "b"}
+        assert ordered_now(gateway) == []
+    fleet.close()
+
+
+def test_one_that_does_not_obey_is_named_and_nobody_stays_asleep(gateway: RunningGateway, start: Starter) -> None:
+    start("good")
+    start("deaf", deaf=True)
+    engine = ServingEngine(Fleet(config(gateway, timeout_s=0.5)), 1000, 2)
+    with pytest.raises(SleepTimeout, match=r"deaf did not fall asleep within 0\.5 s.*memory\.serving\.timeout_s"):
+        engine.destroy()
+    assert engine.state == "instantiated"
+    wait_for(lambda: {i.record.id for i in gateway.gateway.fleet.serving} == {"good", "deaf"})
+
+
+def test_orders_end_with_the_trainer_that_renews_them(gateway: RunningGateway, start: Starter) -> None:
+    instance = start("a")
+    fleet = Fleet(config(gateway, ttl_s=3.0))
+    fleet.sleep()
+    first = SleepOrder.from_json(gateway.store.get(orders(KEYS) + "a").value)  # type: ignore[union-attr]
+
+    def since() -> float:
+        found = gateway.store.get(orders(KEYS) + "a")
+        return SleepOrder.from_json(found.value).since if found is not None else 0.0
+
+    wait_for(lambda: since() > first.since)
+    assert len(instance.slept) == 1, "a renewal must not wake it"
+    fleet._end_renewing()  # as if the trainer had been killed
+    wait_for(lambda: {i.record.id for i in gateway.gateway.fleet.serving} == {"a"})
+
+
+def test_closing_wakes_who_sleeps(gateway: RunningGateway, start: Starter) -> None:
+    start("a")
+    fleet = Fleet(config(gateway))
+    fleet.sleep()
+    fleet.close()
+    wait_for(lambda: {i.record.id for i in gateway.gateway.fleet.serving} == {"a"})
+
+
+def test_what_cannot_be_asked_is_said(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SleepTimeout, match="has no instances"):
+        Fleet(config(gateway)).sleep()
+    nowhere = ServingMemory(admin_url="http://127.0.0.1:9", timeout_s=0.2)
+    with pytest.raises(SleepTimeout, match=r"does not answer.*memory\.serving\.admin_url"):
+        Fleet(nowhere).sleep()
+    unknown = ServingMemory(admin_url=nowhere.admin_url, instances=("x",))
+    with pytest.raises(SleepTimeout, match="404"):
+        Fleet(ServingMemory(admin_url=config(gateway).admin_url, instances=unknown.instances)).sleep()
+    monkeypatch.setenv("HOTSWAP_ADMIN_KEY", "wrong")
+    with pytest.raises(SleepTimeout, match="401"):
+        Fleet(config(gateway)).sleep()
+    monkeypatch.delenv("HOTSWAP_ADMIN_KEY")
+    with pytest.raises(ConfigError, match=r"memory\.serving.*admin_key_file"):
+        Fleet(config(gateway))
+
+
+def test_a_serving_engine_knows_one_way_to_leave(gateway: RunningGateway, start: Starter) -> None:
+    start("a")
+    engine = ServingEngine(Fleet(config(gateway)), 1000, 2)
+    with pytest.raises(MemoryPlanError, match="cannot reload engine: it is instantiated"):
+        engine.reload()
