@@ -1,8 +1,8 @@
 """Worker processes that can be killed: what a reward runs there cannot stall a step.
 
 Each worker (worker.py) reads requests and writes replies, one JSON object a line; nothing is pickled. It works on as
-many at a time as it says at its start. One that is over its time, dies, or leaves processes behind is killed with all
-that descend from it, and replaced; what else it had in hand is given to another.
+many at a time as it says at its start. One that is over its time is killed with all that descend from it, and replaced,
+as is one that dies. What else it had in hand is asked again, each alone, so that only the culprit fails.
 """
 
 from __future__ import annotations
@@ -122,26 +122,31 @@ class WorkerPool:
 
     async def ask(self, request: Mapping[str, Any]) -> Any:
         """The value a worker gives. Raises RewardError: what it raised there, RewardTimeout, RewardWorkerDied."""
-        for _ in range(3):
-            worker = await self._take()
+        alone = False
+        while True:
+            worker = await self._take(alone=alone)
+            shared = worker.room > 1 and not alone
             try:
                 async with asyncio.timeout(self._timeout_s + GRACE_S):
                     reply = await worker.ask({"timeout_s": self._timeout_s, **request})
             except TimeoutError:
                 worker.kill()
-                raise RewardTimeout(f"it took over {self._timeout_s:g} s and was killed.") from None
+                if not shared:
+                    raise RewardTimeout(f"it took over {self._timeout_s:g} s and was killed.") from None
+                alone = True  # whoever stopped the others stops nobody now
+                continue
             except _Lost:
-                if worker.busy > 1:
-                    continue  # perhaps another request's doing
-                raise RewardWorkerDied(f"its process ended (status {await _status(worker)}).") from None
+                if not shared:
+                    raise RewardWorkerDied(f"its process ended (status {await _status(worker)}).") from None
+                alone = True
+                continue
             finally:
-                await self._give_back(worker)
+                await self._give_back(worker, alone=alone and not shared)
             if reply.get("late"):
                 raise RewardTimeout(f"it took over {self._timeout_s:g} s and was cancelled.")
             if "problem" in reply:
                 raise RewardError(reply["problem"])
             return reply["value"]
-        raise RewardWorkerDied("its process ended three times with others in it.")
 
     async def close(self) -> None:
         """Kill all."""
@@ -167,16 +172,18 @@ class WorkerPool:
             raise ConfigError(said.get("key", "rewards"), said["problem"], said.get("advice", "Correct it"))
         return worker
 
-    async def _take(self) -> _Worker:
+    async def _take(self, *, alone: bool) -> _Worker:
+        """A worker with room, or with nobody else in it."""
         async with self._free:
             while True:
-                found = min((w for w in self._workers if w.alive and w.busy < w.room), key=_load, default=None)
+                able = (w for w in self._workers if w.alive and w.busy < (1 if alone else w.room))
+                found = min(able, key=_load, default=None)
                 if found is not None:
-                    found.busy += 1
+                    found.busy += found.room if alone else 1
                     return found
                 await self._free.wait()
 
-    async def _give_back(self, worker: _Worker) -> None:
+    async def _give_back(self, worker: _Worker, *, alone: bool) -> None:
         """A dead one is replaced by whoever finds it first."""
         replace = not worker.alive and worker in self._workers
         if replace:
@@ -188,7 +195,7 @@ class WorkerPool:
                 self._workers.append(await self._start())
         finally:
             async with self._free:
-                worker.busy -= 1
+                worker.busy -= worker.room if alone else 1
                 self._free.notify_all()
 
 

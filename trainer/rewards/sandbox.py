@@ -52,7 +52,7 @@ class Sandbox:
         """Raises SandboxUnavailable where programs cannot be isolated."""
         if not self._isolated:
             return
-        if shutil.which("bwrap") is None:
+        if _bubblewrap() is None:
             raise SandboxUnavailable(f"there is no bubblewrap (`bwrap`) on PATH. {ADVICE}")
         case = {"setup": "", "expression": "sum([20, 22])"}
         try:
@@ -123,8 +123,8 @@ class Sandbox:
             return [*python, str(RUNNER)]
         size = str(self._limits.disk_bytes)
         return [
-            "bwrap", "--die-with-parent", "--new-session", "--unshare-ipc", "--unshare-pid", "--unshare-net",
-            "--unshare-uts", "--unshare-cgroup-try", *self._identity(),
+            _bubblewrap() or "bwrap", "--die-with-parent", "--new-session", *self._identity(),
+            "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",
             *_system(), "--ro-bind", str(RUNNER), "/runner.py",
             "--proc", "/proc", "--dev", "/dev", "--size", size, "--perms", "1777", "--tmpfs", "/tmp",  # noqa: S108
             "--size", "4096", "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/",  # noqa: S108
@@ -139,6 +139,11 @@ class Sandbox:
         return ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
 
 
+def _bubblewrap() -> str | None:
+    """On PATH, or beside this Python (scripts/bubblewrap.sh)."""
+    return shutil.which("bwrap") or shutil.which("bwrap", path=str(Path(sys.executable).parent))
+
+
 def _system() -> list[str]:
     """Read-only binds of the system's libraries and of this Python."""
     binds = ["--ro-bind", "/usr", "/usr"]
@@ -149,7 +154,11 @@ def _system() -> list[str]:
         elif path.exists():
             binds += ["--ro-bind", name, name]
     prefix = Path(sys.base_prefix)
-    return binds if prefix.is_relative_to("/usr") else [*binds, "--ro-bind", str(prefix), str(prefix)]
+    if prefix.is_relative_to("/usr"):
+        return binds
+    for parent in reversed(prefix.parents[:-1]):  # bubblewrap would make them for root alone
+        binds += ["--perms", "0755", "--dir", str(parent)]
+    return [*binds, "--ro-bind", str(prefix), str(prefix)]
 
 
 def _outcomes(said: bytes) -> list[dict[str, Any]]:

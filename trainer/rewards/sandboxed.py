@@ -86,14 +86,16 @@ def run_program(job: dict[str, Any], case: dict[str, Any], channel: int) -> None
     if "input" in case:
         source, sink = os.pipe()
         if os.fork() == 0:  # feeds it, as a pipe holds no more than 64 KB
+            os.close(source)
+            os.close(channel)
             feed(sink, case["input"].encode())
         os.close(sink)
         os.dup2(source, 0)
-        os.dup2(channel, 1)
+        os.dup2(channel, 1)  # in the place of the replies
+        os.close(channel)
     else:
         os.dup2(null, 0)
         os.dup2(null, 1)
-    os.close(job["replies"])
     limit(job)
     namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     try:

@@ -1,0 +1,64 @@
+"""Users' rewards, good and bad."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def length(prompt: str, answer: str, expected: str) -> float:
+    print("a reward may print")
+    return float(len(answer))
+
+
+async def asynchronous(prompt: str, answer: str, expected: str) -> float:
+    await asyncio.sleep(0.2 if answer == "slow" else 0)
+    return float(prompt == "3+4=")
+
+
+def of_extra(prompt: str, answer: str, expected: str, extra: dict[str, Any]) -> float:
+    return float(extra["bonus"])
+
+
+def not_a_number(prompt: str, answer: str, expected: str) -> float:
+    return float("nan")
+
+
+def misbehaves(prompt: str, answer: str, expected: str) -> float:
+    """Does what the answer says."""
+    if answer == "raise":
+        raise KeyError("missing")
+    if answer == "hang":
+        time.sleep(600)
+    if answer == "loop":
+        while True:
+            pass
+    if answer == "die":
+        os._exit(3)
+    if answer.startswith("leave "):  # a process that leaves the group, and then hangs itself
+        code = f"import os, time; open({answer[6:]!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+        subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        while not Path(answer[6:]).exists() or not Path(answer[6:]).read_text():
+            time.sleep(0.01)
+        time.sleep(600)
+    if answer == "close":
+        os.close(0)
+        os.close(3) if Path("/proc/self/fd/3").exists() else None
+    return 1.0
+
+
+async def blocks_the_loop(prompt: str, answer: str, expected: str) -> float:
+    if answer == "block":
+        time.sleep(600)  # noqa: ASYNC251 - the fault
+    await asyncio.sleep(0.1)
+    return 1.0
+
+
+async def sleeps(prompt: str, answer: str, expected: str) -> float:
+    await asyncio.sleep(600)
+    return 1.0

@@ -1,0 +1,150 @@
+"""Mathematical answers, a classifier's opinion, a judge's rating."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.config import ClassifierReward, GatewayConfig, JudgeReward, MathReward, RewardConfig
+from trainer.errors import ConfigError
+from trainer.rewards import RewardRequest, Score, build_scorer
+from trainer.tiny_model import write_tiny_model
+
+
+def scores(config: RewardConfig, *pairs: tuple[str, str], gateway: GatewayConfig | None = None) -> list[Score]:
+    scorer = build_scorer([config], gateway)
+
+    async def ask() -> list[Score]:
+        return await asyncio.gather(*(scorer(RewardRequest("3+4=", answer, expected)) for answer, expected in pairs))
+
+    try:
+        return asyncio.run(ask())
+    finally:
+        scorer.close()
+
+
+MATH = [
+    ("It is $\\frac{1}{2}$.", "0.5", 1.0),
+    ("so \\boxed{2x + x}", "$3x$", 1.0),
+    ("The answer is 42.", "42", 1.0),
+    ("The answer is 43.", "42", 0.0),
+    ("$\\{1, 2\\}$", "$\\{2, 1\\}$", 1.0),
+    ("\\boxed{\\sqrt{8}}", "$2\\sqrt{2}$", 1.0),
+    ("no idea", "7", 0.0),
+]
+
+
+def test_math_compares_meanings() -> None:
+    found = scores(MathReward(workers=1, timeout_s=20.0), *((answer, expected) for answer, expected, _ in MATH))
+    assert [s.failures for s in found] == [{}] * len(MATH)
+    assert [s.total for s in found] == [value for _, _, value in MATH]
+
+
+def test_math_reads_only_the_box_where_it_is_told_to() -> None:
+    found = scores(MathReward(boxed_only=True, workers=1), ("it is 42", "42"), ("\\boxed{42}", "42"))
+    assert [s.total for s in found] == [0.0, 1.0]
+
+
+def test_math_that_no_solver_ends_is_killed() -> None:
+    hard = "$9^{9^{9^{9}}}$"
+    found = scores(MathReward(workers=1, timeout_s=2.0), (hard, "1"), ("2", "2"))
+    assert found[1].total == 1.0
+    assert found[0].total == 0.0
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
+
+    path = tmp_path_factory.mktemp("classifier")
+    write_tiny_model(path, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        num_labels=2,
+        pad_token_id=tokenizer.eos_token_id or 0,
+        num_key_value_heads=2,
+        **sizes,
+    )
+    for old in path.glob("*.safetensors"):
+        old.unlink()
+    Qwen2ForSequenceClassification(config).save_pretrained(path)
+    return path
+
+
+def test_a_classifier_scores_prompt_and_answer(classifier: Path) -> None:
+    first, second, again = scores(ClassifierReward(path=str(classifier)), ("07", ""), ("99", ""), ("07", ""))
+    assert 0 < first.total < 1
+    assert first.total == again.total != second.total
+    other = scores(ClassifierReward(path=str(classifier), label=0), ("07", ""))[0]
+    assert other.total == pytest.approx(1 - first.total, abs=1e-6)
+
+
+def test_a_classifier_that_cannot_be_loaded_is_named(classifier: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot load"):
+        build_scorer([ClassifierReward(path=str(tmp_path))])
+    with pytest.raises(ConfigError, match="2 labels"):
+        build_scorer([ClassifierReward(path=str(classifier), label=5)])
+
+
+class Judging(BaseHTTPRequestHandler):
+    """Rates by what the answer says; fails where it says so, once or always."""
+
+    asked: list[dict[str, Any]] = []  # noqa: RUF012
+    busy = 1
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        Judging.asked.append(body | {"key": self.headers.get("authorization")})
+        text = body["messages"][0]["content"]
+        status = 503 if "[busy]" in text and Judging.busy else 400 if "[refused]" in text else 200
+        Judging.busy -= status == 503
+        reply = "none" if "[mute]" in text else "I would say 2/10... no, 7" if "[good]" in text else "99"
+        content = json.dumps(
+            {"choices": [{"message": {"content": reply}}]} if status == 200 else {"error": {}}
+        ).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def judge_url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judging)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_a_judge_is_asked_through_the_gateway(judge_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    gateway = GatewayConfig(url=judge_url, api_key_env="JUDGE_KEY")
+    pairs = [("[good] {answer}", "07"), ("great", "07"), ("[busy][good]", "07"), ("[mute]", "07"), ("[refused]", "07")]
+    found = scores(JudgeReward(model="m"), *pairs, gateway=gateway)
+    assert [round(s.total, 6) for s in found] == [0.7, 1.0, 0.7, 0.0, 0.0]
+    assert "no number" in found[3].failures["judge"]
+    assert "HTTP 400" in found[4].failures["judge"]
+    first = next(body for body in Judging.asked if "{answer}" in body["messages"][0]["content"])
+    assert first["key"] == "Bearer secret"
+    assert first["temperature"] == 0.0
+    assert "07" in first["messages"][0]["content"]
+
+
+def test_a_judge_needs_a_server(judge_url: str) -> None:
+    with pytest.raises(ConfigError, match="no gateway"):
+        build_scorer([JudgeReward(model="m")])
+    down = scores(JudgeReward(model="m", url="http://127.0.0.1:9", timeout_s=1.0), ("x", "y"))[0]
+    assert "gave no answer" in down.failures["judge"]

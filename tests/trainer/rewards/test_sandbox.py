@@ -1,0 +1,226 @@
+"""Programs in the sandbox: the forms of tests, and every way out that is known to be tried."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from trainer.config import CodeReward
+from trainer.errors import RewardError, SandboxUnavailable
+from trainer.rewards import RewardRequest, Score, Scorer, build_scorer
+from trainer.rewards.code import program_in, read_case
+from trainer.rewards.sandbox import Limits, Sandbox
+
+DOUBLE = ["assert f(2) == 4", {"call": "f", "args": [3], "expected": 6}]
+STDIO = [{"input": "2\n", "output": "4\n"}, {"input": "21\n", "output": "42"}]
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[Scorer]:
+    config = CodeReward(case_timeout_s=1.0, timeout_s=8.0, partial=True, output_kb=64, disk_mb=4, processes=8)
+    try:
+        built = build_scorer([config])
+    except SandboxUnavailable as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+    yield built
+    built.close()
+
+
+def judge(scorer: Scorer, program: str, tests: Any = None) -> Score:
+    request = RewardRequest("", program, "", {"tests": DOUBLE if tests is None else tests})
+    return asyncio.run(scorer(request))
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "value"),
+    [
+        ("f = lambda x: 2 * x", DOUBLE, 1.0),
+        ("f = lambda x: x + 2", DOUBLE, 0.5),
+        ("def f(x): return", DOUBLE, 0.0),
+        ("nonsense(", DOUBLE, 0.0),
+        ("", DOUBLE, 0.0),
+        ("print(2 * int(input()))", STDIO, 1.0),
+        ("import sys\nprint(sum(2 * int(l) for l in sys.stdin), end='  \\n\\n')", STDIO, 1.0),
+        ("print(4)", STDIO, 0.5),
+        ("import sys\nprint(2 * int(input()))\nsys.exit(0)", STDIO, 1.0),
+        ("f = lambda: (1, [2])", ["assert f() == (1, [2])", {"call": "f", "expected": [1, [2]]}], 1.0),
+        ("f = lambda: (1, 2)", ["assert f() == [1, 2]"], 0.0),
+        ("import math\nf = math.sqrt", ["import math\nassert math.isclose(f(2) ** 2, 2)", "assert 3.0 == f(9)"], 1.0),
+        ("f = lambda k: {'a': [k]}", [{"call": "f", "kwargs": {"k": None}, "expected": {"a": [None]}}], 1.0),
+        ("x" * 10 + " = 1\nf = len", [{"call": "f", "args": ["é\n"], "expected": 2}], 1.0),
+        ("print(len(input()))", [{"input": "y" * 300_000, "output": "300000"}], 1.0),
+    ],
+)
+def test_forms_of_tests(scorer: Scorer, program: str, tests: list[Any], value: float) -> None:
+    result = judge(scorer, program, tests)
+    assert result.failures == {}
+    assert result.total == value
+
+
+def test_the_last_fenced_block_is_the_program(scorer: Scorer) -> None:
+    answer = "Wrong:\n```python\nf = 1\n```\nRight:\n```python\nf = lambda x: 2 * x\n```\nDone."
+    assert judge(scorer, answer).total == 1.0
+    assert program_in("```\nx = 1") == "x = 1"
+
+
+@pytest.mark.parametrize("test", [1, {}, "f(2)", "assert", "x ==", {"call": "f"}])
+def test_a_test_in_no_known_form_is_a_failure(scorer: Scorer, test: Any) -> None:
+    assert judge(scorer, "f = 1", [test]).failures
+    with pytest.raises(RewardError):
+        read_case(test)
+
+
+def test_a_record_without_tests_is_a_failure(scorer: Scorer) -> None:
+    assert "no tests" in judge(scorer, "f = 1", []).failures["code"]
+
+
+REPLY = """b'{"case": 0, "value": "4"}\\n'"""
+ESCAPES = {
+    "faked success": f"import os\nos.write(1, {REPLY}); f = lambda x: None",
+    "faked equality": """
+class Yes:
+    __eq__ = lambda s, o: True
+    __repr__ = lambda s: "Yes()"
+f = lambda x: Yes()""",
+    "faked replies everywhere": f"""
+import os
+for n in range(64):
+    try: os.write(n, {REPLY})
+    except OSError: pass
+os._exit(0)""",
+    "exit": "import sys; sys.exit(0)",
+    "hard exit": "import os; os._exit(0)",
+    "endless loop": "while True: pass",
+    "endless loop deaf to signals": """
+import signal
+for s in range(1, 65):
+    try: signal.signal(s, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+while True: pass""",
+    "sleep": "import time; time.sleep(600)",
+    "memory": "x = b'x' * (1 << 33)",
+    "recursion": "def g(): g()\nimport sys; sys.setrecursionlimit(10**9); g()",
+    "fork bomb": "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+    "threads": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(600,)).start()",
+    "daemons": """
+import os, time
+for _ in range(4):
+    if os.fork() == 0:
+        os.setsid(); time.sleep(600)
+os._exit(0)""",
+    "kill everybody": "import os\nos.kill(-1, 9)",
+    "kill the parent": "import os\nos.kill(os.getppid(), 9)",
+    "kill number one": "import os\nos.kill(1, 9)",
+    "output flood": "import os\nwhile True: os.write(1, b'x' * 65536)",
+    "value flood": "f = lambda x: 'x' * (1 << 27)",
+}
+HIDDEN = ["/etc/shadow", "/etc/passwd", str(Path(__file__)), str(Path.home() / ".bashrc"), "/sys/kernel"]
+
+
+@pytest.mark.parametrize("program", ESCAPES.values(), ids=ESCAPES.keys())
+def test_what_cheats_or_breaks_gains_nothing_and_the_next_is_served(scorer: Scorer, program: str) -> None:
+    began = time.monotonic()
+    assert judge(scorer, program).total == 0.0
+    assert time.monotonic() - began < 20
+    assert judge(scorer, "f = lambda x: 2 * x").total == 1.0
+
+
+def test_output_of_a_whole_program_is_bounded(scorer: Scorer) -> None:
+    assert judge(scorer, "while True: print('4')", STDIO).total == 0.0
+
+
+def seen(scorer: Scorer, expression: str, setup: str = "import os, socket") -> Any:
+    """What a program finds out about its surroundings: the value of an expression, told as the result of a call."""
+    limits = Limits(case_timeout_s=2.0, memory_bytes=256 << 20, disk_bytes=4 << 20)
+    asked = {"setup": setup, "expression": f"repr({expression})"}
+    outcome = asyncio.run(Sandbox(limits).run("", [asked]))[0]
+    return outcome.get("value", outcome.get("error"))
+
+
+def test_no_network(scorer: Scorer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        program = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)\nf = lambda x: 2 * x"
+        assert judge(scorer, program).total == 0.0
+        listener.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+    assert "'lo'" in seen(scorer, "[name for _, name in socket.if_nameindex()]")
+    assert "eth" not in seen(scorer, "[name for _, name in socket.if_nameindex()]")
+
+
+@pytest.mark.parametrize("path", HIDDEN)
+def test_files_of_the_host_are_not_there(scorer: Scorer, path: str) -> None:
+    assert "False" in seen(scorer, f"os.path.exists({path!r})")
+
+
+@pytest.mark.parametrize("path", ["/x", "/usr/x", "/dev/x", "/bin/x", "/runner.py", "/proc/sys/kernel/hostname"])
+def test_nothing_but_tmp_can_be_written(scorer: Scorer, path: str) -> None:
+    assert "Error" in seen(scorer, f"open({path!r}, 'w').write('x')")
+
+
+def test_the_disk_is_small_and_forgotten(scorer: Scorer) -> None:
+    assert "5" in seen(scorer, "open('/tmp/x', 'w').write('small')")
+    assert "False" in seen(scorer, "os.path.exists('/tmp/x')")
+    fill = "for n in range(100):\n  open(f'/tmp/{n}', 'wb').write(b'x' * (1 << 20))"
+    assert "Error" in seen(scorer, "1", setup=fill)
+    fill = fill.replace("/tmp/", "/dev/shm/")
+    assert "Error" in seen(scorer, "1", setup=fill)
+
+
+def test_no_environment_no_privileges_no_other_processes(scorer: Scorer) -> None:
+    os.environ["HOTSWAP_TEST_SECRET"] = "secret"
+    try:
+        assert "secret" not in seen(scorer, "dict(os.environ)")
+    finally:
+        del os.environ["HOTSWAP_TEST_SECRET"]
+    status = seen(scorer, "open('/proc/self/status').read()")
+    assert "CapEff:\\t0000000000000000" in status.replace("\\\\", "\\")
+    assert "NoNewPrivs:\\t1" in status.replace("\\\\", "\\")
+    processes = json.loads(seen(scorer, "sorted(int(p) for p in os.listdir('/proc') if p.isdigit())").strip("'\""))
+    assert max(processes) < 20
+    assert "Error" in seen(scorer, "os.setuid(0)") or "True" in seen(scorer, "os.getuid() != 0")
+    assert "Error" in seen(scorer, "os.chroot('/tmp')")
+
+
+def test_tracing_another_process_is_refused(scorer: Scorer) -> None:
+    setup = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)"
+    assert "-1" in seen(scorer, "libc.ptrace(16, 1, 0, 0)", setup=setup)  # PTRACE_ATTACH to the first process
+    assert "-1" in seen(scorer, "libc.mount(b'/', b'/tmp', b'', 4096, None)", setup=setup)
+
+
+def test_nothing_is_left_behind(scorer: Scorer) -> None:
+    before = {p.pid for p in psutil.process_iter()}
+    judge(scorer, ESCAPES["daemons"])
+    judge(scorer, ESCAPES["fork bomb"])
+    time.sleep(0.3)
+    left = [p for p in psutil.process_iter(["name", "cmdline"]) if p.pid not in before]
+    assert not [p for p in left if "runner.py" in " ".join(p.info["cmdline"] or [])]
+
+
+def test_without_bubblewrap_it_is_refused_unless_the_user_opts_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.rewards.sandbox._bubblewrap", lambda: None)
+    with pytest.raises(SandboxUnavailable, match="sandbox to none"):
+        build_scorer([CodeReward()])
+    scorer = build_scorer([CodeReward(sandbox="none", case_timeout_s=1.0)])
+    assert judge(scorer, "f = lambda x: 2 * x").total == 1.0
+    assert judge(scorer, "while True: pass").total == 0.0
+    assert judge(scorer, "x = b'x' * (1 << 33)").total == 0.0
+    scorer.close()
+
+
+def test_namespaces_that_are_refused_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.rewards.sandbox._bubblewrap", lambda: "/bin/false")
+    with pytest.raises(SandboxUnavailable, match="allow user namespaces"):
+        build_scorer([CodeReward()])

@@ -1,0 +1,176 @@
+"""Rules, users' functions, weighted sums; what becomes of a reward that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trainer.config import CallableReward, ExactMatchReward, FormatReward, RegexReward, RewardConfig
+from trainer.errors import ConfigError, RewardError
+from trainer.rewards import RewardRequest, Score, Scorer, build_scorer
+
+HERE = "tests.trainer.rewards.functions"
+
+
+def ask(scorer: Scorer, *answers: str, expected: str = "07") -> list[Score]:
+    async def all_of_them() -> list[Score]:
+        requests = (RewardRequest("3+4=", answer, expected, {"bonus": 0.5}) for answer in answers)
+        return await asyncio.gather(*(scorer(request) for request in requests))
+
+    return asyncio.run(all_of_them())
+
+
+def score(configs: Sequence[RewardConfig], answer: str, expected: str = "07") -> Score:
+    scorer = build_scorer(configs)
+    try:
+        return ask(scorer, answer, expected=expected)[0]
+    finally:
+        scorer.close()
+
+
+@pytest.mark.parametrize(("answer", "value"), [("07", 1.0), (" 07\n", 1.0), ("7", 0.0), ("", 0.0), ("077", 0.0)])
+def test_exact_match(answer: str, value: float) -> None:
+    assert score([ExactMatchReward()], answer).total == value
+
+
+def test_regex() -> None:
+    scorer = build_scorer([RegexReward(pattern=r"^\d\d$"), RegexReward(pattern=r"<a>(?P<answer>.*)</a>", name="a")])
+    scores = ask(scorer, "99", "9", "so <a> 07 </a>", "so <a>08</a>")
+    scorer.close()
+    assert [s.parts for s in scores] == [
+        {"regex": 1, "a": 0}, {"regex": 0, "a": 0}, {"regex": 0, "a": 1}, {"regex": 0, "a": 0},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        ("<think>x</think><answer>y</answer>", 1.0),
+        ("  <think>x\nz</think>\n\n<answer>y</answer>\n", 1.0),
+        ("<think>x</think><answer>y</answer> and more", 0.0),
+        ("<answer>y</answer><think>x</think>", 0.0),
+        ("<think></think><answer>y</answer>", 0.0),
+        ("<think>x<think>y</think></think><answer>y</answer>", 0.0),
+        ("<think>x</think><answer>y", 0.0),
+        ("<think>" * 50_000, 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format(answer: str, value: float) -> None:
+    assert score([FormatReward()], answer).total == value
+
+
+def test_a_weighted_sum_keeps_its_parts() -> None:
+    configs = [
+        ExactMatchReward(weight=2.0),
+        RegexReward(pattern=r"^\d\d$", weight=0.5),
+        RegexReward(pattern="7"),
+        CallableReward(target=f"{HERE}:length", weight=0.1),
+        CallableReward(target=f"{HERE}:asynchronous", name="mine"),
+        CallableReward(target=f"{HERE}:of_extra", name="extra"),
+    ]
+    scorer = build_scorer(configs)
+    result, wrong = ask(scorer, "07", "08")
+    stats = scorer.stats()
+    scorer.close()
+    assert result.parts == {"exact_match": 1, "regex": 1, "regex_2": 1, "callable": 2, "mine": 1, "extra": 0.5}
+    assert result.total == pytest.approx(2 + 0.5 + 1 + 0.2 + 1 + 0.5)
+    assert wrong.parts["exact_match"] == 0
+    assert stats["reward_failures/callable"] == 0
+    assert stats["reward_time_ms/callable"] > 0
+
+
+def test_full_needs_the_best_of_every_reward() -> None:
+    configs = [ExactMatchReward(), RegexReward(pattern=r"^\d\d$")]
+    assert score(configs, "07").full
+    assert not score(configs, "08").full
+
+
+@pytest.mark.parametrize(
+    ("configs", "message"),
+    [
+        ([RegexReward(pattern="(")], "Correct the expression"),
+        ([CallableReward(target="no.such.module:f")], "cannot import"),
+        ([CallableReward(target=f"{HERE}:nothing")], "cannot import"),
+        ([ExactMatchReward(name="a"), FormatReward(name="a")], "given twice"),
+    ],
+)
+def test_what_the_user_can_correct_is_said_before_the_run(configs: list[RewardConfig], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_scorer(configs)
+
+
+def test_a_reward_that_fails_gives_its_configured_value_and_the_next_is_served(tmp_path: Path) -> None:
+    options = {"timeout_s": 1.0, "on_failure": -1.0, "workers": 2}
+    scorer = build_scorer([CallableReward(target=f"{HERE}:misbehaves", **options)])
+    try:
+        left = tmp_path / "pid"
+        bad = ["raise", "hang", "loop", "die", f"leave {left}", "close"]
+        began = time.monotonic()
+        scores = ask(scorer, *bad[:-1], "fine")
+        assert time.monotonic() - began < 30
+        assert [s.total for s in scores] == [-1.0] * 5 + [1.0]
+        reasons = [s.failures.get("callable", "") for s in scores]
+        assert "KeyError('missing')" in reasons[0]
+        assert "took over 1 s" in reasons[1]
+        assert "took over 1 s" in reasons[2]
+        assert "status 3" in reasons[3]
+        assert "took over 1 s" in reasons[4]
+        assert (
+            not psutil.pid_exists(int(left.read_text())) or psutil.Process(int(left.read_text())).status() == "zombie"
+        )
+        assert scorer.stats()["reward_failures/callable"] == 5
+        ask(scorer, bad[-1])
+        assert [s.total for s in ask(scorer, *["fine"] * 8)] == [1.0] * 8
+    finally:
+        scorer.close()
+
+
+def test_a_value_that_is_not_finite_is_a_failure() -> None:
+    result = score([CallableReward(target=f"{HERE}:not_a_number")], "07")
+    assert result.total == 0.0
+    assert "finite" in result.failures["callable"]
+
+
+def test_coroutines_share_a_worker_and_one_that_blocks_it_costs_the_others_nothing() -> None:
+    config = CallableReward(target=f"{HERE}:blocks_the_loop", timeout_s=1.0, workers=1)
+    scorer = build_scorer([config])
+    scores = ask(scorer, *["fine"] * 10, "block", *["fine"] * 10)
+    scorer.close()
+    assert [s.total for s in scores] == [1.0] * 10 + [0.0] + [1.0] * 10
+
+
+def test_a_coroutine_that_is_late_is_cancelled_without_its_worker() -> None:
+    scorer = build_scorer([CallableReward(target=f"{HERE}:sleeps", timeout_s=0.3, workers=1)])
+    children = psutil.Process().children(recursive=True)
+    assert "cancelled" in ask(scorer, "x")[0].failures["callable"]
+    assert psutil.Process().children(recursive=True) == children
+    scorer.close()
+
+
+def test_a_sample_waits_no_longer_than_its_deadline() -> None:
+    config = CallableReward(target=f"{HERE}:misbehaves", timeout_s=30.0, deadline_s=0.5, workers=1)
+    scorer = build_scorer([config])
+    scores = ask(scorer, "hang", "fine", "fine")
+    scorer.close()
+    assert [s.total for s in scores] == [0.0] * 3
+    assert "within 0.5 s" in scores[1].failures["callable"]
+
+
+def test_nothing_is_left_when_it_is_closed() -> None:
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    scorer = build_scorer([CallableReward(target=f"{HERE}:length", workers=3)])
+    started = {p.pid for p in psutil.Process().children(recursive=True)} - before
+    assert len(started) == 3
+    scorer.close()
+    scorer.close()
+    assert not any(psutil.pid_exists(pid) for pid in started)
+    with pytest.raises(RewardError, match="closed"):
+        ask(scorer, "x")
+    assert os.getpid()  # this process was spared
