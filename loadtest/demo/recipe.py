@@ -80,7 +80,7 @@ class Recipe:
         return {
             "seed": self.seed,
             "gateway": {"url": url},
-            "rollout": {"max_tokens": 4},
+            "rollout": {"max_tokens": 4, "request": "group"},
             "metrics": str(run / f"{phase}.jsonl"),
         }
 

@@ -99,10 +99,14 @@ def test_a_run_learns_from_samples_within_its_bound(
 
 
 @pytest.mark.timeout(300)
-def test_models_look_at_rollouts_as_they_come_and_all_is_counted(mistaken: str, served: Fleet, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", [{}, {"pipeline": 2}], ids=["1 rank", "2 stages"])
+def test_models_look_at_rollouts_as_they_come_and_all_is_counted(
+    mistaken: str, served: Fleet, tmp_path: Path, parallel: dict[str, int]
+) -> None:
     """A KL term wants the reference's log-probs; DAPO's filter wants other groups; packing has its own layout."""
     algorithm = {"name": "grpo", "samples_per_prompt": 4, "kl_coef": 0.05, "drop_zero_std": True}
-    changes = {"algorithm": algorithm, "steps": 4, "micro_batch": 8, "packing": {"max_tokens": 64}}
+    packing = {"max_tokens": 64}
+    changes = {"algorithm": algorithm, "steps": 4, "micro_batch": 8, "packing": packing, "parallel": parallel}
     trained = steps(train(reinforced(mistaken, served, **changes), tmp_path))
     assert all(step["inference_ms"] > 0 for step in trained)
     assert trained[0]["kl"] == pytest.approx(0, abs=1e-6)  # the first step's weights are the reference's
