@@ -157,6 +157,8 @@ class TrainerConfig:
         if self.memory is not None and not isinstance(self.schedule, ColocatedSchedule):
             problem = f"phases share the device, but under {self.schedule.name} they overlap"
             raise ConfigError("memory", problem, "Set schedule.name to colocated, or leave memory out")
+        if self.memory is not None and self.parallel.shard == "full":
+            raise ConfigError("memory", "parallel.shard full owns its storages", "Set shard to optimizer")
         if self.faults.on_diverged == "rollback" and self.checkpoint is None:
             raise ConfigError("faults.on_diverged", "rollback needs a checkpoint", "Add checkpoint: {path: ...}")
         if self.publish is not None and not self.publish.store_url:

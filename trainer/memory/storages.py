@@ -95,9 +95,10 @@ def release() -> None:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Each storage once, those without bytes left out."""
+    """Each storage of the device once, those without bytes left out, and on a GPU what lies in host memory anyway."""
     found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
-    return [storage for storage in found.values() if storage.nbytes()]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return [storage for storage in found.values() if storage.nbytes() and storage.device.type == device]
 
 
 def _empty(storage: torch.UntypedStorage) -> None:
