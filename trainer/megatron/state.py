@@ -8,8 +8,8 @@ schedule, and the random generators.
 
 The reference model is not saved: it is the checkpoint that the run started from.
 
-Three defects of Megatron-Core 0.16.1 with torch's Adam are worked around (`_prepare_optimizer`, `_load_optimizer`): its
-loader expects optimizer state, `step` included, before the first step ever ran; it then looks for `step` among the
+Three defects of Megatron-Core 0.16.1 with torch's Adam are worked around (`_prepare_optimizer`, `_load_optimizer`): it
+expects optimizer state, `step` included, before the first step ever ran; it then looks for `step` among the
 loaded tensors of each parameter, where it is not; and it gives all parameters one shared `step` tensor, which Adam
 would increment once per parameter.
 """
@@ -96,7 +96,6 @@ def save(engine: Engine, directory: Path) -> None:
 def load(engine: Engine, directory: Path) -> None:
     """Restore what was saved, in this layout or another. Collective."""
     for name, role in trained(engine).items():
-        _prepare_optimizer(role)
         state = staging.load(_sharded(role, loading=True), directory / name)
         for key, chunk in _chunks(role).items():
             unwrap(chunk).load_state_dict(state[key])
@@ -120,6 +119,7 @@ def _chunks(role: Role) -> dict[str, Any]:
 
 def _sharded(role: Role, *, loading: bool) -> dict[str, Any]:
     models = {key: unwrap(chunk).sharded_state_dict() for key, chunk in _chunks(role).items()}
+    _prepare_optimizer(role)
     gc.freeze()  # Megatron collects garbage in there: spare it the walk over everything that was there before
     try:
         with _whole_buckets(role):
@@ -150,6 +150,8 @@ def _optimizers(role: Role) -> Iterator[Any]:
 
 
 def _prepare_optimizer(role: Role) -> None:
+    """Adam's state as it will make it in its first step; before that (at step 0, or while only a critic warms up)
+    Megatron can neither save nor load."""
     for distributed in _optimizers(role):
         for group in distributed.optimizer.param_groups:
             for parameter in group["params"]:
