@@ -74,7 +74,7 @@ class Rollouts:
         """Cancel what is in flight; the server sees its clients leave and frees their memory."""
         for future in list(self._tasks):
             future.cancel()
-        self._start(self._client.close()).result()
+        asyncio.run_coroutine_threadsafe(self._leave(), self._loop).result()
         self._scorer.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -91,6 +91,14 @@ class Rollouts:
         self._tasks.add(future)
         future.add_done_callback(self._tasks.discard)
         return future
+
+    async def _leave(self) -> None:
+        """When all tasks have seen that they are cancelled, their connections are closed."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._client.close()
 
     async def _group(self, record: Record, request: Request) -> Group:
         try:
