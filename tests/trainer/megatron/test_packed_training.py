@@ -61,6 +61,16 @@ def test_packed_rows_are_recomputed_as_they_were(one_rank: Ranks, small_models: 
     check(one_rank.call("packed_training", path=path, parallel={}, algorithm={"name": "sft"}, model=model))
 
 
+def test_experts_are_chosen_as_without_packing(two_ranks: Ranks, models: dict[str, str]) -> None:
+    parallel = {"data": 2, "expert": 2}
+    check(two_ranks.call("packed_training", path=models["qwen3_moe"], parallel=parallel, algorithm={"name": "sft"}))
+
+
+def test_interleaved_stages_get_whole_groups_of_packed_rows(two_ranks: Ranks, models: dict[str, str]) -> None:
+    parallel = {"pipeline": 2, "virtual_pipeline": 2}
+    check(two_ranks.call("packed_training", path=models["qwen2"], parallel=parallel, algorithm={"name": "sft"}))
+
+
 def test_a_run_goes_on_at_another_number_of_ranks_where_it_was(
     one_rank: Ranks, two_ranks: Ranks, tiny_model: str, tmp_path: Path
 ) -> None:
