@@ -190,8 +190,13 @@ def _figures(steps: list[dict[str, Any]], resident: Resident) -> dict[str, Any]:
             "serving": _mb(max(resident.serving, default=0)),
             "together": _mb(resident.peak_together),
         },
-        "asleep_mb": _mb(min((n for n in resident.serving if n), default=0)),
+        "asleep_mb": _mb(_asleep(resident.serving)),
     }
+
+
+def _asleep(serving: list[int]) -> int:
+    """The median of what is below a quarter of the peak: an engine is far above, a process that starts over below."""
+    return int(median([n for n in serving if 0 < n < max(serving) / 4] or [0]))
 
 
 def _mb(nbytes: int) -> int:

@@ -10,6 +10,7 @@ from trainer import strict
 from trainer.config import TrainerConfig
 from trainer.errors import ConfigError
 
+ASYNC = {"schedule": {"name": "async"}, "algorithm": {"name": "grpo"}, "gateway": {"url": "http://unused"}}
 SERVING = {"admin_url": "http://127.0.0.1:8001"}
 
 
@@ -28,7 +29,7 @@ def test_a_whole_section() -> None:
 @pytest.mark.parametrize(
     ("memory", "more", "told"),
     [
-        ({}, {"schedule": {"name": "async"}}, "memory: phases share the device, but under async they overlap"),
+        ({}, ASYNC, "memory: phases share the device, but under async they overlap"),
         ({}, {"parallel": {"data": 2, "shard": "full"}}, "memory: parallel.shard full owns its storages"),
         ({"budget_gib": 0}, {}, "memory.budget_gib: must be positive"),
         ({"budget_gib": 2, "reserve_gib": 2}, {}, "reserve_gib: 2 leaves nothing of budget_gib"),
