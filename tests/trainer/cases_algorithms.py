@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from trainer.algorithms import Algorithm
 from trainer.algorithms.base import VALUES
 from trainer.batch import MASK, Fields, assemble
 from trainer.config import PackingConfig
+from trainer.megatron import state
 from trainer.megatron.convert import unwrap
 from trainer.megatron.engine import Engine
 
@@ -121,3 +123,17 @@ def role_storages(path: str, dtype: str) -> dict[str, Any]:
             "after": after,
             "distinct": len(set(every)) == len(every),
         }
+
+
+def critic_steps(path: str, parallel: dict[str, Any], directory: str, resume: bool = False) -> list[dict[str, float]]:
+    """Four PPO steps, two of them the critic's alone, saved after the first; or the last three, from what was saved."""
+    algorithm = {**ALGORITHMS["ppo"], "critic_warmup": 2}
+    with _built(path, algorithm, parallel) as engine:
+        if resume:
+            state.load(engine, Path(directory))
+        stats = []
+        for step in range(1 if resume else 0, 4):
+            stats.append(_numbers(engine.step(_batch(engine.algorithm, step))))
+            if step == 0:
+                state.save(engine, Path(directory))
+        return stats

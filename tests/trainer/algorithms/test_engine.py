@@ -97,6 +97,19 @@ def test_the_critic_learns_alone_at_first(one_rank: Ranks, small_models: dict[st
     assert seen["rates"] == [pytest.approx(3e-3), pytest.approx(1e-2)]
 
 
+def test_the_critic_goes_on_where_it_was(
+    one_rank: Ranks, two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path
+) -> None:
+    """Also how much of its time alone is left; exactly in the same layout, within rounding in another."""
+    common = {"path": small_models["qwen2-tied"], "directory": str(tmp_path)}
+    through = two_ranks.call("critic_steps", parallel={"tensor": 2}, **common)[0]
+    assert [step["loss"] == 0.0 for step in through] == [True, True, False, False]
+    assert two_ranks.call("critic_steps", parallel={"tensor": 2}, resume=True, **common)[0] == through[1:]
+    for ranks, parallel in ((two_ranks, {"pipeline": 2}), (two_ranks, {"data": 2}), (one_rank, {})):
+        resumed = ranks.call("critic_steps", parallel=parallel, resume=True, **common)[0]
+        check({"ppo": resumed}, {"ppo": through[1:]})
+
+
 @pytest.mark.parametrize("model", ["qwen2-tied", "llama"])
 def test_the_critic_is_the_models_trunk(one_rank: Ranks, small_models: dict[str, str], model: str) -> None:
     assert one_rank.call("critic_is_the_trunk", path=small_models[model])[0] < 1e-5
