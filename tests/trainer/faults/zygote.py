@@ -82,7 +82,10 @@ def serve() -> None:
 def _status(main: Any, arguments: list[str]) -> int:
     import traceback
 
+    from tests.trainer.faults import patches
+
     die_with_zygote()
+    patches.apply()
     try:
         return int(main(arguments))
     except BaseException:
