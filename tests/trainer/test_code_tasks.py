@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from trainer.config import CodeTasksData
 from trainer.data import CodeTasks, Tokenizer
 from trainer.data.code_tasks import CHARACTERS, COPIES, all_problems, program
+from trainer.data.records import Record
 from trainer.errors import ConfigError
 from trainer.tiny_model import write_tiny_model
 
@@ -85,3 +87,26 @@ def test_every_record_of_the_arithmetic_task_is_a_preference_too(tmp_path: Path)
             assert tokenizer.decode(record.chosen_ids) == record.answer
             assert record.rejected_ids != record.chosen_ids
             assert record.target_ids in (record.chosen_ids, record.rejected_ids)
+
+
+def test_the_sandbox_tells_the_mistake_from_the_right_program(tokenizer: Tokenizer) -> None:
+    from trainer.config import CodeReward
+    from trainer.rewards import build_scorer
+    from trainer.rewards.base import RewardRequest
+
+    scorer = build_scorer([CodeReward(timeout_s=60.0, case_timeout_s=30.0)])
+    scorer.open()
+    data = CodeTasks(CodeTasksData(), tokenizer, seed=0)
+
+    async def scores() -> list[tuple[float, float]]:
+        async def score(record: Record, answer: str) -> float:
+            return (await scorer(RewardRequest(record.prompt, answer, record.answer, record.extra))).total
+
+        records = [data[i] for i in range(4)]
+        return [(await score(r, r.answer), await score(r, tokenizer.decode(r.rejected_ids))) for r in records]
+
+    try:
+        assert asyncio.run(scores()) == [(1.0, 0.0)] * 4
+        assert scorer.stats()["reward_failures/code"] == 0
+    finally:
+        scorer.close()
