@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -143,10 +142,11 @@ def test_destroying_gives_everything_back(tmp_path: Path) -> None:
     held = component(tmp_path, [tensor])
     held.destroy()
     assert (held.state, tensor.untyped_storage().nbytes()) == ("destroyed", 0)
-    open_files = len(os.listdir("/proc/self/fd"))
-    other = component(tmp_path, [torch.zeros(10)])
+    vault = DiskVault(str(tmp_path))
+    other = StorageComponent("model", lambda: [torch.zeros(10)], vault)
     other.offload()
-    assert len(os.listdir("/proc/self/fd")) == open_files + 1
+    assert vault._fd is not None
+    assert os.readlink(f"/proc/self/fd/{vault._fd}").startswith(str(tmp_path))
     other.destroy()
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    mine = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    assert not any(str(tmp_path) in os.readlink(link) for link in mine if link.is_symlink())
