@@ -100,6 +100,7 @@ def load(engine: Engine, directory: Path) -> None:
         for key, chunk in _chunks(role).items():
             unwrap(chunk).load_state_dict(state[key])
         _load_optimizer(role, _regrouped(role, state["optimizer"]))
+        role.scheduler.num_steps = 0  # Megatron's loader adds what was saved to what there is
         role.scheduler.load_state_dict(state["scheduler"])
     saved_world = len(list(directory.glob("rank-*.json")))
     if saved_world == dist.get_world_size():
