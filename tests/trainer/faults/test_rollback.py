@@ -18,6 +18,8 @@ from trainer.config import TelemetryConfig
 from trainer.errors import PublishError
 from trainer.faults.serving import roll_back_serving
 
+KEY = {"HOTSWAP_ADMIN_KEY": "secret"}
+
 
 @pytest.fixture
 def admin(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[dict[str, Any]], list[int]]]:
@@ -38,7 +40,7 @@ def admin(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[dict[str,
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("HOTSWAP_ADMIN_KEY", "secret")
+    monkeypatch.setenv(*next(iter(KEY.items())))
     yield f"http://127.0.0.1:{server.server_port}", asked, statuses
     server.shutdown()
     server.server_close()
@@ -63,7 +65,9 @@ def train(zygote: Zygote, config: dict[str, Any], tmp_path: Path) -> Training:
     """A run whose weights become NaN before a step's pass, as often as it says there."""
 
     def run(poison: str = "", **changes: Any) -> tuple[int, str]:
-        started = zygote.start(arguments(config | changes, tmp_path), tmp_path / "said", HOTSWAP_TEST_POISON=poison)
+        started = zygote.start(
+            arguments(config | changes, tmp_path), tmp_path / "said", HOTSWAP_TEST_POISON=poison, **KEY
+        )
         status = zygote.wait(started)
         return status, (tmp_path / "said").read_text()
 
