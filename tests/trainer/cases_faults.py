@@ -73,7 +73,7 @@ def torn(path: str, parallel: dict[str, int], directory: str) -> dict[str, Any]:
         found: list[Any] = [checkpoints.resume()]
         for step in (2, 1):
             if dist.get_rank() == 0:
-                shard = sorted(Path(directory, f"step-{step:08d}", "actor").glob("__1_*.distcp"))[0]
+                shard = min(Path(directory, f"step-{step:08d}", "actor").glob("__1_*.distcp"))
                 data = bytearray(shard.read_bytes())
                 data[len(data) // 2] ^= 1
                 shard.write_bytes(data) if step == 2 else shard.unlink()

@@ -65,7 +65,9 @@ def test_a_torn_or_missing_shard_is_named_and_the_one_before_used(
 def test_a_full_disk_is_named_and_survived_as_often_as_allowed(
     two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path
 ) -> None:
-    lead, other = two_ranks.call("disk_full", path=small_models["qwen2"], parallel={"tensor": 2}, directory=str(tmp_path))
+    lead, other = two_ranks.call(
+        "disk_full", path=small_models["qwen2"], parallel={"tensor": 2}, directory=str(tmp_path)
+    )
     assert lead[:3] == [["checkpoint_failed", 1], ["checkpoint", 2], ["checkpoint_failed", 3]]
     assert "stopped at 4: rank 1: " in lead[3]
     assert "No space left" in lead[3]
