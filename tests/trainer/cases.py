@@ -36,7 +36,9 @@ def engine(config: dict[str, Any]) -> Iterator[Engine]:
     )
     split(parsed.parallel, parsed.seed)
     try:
-        yield Engine(parsed, load_shape(parsed.model.path), build_algorithm(parsed.algorithm, parsed.rollout.max_tokens))
+        yield Engine(
+            parsed, load_shape(parsed.model.path), build_algorithm(parsed.algorithm, parsed.rollout.max_tokens)
+        )
     finally:
         unsplit()
 

@@ -128,7 +128,7 @@ def test_user_errors_are_one_line_and_status_2(
         (lambda: {"checkpoint": {"path": "/proc/nowhere"}}, "checkpoint.path: cannot make the directory /proc/nowhere"),
         (lambda: {"save_to": "/proc/nowhere"}, "save_to: cannot make the directory"),
         (lambda: {"metrics": "/proc/nowhere/metrics"}, "metrics: cannot make the directory"),
-        (lambda: {"parallel": {"pipeline": 3}}, "3 does not divide the model's 2 layers"),
+        (lambda: {"parallel": {"pipeline": 3}}, "3 does not divide the model's 2 (layers)"),
         (lambda: broken(lambda: edit_config(architectures=["GPT2LMHeadModel"])), "Supported: LlamaForCausalLM, Qwen2"),
         (lambda: broken(lambda: edit_config(rope_parameters={"rope_type": "yarn"})), "RoPE scaling"),
         (lambda: broken(lambda: edit_config(hidden_act="gelu")), "hidden_act 'gelu'"),

@@ -22,6 +22,14 @@ def larger_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def even_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One that two tensor-parallel ranks can cut."""
+    path = tmp_path_factory.mktemp("models") / "even"
+    write_tiny_model(path, num_attention_heads=4, num_key_value_heads=2)
+    return str(path)
+
+
 def phases(ranks: Ranks, path: str, directory: Path, spare: float | None, **parallel: int) -> list[dict[str, Any]]:
     return ranks.call("phases", path=path, parallel=parallel, directory=str(directory), spare=spare)
 
@@ -50,9 +58,9 @@ def test_with_room_for_everything_nothing_moves(one_rank: Ranks, larger_model: s
 
 
 @pytest.mark.parametrize("parallel", [{"data": 2}, {"tensor": 2}, {"pipeline": 2}], ids=str)
-def test_ranks_move_together(two_ranks: Ranks, tiny_model: str, tmp_path: Path, parallel: dict[str, int]) -> None:
-    alone = phases(two_ranks, tiny_model, tmp_path, None, **parallel)
-    shared = phases(two_ranks, tiny_model, tmp_path, 0.6, **parallel)
+def test_ranks_move_together(two_ranks: Ranks, even_model: str, tmp_path: Path, parallel: dict[str, int]) -> None:
+    alone = phases(two_ranks, even_model, tmp_path, None, **parallel)
+    shared = phases(two_ranks, even_model, tmp_path, 0.6, **parallel)
     assert [rank["losses"] for rank in shared] == [rank["losses"] for rank in alone]
     assert [rank["log"] for rank in shared] == [["sleep", "wake"] * 2 + ["sleep"]] * 2
 
