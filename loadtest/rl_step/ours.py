@@ -42,6 +42,8 @@ def server(model: Path, state: Path) -> Server:
 def config(task: Task, model: Path, url: str, schedule: str, reward: str, metrics: Path) -> dict[str, Any]:
     """What the trainer is given. Correction is on where samples are older than the weights they train."""
     algorithm: dict[str, Any] = {"name": "grpo", "samples_per_prompt": task.samples}
+    if schedule != "colocated":
+        algorithm["correction"] = {"kind": "truncated", "max_lag": 2}
     return {
         "model": {"path": str(model)},
         "data": DATA,
