@@ -1,8 +1,8 @@
 """A place for programs that nobody has read: bubblewrap's namespaces, a read-only system, limits.
 
 Inside are the system's libraries and this Python with its standard library, read-only, a small `/tmp` in memory, and
-nothing else: no network, no other processes, no home, no `/etc`, no environment. See docs/trainer/rewards.md for what
-it does not cover.
+nothing else: no network, no other processes, no home, no `/etc`, no environment, no new namespaces (calls.py). See
+docs/trainer/rewards.md for what it does not cover.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import itertools
 import os
+import platform
 import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 import orjson
 
 from trainer.errors import RewardError, RewardTimeout, SandboxUnavailable
+from trainer.rewards.calls import call_filter
 
 RUNNER = Path(__file__).with_name("sandboxed.py")
 ADVICE = "Install bubblewrap and allow user namespaces, or set the reward's sandbox to none where nothing can be lost."
@@ -54,6 +57,8 @@ class Sandbox:
             return
         if _bubblewrap() is None:
             raise SandboxUnavailable(f"there is no bubblewrap (`bwrap`) on PATH. {ADVICE}")
+        if call_filter() is None:
+            raise SandboxUnavailable(f"the system calls of {platform.machine()} are not known here. {ADVICE}")
         case = {"setup": "", "expression": "sum([20, 22])"}
         try:
             outcomes = await self.run("", [case])
@@ -67,8 +72,10 @@ class Sandbox:
         with contextlib.ExitStack() as stack:
             environment = {"PATH": os.environ.get("PATH", "/usr/bin")}
             directory = "/tmp" if self._isolated else stack.enter_context(tempfile.TemporaryDirectory())  # noqa: S108
+            calls = stack.enter_context(_filter_file()) if self._isolated else None
             process = await asyncio.create_subprocess_exec(
-                *self._command(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                *self._command(calls), pass_fds=() if calls is None else (calls,),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE, env=environment, start_new_session=True,
             )  # fmt: skip
             try:
@@ -117,13 +124,13 @@ class Sandbox:
         }
         return orjson.dumps(settings | {"program": program, "cases": cases}) + b"\n"
 
-    def _command(self) -> list[str]:
+    def _command(self, calls: int | None) -> list[str]:
         python = [str(Path(sys.base_prefix) / "bin" / "python3"), "-I", "-S"]
-        if not self._isolated:
+        if calls is None:
             return [*python, str(RUNNER)]
         size = str(self._limits.disk_bytes)
         return [
-            _bubblewrap() or "bwrap", "--die-with-parent", "--new-session", *self._identity(),
+            _bubblewrap() or "bwrap", "--die-with-parent", "--new-session", "--seccomp", str(calls), *self._identity(),
             "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",
             *_system(), "--ro-bind", str(RUNNER), "/runner.py",
             "--proc", "/proc", "--dev", "/dev", "--size", size, "--perms", "1777", "--tmpfs", "/tmp",  # noqa: S108
@@ -137,6 +144,20 @@ class Sandbox:
         if self._as_root:
             return ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         return ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
+
+
+@contextlib.contextmanager
+def _filter_file() -> Iterator[int]:
+    """A descriptor to read the filter of system calls from."""
+    calls = call_filter()
+    assert calls is not None  # check() refuses such machines
+    descriptor = os.memfd_create("seccomp")
+    try:
+        os.write(descriptor, calls)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _bubblewrap() -> str | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import platform
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 from trainer.config import CodeReward
 from trainer.errors import RewardError, SandboxUnavailable
 from trainer.rewards import RewardRequest, Score, Scorer, build_scorer
+from trainer.rewards.calls import call_filter
 from trainer.rewards.code import program_in, read_case
 from trainer.rewards.sandbox import Limits, Sandbox
 
@@ -197,7 +200,36 @@ def test_no_environment_no_privileges_no_other_processes(scorer: Scorer) -> None
 def test_tracing_another_process_is_refused(scorer: Scorer) -> None:
     setup = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)"
     assert "-1" in seen(scorer, "libc.ptrace(16, 1, 0, 0)", setup=setup)  # PTRACE_ATTACH to the first process
+    assert "-1" in seen(scorer, "libc.ptrace(16, os.getppid(), 0, 0)", setup=f"import os\n{setup}")
     assert "-1" in seen(scorer, "libc.mount(b'/', b'/tmp', b'', 4096, None)", setup=setup)
+
+
+def test_the_supervisor_s_replies_are_out_of_reach(scorer: Scorer) -> None:
+    assert "Error" in seen(scorer, "open(f'/proc/{os.getppid()}/fd/1', 'w')")
+
+
+@pytest.mark.parametrize("flags", ["0x10000000", "0x20000", "0x40000000"], ids=["user", "mount", "net"])
+def test_new_namespaces_are_refused(scorer: Scorer, flags: str) -> None:
+    """A user namespace would come with capabilities: enough to mount a file system in memory of any size."""
+    setup = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)"
+    assert "(-1, 1)" in seen(scorer, f"(libc.unshare({flags}), ctypes.get_errno())", setup=setup)
+    clone = 56 if platform.machine() == "x86_64" else 220
+    assert "(-1, 1)" in seen(
+        scorer, f"(libc.syscall({clone}, {flags} | 17, 0, 0, 0, 0), ctypes.get_errno())", setup=setup
+    )
+
+
+def test_memory_behind_a_descriptor_is_refused(scorer: Scorer) -> None:
+    assert "PermissionError" in seen(scorer, "os.memfd_create('x')")
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_is_a_program_of_whole_instructions_that_ends_in_leave(machine: str) -> None:
+    program = call_filter(machine)
+    assert program is not None
+    assert len(program) % 8 == 0
+    assert program[-8:] == struct.pack("=HBBI", 0x06, 0, 0, 0x7FFF0000)
+    assert call_filter("pdp11") is None
 
 
 def test_nothing_is_left_behind(scorer: Scorer) -> None:
