@@ -47,7 +47,7 @@ def run(*arguments: str, timeout_s: float = 280, **environment: str) -> str:
 def built() -> None:
     if compiled.built_from() != compiled.digest():
         if shutil.which("gcc") is None:
-            pytest.skip("no C compiler")
+            (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("no C compiler")
         run("-m", "server.gateway.compiled")
 
 
