@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=cost)
     for item in items:  # real processes on a machine that others use too: once more, and the report says so
-        if item.get_closest_marker("engine") or item.path.parts[-2] in WITH_PROCESSES:
+        if item.get_closest_marker("engine") or WITH_PROCESSES.intersection(item.path.parts[-3:]):
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 

@@ -12,9 +12,13 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from trainer.config import FaultsConfig, ParallelConfig
 from trainer.faults.restarts import VARIABLE, RunDir
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def is_rank() -> bool:
@@ -32,7 +36,8 @@ def die_with_parent() -> None:
 def launch(arguments: list[str], parallel: ParallelConfig, faults: FaultsConfig) -> int:
     """Run `python -m trainer.main ARGUMENTS` on every rank through torchrun's agent. Returns the run's exit status.
 
-    A rank that fails ends all; it has printed why, so the agent's own report of it is left out. All are started anew,
+    A rank that fails ends all; it has printed why, so the agent's own report of it is left out, but for a rank that was
+    killed: it could print nothing, and the others may be ended before they notice. All are started anew,
     up to `max_restarts` times, unless the fault is one that would only repeat itself. SIGTERM is passed on; ranks save
     and leave within `grace_s`.
     """
@@ -58,11 +63,21 @@ def launch(arguments: list[str], parallel: ParallelConfig, faults: FaultsConfig)
         try:
             elastic_launch(config, sys.executable)("-m", "trainer.main", *arguments)
         except ChildFailedError as failed:
+            _tell_killed(failed)
             codes = [failure.exitcode for failure in failed.failures.values() if failure.exitcode > 0]
             return run_dir.final() or (2 if 2 in codes else 1)
         except SignalException as stopped:  # the agent has passed it on and waited for the ranks
             return 128 + int(stopped.sigval)
     return 0
+
+
+def _tell_killed(failed: ChildFailedError) -> None:
+    """Name the ranks that a signal ended, other than the SIGTERM with which the agent ends those that are left."""
+    for rank, failure in sorted(failed.failures.items()):
+        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:
+            name = signal.Signals(-failure.exitcode).name
+            hint = " Look in the kernel's log for its out-of-memory killer." if name == "SIGKILL" else ""
+            print(f"error: lost rank {rank} (process {failure.pid}) to {name}.{hint}", file=sys.stderr)
 
 
 @contextmanager

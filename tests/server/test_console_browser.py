@@ -395,7 +395,8 @@ async def serve_version(gateway: RunningGateway, version: int) -> None:
 
 async def test_versions_are_listed_with_what_may_be_done(console: Watched, gateway: RunningGateway) -> None:
     await asyncio.to_thread(put_versions, gateway, 1, None)
-    await console.wait_text("#versions", "retired")
+    await console.wait_text("#active", "v1")
+    await console.wait_text("#versions", "active")
     rows = [row.split("\t") for row in await console.page.locator("#versions tbody tr").all_inner_texts()]
     assert [(row[0], row[1]) for row in rows] == [("v3", "retired"), ("v2", "ready"), ("v1", "active")]
     assert rows[0][5] == "123 MB"
@@ -493,6 +494,7 @@ async def test_curves_are_drawn_and_told_in_words_and_numbers(console: Watched, 
     label = await console.page.locator("#reward svg").get_attribute("aria-label")
     assert "reward: now 0.50, between 0.10 and 0.50" in (label or "")
     await console.page.locator("#loss summary").click()
+    await console.page.locator("#loss tbody tr").first.wait_for()
     rows = await console.page.locator("#loss tbody tr").all_inner_texts()
     assert rows[0].split("\t") == ["step 5", "0.4000"]
     await console.wait_attribute("#throughput svg", "aria-label", "tokens/s: now")

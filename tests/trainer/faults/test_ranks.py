@@ -88,7 +88,7 @@ def test_a_killed_rank_is_named_and_a_mistake_is_not_repeated(config: dict[str, 
     assert run.wait(60) == 1
     assert run.stderr is not None
     said = run.stderr.read()
-    assert f"lost rank 1 (process {killed.pid})" in said
+    assert f"lost rank 1 (process {killed.pid}) to SIGKILL" in said
     assert "Traceback" not in said
 
     config |= {"seed": 7, "faults": {"max_restarts": 3}}
