@@ -28,6 +28,11 @@ WeightSyncError               base: `code` for machines, a message that says wha
 ├── DeltaError                not a delta, or a damaged one
 │   └── DeltaBaseMismatch     it is made against a version that is not here
 ├── RemoteError               a server took a version neither as a delta nor in full
+├── TransferError             the bytes of a slot did not get from one host to another
+│   ├── TransportUnavailable  the library is not installed or does not work here
+│   ├── PeerUnreachable       no connection to the other host
+│   ├── TransferFailed        the other host died, refused or went away in the middle
+│   └── TransferTimedOut      not done in time
 ├── PublishError
 │   ├── StalePublisher        a newer publisher of the lineage has taken over
 │   ├── BadPart               a part that no version can have, or that has nothing to go with
@@ -312,6 +317,52 @@ class RemoteError(WeightSyncError):
     def __init__(self, message: str, *, status: int | None = None, answer_code: str | None = None) -> None:
         self.status, self.answer_code = status, answer_code
         super().__init__(message)
+
+
+class TransferError(WeightSyncError):
+    """A read from another host's memory did not happen; what arrived of it is not to be used."""
+
+    code = "transfer_error"
+
+
+class TransportUnavailable(TransferError):
+    """A transport cannot be used on this machine: not installed, broken, or not allowed as configured."""
+
+    code = "transport_unavailable"
+
+    def __init__(self, transport: str, reason: str, advice: str) -> None:
+        self.transport, self.reason, self.advice = transport, reason, advice
+        super().__init__(f"transport {transport}: {reason}. {advice}")
+
+
+class PeerUnreachable(TransferError):
+    """No connection to a peer: it is down, somewhere else, or does not know this one."""
+
+    code = "peer_unreachable"
+
+    def __init__(self, peer: str, reason: str) -> None:
+        self.peer, self.reason = peer, reason
+        super().__init__(f"peer {peer} cannot be reached: {reason}; read from another host, or look whether it is up")
+
+
+class TransferFailed(TransferError):
+    """A read ended before all its bytes were there; nothing more is written. Reading again, elsewhere, may work."""
+
+    code = "transfer_failed"
+
+    def __init__(self, peer: str, reason: str) -> None:
+        self.peer, self.reason = peer, reason
+        super().__init__(f"reading from {peer} failed: {reason}; read again, or from another host")
+
+
+class TransferTimedOut(TransferError):
+    """A read was not done in time and was given up; nothing more is written."""
+
+    code = "transfer_timed_out"
+
+    def __init__(self, peer: str, seconds: float) -> None:
+        self.peer, self.seconds = peer, seconds
+        super().__init__(f"reading from {peer} was not done after {seconds:g} s: read from another host")
 
 
 class PublishError(WeightSyncError):
