@@ -28,6 +28,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 ├── DeltaError                not a delta, or a damaged one
 │   └── DeltaBaseMismatch     it is made against a version that is not here
 ├── RemoteError               a server took a version neither as a delta nor in full
+├── TlsUnavailable            the certificate, key or authority of a cluster's member cannot be used
 ├── TransferError             the bytes of a slot did not get from one host to another
 │   ├── TransportUnavailable  the library is not installed or does not work here
 │   ├── PeerUnreachable       no connection to the other host
@@ -363,6 +364,16 @@ class TransferTimedOut(TransferError):
     def __init__(self, peer: str, seconds: float) -> None:
         self.peer, self.seconds = peer, seconds
         super().__init__(f"reading from {peer} was not done after {seconds:g} s: read from another host")
+
+
+class TlsUnavailable(WeightSyncError):
+    """The certificate, the key or the authority of a member of the cluster cannot be used, or is asked for."""
+
+    code = "tls_unavailable"
+
+    def __init__(self, directory: str, reason: str, advice: str) -> None:
+        self.directory, self.reason, self.advice = directory, reason, advice
+        super().__init__(f"certificates in {directory or 'no directory'}: {reason}. {advice}")
 
 
 class PublishError(WeightSyncError):
