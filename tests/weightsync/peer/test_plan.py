@@ -1,0 +1,177 @@
+"""The planner: what holds for any holders and any order of events."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightsync.peer.bitmap import BadBitmap, Bitmap
+from weightsync.peer.plan import Assignment, Holder, Planner, choose
+
+CHUNKS = st.integers(1, 70)
+
+
+@st.composite
+def bitmaps(draw: st.DrawFn, chunks: int) -> Bitmap:
+    return Bitmap(chunks, draw(st.integers(0, (1 << chunks) - 1)))
+
+
+@st.composite
+def holders_of(draw: st.DrawFn, chunks: int) -> list[Holder]:
+    have = st.one_of(st.none(), bitmaps(chunks))
+    found = draw(st.lists(st.tuples(have, st.integers(0, 2), st.integers(0, 3)), max_size=6))
+    return [Holder(f"h{n}", distance, which, active) for n, (which, distance, active) in enumerate(found)]
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Planner, list[Holder], Bitmap, list[Assignment]]:
+    """A planner in the middle of a fetch: some chunks done, some in flight, one of those perhaps from a lost host."""
+    chunks = draw(CHUNKS)
+    planner = Planner(chunks, draw(st.text(max_size=3)), draw(st.integers(1, 4)), draw(st.integers(1, 12)))
+    holders, done = draw(holders_of(chunks)), draw(bitmaps(chunks))
+    flying = [chunk for chunk in done.missing() if draw(st.booleans())]
+    hosts = [holder.host for holder in holders] + ["lost"]
+    return planner, holders, done, [Assignment(chunk, draw(st.sampled_from(hosts))) for chunk in flying]
+
+
+@given(situations())
+def test_a_chunk_is_read_once_at_a_time_from_who_has_it(
+    situation: tuple[Planner, list[Holder], Bitmap, list[Assignment]],
+) -> None:
+    planner, holders, done, flying = situation
+    begun = planner.next(holders, done, flying)
+    chunks = [read.chunk for read in [*flying, *begun]]
+    assert len(set(chunks)) == len(chunks)
+    by_name = {holder.host: holder for holder in holders}
+    for read in begun:
+        assert read.chunk not in done
+        have = by_name[read.host].have
+        assert have is None or read.chunk in have
+
+
+@given(situations())
+def test_limits_are_kept_and_no_place_stays_free_without_need(
+    situation: tuple[Planner, list[Holder], Bitmap, list[Assignment]],
+) -> None:
+    planner, holders, done, flying = situation
+    begun = planner.next(holders, done, flying)
+    reads = Counter(read.host for read in [*flying, *begun])
+    assert all(reads[read.host] <= planner.per_holder for read in begun)
+    assert not begun or len(flying) + len(begun) <= planner.total
+    if len(flying) + len(begun) < planner.total:
+        left = set(done.missing()) - {read.chunk for read in [*flying, *begun]}
+        for holder in holders:
+            if reads[holder.host] < planner.per_holder:
+                assert not left & set(Bitmap.full(planner.chunks) if holder.have is None else holder.have)
+
+
+@given(situations())
+def test_the_rarest_chunk_goes_first(situation: tuple[Planner, list[Holder], Bitmap, list[Assignment]]) -> None:
+    planner, holders, done, flying = situation
+    begun = planner.next(holders, done, flying)
+    taken = {read.chunk for read in flying}
+    reads = Counter(read.host for read in flying)
+
+    def have(holder: Holder) -> set[int]:
+        return set(Bitmap.full(planner.chunks) if holder.have is None else holder.have)
+
+    for read in begun:
+        open_now = [holder for holder in holders if reads[holder.host] < planner.per_holder]
+        offered = set().union(*map(have, open_now)) - set(done) - taken
+        count = {chunk: sum(chunk in have(holder) for holder in holders) for chunk in offered}
+        assert count[read.chunk] == min(count.values())
+        best = min((h.distance, h.active + reads[h.host]) for h in open_now if read.chunk in have(h))
+        of = next(holder for holder in open_now if holder.host == read.host)
+        assert (of.distance, of.active + reads[of.host]) == best
+        taken.add(read.chunk)
+        reads[read.host] += 1
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_fetch_ends_whenever_every_chunk_has_a_live_holder(data: st.DataObject) -> None:
+    """Reads end in any order, fail, and hosts come and go; one host with everything is always there, under any name."""
+    chunks = data.draw(CHUNKS)
+    planner = Planner(chunks, "me", data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6)))
+    done, flying = Bitmap(chunks), list[Assignment]()
+    failures = 3 * chunks
+    while not done.complete:
+        holders = [*data.draw(holders_of(chunks)), Holder("whole", 3)]
+        present = {holder.host for holder in holders}
+        flying = [read for read in flying if read.host in present]
+        flying += planner.next(holders, done, flying)
+        assert flying, "stuck"
+        ended = flying.pop(data.draw(st.integers(0, len(flying) - 1)))
+        if failures and data.draw(st.booleans()):
+            failures -= 1
+        else:
+            done.add(ended.chunk)
+
+
+def test_receivers_diverge() -> None:
+    """Sixteen receivers that see one publisher ask for almost all different chunks."""
+    first = [Planner(1000, f"host-{n}", 8, 8).next([Holder("publisher")], Bitmap(1000), []) for n in range(16)]
+    asked = Counter(read.chunk for reads in first for read in reads)
+    assert sum(asked.values()) == 128
+    assert len(asked) > 110
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    holders = [Holder("a", 0, Bitmap(100, 0xFFFF)), Holder("b", 1)]
+    assert Planner(100, "x", 4, 8).next(holders, Bitmap(100), []) == Planner(100, "x", 4, 8).next(
+        holders, Bitmap(100), []
+    )
+
+
+def test_who_is_chosen_has_near_and_far_ones_and_differs_between_receivers() -> None:
+    holders = [Holder(f"near-{n}", 0) for n in range(20)] + [Holder(f"far-{n}", 1) for n in range(20)]
+    chosen = [choose(holders, f"host-{n}", 8) for n in range(20)]
+    for mine in chosen:
+        assert len({holder.host for holder in mine}) == 8
+        assert sum(holder.distance == 0 for holder in mine) >= 4
+    assert any(holder.distance == 1 for mine in chosen for holder in mine)
+    assert len({holder.host for mine in chosen for holder in mine}) > 30
+    assert choose(holders, "a", 8, turn=1) != choose(holders, "a", 8)
+
+
+@given(st.integers(0, 3), st.integers(1, 9))
+def test_everybody_is_chosen_when_there_is_room(there: int, limit: int) -> None:
+    holders = [Holder(f"h{n}", n % 2) for n in range(there)]
+    assert len(choose(holders, "me", limit)) == min(there, limit)
+
+
+@given(CHUNKS.flatmap(bitmaps))
+def test_bitmaps_come_back_as_they_went(bitmap: Bitmap) -> None:
+    assert Bitmap.decoded(bitmap.encoded(), bitmap.chunks) == bitmap
+    assert sorted([*bitmap, *bitmap.missing()]) == list(range(bitmap.chunks))
+    assert len(bitmap) == len(list(bitmap))
+    assert bitmap.complete == (len(bitmap) == bitmap.chunks)
+
+
+@given(CHUNKS.flatmap(bitmaps), st.data())
+def test_chunks_are_added_and_taken_out(bitmap: Bitmap, data: st.DataObject) -> None:
+    chunk = data.draw(st.integers(0, bitmap.chunks - 1))
+    before = set(bitmap)
+    bitmap.add(chunk)
+    assert set(bitmap) == before | {chunk}
+    bitmap.discard(chunk)
+    assert set(bitmap) == before - {chunk}
+    assert chunk not in bitmap
+
+
+@pytest.mark.parametrize("text", ["", "?", "AAA=", "AAAAAA==", "/w==", "AA"])
+def test_what_is_no_bitmap_of_these_chunks_is_refused(text: str) -> None:
+    with pytest.raises(BadBitmap, match="same release"):
+        Bitmap.decoded(text, 6)
+
+
+def test_busier_holders_come_later() -> None:
+    holders = [Holder("busy", 0, None, active=5), Holder("idle", 0, None, active=0)]
+    reads = Planner(64, "me", 8, 4).next(holders, Bitmap(64), [])
+    assert {read.host for read in reads} == {"idle"}
+    reads = Planner(64, "me", 8, 4).next([replace(holders[0], distance=1), holders[1]], Bitmap(64), [])
+    assert {read.host for read in reads} == {"idle"}

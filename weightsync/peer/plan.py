@@ -1,0 +1,146 @@
+"""Which chunk is read from which host next, decided by each receiver alone from what it knows of the holders.
+
+Nothing is done here and nothing remembered: the same arguments give the same answer. Nobody coordinates the receivers;
+they spread because each takes what is rarest first, and begins at another place (Cohen, "Incentives Build Robustness
+in BitTorrent", 2003, for the reasons).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from weightsync.peer.bitmap import Bitmap
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A host to read from. `distance` grows with it: 0 is the same rack; what lies between is for the caller to say."""
+
+    host: str
+    distance: int = 0
+    have: Bitmap | None = None  # None: everything
+    active: int = 0  # how many others read from it now, as far as known
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Read `chunk` from `host`."""
+
+    chunk: int
+    host: str
+
+
+class Planner:
+    """The plan of one receiver for one slot of `chunks` chunks."""
+
+    def __init__(self, chunks: int, seed: str, per_holder: int, total: int) -> None:
+        """At most `total` reads at once, at most `per_holder` of them from one host. `seed` tells receivers apart."""
+        assert min(chunks, per_holder, total) > 0, "nothing could ever be read"
+        self.chunks, self.per_holder, self.total = chunks, per_holder, total
+        self._seed = zlib.crc32(seed.encode())
+
+    def next(self, holders: Sequence[Holder], done: Bitmap, in_flight: Collection[Assignment]) -> list[Assignment]:
+        """What to begin now, besides what is `in_flight`: the rarest chunk first, from the nearest, least busy host.
+
+        `holders` are those that can be read from, each once; `done` is what is here, or is not wanted here. A read that
+        failed is simply in flight no more. Empty means: wait for a read to end, or for a holder to have more.
+        """
+        places = _Places(holders, in_flight, self.per_holder)
+        wanted = Bitmap.full(self.chunks).bits & ~done.bits
+        for read in in_flight:
+            wanted &= ~(1 << read.chunk)
+        rarity = _Rarity(holders)
+        begun: list[Assignment] = []
+        while len(in_flight) + len(begun) < self.total and (offered := places.offered(wanted)):
+            turn = len(done) + len(in_flight) + len(begun)
+            chunk = self._rotated(rarity.rarest(offered), turn)
+            begun.append(Assignment(chunk, places.take(chunk)))
+            wanted &= ~(1 << chunk)
+        return begun
+
+    def _rotated(self, candidates: int, turn: int) -> int:
+        """The first candidate at or after a place that differs between receivers and from turn to turn."""
+        start = zlib.crc32(turn.to_bytes(8, "little"), self._seed) % self.chunks
+        after = candidates >> start << start
+        return _lowest(after or candidates)
+
+
+class _Places:
+    """How many more reads each holder may be given."""
+
+    def __init__(self, holders: Sequence[Holder], in_flight: Collection[Assignment], per_holder: int) -> None:
+        self._reads = dict.fromkeys((holder.host for holder in holders), 0)
+        for read in in_flight:
+            self._reads[read.host] = self._reads.get(read.host, 0) + 1
+        self._limit = per_holder
+        self._open = [holder for holder in holders if self._reads[holder.host] < per_holder]
+
+    def offered(self, wanted: int) -> int:
+        """Those of `wanted` that a holder with a free place has."""
+        offered = 0
+        for holder in self._open:
+            if holder.have is None:
+                return wanted
+            offered |= holder.have.bits
+        return offered & wanted
+
+    def take(self, chunk: int) -> str:
+        """Give the read of `chunk`, which is offered, to the best holder."""
+        able = (holder for holder in self._open if holder.have is None or chunk in holder.have)
+        best = min(able, key=lambda holder: (holder.distance, holder.active + self._reads[holder.host]))
+        self._reads[best.host] += 1
+        if self._reads[best.host] >= self._limit:
+            self._open.remove(best)
+        return best.host
+
+
+class _Rarity:
+    """How many holders have each chunk, counted for all chunks at once.
+
+    Bit `c` of plane `p` is bit `p` of the count of chunk `c`, so that adding a holder is a binary addition of whole
+    bitmaps. Holders of everything count for all chunks alike and are left out.
+    """
+
+    def __init__(self, holders: Sequence[Holder]) -> None:
+        self._planes: list[int] = []
+        for holder in holders:
+            if holder.have is not None:
+                self._add(holder.have.bits)
+
+    def _add(self, carry: int) -> None:
+        for p, plane in enumerate(self._planes):
+            self._planes[p], carry = plane ^ carry, plane & carry
+            if not carry:
+                return
+        if carry:
+            self._planes.append(carry)
+
+    def rarest(self, candidates: int) -> int:
+        """Those of `candidates` that the fewest holders have."""
+        for plane in reversed(self._planes):
+            candidates = candidates & ~plane or candidates
+        return candidates
+
+
+def choose(holders: Sequence[Holder], seed: str, limit: int, turn: int = 0) -> list[Holder]:
+    """At most `limit` of `holders` to open, for whom there are too many: half the nearest, half from anywhere.
+
+    Who reads from neighbours only may wait with them for ever, and who reads from anywhere fills the links between the
+    racks. Equals are told apart by `seed`, so that receivers do not all open the same ones; call again with another
+    `turn` after some refused, died or have had nothing new for a while.
+    """
+
+    def shuffled(holder: Holder) -> int:
+        return zlib.crc32(f"{seed}/{turn}/{holder.host}".encode())
+
+    anywhere = sorted(holders, key=shuffled)
+    near = sorted(anywhere, key=lambda holder: holder.distance)[: limit - limit // 2]
+    hosts = {holder.host for holder in near}
+    return near + [holder for holder in anywhere if holder.host not in hosts][: limit - len(near)]
+
+
+def _lowest(bits: int) -> int:
+    """The number of the lowest bit that is set."""
+    return (bits & -bits).bit_length() - 1
