@@ -155,7 +155,10 @@ class Etcd:
 
 
 class Tls:
-    """An authority, a server certificate for 127.0.0.1 and a client certificate, in PEM files under `directory`."""
+    """An authority, a server certificate for 127.0.0.1 and a client certificate, in PEM files under `directory`.
+
+    `issue` makes more of them: certificate and key, valid as server and client, in files named after `name`.
+    """
 
     def __init__(self, directory: Path, *, client_certificates: bool = False) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -164,10 +167,10 @@ class Tls:
         self._directory = directory
         self.ca = directory / "ca.pem"
         self.ca.write_bytes(_pem(_certificate("authority", self._key, self._key, authority=True)))
-        self.server_cert, self.server_key = self._issue("server")
-        self.cert, self.key = self._issue("client")
+        self.server_cert, self.server_key = self.issue("server")
+        self.cert, self.key = self.issue("client")
 
-    def _issue(self, name: str) -> tuple[Path, Path]:
+    def issue(self, name: str) -> tuple[Path, Path]:
         key = ec.generate_private_key(ec.SECP256R1())
         cert_path, key_path = self._directory / f"{name}.pem", self._directory / f"{name}-key.pem"
         cert_path.write_bytes(_pem(_certificate(name, key, self._key)))
@@ -183,6 +186,7 @@ class Tls:
 def _certificate(
     name: str, key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey, *, authority: bool = False
 ) -> x509.Certificate:
+    """For 127.0.0.1 and, as a DNS name, for `name`."""
     now = datetime.datetime.now(datetime.UTC)
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     builder = (
@@ -196,8 +200,8 @@ def _certificate(
         .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
     )
     if not authority:
-        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-        builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName(name)]
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
     return builder.sign(signer, hashes.SHA256())
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from weightsync.errors import TlsUnavailable
 
@@ -38,8 +38,9 @@ class FollowedContext(ssl.SSLContext):
 
     It goes wherever an `ssl.SSLContext` does: asyncio, uvloop, uvicorn, httpx, http.client, sockets. It holds no
     certificate and no authority itself, so a library that would go around `wrap_bio` and `wrap_socket` gets no
-    connection. `name`: whom a client expects, whatever host it connects to. Raises what `make` raises, an OSError
-    (`ssl.SSLError` is one), when the files cannot be used at first.
+    connection. A listening socket should not be wrapped, but each that it accepts: what is wrapped stays as it is.
+    `name`: whom a client expects, whatever host it connects to. Raises what `make` raises, an OSError (`ssl.SSLError`
+    is one), when the files cannot be used at first.
     """
 
     def __new__(
@@ -63,16 +64,31 @@ class FollowedContext(ssl.SSLContext):
             self._look()
         return self._current
 
-    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
         """As in `ssl.SSLContext`."""
-        return self.current().wrap_bio(*args, **self._expecting(kwargs))
+        return self.current().wrap_bio(incoming, outgoing, server_side, self._name or server_hostname, session)
 
-    def wrap_socket(self, *args: Any, **kwargs: Any) -> ssl.SSLSocket:
+    def wrap_socket(
+        self,
+        sock: socket.socket,
+        server_side: bool = False,
+        do_handshake_on_connect: bool = True,
+        suppress_ragged_eofs: bool = True,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLSocket:
         """As in `ssl.SSLContext`."""
-        return self.current().wrap_socket(*args, **self._expecting(kwargs))
-
-    def _expecting(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return kwargs if self._name is None else {**kwargs, "server_hostname": self._name}
+        name = self._name or server_hostname
+        return self.current().wrap_socket(
+            sock, server_side, do_handshake_on_connect, suppress_ragged_eofs, name, session
+        )
 
     def _look(self) -> None:
         stamps = self._stamps()
@@ -137,7 +153,7 @@ class ClusterTls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
-        context.load_cert_chain(self.certificate, self.key, password="")  # noqa: S106 - or OpenSSL asks the terminal
+        context.load_cert_chain(self.certificate, self.key, password="")  # or OpenSSL asks the terminal
         context.load_verify_locations(cafile=self.authority)
         if server:
             context.num_tickets = 0  # nobody resumes a session of a certificate that has been replaced since
