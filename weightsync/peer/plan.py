@@ -7,9 +7,10 @@ in BitTorrent", 2003, for the reasons).
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
 
 from weightsync.peer.bitmap import Bitmap
 
@@ -39,7 +40,7 @@ class Planner:
         """At most `total` reads at once, at most `per_holder` of them from one host. `seed` tells receivers apart."""
         assert min(chunks, per_holder, total) > 0, "nothing could ever be read"
         self.chunks, self.per_holder, self.total = chunks, per_holder, total
-        self._seed = zlib.crc32(seed.encode())
+        self._seed = xxh3_64_intdigest(seed.encode())
 
     def next(self, holders: Sequence[Holder], done: Bitmap, in_flight: Collection[Assignment]) -> list[Assignment]:
         """What to begin now, besides what is `in_flight`: the rarest chunk first, from the nearest, least busy host.
@@ -62,7 +63,7 @@ class Planner:
 
     def _rotated(self, candidates: int, turn: int) -> int:
         """The first candidate at or after a place that differs between receivers and from turn to turn."""
-        start = zlib.crc32(turn.to_bytes(8, "little"), self._seed) % self.chunks
+        start = xxh3_64_intdigest(turn.to_bytes(8, "little"), self._seed) % self.chunks
         after = candidates >> start << start
         return _lowest(after or candidates)
 
@@ -132,8 +133,8 @@ def choose(holders: Sequence[Holder], seed: str, limit: int, turn: int = 0) -> l
     `turn` after some refused, died or have had nothing new for a while.
     """
 
-    def shuffled(holder: Holder) -> int:
-        return zlib.crc32(f"{seed}/{turn}/{holder.host}".encode())
+    def shuffled(holder: Holder) -> int:  # not by CRC: those of two seeds differ by a constant, and so would the orders
+        return xxh3_64_intdigest(f"{seed}/{turn}/{holder.host}".encode())
 
     anywhere = sorted(holders, key=shuffled)
     near = sorted(anywhere, key=lambda holder: holder.distance)[: limit - limit // 2]
