@@ -31,11 +31,11 @@ PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def default_directory(store_url: str) -> Path:
+def default_directory(store_url: str, host: str = "") -> Path:
     """Where the slots of a store go unless told otherwise: HOTSWAP_ARENA, or a directory of its own in /dev/shm."""
     configured = os.environ.get("HOTSWAP_ARENA")
     name = hashlib.blake2b(store_url.encode(), digest_size=6).hexdigest()
-    return Path(configured) if configured else DEFAULT_ROOT / f"hotswap-{name}"
+    return Path(configured) if configured else DEFAULT_ROOT / f"hotswap-{name}{f'-{host}' if host else ''}"
 
 
 class Arena:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.arena import SlotLock
 from weightsync.errors import DraftClosed
+from weightsync.hosts import slot_name
 from weightsync.manifest import Layout, Manifest, Schema, TensorEntry
 from weightsync.parts import BASE
 from weightsync.records import PartRecord, VersionRecord
-from weightsync.slot import write_header
+from weightsync.slot import clear_gaps, write_header
 from weightsync.writer import SlotWriter, Ticket, assemble
 
 if TYPE_CHECKING:
@@ -100,8 +101,9 @@ class Draft:
     def _finish(self, others: list[Mapping[str, Any]]) -> PartRecord:
         """Write the slot's header; the slot as the version's record names it."""
         manifest = self._complete(others)
+        clear_gaps(self._claim.mapping, manifest.schema, self._layout)
         write_header(self._claim.mapping, manifest, self._layout)
-        slot = str(self._claim.lock.path)
+        slot = slot_name(self._claim.lock.path, self._publisher.host)
         return PartRecord(self.part, self.version, slot, manifest.digest, manifest.nbytes, manifest.fingerprint)
 
     def _complete(self, others: list[Mapping[str, Any]]) -> Manifest:

@@ -34,6 +34,10 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   ├── PeerUnreachable       no connection to the other host
 │   ├── TransferFailed        the other host died, refused or went away in the middle
 │   └── TransferTimedOut      not done in time
+├── PeerError                 a version could not be had from another host
+│   ├── CopyUnavailable       this host has no copy of a version, and did not get one in time
+│   ├── PeerRefused           the other host does not serve what was asked for, or not now
+│   └── HostNameError         HOTSWAP_HOST is no name a slot may have
 ├── PublishError
 │   ├── StalePublisher        a newer publisher of the lineage has taken over
 │   ├── BadPart               a part that no version can have, or that has nothing to go with
@@ -374,6 +378,45 @@ class TlsUnavailable(WeightSyncError):
     def __init__(self, directory: str, reason: str, advice: str) -> None:
         self.directory, self.reason, self.advice = directory, reason, advice
         super().__init__(f"certificates in {directory or 'no directory'}: {reason}. {advice}")
+
+
+class PeerError(WeightSyncError):
+    """A version could not be had from another host."""
+
+    code = "peer_error"
+
+
+class CopyUnavailable(PeerError):
+    """This host has no copy of a version; `cause` is the code of what kept its peer from fetching one, if known."""
+
+    code = "copy_unavailable"
+
+    def __init__(self, version: int, host: str, reason: str, cause: str | None = None) -> None:
+        self.version, self.host, self.cause = version, host, cause
+        super().__init__(f"version {version} is not on host {host or '(unnamed)'}: {reason}")
+
+
+class PeerRefused(PeerError):
+    """Another host's peer does not serve what was asked for, or not now. `status` is HTTP's, `reason` the peer's."""
+
+    code = "peer_refused"
+
+    def __init__(self, host: str, status: int, reason: str, message: str) -> None:
+        self.host, self.status, self.reason = host, status, reason
+        super().__init__(f"the peer of {host} answers {status} ({reason}): {message}")
+
+
+class HostNameError(PeerError):
+    """A host cannot be called so."""
+
+    code = "host_name"
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        super().__init__(
+            f"no host can be called {host!r}: set HOTSWAP_HOST to lower-case letters, digits, dots and dashes, 63 at "
+            "most, with a letter or digit at both ends"
+        )
 
 
 class PublishError(WeightSyncError):

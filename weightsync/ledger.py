@@ -19,11 +19,12 @@ from pathlib import Path
 from weightsync import retention
 from weightsync.arena import Arena, SlotLock, default_directory
 from weightsync.errors import ArenaFull, Conflict, DraftLost, LeaseLost, PublishError, StalePublisher, StoreError
+from weightsync.hosts import arena_key, host_of, local_path, slot_name, this_host
 from weightsync.lease import LeaseKeeper
 from weightsync.manifest import Schema, require_same_schema
 from weightsync.parts import BASE, compose, has_schema, slots_of, still_there
+from weightsync.peer.copies import ready_digests
 from weightsync.records import (
-    ARENA_KEY,
     ActiveRecord,
     ArenaRecord,
     CounterRecord,
@@ -42,8 +43,8 @@ CLAIM_ATTEMPTS = 100
 class Ledger:
     """Belongs to the event loop of its store. Every method raises StoreUnavailable."""
 
-    def __init__(self, store: Store, keys: Keys, lineage: str, lease_ttl_s: float, keep: int) -> None:
-        self.store, self.keys, self.lineage = store, keys, lineage
+    def __init__(self, store: Store, keys: Keys, lineage: str, lease_ttl_s: float, keep: int, host: str = "") -> None:
+        self.store, self.keys, self.lineage, self.host = store, keys, lineage, host
         self._lease_ttl_s, self._keep = lease_ttl_s, keep
         self._lease: LeaseKeeper | None = None
         self._schemas: dict[str, Schema] = {}
@@ -83,7 +84,7 @@ class Ledger:
             locks = await self._claim_slots(arena, known, sizes)
             try:
                 version = CounterRecord.from_json(counter.value).version + 1 if counter else 1
-                named = replace(naming(record, version, locks, sizes), token=self._token)
+                named = replace(naming(record, version, locks, sizes, self.host), token=self._token)
                 revision = await self._write_claim(named, _revision(counter))
                 for lock in locks.values():
                     lock.admit_writers()
@@ -114,7 +115,7 @@ class Ledger:
         key = self.keys.version(record.version)
         while True:
             basis, compares = await self._basis(record.base_version)
-            basis = await asyncio.to_thread(still_there, basis, schemas.keys()) if basis is not None else None
+            basis = await self._still_there(basis, schemas) if basis is not None else None
             ready = compose(replace(record, state="ready"), published, basis)
             compares |= {key: revision, self.keys.publisher(self.lineage): self._fence}
             puts: dict[str, bytes | None] = {key: ready.to_json()}
@@ -148,6 +149,11 @@ class Ledger:
         if asked is not None:
             raise PublishError(f"version {asked} cannot be built upon: it is not ready, or has been retired")
         return None, compares
+
+    async def _still_there(self, basis: VersionRecord, schemas: Mapping[str, Schema]) -> VersionRecord | None:
+        several = self.host or any(host_of(slot) for slot in slots_of(basis))
+        copied = await ready_digests(self.store, self.keys) if several else set()
+        return await asyncio.to_thread(still_there, basis, schemas.keys(), self.host, copied)
 
     async def forget(self, version: int, revision: int) -> None:
         """Remove a `publishing` record that is still ours; if the store is away, let its lease end."""
@@ -183,12 +189,17 @@ class Ledger:
     async def _claim_slot(self, arena: Arena, known: list[VersionRecord], part: str, nbytes: int) -> SlotLock:
         pool = f"{self.keys.model}/{part}" if part else self.keys.model  # slots of one pool have one size
         try:
-            return await asyncio.to_thread(arena.claim, pool, nbytes, _slots_in_use(known))
+            return await asyncio.to_thread(arena.claim, pool, nbytes, self._slots_in_use(known))
         except ArenaFull:
             if not await retention.retire(self.store, self.keys, spare=0):
                 raise
-            in_use = _slots_in_use(await self.versions())
+            in_use = self._slots_in_use(await self.versions())
             return await asyncio.to_thread(arena.claim, pool, nbytes, in_use)
+
+    def _slots_in_use(self, versions: list[VersionRecord]) -> set[str]:
+        """Paths on this host."""
+        named = {slot for v in versions if v.state != "retired" for slot in slots_of(v)}
+        return {str(path) for slot in named if (path := local_path(slot, self.host)) is not None}
 
     async def _write_claim(self, record: VersionRecord, counter_revision: int) -> int:
         key = self.keys.version(record.version)
@@ -226,29 +237,31 @@ class Ledger:
             raise StalePublisher(self.lineage, holder.token, f"{holder.host}:{holder.pid}")
 
 
-async def ensure_arena(store: Store, directory: Path | str | None = None) -> Arena:
-    """The arena of a store; the first to ask decides where it is. Raises ArenaUnavailable."""
-    found = await store.get(ARENA_KEY)
+async def ensure_arena(store: Store, directory: Path | str | None = None, *, host: str | None = None) -> Arena:
+    """The arena of a store on `host` (default: this one); the first to ask decides where it is.
+
+    Raises ArenaUnavailable, HostNameError.
+    """
+    host = this_host() if host is None else host
+    key = arena_key(host)
+    found = await store.get(key)
     if found is None:
-        chosen = Arena(directory or default_directory(store.url))
+        chosen = Arena(directory or default_directory(store.url, host))
         with contextlib.suppress(Conflict):
-            await store.compare_and_swap(ARENA_KEY, MISSING, ArenaRecord(str(chosen.directory)).to_json())
+            await store.compare_and_swap(key, MISSING, ArenaRecord(str(chosen.directory)).to_json())
             return chosen
-        found = await store.get(ARENA_KEY)
+        found = await store.get(key)
         assert found is not None
     return Arena(ArenaRecord.from_json(found.value).directory)
 
 
-def _slots_in_use(versions: list[VersionRecord]) -> set[str]:
-    return {slot for v in versions if v.state != "retired" for slot in slots_of(v)}
-
-
 def naming(
-    record: VersionRecord, version: int, locks: Mapping[str, SlotLock], sizes: Mapping[str, int]
+    record: VersionRecord, version: int, locks: Mapping[str, SlotLock], sizes: Mapping[str, int], host: str
 ) -> VersionRecord:
     """`record` under its number, naming the slots it is written to, so that nobody else takes them."""
-    parts = tuple(PartRecord(p, version, str(lock.path), "", sizes[p]) for p, lock in locks.items() if p != BASE)
-    slot = str(locks[BASE].path) if BASE in locks else ""
+    slots = {part: slot_name(lock.path, host) for part, lock in locks.items()}
+    parts = tuple(PartRecord(p, version, slot, "", sizes[p]) for p, slot in slots.items() if p != BASE)
+    slot = slots.get(BASE, "")
     return replace(record, version=version, slot=slot, parts=parts)
 
 

@@ -11,6 +11,7 @@ import orjson
 import xxhash
 
 from weightsync.errors import BadPart, ManifestError, SlotBusy
+from weightsync.hosts import local_path
 from weightsync.receiver import SlotReader
 from weightsync.records import PartRecord, VersionRecord
 
@@ -99,20 +100,30 @@ def compose(record: VersionRecord, published: Iterable[PartRecord], basis: Versi
     )
 
 
-def still_there(record: VersionRecord, bringing: Container[str]) -> VersionRecord | None:
-    """What is left of a version on this host to carry on, besides the parts that a new one is `bringing`.
+def still_there(
+    record: VersionRecord, bringing: Container[str], host: str = "", copied: Container[str] = ()
+) -> VersionRecord | None:
+    """What is left of a version to carry on, besides the parts that a new one is `bringing`: on `host`, or `copied`.
 
-    Slots live in memory: after a restart of the host an etcd store still names those from before. None without a base.
+    Slots live in memory: after a restart of the host an etcd store still names those from before. `copied` are manifest
+    digests of which hosts have copies. None without a base.
     """
+
+    def is_left(part: PartRecord) -> bool:
+        return part.name in bringing or part.manifest_digest in copied or _is_held(part, host)
+
     base = base_of(record)
-    if base is None or not (BASE in bringing or _is_held(base)):
+    if base is None or not is_left(base):
         return None
-    return replace(record, parts=tuple(part for part in record.parts if part.name in bringing or _is_held(part)))
+    return replace(record, parts=tuple(part for part in record.parts if is_left(part)))
 
 
-def _is_held(part: PartRecord) -> bool:
+def _is_held(part: PartRecord, host: str) -> bool:
+    path = local_path(part.slot, host)
+    if path is None:
+        return False
     try:
-        SlotReader.open(part.slot, manifest_digest=part.manifest_digest, populate=False).close()
+        SlotReader.open(path, manifest_digest=part.manifest_digest, populate=False).close()
     except SlotBusy:
         return True  # somebody looks for a free slot, and has it for a moment
     except (ManifestError, OSError):
@@ -135,5 +146,5 @@ def has_schema(part: str) -> bool:
 
 
 def slots_of(record: VersionRecord) -> set[str]:
-    """Every slot the version lies in."""
+    """Every slot the version lies in, by its name."""
     return {record.slot, *(part.slot for part in record.parts)} - {""}

@@ -22,10 +22,12 @@ from weightsync.arena import MAPPINGS
 from weightsync.digests import checksum_kernels
 from weightsync.draft import Claim, Draft, commit_all
 from weightsync.errors import BadPart, StoreUnavailable
+from weightsync.hosts import this_host
 from weightsync.ledger import Ledger, ensure_arena
 from weightsync.manifest import Layout, Schema, TensorSpec, require_same_schema
 from weightsync.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name
-from weightsync.records import ActiveRecord, Keys, OnLost, PartRecord, SwapMode, TargetRecord, VersionRecord
+from weightsync.peer.copies import own_copies
+from weightsync.records import ActiveRecord, CopyRecord, Keys, OnLost, PartRecord, SwapMode, TargetRecord, VersionRecord
 from weightsync.sources import spec_of
 from weightsync.store.sync import SyncStore
 from weightsync.swap import activation
@@ -44,18 +46,21 @@ class Publisher:
     def __init__(
         self, store: str | None = None, *, model: str, lineage: str = "trainer", lease_ttl_s: float = 5.0, keep: int = 2
     ) -> None:
-        """`store` is a URL; without it HOTSWAP_STORE is read. Raises StoreUnavailable, ArenaUnavailable."""
+        """`store` is a URL; without it HOTSWAP_STORE is read. Raises StoreUnavailable, ArenaUnavailable, HostNameError.
+
+        Among several hosts HOTSWAP_HOST says which one this is.
+        """
         url = store or os.environ.get(STORE_ENV)
         if not url:
             raise StoreUnavailable("(none)", "no store was named", f"Pass its URL, or set {STORE_ENV}")
-        self.model, self.lineage = model, lineage
+        self.model, self.lineage, self.host = model, lineage, this_host()
         self._keys = Keys(model)
         self._asked: dict[int, tuple[TargetRecord, int]] = {}
         self._layouts: dict[str, tuple[Schema, Layout]] = {}
         self._store = SyncStore(url, create=False)
-        self._ledger = Ledger(self._store.store, self._keys, lineage, lease_ttl_s, keep)
+        self._ledger = Ledger(self._store.store, self._keys, lineage, lease_ttl_s, keep, self.host)
         try:
-            self.arena = self._store.run(ensure_arena(self._store.store))
+            self.arena = self._store.run(ensure_arena(self._store.store, host=self.host))
             self._store.run(self._ledger.take())
         except BaseException:
             self._store.close()
@@ -228,6 +233,10 @@ class Publisher:
     def versions(self) -> list[VersionRecord]:
         """Every version the store knows of, oldest first."""
         return self._store.run(self._ledger.versions())
+
+    def copies(self) -> dict[str, CopyRecord]:
+        """What this host has copies of, by manifest digest; none on the one host."""
+        return self._store.run(own_copies(self._store.store, self._keys, self.host))
 
     def close(self) -> None:
         """End the lease, and with it any open draft; safe to call twice."""

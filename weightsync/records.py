@@ -16,6 +16,7 @@ VersionState = Literal["publishing", "ready", "retired"]
 SwapMode = Literal["together", "rolling"]
 OnLost = Literal["abort", "continue"]
 SwapPhase = Literal["prepare", "canary", "commit", "done", "aborted"]
+CopyState = Literal["fetching", "ready", "failed"]
 InstanceState = Literal["STOPPED", "STARTING", "SERVING", "STAGING", "STAGED", "COMMITTING", "TORN", "DRAINING"]
 
 ARENA_KEY = "arena"
@@ -80,6 +81,11 @@ class Keys:
         return f"training/{self.model}/"
 
     @property
+    def copies(self) -> str:
+        """Which hosts have which slots; outside `root` so that a fetch wakes nobody who follows the model."""
+        return f"copies/{self.model}/"
+
+    @property
     def counter(self) -> str:
         """The last version number given out; changes with every draft, so comparing it fences concurrent drafts."""
         return f"{self.root}counter"
@@ -99,6 +105,10 @@ class Keys:
 
     def pause(self, pause_id: str) -> str:
         return f"{self.pauses}{pause_id}"
+
+    def copy(self, digest: str, host: str) -> str:
+        """A host's copy of the slot whose manifest has `digest`; under the lease of that host's peer."""
+        return f"{self.copies}{digest}/{host}"
 
     def past_swap(self, number: int) -> str:
         return f"{self.history}{number:010d}"
@@ -126,7 +136,7 @@ class Record:
 
 @dataclass(frozen=True)
 class ArenaRecord(Record):
-    """Where the shared-memory slots of this host are."""
+    """Where the shared-memory slots of a host are."""
 
     directory: str
 
@@ -228,6 +238,26 @@ class ErrorInfo(Record):
     code: str
     message: str
     tensor: str | None = None
+
+
+@dataclass(frozen=True)
+class CopyRecord(Record):
+    """One host's copy of a slot, written by its peer, which others ask at `address` (HOST:PORT) for it.
+
+    `slot` is its slot name, `digest` that of its manifest, `nbytes` the size of the whole slot, `since` unix seconds.
+    A copy that is `fetching` serves the chunks it has; `error` says what holds it up. `delta_of`: the peer also has the
+    difference of this slot from the one with that manifest digest.
+    """
+
+    host: str
+    slot: str
+    digest: str
+    nbytes: int
+    state: CopyState
+    address: str
+    since: float
+    error: ErrorInfo | None = None
+    delta_of: str | None = None
 
 
 @dataclass(frozen=True)

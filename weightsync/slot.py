@@ -6,6 +6,8 @@
 16  digest of the manifest        32 hex characters (xxh3_128)
 64  manifest, canonical JSON      as long as the header says
 .   tensors                       from the first page after the room for the manifest, 64-byte aligned
+
+All else is zeros, so every byte of a slot follows from its manifest and tensors: copies on all hosts are the same.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import mmap
 import struct
 
 from weightsync.errors import ManifestError
-from weightsync.manifest import PREAMBLE, Layout, Manifest, digest_of
+from weightsync.manifest import PREAMBLE, Layout, Manifest, Schema, digest_of
 
 MAGIC = b"HOTSWAP\0"
 FORMAT = 1
@@ -31,7 +33,17 @@ def write_header(target: mmap.mmap | memoryview, manifest: Manifest, layout: Lay
         )
     # The length goes last: a reader that comes in between sees a digest that does not fit, never half a manifest.
     target[PREAMBLE : PREAMBLE + len(raw)] = raw
+    target[PREAMBLE + len(raw) : layout.header_nbytes] = bytes(layout.room - len(raw))
     target[: _PREAMBLE.size] = _PREAMBLE.pack(MAGIC, FORMAT, len(raw), manifest.digest.encode())
+
+
+def clear_gaps(target: mmap.mmap | memoryview, schema: Schema, layout: Layout) -> None:
+    """Zeros between the tensors and after the last: a version of another shape may have been here before."""
+    end = layout.header_nbytes
+    for name, spec in schema.tensors.items():
+        target[end : layout.offsets[name]] = bytes(layout.offsets[name] - end)
+        end = layout.offsets[name] + spec.nbytes
+    target[end : layout.total_nbytes] = bytes(layout.total_nbytes - end)
 
 
 def read_header(source: memoryview, where: str) -> tuple[Manifest, str]:

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightsync import ensure_arena, open_store
-from weightsync.parts import slots_of
-from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
+from weightsync.hosts import this_host
+from weightsync.peer.copies import own_copies, pieces, place, ready_digests
+from weightsync.records import ActiveRecord, InstanceRecord, Keys, PartRecord, VersionRecord
 from weightsync.store import Store
 
 
 @dataclass(frozen=True)
 class Found:
-    """`arena`: where the slots are. `has_version`: there is an active version, and its bytes are on this host."""
+    """`arena`: where the slots are. `has_version`: there is an active version, and this host has it or can get it."""
 
     arena: Path
     has_version: bool
@@ -26,8 +27,7 @@ async def prepare(url: str, arena: Path, model: str) -> Found:
     try:
         directory = (await ensure_arena(store, arena)).directory
         await _forget_killed(store, Keys(model))
-        slots = await _active_slots(store, Keys(model))
-        return Found(directory, bool(slots) and all(Path(slot).exists() for slot in slots))  # noqa: ASYNC240
+        return Found(directory, await _has_active(store, Keys(model)))
     finally:
         await store.close()
 
@@ -45,9 +45,18 @@ async def _forget_killed(store: Store, keys: Keys) -> None:
             await store.delete(kv.key)
 
 
-async def _active_slots(store: Store, keys: Keys) -> set[str]:
+async def _has_active(store: Store, keys: Keys) -> bool:
+    """Whether all of the active version is on this host, or, with peers, on any."""
     active = await store.get(keys.active)
-    if active is None:
-        return set()
-    version = await store.get(keys.version(ActiveRecord.from_json(active.value).version))
-    return slots_of(VersionRecord.from_json(version.value)) if version is not None else set()
+    found = await store.get(keys.version(ActiveRecord.from_json(active.value).version)) if active is not None else None
+    if found is None:
+        return False
+    host = this_host()
+    copied = await ready_digests(store, keys) if host else set()
+    own = await own_copies(store, keys, host)
+
+    def is_held(part: PartRecord) -> bool:
+        path = place(part, host, own)
+        return part.manifest_digest in copied or (path is not None and path.exists())
+
+    return all(is_held(part) for part in pieces(VersionRecord.from_json(found.value)))

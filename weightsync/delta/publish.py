@@ -10,6 +10,8 @@ from typing import BinaryIO
 from weightsync.delta.encode import DeltaReader, apply_delta
 from weightsync.delta.format import DeltaHeader
 from weightsync.errors import DeltaBaseMismatch, DeltaError, ManifestError, SlotBusy
+from weightsync.parts import base_of
+from weightsync.peer.copies import place
 from weightsync.publisher import Publisher
 from weightsync.receiver import SlotReader
 from weightsync.records import VersionRecord
@@ -56,12 +58,17 @@ def _base_slot(publisher: Publisher, header: DeltaHeader) -> Iterator[SlotReader
         yield None
         return
     ready = [v for v in publisher.versions() if v.state == "ready"]
-    slots = [v.slot for v in ready if v.manifest_digest == wanted.manifest_digest]  # whichever version carries it on
-    if not slots:
+    same = [
+        b for v in ready if (b := base_of(v)) and b.manifest_digest == wanted.manifest_digest
+    ]  # whichever version carries it on
+    if not same:
         found = next((v.manifest_digest for v in ready if v.version == wanted.version), None)
         raise DeltaBaseMismatch(wanted.version, wanted.manifest_digest, found)
+    path = place(same[0], publisher.host, publisher.copies())
+    if path is None:  # on other hosts only
+        raise DeltaBaseMismatch(wanted.version, wanted.manifest_digest, None)
     try:
-        slot = SlotReader.open(slots[0], manifest_digest=wanted.manifest_digest, populate=False)
+        slot = SlotReader.open(path, manifest_digest=wanted.manifest_digest, populate=False)
     except (ManifestError, SlotBusy) as error:  # retired and reused since it was looked up
         raise DeltaBaseMismatch(wanted.version, wanted.manifest_digest, None) from error
     with slot:
