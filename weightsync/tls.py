@@ -6,6 +6,7 @@ own, so that a certificate whose key has not been written yet harms nobody: the 
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import socket
@@ -22,6 +23,14 @@ INTERVAL_S = 1.0
 ENVIRONMENT = "HOTSWAP_CLUSTER_TLS"
 
 Stamp = tuple[int, int, int] | None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`; False for a name other than localhost, wherever it may lead."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def stamp(path: Path) -> Stamp:

@@ -7,8 +7,11 @@ from typing import Annotated
 
 import typer
 
-from server.cli import bench, instances, keys, weights
+from server.cli import bench, doctor, instances, keys, weights
+from server.cli.errors import CliError
 from server.cli.paths import default_state_dir
+from server.errors import ConfigError
+from weightsync.errors import TlsUnavailable
 
 app = typer.Typer(
     name="hotswap",
@@ -21,6 +24,7 @@ app.add_typer(weights.app, name="weights", help="Publish, activate, roll back, v
 app.add_typer(keys.app, name="keys", help="Make, limit, rotate and revoke keys of a running gateway.")
 app.add_typer(instances.app, name="instances", help="Show instances, take one out of routing, and back.")
 app.add_typer(bench.app, name="bench", help="Benchmarks; each prints a table and writes JSON.")
+app.command()(doctor.doctor)
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -81,8 +85,12 @@ def instance(
     model: Annotated[Path, typer.Option(help="checkpoint directory: config and tokenizer; weights come by version")],
     name: Annotated[str, typer.Option(help="model name in the store and for clients")],
     store: Annotated[str, typer.Option(envvar="HOTSWAP_STORE", help="store URL, e.g. sqlite:///path/store.db")],
-    host: Annotated[str, typer.Option(help="address to listen on; keep it private")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="address to listen on; beyond loopback with --cluster-tls")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free port")] = 0,
+    advertise: Annotated[str, typer.Option(help="address that gateways connect to; default: --host")] = "",
+    cluster_tls: Annotated[
+        Path | None, typer.Option(envvar="HOTSWAP_CLUSTER_TLS", help="directory with tls.crt, tls.key and ca.crt")
+    ] = None,
     instance_id: Annotated[str | None, typer.Option(help="default: host name and process id")] = None,
     kv_cache_gib: Annotated[float, typer.Option(help="KV cache on CPU, GiB")] = 1.0,
 ) -> None:
@@ -90,18 +98,22 @@ def instance(
     from server.instance.config import InstanceConfig, default_instance_id
     from server.instance.main import run_instance
 
-    run_instance(
-        InstanceConfig(
+    try:
+        config = InstanceConfig(
             model_dir=model,
             model=name,
             store=store,
             host=host,
             port=port,
+            advertise=advertise,
+            cluster_tls=cluster_tls,
             kv_cache_gib=kv_cache_gib,
             vllm_args=tuple(context.args),
             instance_id=instance_id or default_instance_id(),
         )
-    )
+        run_instance(config)
+    except (ConfigError, TlsUnavailable) as error:
+        raise CliError(str(error)) from error
 
 
 @app.command(context_settings=PASS_THROUGH, add_help_option=False)

@@ -19,7 +19,8 @@ from server.gateway.config import (
     UpstreamSettings,
 )
 from server.gateway.workers.place import Place
-from weightsync.errors import StoreError
+from weightsync import tls
+from weightsync.errors import StoreError, TlsUnavailable
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,6 +72,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--no-coordinator", action="store_true", help="leave swaps to another gateway of this model")
     p.add_argument("--ssl-certfile", type=Path, help="serve TLS with this certificate chain")
     p.add_argument("--ssl-keyfile", type=Path, help="private key of --ssl-certfile")
+    p.add_argument(
+        "--cluster-tls", type=Path, default=os.environ.get(tls.ENVIRONMENT) or None,
+        help="directory with tls.crt, tls.key, ca.crt: this member's certificate (default: $HOTSWAP_CLUSTER_TLS)",
+    )  # fmt: skip
     p.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     p.add_argument("--log-format", choices=("text", "json"), default="text", help="of the lines on stderr")
     p.add_argument("--access-log", type=float, help="share of requests with a line (default: 1 with json, else 0)")
@@ -134,6 +139,7 @@ def config_from(args: argparse.Namespace, worker: Place | None = None) -> Gatewa
         run_coordinator=not args.no_coordinator and (worker is None or worker.leads),
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,
+        cluster_tls=args.cluster_tls,
         log_level=args.log_level,
     )
 
@@ -154,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from server.gateway.main import run
 
         run(config_from(args, Place.taken()), argv)
-    except (ConfigError, StoreError) as exc:
+    except (ConfigError, StoreError, TlsUnavailable) as exc:
         print(f"hotswap gateway: {exc}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:  # uvicorn has shut down in order and hands the signal on

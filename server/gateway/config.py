@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 
 from server.errors import ConfigError
 from server.gateway.workers.place import Place
+from weightsync.tls import is_loopback
 
-_LIMIT_OPTIONS = {"stalled_client_s": "write-timeout"}  # the others are called as they are
+_LIMIT_OPTIONS = {"stalled_client_s": "write-timeout"}
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ class GatewayConfig:
     worker: Place | None = None  # which of several this process is; None: the only one
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
+    cluster_tls: Path | None = None  # this member's certificate, for instances at https (docs/security.md)
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -182,6 +184,9 @@ class GatewayConfig:
             raise ConfigError("--keep-versions: at least 2, the active version and the one to roll back to.")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together; give both or neither.")
+        if not is_loopback(self.admin_host) and self.ssl_certfile is None and self.cluster_tls is None:
+            advice = "give --cluster-tls, or --ssl-certfile and --ssl-keyfile (docs/security.md)"
+            raise ConfigError(f"--admin-host {self.admin_host}: beyond loopback the admin port needs TLS; {advice}.")
 
     @property
     def key_path(self) -> Path:

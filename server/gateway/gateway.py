@@ -34,6 +34,7 @@ from server.gateway.workers.pages import Pages
 from weightsync.errors import StoreError
 from weightsync.store import Store, open_store
 from weightsync.swap.coordinator import Coordinator
+from weightsync.tls import ClusterTls
 
 if TYPE_CHECKING:
     from server.gateway.proxy.guard import GuardedProtocol
@@ -53,7 +54,8 @@ class Gateway:
         self.store = store
         self.keys = keys
         self.stats = Stats()
-        self.fleet = Fleet(store, config.model, config.upstream, self.stats)
+        self.tls = ClusterTls(config.cluster_tls) if config.cluster_tls is not None else None
+        self.fleet = Fleet(store, config.model, config.upstream, self.stats, self.tls)
         self.gate = Gate(self.fleet, config.queue)
         self.fleet.on_change = self.gate.changed
         self.key_files = KeyFiles(config, keys)
@@ -61,7 +63,8 @@ class Gateway:
         self.limits = Limits(self.stats.limited)
         self.sharing = Sharing(store, self.limits, lambda: keys.limits)
         self.scopes = CacheScopes(shared=config.cache_scope == "shared")
-        probe = build_probe(ProbeSettings.of(config), lambda: [i.record for i in self.fleet.instances.values()])
+        fleet = self.fleet
+        probe = build_probe(ProbeSettings.of(config), lambda: [i.record for i in fleet.instances.values()], self.tls)
         self.coordinator = Coordinator(store, config.model, keep=config.keep_versions, probe=probe)
         self.pusher = Pusher(config)
         self.updates = Updates()
@@ -78,7 +81,7 @@ class Gateway:
     @classmethod
     @asynccontextmanager
     async def open(cls, config: GatewayConfig) -> AsyncIterator[Gateway]:
-        """A gateway with its tasks running. Raises ConfigError, StoreUnavailable."""
+        """A gateway with its tasks running. Raises ConfigError, StoreUnavailable, TlsUnavailable."""
         keys = load_keys(config)
         store = open_store(config.store)
         gateway = cls(config, store, keys)

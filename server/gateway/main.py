@@ -23,6 +23,7 @@ from server.gateway.observe.logs import configure
 from server.gateway.workers.place import Place
 from server.gateway.workers.supervisor import Supervisor
 from weightsync.store import open_store
+from weightsync.tls import ClusterTls, FollowedContext, is_loopback
 
 if TYPE_CHECKING:
     import ssl
@@ -64,11 +65,18 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
 
 
 def _certificate(config: GatewayConfig) -> Callable[[Any, Callable[[], ssl.SSLContext]], ssl.SSLContext] | None:
+    """uvicorn's hook; what it is handed makes a context of the files."""
     if config.ssl_certfile is None or config.ssl_keyfile is None:
         return None
-    from server.gateway.tls import Certificate
+    paths = [config.ssl_certfile, config.ssl_keyfile]
+    return lambda _, make: FollowedContext(paths, make, server=True)
 
-    return Certificate(config.ssl_certfile, config.ssl_keyfile).context
+
+def admin_tls(config: GatewayConfig) -> ssl.SSLContext | None:
+    """Mutual TLS for the admin port; None where it speaks what the public port does. Raises TlsUnavailable."""
+    if is_loopback(config.admin_host) or config.ssl_certfile is not None or config.cluster_tls is None:
+        return None
+    return ClusterTls(config.cluster_tls).server_context()
 
 
 def bind(config: GatewayConfig) -> tuple[GatewayConfig, list[socket.socket]]:
@@ -87,7 +95,9 @@ def bind(config: GatewayConfig) -> tuple[GatewayConfig, list[socket.socket]]:
 
 
 def run(config: GatewayConfig, argv: Sequence[str] = ()) -> None:
-    """Serves until SIGINT or SIGTERM, then lets answers in progress finish. Raises ConfigError, StoreUnavailable.
+    """Serves until SIGINT or SIGTERM, then lets answers in progress finish.
+
+    Raises ConfigError, StoreUnavailable, TlsUnavailable.
 
     `argv`: the options, for the workers to read, if there are to be several.
     """
@@ -96,6 +106,8 @@ def run(config: GatewayConfig, argv: Sequence[str] = ()) -> None:
         _serve(*bind_beside(config, config.worker))
         return
     ProbeSettings.of(config)
+    if config.cluster_tls is not None:
+        ClusterTls(config.cluster_tls)
     load_keys(config)  # what cannot work is said here, in one line, rather than by a server that fails to start
     asyncio.run(_try_store(config.store))
     config, listeners = bind(config)
@@ -132,7 +144,7 @@ def _shared(host: str, port: int) -> socket.socket:
 
 
 def _serve(config: GatewayConfig, listeners: list[socket.socket]) -> None:
-    from server.leaving import LeavingServer
+    from server.gateway.listening import GatewayServer
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection takes two descriptors while it is forwarded
@@ -142,7 +154,7 @@ def _serve(config: GatewayConfig, listeners: list[socket.socket]) -> None:
         await asyncio.sleep(config.leave_s)
         return True
 
-    server = LeavingServer(uvicorn_config(config), leave)
+    server = GatewayServer(uvicorn_config(config), leave, admin_tls(config))
     _spare_the_collector()
     server.run(listeners)
 

@@ -1,4 +1,4 @@
-"""The vLLM sidecar: one process embeds one vLLM engine, serves its OpenAI routes on loopback, swaps its weights.
+"""The vLLM sidecar: one process embeds one vLLM engine, serves its OpenAI routes to gateways, swaps its weights.
 
 main.py        start-up and shutdown of the process
 engine.py      vLLM's arguments, the engine, and the swap calls into it

@@ -7,10 +7,18 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.errors import ConfigError
+from weightsync.tls import is_loopback
+
+ANY = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - to be told from an address
+
 
 @dataclass(frozen=True)
 class InstanceConfig:
     """One instance: which model directory, where it listens, which store it reports to.
+
+    Beyond loopback it speaks mutual TLS alone, with the certificate in `cluster_tls`; `advertise` is the address under
+    which gateways reach it, if that is not `host`. Raises ConfigError.
 
     `vllm_args` are passed to vLLM as they are. `kv_cache_gib` bounds the KV cache on CPU, where vLLM would otherwise
     take, and zero-fill, most of the machine's memory.
@@ -22,10 +30,27 @@ class InstanceConfig:
     instance_id: str
     host: str = "127.0.0.1"
     port: int = 0
+    advertise: str = ""
+    cluster_tls: Path | None = None
     kv_cache_gib: float = 1.0
     stage_timeout_s: float = 600.0
     drain_s: float = 25.0  # for streams to end after SIGTERM; Kubernetes kills after 30 s
     vllm_args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.cluster_tls is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"--host {self.host}: beyond loopback an instance needs mutual TLS; give --cluster-tls DIR with "
+                "tls.crt, tls.key and ca.crt (docs/security.md), or leave it on loopback."
+            )
+        if self.host in ANY and (not self.advertise or self.advertise in ANY):
+            raise ConfigError(f"--host {self.host}: say with --advertise ADDRESS where gateways are to connect to.")
+
+    def address(self, port: int) -> str:
+        """What its record says, and gateways connect to."""
+        host = self.advertise or self.host
+        scheme = "http" if self.cluster_tls is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def vllm_argv(self, *, cpu: bool, port: int) -> list[str]:
         """The command line vLLM's own parser gets: weights arrive through the checkpoint engine, so none are loaded."""

@@ -10,6 +10,7 @@ import httpx
 import uvicorn
 
 from server.leaving import LeavingServer
+from weightsync.tls import ClusterTls
 
 from .admission import Admission
 from .config import InstanceConfig
@@ -17,7 +18,12 @@ from .rest import rest, start_over
 
 
 def run_instance(config: InstanceConfig) -> None:
-    """Serve until SIGTERM, which lets requests in flight end, or SIGINT; between, sleep as ordered (rest.py)."""
+    """Serve until SIGTERM, which lets requests in flight end, or SIGINT; between, sleep as ordered (rest.py).
+
+    Raises TlsUnavailable.
+    """
+    if config.cluster_tls is not None:
+        ClusterTls(config.cluster_tls)  # what cannot work is said before seconds are spent on imports
     environment = dict(os.environ)
     prepare_environment()
     import uvloop
@@ -37,9 +43,9 @@ def prepare_environment() -> None:
 
 
 async def serve(config: InstanceConfig) -> bool:
-    """The engine, vLLM's routes and ours on one loopback socket, and the sidecar that takes part in swaps.
+    """The engine, vLLM's routes and ours on one socket, and the sidecar that takes part in swaps.
 
-    Returns whether it ended in order to sleep.
+    Returns whether it ended in order to sleep. Raises TlsUnavailable.
     """
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
@@ -47,14 +53,16 @@ async def serve(config: InstanceConfig) -> bool:
     from .sidecar import Sidecar
 
     cli_env_setup()
-    listener = socket.create_server((config.host, config.port))
+    tls = ClusterTls(config.cluster_tls) if config.cluster_tls is not None else None
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.create_server((config.host, config.port), family=family)
     port = int(listener.getsockname()[1])
     args = parse_vllm_args(config, port)
     async with start_engine(args) as engine:
         app = Admission(await build_app(engine, args, config), dead=lambda: engine.client.errored)
         await warm_up(app, config.model)
-        sidecar = Sidecar(config, engine, app, address=f"http://{config.host}:{port}")
-        server = LeavingServer(_uvicorn_config(app), sidecar.leave)
+        sidecar = Sidecar(config, engine, app, address=config.address(port))
+        server = LeavingServer(_uvicorn_config(app, tls), sidecar.leave)
         sidecar.end = lambda: setattr(server, "should_exit", True)
         async with sidecar.running():
             await server.serve(sockets=[listener])
@@ -92,7 +100,13 @@ async def warm_up(app: Any, model: str) -> None:
             await client.post(path, json={"model": model, "max_tokens": 2, **body})
 
 
-def _uvicorn_config(app: Any) -> uvicorn.Config:
+def _uvicorn_config(app: Any, tls: ClusterTls | None) -> uvicorn.Config:
     return uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=5, lifespan="on"
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+        lifespan="on",
+        ssl_context_factory=(lambda _, __: tls.server_context()) if tls is not None else None,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -68,13 +69,14 @@ class Upstream:
 
     handler: Handler
     port: int = 0
+    scheme: str = "http"
     requests: list[Received] = field(default_factory=list)
     connections: int = 0
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self.scheme}://127.0.0.1:{self.port}"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -112,10 +114,10 @@ async def answer_json(link: Link, _: Received) -> None:
 
 
 @asynccontextmanager
-async def upstream(handler: Handler = answer_json) -> AsyncIterator[Upstream]:
+async def upstream(handler: Handler = answer_json, tls: ssl.SSLContext | None = None) -> AsyncIterator[Upstream]:
     """A listening upstream on a free loopback port; its connections end with the context."""
-    self = Upstream(handler)
-    server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+    self = Upstream(handler, scheme="http" if tls is None else "https")
+    server = await asyncio.start_server(self.serve, "127.0.0.1", 0, ssl=tls)
     self.port = server.sockets[0].getsockname()[1]
     try:
         yield self

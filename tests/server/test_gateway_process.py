@@ -231,7 +231,7 @@ def presented(gateway: RunningGateway) -> bytes:
 
 
 def test_a_renewed_certificate_needs_no_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.gateway.tls.INTERVAL_S", 0.0)
+    monkeypatch.setattr("weightsync.tls.INTERVAL_S", 0.0)
     cert, key = self_signed(tmp_path)
     with running_gateway(tmp_path, ssl_certfile=cert, ssl_keyfile=key) as gateway:
         first = presented(gateway)

@@ -17,13 +17,12 @@ from pathlib import Path
 from server.errors import ConfigError
 from server.gateway.access.keys import ADMIN, INFER, KeyRing, Principal
 from server.gateway.config import GatewayConfig
+from weightsync.tls import Stamp, stamp
 
 log = logging.getLogger("hotswap.gateway")
 
 MIN_KEY_LENGTH = 16
 _HASHED = re.compile(r"sha256:([0-9a-f]{64})")
-
-Stamp = tuple[int, int, int] | None
 
 
 def load_keys(config: GatewayConfig) -> KeyRing:
@@ -74,15 +73,6 @@ class KeyFiles:
 
     def _stamps(self) -> list[Stamp]:
         return [stamp(path) for path in self._paths]
-
-
-def stamp(path: Path) -> Stamp:
-    """What changes when a file is written, replaced or given another mode; None if it is not there."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ctime_ns, found.st_ino, found.st_size
 
 
 def _read_private(path: Path) -> str:

@@ -20,6 +20,7 @@ from server.gateway.admin.probe_file import ProbePrompt, load_probes
 from server.gateway.config import GatewayConfig
 from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord
 from weightsync.swap.probe import Probe, ProbeResult
+from weightsync.tls import ClusterTls
 
 if TYPE_CHECKING:
     import httpx  # at run time only where something is asked: it is 5 MB, and many gateways never ask
@@ -49,15 +50,18 @@ class ProbeSettings:
         return cls(config.model, load_probes(config.probes_file), max_logprob_drift=drift)
 
 
-def build_probe(settings: ProbeSettings, fleet: Callable[[], Iterable[InstanceRecord]]) -> Probe:
-    """The callable for the coordinator; `fleet` says who there is to compare with."""
+def build_probe(
+    settings: ProbeSettings, fleet: Callable[[], Iterable[InstanceRecord]], tls: ClusterTls | None = None
+) -> Probe:
+    """The callable for the coordinator; `fleet` says who there is to compare with, `tls` is for https addresses."""
+    verify = tls.client_context() if tls is not None else True
 
     async def probe(canary: InstanceRecord, swap: SwapRecord, active: ActiveRecord | None) -> ProbeResult:
         import httpx
 
         try:
             async with asyncio.timeout(settings.timeout_s):
-                async with httpx.AsyncClient(timeout=settings.timeout_s, trust_env=False) as client:
+                async with httpx.AsyncClient(timeout=settings.timeout_s, verify=verify, trust_env=False) as client:
                     reference = _reference(settings, fleet(), canary, active)
                     for prompt in settings.prompts:
                         await _check(_Asker(client, canary, settings.model), prompt, swap.target)

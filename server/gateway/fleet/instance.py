@@ -14,8 +14,9 @@ from server.gateway.fleet.health import Health
 from server.gateway.fleet.signals import Signals
 from server.gateway.proxy.upstream import Pool
 from server.gateway.queue.capacity import Window
-from weightsync.errors import RecordError
+from weightsync.errors import RecordError, TlsUnavailable
 from weightsync.records import InstanceRecord
+from weightsync.tls import ClusterTls, is_loopback
 
 PREFIXES = 4096  # remembered per instance and version, at least; about 0.6 MB when twice as many are
 VERSIONS = 2  # whose prefixes are remembered: the active one, and the one a rollback returns to
@@ -24,10 +25,11 @@ VERSIONS = 2  # whose prefixes are remembered: the active one, and the one a rol
 class Instance:
     """What a gateway holds of one instance. A new address is a new `Instance`."""
 
-    def __init__(self, record: InstanceRecord, settings: UpstreamSettings) -> None:
+    def __init__(self, record: InstanceRecord, settings: UpstreamSettings, tls: ClusterTls | None = None) -> None:
+        """Raises RecordError for an address that is none, TlsUnavailable for one that must not be spoken to."""
         self.id = record.id
         self.record = record
-        self.pool = _pool(record, settings)
+        self.pool = _pool(record, settings, tls)
         self.health = Health(settings.health)
         self.signals: Signals | None = None  # the last scrape, None when it failed
         self.inflight = 0
@@ -84,11 +86,19 @@ class Instance:
         return table
 
 
-def _pool(record: InstanceRecord, settings: UpstreamSettings) -> Pool:
+def _pool(record: InstanceRecord, settings: UpstreamSettings, tls: ClusterTls | None) -> Pool:
     try:
         url = urlsplit(record.address)
-        if url.scheme != "http" or url.hostname is None or url.port is None:
-            raise ValueError("expected http://HOST:PORT")
+        if url.scheme not in ("http", "https") or url.hostname is None or url.port is None:
+            raise ValueError("expected http://HOST:PORT or https://HOST:PORT")
     except ValueError as exc:
         raise RecordError("InstanceRecord", f"address {record.address!r}: {exc}") from exc
+    if url.scheme == "https":
+        if tls is None:
+            reason = f"instance {record.id} at {record.address} asks for this gateway's"
+            raise TlsUnavailable("", reason, "Start the gateway with --cluster-tls DIR")
+        return Pool(url.hostname, url.port, settings, tls.client_context())
+    if tls is not None and not is_loopback(url.hostname):
+        reason = f"instance {record.id} at {record.address} does without, beyond loopback"
+        raise TlsUnavailable(str(tls.directory), reason, "Start it with --cluster-tls DIR")
     return Pool(url.hostname, url.port, settings)

@@ -25,9 +25,10 @@ from server.gateway.observe.stats import Stats
 from server.gateway.proxy.journal import ReplayMemory
 from server.gateway.proxy.terms import Need
 from server.gateway.proxy.waiting import Patience, WaitingRoom
-from weightsync.errors import RecordError, StoreError
+from weightsync.errors import RecordError, StoreError, TlsUnavailable
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, SwapRecord
 from weightsync.store import KeyValue, Store
+from weightsync.tls import ClusterTls
 
 log = logging.getLogger("hotswap.gateway")
 
@@ -39,7 +40,9 @@ REMEMBERED_S = 60.0  # an instance that has gone is expected back for so long
 class Fleet:
     """Instances of one model. `run` keeps the view; everything else is plain look-up."""
 
-    def __init__(self, store: Store, model: str, settings: UpstreamSettings, stats: Stats) -> None:
+    def __init__(
+        self, store: Store, model: str, settings: UpstreamSettings, stats: Stats, tls: ClusterTls | None = None
+    ) -> None:
         self.model = model
         self.instances: dict[str, Instance] = {}
         self.active: ActiveRecord | None = None
@@ -59,6 +62,7 @@ class Fleet:
         self._keys = Keys(model)
         self._drains = drains(self._keys)
         self.settings = settings
+        self._tls = tls
         self._stats = stats
         self._serial = itertools.count(1)
         self._sessions: Recent[str] = Recent(SESSIONS)  # who answered a session last
@@ -255,7 +259,7 @@ class Fleet:
                 self.active = ActiveRecord.from_json(kv.value)
             elif kv.key == self._keys.swap:
                 self._put_swap(SwapRecord.from_json(kv.value))
-        except RecordError as exc:
+        except (RecordError, TlsUnavailable) as exc:
             log.error("ignoring %s: %s", kv.key, exc)
 
     def _put_instance(self, record: InstanceRecord) -> None:
@@ -266,7 +270,7 @@ class Fleet:
             return
         if known is not None:
             self._remove(record.id)
-        self.instances[record.id] = Instance(record, self.settings)
+        self.instances[record.id] = Instance(record, self.settings, self._tls)
 
     def _remove(self, instance_id: str) -> None:
         instance = self.instances.pop(instance_id, None)

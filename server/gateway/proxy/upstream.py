@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import ssl
 import time
 from collections import deque
 from typing import Any, Protocol
@@ -17,6 +19,8 @@ from mypy_extensions import mypyc_attr
 from server.errors import Unavailable
 from server.gateway.config import UpstreamSettings
 from server.gateway.proxy.outbox import Outbox
+
+log = logging.getLogger("hotswap.gateway")
 
 
 class Owner(Protocol):
@@ -101,13 +105,15 @@ class UpstreamConnection:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Pool:
-    """Idle connections to one address, most recently used first."""
+    """Idle connections to one address, most recently used first. `tls`: what they are opened with, None: TCP alone."""
 
-    def __init__(self, host: str, port: int, settings: UpstreamSettings) -> None:
+    def __init__(self, host: str, port: int, settings: UpstreamSettings, tls: ssl.SSLContext | None = None) -> None:
         self.host = host
         self.port = port
         self.authority = (f"[{host}]:{port}" if ":" in host else f"{host}:{port}").encode()
         self._settings = settings
+        self._tls = tls
+        self._told = ""  # why no connection came about, the last time that the log was told
         self._idle: deque[UpstreamConnection] = deque()
         self._closed = False
         self.outbox = Outbox()
@@ -131,17 +137,26 @@ class Pool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._settings.connect_timeout_s):
-                await loop.create_connection(lambda: link, self.host, self.port)
+                await loop.create_connection(lambda: link, self.host, self.port, ssl=self._tls)
         except OSError as exc:  # TimeoutError is one
             link.abort()
-            reason = "did not accept a connection in time" if isinstance(exc, TimeoutError) else "refused"
-            raise Unavailable(
-                f"The instance at {self.authority.decode()} {reason}; try again shortly.", code="instance_unreachable"
-            ) from exc
+            raise self._refused(exc) from exc
         except BaseException:
             link.abort()
             raise
         return link
+
+    def _refused(self, exc: OSError) -> Unavailable:
+        where = f"The instance at {self.authority.decode()}"
+        if isinstance(exc, ssl.SSLError):
+            reason = exc.verify_message if isinstance(exc, ssl.SSLCertVerificationError) else exc.reason
+            message = f"{where} has not shown that it is a member of this cluster ({reason})."
+            if message != self._told:
+                self._told = message
+                log.error("%s It gets no requests: are its certificate and this gateway's of one authority?", message)
+            return Unavailable(message, code="instance_untrusted")
+        reason = "did not accept a connection in time" if isinstance(exc, TimeoutError) else "refused"
+        return Unavailable(f"{where} {reason}; try again shortly.", code="instance_unreachable")
 
     def give_back(self, link: UpstreamConnection) -> None:
         """Keeps `link` for the next request, unless there are enough or it is closing."""
