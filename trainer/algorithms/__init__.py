@@ -1,6 +1,6 @@
 """Algorithms by the name of their config entry."""
 
-from trainer.algorithms.base import Algorithm, AlgorithmBase, LossOutput
+from trainer.algorithms.base import ActorCritic, Algorithm, AlgorithmBase, LossOutput
 from trainer.algorithms.dpo import Dpo
 from trainer.algorithms.grpo import Grpo
 from trainer.algorithms.policy import PolicyGradient
@@ -11,6 +11,7 @@ from trainer.algorithms.sft import Sft
 from trainer.config import AlgorithmConfig, DpoConfig, GrpoConfig, PpoConfig, RlooConfig, SftConfig
 
 __all__ = [
+    "ActorCritic",
     "Algorithm",
     "AlgorithmBase",
     "Dpo",

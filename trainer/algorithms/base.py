@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -54,7 +54,7 @@ class Algorithm(Protocol):
     On rank 0, `sequences` turns records (and, if `samples_per_prompt` > 0, their scored rollouts) into sequences. On
     every rank, once the engine has filled in the fields of `needs`, `prepare` adds what is computed from the whole
     batch (advantages). Then, `epochs` times over `minibatches` parts of the batch, `loss` is called per micro-batch
-    where the log-probs are (the last pipeline stage), and `critic_loss` where the values are.
+    where the log-probs are (the last pipeline stage). One that needs VALUES is an `ActorCritic`.
     """
 
     samples_per_prompt: int  # rollouts wanted for each record; 0: none, records carry their targets
@@ -80,6 +80,11 @@ class Algorithm(Protocol):
         """`logprobs_BT` float32, of the tokens at t + 1 under the current weights, with gradient."""
         ...
 
+
+@runtime_checkable
+class ActorCritic(Algorithm, Protocol):
+    """An algorithm whose critic is trained along: `critic_loss` is called per micro-batch where the values are."""
+
     def critic_loss(self, values_BT: torch.Tensor, fields: Fields) -> LossOutput:
         """`values_BT` float32, of the states before the tokens at t + 1, with gradient."""
         ...
@@ -100,6 +105,3 @@ class AlgorithmBase:
 
     def prepare(self, fields: Fields) -> Fields:
         return fields
-
-    def critic_loss(self, values_BT: torch.Tensor, fields: Fields) -> LossOutput:
-        raise NotImplementedError(f"{type(self).__name__} has no critic")

@@ -17,6 +17,7 @@ start of the step; without one it is the engine's, whose log-probs came with the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from typing import Generic, TypeVar
 
@@ -46,7 +47,7 @@ _LEVELS = {"token": "token", "sequence": "geometric", "trajectory": "sequence"}
 ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
 
 
-class PolicyGradient(AlgorithmBase, Generic[ConfigT]):
+class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
     """`credit` gives one number for each sample of a group: its advantage on every token, or (`credit_is` REWARDS) its
     reward on the last one, from which `prepare` makes advantages. `max_tokens` is how long answers may be."""
 
@@ -72,9 +73,9 @@ class PolicyGradient(AlgorithmBase, Generic[ConfigT]):
             if sample.token_ids
         ]
 
+    @abstractmethod
     def credit(self, rewards: list[float]) -> list[float]:
         """What each sample of a group is worth."""
-        raise NotImplementedError
 
     def keep_group(self, group: Group) -> bool:
         return not self.config.drop_zero_std or len(set(group.rewards)) > 1

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, Algorithm, LossOutput
+from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, ActorCritic, Algorithm, LossOutput
 from trainer.batch import MASK, SEGMENTS, Fields
 from trainer.config import TrainerConfig
 from trainer.config.sections import TrainDtype
@@ -130,6 +130,7 @@ class Engine:
         """The critic's optimizer step, where there is one, then the actor's."""
         metrics: dict[str, float] = {}
         if (critic := self.roles.get("critic")) is not None:
+            assert isinstance(self.algorithm, ActorCritic)  # it asked for values
             judged = self._optimizer_step(critic, fields, self.algorithm.critic_loss)
             metrics = {"critic_loss": judged.loss, "critic_grad_norm": judged.grad_norm, **judged.metrics}
             if critic_only:

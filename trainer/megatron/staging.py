@@ -16,11 +16,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from trainer.megatron.index import checked_readers, refusing
 
 Piece = list[Any]
 """[name, offset or None, index or None, file, first byte, bytes]: where a shard lies; JSON."""
@@ -48,12 +51,20 @@ class Buffers:
 
 class StagedTensors:
     """One sharded state dict, taken but not yet written. Without `buffers` it refers to the live tensors, so that it
-    must be written before they change."""
+    must be written before they change. `directory` exists and is empty. Taking is collective."""
 
-    def __init__(self, state: dict[str, Any], directory: Path, owner: str, buffers: Buffers | None) -> None:
-        """Collective. `directory` exists and is empty; its small files are written at once, by rank 0."""
+    def __init__(self, directory: Path, owner: str, buffers: Buffers | None) -> None:
         self._writer = _Later(directory, owner, buffers)
-        dist_checkpointing.save(state, str(directory), _Take(self._writer))
+
+    def take(self, state: dict[str, Any]) -> StagedTensors:
+        """Megatron's shards; its small files are written at once, by rank 0."""
+        dist_checkpointing.save(state, str(self._writer.path), _Take(self._writer))
+        return self
+
+    def take_dtensors(self, state: dict[str, torch.Tensor]) -> StagedTensors:
+        """DTensors, as torch cuts them."""
+        dcp.save(state, storage_writer=self._writer, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
+        return self
 
     def write(self) -> list[Piece]:
         """Write and flush this rank's file. No communication."""
@@ -135,8 +146,11 @@ def _result(piece: Piece) -> WriteResult:
 
 
 def load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Read into the shards that `state` describes. Collective."""
-    loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
+    """Read into the shards that `state` describes. Collective. Raises ResumeError for files that are none of ours."""
+    # The strategies by name: the directory is not to choose among all that Megatron has.
+    how = torch_dist.TorchDistLoadShardedStrategy(), TorchCommonLoadStrategy()
+    with checked_readers(), refusing(directory):
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory), *how)
     return loaded
 
 

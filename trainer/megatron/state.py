@@ -2,6 +2,7 @@
 schedule, and the random generators.
 
     DIRECTORY/actor/              Megatron's `torch_dist` format, which can be read back in another parallel layout
+                                  (under `parallel.shard: full` what fsdp_state.py says)
     DIRECTORY/critic/             the same, if the algorithm has one
     DIRECTORY/rank-00000.json     the generators of a rank; restored only on as many ranks (elsewhere exactness is
                                   lost, training is not)
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from trainer.checkpoint.files import describe, write_flushed, writing
 from trainer.checkpoint.share import Share
 from trainer.errors import CheckpointError
-from trainer.megatron import staging
+from trainer.megatron import fsdp_state, staging
 from trainer.megatron.convert import unwrap
 from trainer.megatron.engine import Engine
 from trainer.megatron.parallel import gather_json
@@ -57,7 +58,7 @@ class StagedEngine:
         self._roles: dict[str, StagedTensors] = {}
         for name, role in trained(engine).items():
             staging.lead_makes(directory / name)
-            self._roles[name] = StagedTensors(_sharded(role, loading=False), directory / name, name, buffers)
+            self._roles[name] = _taken(role, directory / name, buffers)
 
     def write(self) -> Share:
         """Write this rank's files. Raises CheckpointError when the disk does not take them."""
@@ -96,12 +97,12 @@ def save(engine: Engine, directory: Path) -> None:
 def load(engine: Engine, directory: Path) -> None:
     """Restore what was saved, in this layout or another. Collective."""
     for name, role in trained(engine).items():
-        state = staging.load(_sharded(role, loading=True), directory / name)
-        for key, chunk in _chunks(role).items():
-            unwrap(chunk).load_state_dict(state[key])
-        _load_optimizer(role, _regrouped(role, state["optimizer"]))
-        role.scheduler.num_steps = 0  # Megatron's loader adds what was saved to what there is
-        role.scheduler.load_state_dict(state["scheduler"])
+        fsdp_state.check_format(role, directory / name)
+        if fsdp_state.is_fully_sharded(role):
+            _prepare_optimizer(role)
+            fsdp_state.load(role, directory / name)
+        else:
+            _load(role, directory / name)
     saved_world = len(list(directory.glob("rank-*.json")))
     if saved_world == dist.get_world_size():
         set_rng_state(json.loads((directory / f"rank-{dist.get_rank():05d}.json").read_text()))
@@ -110,6 +111,26 @@ def load(engine: Engine, directory: Path) -> None:
 def trained(engine: Engine) -> dict[str, Role]:
     """The roles that have an optimizer, by name, in the same order on every rank."""
     return {name: role for name, role in sorted(engine.roles.items()) if role.optimizer is not None}
+
+
+def _taken(role: Role, directory: Path, buffers: Buffers | None) -> StagedTensors:
+    """A role's tensors at this moment. `directory` exists and is empty."""
+    staged = StagedTensors(directory, role.name, buffers)
+    if not fsdp_state.is_fully_sharded(role):
+        return staged.take(_sharded(role, loading=False))
+    _prepare_optimizer(role)
+    if dist.get_rank() == 0:
+        fsdp_state.write_numbers(role, directory)
+    return staged.take_dtensors(fsdp_state.tensors(role))
+
+
+def _load(role: Role, directory: Path) -> None:
+    state = staging.load(_sharded(role, loading=True), directory)
+    for key, chunk in _chunks(role).items():
+        unwrap(chunk).load_state_dict(state[key])
+    _load_optimizer(role, _regrouped(role, state["optimizer"]))
+    role.scheduler.num_steps = 0  # Megatron's loader adds what was saved to what there is
+    role.scheduler.load_state_dict(state["scheduler"])
 
 
 def _chunks(role: Role) -> dict[str, Any]:

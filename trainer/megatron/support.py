@@ -40,7 +40,3 @@ def _check_full_sharding(config: TrainerConfig) -> None:
         raise ConfigError("parallel.shard", problem, "Set model.dtype to bfloat16 or float32")
     if config.optimizer.offload:
         raise ConfigError("optimizer.offload", "not with parallel.shard full", "Set one of them back")
-    if config.checkpoint is not None:
-        # Megatron's checkpoint format cuts FSDP2's shards unevenly where a size does not divide, and cannot join them.
-        problem = "parallel.shard full cannot be saved"
-        raise ConfigError("checkpoint", problem, "Remove the section (save_to works), or set shard to optimizer")

@@ -12,6 +12,7 @@ gone, and only a component that knows where it comes from can be instantiated ag
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal, Protocol, runtime_checkable
 
@@ -62,8 +63,8 @@ class Component(Protocol):
     def destroy(self) -> None: ...
 
 
-class Base:
-    """The state machine of a component; subclasses do the work."""
+class Base(ABC):
+    """The state machine of a component; subclasses do the work that their components are capable of."""
 
     leaves: Verb = "offload"
 
@@ -97,10 +98,11 @@ class Base:
         raise MemoryPlanError(f"{self.name} has nowhere to go; destroy it instead of offloading it.")
 
     def _reload(self) -> None:
-        raise NotImplementedError
+        raise MemoryPlanError(f"{self.name} is kept nowhere; instantiate it instead of reloading it.")
 
+    @abstractmethod
     def _destroy(self) -> None:
-        raise NotImplementedError
+        """Hold nothing any more."""
 
 
 class Restartable(Base):

@@ -12,6 +12,7 @@ import logging
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -47,18 +48,18 @@ class Score:
         return not self.failures and all(part >= 1.0 for part in self.parts.values())
 
 
-class Reward:
+class Reward(ABC):
     """Scores one answer. Runs on the rewards' event loop, so it must not block: what may block or die belongs into a
     worker (trainer/rewards/pool.py)."""
 
-    async def open(self) -> None:
+    async def open(self) -> None:  # noqa: B027 - most have nothing to make ready
         """Make ready. Raises ConfigError or SandboxUnavailable for what the user must correct."""
 
+    @abstractmethod
     async def __call__(self, request: RewardRequest, /) -> float:
         """The answer's value. Anything raised is counted, and gives the configured `on_failure`."""
-        raise NotImplementedError
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027
         """Free what `open` took."""
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.trainer.algorithms import reference as plain
 from tests.trainer.algorithms.batches import LONGEST, Trial, groups
-from trainer.algorithms import Grpo, Ppo, Reinforce, Rloo, build_algorithm
+from trainer.algorithms import ActorCritic, Grpo, PolicyGradient, Ppo, Reinforce, Rloo, build_algorithm
 from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES
 from trainer.batch import MASK
 from trainer.config import (
@@ -203,6 +203,7 @@ def test_ppo(config: PpoConfig, packed: bool) -> None:
     generator = torch.Generator().manual_seed(9)
     new = [torch.randn(len(v), generator=generator, dtype=torch.float64, requires_grad=True) for v in values]
     fields = t.fields()
+    assert isinstance(t.algorithm, ActorCritic)
     output = t.algorithm.critic_loss(t.scatter(new, fields), fields)
     expected = plain.value_loss(new, t.given[VALUES], returns, config.value_clip)
     torch.testing.assert_close(output.total / output.denominator, expected, rtol=1e-9, atol=1e-10)
@@ -314,3 +315,17 @@ def test_what_cannot_be_is_refused(config: type[Any], changes: dict[str, Any], k
     with pytest.raises(ConfigError) as error:
         config(**changes)
     assert error.value.key == key
+
+
+def test_an_algorithm_that_leaves_something_unsaid_is_never_built() -> None:
+    class Forgetful(PolicyGradient[GrpoConfig]):
+        """It does not say what a sample is worth."""
+
+    with pytest.raises(TypeError, match="credit"):
+        Forgetful(GrpoConfig())  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize("config", [PpoConfig(), GrpoConfig(), RlooConfig(), ReinforceConfig()], ids=lambda c: c.name)
+def test_those_that_ask_for_values_and_no_others_train_a_critic(config: AlgorithmConfig) -> None:
+    algorithm = build_algorithm(config, LONGEST)
+    assert isinstance(algorithm, ActorCritic) == (VALUES in algorithm.needs) == (config.name == "ppo")

@@ -26,6 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor and sequence": {"parallel": {"tensor": 2, "sequence": True}},
     "pipeline": {"parallel": {"pipeline": 2}},
     "context": {"parallel": {"context": 2}},
+    "full": {"parallel": {"data": 2, "shard": "full"}},
 }
 
 

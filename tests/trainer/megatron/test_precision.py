@@ -100,9 +100,8 @@ def test_every_cut_makes_a_rank_hold_less(one_rank: Ranks, two_ranks: Ranks, mod
             "optimizer.offload",
             "shard",
         ),
-        ("qwen2", {"parallel": {"data": 2, "shard": "full"}, "checkpoint": {"path": "c"}}, "checkpoint", "saved"),
     ],
-    ids=["fp8", "fp8-experts", "full-float16", "full-offload", "full-checkpoint"],
+    ids=["fp8", "fp8-experts", "full-float16", "full-offload"],
 )
 def test_what_cannot_be_done_is_refused(
     one_rank: Ranks, two_ranks: Ranks, models: dict[str, str], model: str, config: dict[str, Any], key: str, says: str

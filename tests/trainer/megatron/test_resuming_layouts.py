@@ -11,6 +11,7 @@ from tests.trainer.ranks import Ranks
 from trainer.config import ParallelConfig
 
 SCHEDULE = {"optimizer": {"lr": 1e-2, "warmup_steps": 2, "decay": "cosine"}}
+FULL = {"data": 2, "shard": "full"}
 SPREAD, INTERLEAVED = {"data": 2, "expert": 2}, {"pipeline": 2, "virtual_pipeline": 2}
 LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen2", {"tensor": 2}, {}),
@@ -22,6 +23,9 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("mixtral", {"tensor": 2, "sequence": True}, {}),
     ("qwen2", {"data": 2}, {"dtype": "float16"}),
     ("qwen2", {"data": 2}, {"offload": True}),
+    ("qwen2", FULL, {}),
+    ("llama-tied", FULL, {"dtype": "bfloat16"}),
+    ("qwen2", {"context": 2, "shard": "full"}, {}),
 ]
 
 
@@ -54,8 +58,9 @@ def test_resume_is_exact(
         ("llama-tied", {"pipeline": 2, "data": 2}, [{}, {"pipeline": 2}]),
         ("mixtral", SPREAD, [{}, {"pipeline": 2}]),
         ("mixtral", {}, [SPREAD]),
+        ("qwen2", {"data": 4, "shard": "full"}, [FULL]),
     ],
-    ids=["tensor", "interleaved", "tied-stages", "experts", "alone"],
+    ids=["tensor", "interleaved", "tied-stages", "experts", "alone", "full"],
 )
 def test_a_checkpoint_can_be_read_in_another_layout(
     one_rank: Ranks,

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from trainer.errors import MemoryPlanError, OverBudget
-from trainer.memory.components import Restartable, State
+from trainer.memory.components import Base, Restartable, State
 from trainer.memory.ledger import Ledger
 from trainer.memory.plan import CYCLE, NEEDS, Moves, Plan
 
@@ -111,3 +111,16 @@ def test_a_change_that_fails_leaves_the_state_as_it_was() -> None:
     with pytest.raises(MemoryPlanError, match="no"):
         ledger.destroy("a")
     assert ledger["a"].state == "instantiated"
+
+
+def test_a_component_says_what_it_cannot_do_and_cannot_be_built_without_an_end() -> None:
+    class Endless(Base):
+        """It never gives anything back."""
+
+    with pytest.raises(TypeError, match="_destroy"):
+        Endless("a")  # type: ignore[abstract]
+    stopped, log = component("a", 1)
+    stopped.state = "offloaded"  # by whatever mistake
+    with pytest.raises(MemoryPlanError, match="a is kept nowhere"):
+        stopped.reload()
+    assert log == []

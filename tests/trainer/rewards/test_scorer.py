@@ -13,7 +13,7 @@ import pytest
 
 from trainer.config import CallableReward, ExactMatchReward, FormatReward, RegexReward, RewardConfig
 from trainer.errors import ConfigError, RewardError
-from trainer.rewards import RewardRequest, Score, Scorer, build_scorer
+from trainer.rewards import Reward, RewardRequest, Score, Scorer, build_scorer
 
 HERE = "tests.trainer.rewards.functions"
 
@@ -174,3 +174,11 @@ def test_nothing_is_left_when_it_is_closed() -> None:
     with pytest.raises(RewardError, match="closed"):
         ask(scorer, "x")
     assert os.getpid()  # this process was spared
+
+
+def test_a_reward_without_a_value_is_never_built() -> None:
+    class Mute(Reward):
+        """It scores nothing."""
+
+    with pytest.raises(TypeError, match="__call__"):
+        Mute()  # type: ignore[abstract]
