@@ -1,0 +1,1 @@
+"""One file for each subject; `registry.all_checks` imports all of them."""

@@ -1,0 +1,44 @@
+"""The list of checks: every function in `server.doctor.checks` that is marked with `@check`."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from server.doctor.finding import Finding
+from server.doctor.world import World
+
+Function = Callable[[World], Iterable[Finding]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """`about` says in a few words what is looked at."""
+
+    name: str
+    about: str
+    function: Function
+
+
+_CHECKS: dict[str, Check] = {}
+
+
+def check(name: str, about: str) -> Callable[[Function], Function]:
+    """Puts a function into the list. A check yields one finding or more and raises nothing on purpose."""
+
+    def register(function: Function) -> Function:
+        assert name not in _CHECKS, f"two checks are called {name}"
+        _CHECKS[name] = Check(name, about, function)
+        return function
+
+    return register
+
+
+def all_checks() -> list[Check]:
+    """By name."""
+    package = importlib.import_module("server.doctor.checks")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+    return [_CHECKS[name] for name in sorted(_CHECKS)]

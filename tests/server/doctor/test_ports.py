@@ -1,0 +1,142 @@
+"""Ports really taken, by strangers and by ours; listeners with and without TLS."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from server.doctor import processes
+from server.doctor.checks.ports import speaks_tls
+from server.doctor.network import is_loopback
+from server.doctor.world import World
+from tests.etcd import Tls, free_ports
+from tests.server.doctor.worlds import findings, only, statuses
+
+LISTENS = (
+    "import socket, sys; s = socket.create_server((sys.argv[1], 0)); print(s.getsockname()[1], flush=True); input()"
+)
+
+
+@contextmanager
+def listening(place: Path, module: str, host: str, *arguments: str) -> Iterator[int]:
+    """A process that is called `python -m MODULE` and listens there; its port."""
+    code = place / f"{module.replace('.', '/')}.py"
+    code.parent.mkdir(parents=True, exist_ok=True)
+    code.write_text(LISTENS)
+    command = [sys.executable, "-m", module, host, *arguments]
+    with subprocess.Popen(command, cwd=place, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_free_ports() -> None:
+    first, second = free_ports(2)
+    assert statuses(findings("ports", World(port=first))) == ["ok"]
+    assert statuses(findings("ports", World(port=first, admin_port=second))) == ["ok", "ok"]
+
+
+def test_a_port_that_is_taken_names_who_has_it(tmp_path: Path) -> None:
+    with listening(tmp_path, "stranger", "127.0.0.1") as port:
+        found = only(findings("ports", World(port=port)), "fail")
+        assert "python" in found.found
+        assert "process " in found.found
+        assert "--admin-port" in findings("ports", World(port=0, admin_port=port))[1].mend
+    with listening(tmp_path, "server.gateway", "127.0.0.1") as port:
+        assert "ours" in only(findings("ports", World(port=port)), "ok").found
+
+
+def test_an_address_of_another_host_is_told() -> None:
+    assert "ip addr" in only(findings("ports", World(host="192.0.2.1")), "fail").mend
+
+
+@pytest.fixture
+def only_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests' and other people's servers on this machine are not looked at."""
+    children = psutil.Process().children
+    monkeypatch.setattr(psutil, "process_iter", lambda: children(recursive=True))
+
+
+@pytest.mark.usefixtures("only_children")
+def test_what_listens_beyond_loopback_without_tls_is_found(tmp_path: Path) -> None:
+    only(findings("listeners", World()), "skip")
+    with ExitStack() as stack:
+        stack.enter_context(listening(tmp_path, "stranger", "0.0.0.0"))
+        only(findings("listeners", World()), "skip")
+        stack.enter_context(listening(tmp_path, "weightsync.peer", "127.0.0.1"))
+        only(findings("listeners", World()), "ok")
+        port = stack.enter_context(listening(tmp_path, "server.gateway", "0.0.0.0"))
+        found = only(findings("listeners", World()), "fail")
+        assert f"0.0.0.0:{port}" in found.found
+        assert "server.gateway" in found.found
+
+
+@pytest.mark.usefixtures("only_children")
+def test_the_public_port_without_tls_is_a_warning(tmp_path: Path) -> None:
+    place = tmp_path / "server" / "gateway.py"
+    (port,) = free_ports(1)
+    place.parent.mkdir()
+    place.write_text(LISTENS.replace(", 0)", ", int(sys.argv[3]))"))
+    command = [sys.executable, "-m", "server.gateway", "0.0.0.0", "--port", str(port)]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{port}\n"
+        try:
+            assert "--ssl-certfile" in only(findings("listeners", World()), "warn").mend
+        finally:
+            process.kill()
+
+
+@contextmanager
+def tls_server(tmp_path: Path, *, ask: bool) -> Iterator[int]:
+    """Greets a few clients, and wants a certificate of each if `ask`."""
+    tls = Tls(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tls.server_cert, tls.server_key)
+    if ask:
+        context.load_verify_locations(tls.ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+
+    def greet() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            with connection:
+                try:
+                    context.wrap_socket(connection, server_side=True).close()
+                except OSError:
+                    continue
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=greet)
+        thread.start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+@pytest.mark.parametrize("ask", [False, True])
+def test_a_tls_listener_is_known_by_its_answer(tmp_path: Path, ask: bool) -> None:
+    with tls_server(tmp_path, ask=ask) as port:
+        assert speaks_tls("0.0.0.0", port)
+
+
+def test_addresses_and_command_lines() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost", "::ffff:127.0.0.1")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "etcd-0.etcd", "fe80::1%eth0")))
+    assert processes.is_ours(["python", "-m", "server.cli", "instance"])
+    assert processes.is_ours(["/venv/bin/python", "/venv/bin/hotswap", "up"])
+    assert not processes.is_ours(["vi", "server/gateway/config.py"])

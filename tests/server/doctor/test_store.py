@@ -1,0 +1,160 @@
+"""Stores that are there, away, closed to us, cut off from a majority; and how far etcd's clock is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server.doctor.checks import clock
+from server.doctor.checks.clock import Sample
+from server.doctor.finding import Status
+from server.doctor.world import World
+from tests.etcd import Etcd, Tls, free_ports
+from tests.server.doctor.worlds import findings, host, only, statuses
+from weightsync import SyncStore
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[Etcd]:
+    server = Etcd()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Etcd, Tls]]:
+    """An etcd that wants to see a client's certificate."""
+    tls = Tls(tmp_path_factory.mktemp("tls"), client_certificates=True)
+    server = Etcd(tls=tls)
+    yield server, tls
+    server.close()
+
+
+def test_a_sqlite_store(tmp_path: Path) -> None:
+    url = f"sqlite://{tmp_path}/store.db"
+    assert "made when it is needed" in only(findings("store", World(store=url)), "ok").found
+    SyncStore(url).close()
+    assert "takes writes" in only(findings("store", World(store=url)), "ok").found
+    store = SyncStore(url)
+    assert store.list("")[0] == []
+    store.close()
+    (tmp_path / "other.db").write_bytes(b"no database" * 500)
+    assert "damaged" in only(findings("store", World(store=f"sqlite://{tmp_path}/other.db")), "fail").mend
+
+
+def test_a_sqlite_store_on_a_file_system_of_the_network(tmp_path: Path) -> None:
+    world = host(tmp_path, {"/proc/mounts": "server:/home / nfs4 rw 0 0\n"}, store=f"sqlite://{tmp_path}/store.db")
+    assert "etcd://" in only(findings("store", world), "fail").mend
+
+
+def test_no_store_and_what_is_none() -> None:
+    assert "--store" in only(findings("store", World()), "skip").found
+    only(findings("store", World(store="redis://somewhere")), "fail")
+    assert "user" in only(findings("store", World(store="etcd://me:secret@host")), "fail").found
+    only(findings("clock", World(store="sqlite:///store.db")), "skip")
+    only(findings("clock", World(store="etcd://h?nonsense=1")), "skip")
+
+
+def test_an_etcd_that_is_well(etcd: Etcd) -> None:
+    found = findings("store", World(store=etcd.url("doctor")))
+    assert [finding.found.split(",")[0] for finding in found] == [f"{etcd.hosts[0]} answers", "takes writes and leases"]
+    assert "fail" not in statuses(found)
+    assert only(findings("clock", World(store=etcd.url())), "ok").found.startswith(f"{etcd.hosts[0]} is ")
+
+
+def test_nobody_listens() -> None:
+    (port,) = free_ports(1)
+    url = f"etcd://127.0.0.1:{port}"
+    found = findings("store", World(store=url))
+    assert statuses(found) == ["fail", "fail"]
+    assert "Start etcd there" in found[0].mend
+    assert "`store`" in only(findings("clock", World(store=url)), "skip").found
+
+
+def test_a_lost_member_is_a_warning_and_a_lost_majority_a_failure() -> None:
+    cluster = Etcd(3)
+    try:
+        cluster.kill(2)
+        found = findings("store", World(store=cluster.url()))
+        assert "fail" not in statuses(found)
+        assert (found[2].status, cluster.hosts[2] in found[2].found) == ("warn", True)
+        cluster.kill(1)
+        assert statuses(findings("store", World(store=cluster.url()))) == ["fail"] * 4
+    finally:
+        cluster.close()
+
+
+def test_tls_faults_are_told_apart(secured: tuple[Etcd, Tls], etcd: Etcd, tmp_path: Path) -> None:
+    server, tls = secured
+    well = server.url(ca=tls.ca, cert=tls.cert, key=tls.key)
+    assert "fail" not in statuses(findings("store", World(store=well)))
+    only(findings("clock", World(store=well)), "ok")
+    other = Tls(tmp_path)
+    expected = {
+        server.url(): "?ca=/path",
+        server.url(ca=other.ca): "authority that signed",
+        server.url(ca=tls.ca): "certificate that it trusts",
+        server.url(ca=tmp_path / "absent.pem"): "Check ca=",
+        etcd.url(ca=tls.ca): "leave ca= out",
+    }
+    for url, mend in expected.items():
+        found = findings("store", World(store=url))
+        assert set(statuses(found)) == {"fail"}, found
+        assert mend in found[0].mend
+        only(findings("clock", World(store=url)), "skip")
+
+
+def test_users_and_what_they_may(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("right")
+    (tmp_path / "wrong").write_text("wrong")
+    server = Etcd()
+    try:
+        server.require_users(root="root", doctor="right")
+        user = {"user": "doctor", "password_file": tmp_path / "password"}
+        assert "fail" not in statuses(findings("store", World(store=server.url("doctor", **user))))
+        expected = {
+            server.url("doctor"): "wants a user",
+            server.url("doctor", user="doctor", password_file=tmp_path / "wrong"): "password",
+            server.url("elsewhere", **user): "Grant the role",
+        }
+        for url, mend in expected.items():
+            found = findings("store", World(store=url))
+            assert set(statuses(found)) == {"fail"}, found
+            assert mend in found[0].mend
+    finally:
+        server.close()
+
+
+def test_an_etcd_of_other_hosts_without_tls_and_users_is_warned_of() -> None:
+    (port,) = free_ports(1)
+    found = findings("store", World(store=f"etcd://0.0.0.0:{port}"))
+    assert statuses(found)[2:] == ["warn", "warn"]
+    assert "without TLS" in found[2].found
+    assert "lets in whoever" in found[3].found
+
+
+@pytest.mark.parametrize(
+    ("skew", "expected"), [(0.0, "ok"), (-0.6, "ok"), (4.0, "warn"), (-4.0, "warn"), (30.0, "fail"), (-30.0, "fail")]
+)
+def test_the_clocks_difference_is_bounded_by_what_every_answer_says(skew: float, expected: Status) -> None:
+    samples = []
+    for step in range(40):  # an answer every 30 ms, written in the middle of a round trip of 4 ms
+        sent = 1000.5 + 0.03 * step
+        samples.append(Sample(sent, sent + 0.004, float(int(sent + 0.002 + skew))))
+    low, high = clock.bounds(samples)
+    assert low <= skew <= high
+    assert high - low < clock.NARROW_S
+    only([clock.judge("host", low, high)], expected)
+
+
+def test_a_slow_network_widens_the_bounds_and_never_accuses() -> None:
+    low, high = clock.bounds([Sample(1000.0, 1008.0, 1002.0)])
+    assert (low, high) == (-6.0, 3.0)
+    only([clock.judge("host", low, high)], "ok")
+
+
+def test_a_clock_that_was_set_meanwhile_is_told() -> None:
+    low, high = clock.bounds([Sample(1000.0, 1000.1, 1000.0), Sample(1001.0, 1001.1, 1009.0)])
+    assert "was set" in only([clock.judge("host", low, high)], "warn").found

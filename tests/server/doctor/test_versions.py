@@ -1,0 +1,28 @@
+"""Installed packages against the pinned lists."""
+
+from __future__ import annotations
+
+from server.doctor.checks import versions
+from server.doctor.world import World
+from tests.server.doctor.worlds import findings, only, statuses
+
+
+def test_this_environment_is_the_pinned_one() -> None:
+    assert "fail" not in statuses(findings("versions", World()))
+
+
+def test_a_package_that_a_swap_reaches_into_must_be_the_tested_one() -> None:
+    wanted = versions.pins("# a list\ntorch==1.0.0+cpu\nPyYAML==1.2\nno-such_package==3.0\naetcd==1.0.0\n")
+    assert list(wanted) == ["torch", "pyyaml", "no-such-package", "aetcd"]
+    found = list(versions.judge("cpu.txt", wanted))
+    assert statuses(found) == ["fail", "warn"]
+    assert "tested is 1.0.0" in found[0].found
+    assert "no-such-package is not installed" in found[1].found
+    assert all("requirements/cpu.txt" in finding.mend for finding in found)
+    only(versions.judge("cpu.txt", {"aetcd": "1.0.0"}), "ok")
+
+
+def test_pythons_release() -> None:
+    assert versions.judge_python((3, 12)).status == "ok"
+    assert only([versions.judge_python((3, 13))], "fail").found == "Python 3.13"
+    assert versions.judge_python((3, 9)).status == "fail"
