@@ -13,6 +13,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from safetensors.torch import load_file
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import weightsync
 from tests.trainer.batches import random_batch
@@ -50,6 +51,7 @@ def unsplit() -> None:
     for group in groups:
         with contextlib.suppress(ValueError):  # one that it did destroy
             dist.destroy_process_group(group)
+    _clear_sharding_prop_cache()  # which remembers these groups, and would give them to the next engine's DTensors
 
 
 def logits(built: Engine, tokens: torch.Tensor) -> torch.Tensor | None:

@@ -18,10 +18,11 @@ PPO = {"algorithm": {"name": "ppo", "critic_lr": 1e-2}, "gateway": {"url": "http
 def test_actor_and_critic_are_written_while_training_goes_on(
     two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path
 ) -> None:
-    common: dict[str, Any] = {"path": small_models["qwen2"], "parallel": FULL, "directory": str(tmp_path)} | PPO
-    found = two_ranks.call("saved_while_training", **common, again=False)
-    assert all(rank["unwritten"] for rank in found)
-    assert two_ranks.call("resumed", **common) == [rank["through"] for rank in found], "bit for bit"
+    path = small_models["qwen2"]
+    found = two_ranks.call("saved_while_training", path=path, parallel=FULL, directory=str(tmp_path), **PPO)
+    for rank in found:
+        assert rank["unwritten"]
+        assert rank["resumed"] == rank["through"], "bit for bit"
     files = {p.name for p in (tmp_path / "step-00000002" / "critic").iterdir()}
     assert files == {".metadata", "__0_0.distcp", "__1_0.distcp", "fully_sharded.json"}
 
