@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from server.cli import bench, doctor, instances, keys, weights
+from server.cli import bench, doctor, instances, keys, store_roles, weights
 from server.cli.errors import CliError
 from server.cli.paths import default_state_dir
 from server.errors import ConfigError
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.add_typer(weights.app, name="weights", help="Publish, activate, roll back, verify and compare weight versions.")
 app.add_typer(keys.app, name="keys", help="Make, limit, rotate and revoke keys of a running gateway.")
 app.add_typer(instances.app, name="instances", help="Show instances, take one out of routing, and back.")
+app.add_typer(store_roles.app, name="store", help="Roles and users of an etcd.")
 app.add_typer(bench.app, name="bench", help="Benchmarks; each prints a table and writes JSON.")
 app.command()(doctor.doctor)
 

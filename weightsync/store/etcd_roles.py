@@ -1,0 +1,48 @@
+"""Who may read and write which keys in etcd: one role for each kind of process, no wider than its work.
+
+    gateway     coordinates swaps, publishes what is uploaded, keeps API keys; writes no instance's record
+    instance    writes what it says of itself; reads the model's records and no key of a client
+    trainer     publishes versions and asks for them; makes none active
+    peer        says which copies a host holds, and where its slots are
+
+A process with a role's credentials can do what that kind of process does, and no more. All may read the records of the
+model, which hold no secrets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from weightsync.records import ARENA_KEY, Keys
+
+NAMES = ("gateway", "instance", "trainer", "peer")
+ARENAS = "arenas/"
+GATEWAYS = "gateway/"  # API keys, their use, and the secret of cache scopes (server/gateway/access)
+
+
+@dataclass(frozen=True)
+class Role:
+    """What one kind of process may do: keys, and prefixes that end in "/". What may be written may be read."""
+
+    name: str
+    reads: frozenset[str]
+    writes: frozenset[str]
+
+
+def roles(models: Iterable[str]) -> tuple[Role, ...]:
+    """The roles of the processes of these models."""
+    reads: dict[str, set[str]] = {name: {ARENA_KEY, ARENAS} for name in NAMES}
+    writes: dict[str, set[str]] = {name: set() for name in NAMES}
+    for keys in map(Keys, models):
+        publishing = {keys.versions, keys.counter, keys.schema, keys.target, ARENA_KEY, ARENAS}
+        publishing |= {f"{keys.root}schemas/", f"{keys.root}publishers/"}
+        leading = {keys.active, keys.swap, keys.leader, keys.history, keys.pauses}
+        ordering = {f"{keys.root}drains/", f"{keys.root}sleeps/", keys.training, GATEWAYS}
+        writes["gateway"] |= publishing | leading | ordering
+        writes["instance"] |= {keys.instances, f"{keys.root}sleepers/"}
+        writes["trainer"] |= publishing
+        writes["peer"] |= {keys.copies, ARENA_KEY, ARENAS}
+        for read in reads.values():
+            read |= {keys.root, keys.copies}
+    return tuple(Role(name, frozenset(reads[name] - writes[name]), frozenset(writes[name])) for name in NAMES)
