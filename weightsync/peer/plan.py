@@ -17,12 +17,17 @@ from weightsync.peer.bitmap import Bitmap
 
 @dataclass(frozen=True)
 class Holder:
-    """A host to read from. `distance` grows with it: 0 is the same rack; what lies between is for the caller to say."""
+    """A host to read from. `distance` grows with it: 0 is the same rack; what lies between is for the caller to say.
+
+    `lent` is what its readers have or are reading. Without it the first readers of a source, who know little of each
+    other, ask it for the same chunks; it cannot see one-sided reads, so they must tell it when they ask what it has.
+    """
 
     host: str
     distance: int = 0
     have: Bitmap | None = None  # None: everything
     active: int = 0  # how many others read from it now, as far as known
+    lent: Bitmap | None = None  # None: not known
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,9 @@ class _Places:
 
 
 class _Rarity:
-    """How many holders have each chunk, counted for all chunks at once.
+    """How many copies of each chunk are known of, counted for all chunks at once.
+
+    A chunk counts once for every holder that has it, and once for every holder that has lent it.
 
     Bit `c` of plane `p` is bit `p` of the count of chunk `c`, so that adding a holder is a binary addition of whole
     bitmaps. Holders of everything count for all chunks alike and are left out.
@@ -107,8 +114,9 @@ class _Rarity:
     def __init__(self, holders: Sequence[Holder]) -> None:
         self._planes: list[int] = []
         for holder in holders:
-            if holder.have is not None:
-                self._add(holder.have.bits)
+            for known in (holder.have, holder.lent):
+                if known is not None:
+                    self._add(known.bits)
 
     def _add(self, carry: int) -> None:
         for p, plane in enumerate(self._planes):
@@ -119,27 +127,31 @@ class _Rarity:
             self._planes.append(carry)
 
     def rarest(self, candidates: int) -> int:
-        """Those of `candidates` that the fewest holders have."""
+        """Those of `candidates` of which the fewest copies are known."""
         for plane in reversed(self._planes):
             candidates = candidates & ~plane or candidates
         return candidates
 
 
 def choose(holders: Sequence[Holder], seed: str, limit: int, turn: int = 0) -> list[Holder]:
-    """At most `limit` of `holders` to open, for whom there are too many: half the nearest, half from anywhere.
+    """At most `limit` of `holders` to open, for whom there are too many. `have` is what the store says: an empty bitmap
+    for a host that is still fetching.
 
-    Who reads from neighbours only may wait with them for ever, and who reads from anywhere fills the links between the
-    racks. Equals are told apart by `seed`, so that receivers do not all open the same ones; call again with another
-    `turn` after some refused, died or have had nothing new for a while.
+    A quarter have something already, so that sources feed as many as they admit; half are the nearest; the rest are
+    from anywhere, because who reads from neighbours only may wait with them for ever. Equals are told apart by `seed`:
+    receivers do not all open the same ones. Call again with another `turn`, without those who have refused lately, when
+    some refused, died or have had nothing new for a while.
     """
 
     def shuffled(holder: Holder) -> int:  # not by CRC: those of two seeds differ by a constant, and so would the orders
         return xxh3_64_intdigest(f"{seed}/{turn}/{holder.host}".encode())
 
     anywhere = sorted(holders, key=shuffled)
-    near = sorted(anywhere, key=lambda holder: holder.distance)[: limit - limit // 2]
-    hosts = {holder.host for holder in near}
-    return near + [holder for holder in anywhere if holder.host not in hosts][: limit - len(near)]
+    chosen = [holder for holder in anywhere if holder.have is None or holder.have.bits][: -(-limit // 4)]
+    for more, upto in ((sorted(anywhere, key=lambda h: h.distance), limit - limit // 4), (anywhere, limit)):
+        taken = {holder.host for holder in chosen}
+        chosen += [holder for holder in more if holder.host not in taken][: max(0, upto - len(chosen))]
+    return chosen
 
 
 def _lowest(bits: int) -> int:

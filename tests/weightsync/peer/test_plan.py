@@ -23,8 +23,8 @@ def bitmaps(draw: st.DrawFn, chunks: int) -> Bitmap:
 @st.composite
 def holders_of(draw: st.DrawFn, chunks: int) -> list[Holder]:
     have = st.one_of(st.none(), bitmaps(chunks))
-    found = draw(st.lists(st.tuples(have, st.integers(0, 2), st.integers(0, 3)), max_size=6))
-    return [Holder(f"h{n}", distance, which, active) for n, (which, distance, active) in enumerate(found)]
+    found = draw(st.lists(st.tuples(st.integers(0, 2), have, st.integers(0, 3), have), max_size=6))
+    return [Holder(f"h{n}", *fields) for n, fields in enumerate(found)]
 
 
 @st.composite
@@ -82,13 +82,18 @@ def test_the_rarest_chunk_goes_first(situation: tuple[Planner, list[Holder], Bit
     for read in begun:
         open_now = [holder for holder in holders if reads[holder.host] < planner.per_holder]
         offered = set().union(*map(have, open_now)) - set(done) - taken
-        count = {chunk: sum(chunk in have(holder) for holder in holders) for chunk in offered}
+        count = {chunk: sum(_copies(chunk, holder) for holder in holders) for chunk in offered}
         assert count[read.chunk] == min(count.values())
         best = min((h.distance, h.active + reads[h.host]) for h in open_now if read.chunk in have(h))
         of = next(holder for holder in open_now if holder.host == read.host)
         assert (of.distance, of.active + reads[of.host]) == best
         taken.add(read.chunk)
         reads[read.host] += 1
+
+
+def _copies(chunk: int, holder: Holder) -> int:
+    """Those that `holder` tells of; holders of everything do not tell chunks apart."""
+    return sum(known is not None and chunk in known for known in (holder.have, holder.lent))
 
 
 @settings(deadline=None, max_examples=40)
@@ -120,6 +125,13 @@ def test_receivers_diverge() -> None:
     assert len(asked) > 110
 
 
+def test_what_a_source_has_lent_is_asked_of_it_last() -> None:
+    lent = Bitmap(100, (1 << 90) - 1)
+    reads = Planner(100, "me", 16, 16).next([Holder("source", lent=lent)], Bitmap(100), [])
+    assert {read.chunk for read in reads[:10]} == set(range(90, 100))
+    assert len(reads) == 16
+
+
 def test_the_same_question_has_the_same_answer() -> None:
     holders = [Holder("a", 0, Bitmap(100, 0xFFFF)), Holder("b", 1)]
     assert Planner(100, "x", 4, 8).next(holders, Bitmap(100), []) == Planner(100, "x", 4, 8).next(
@@ -128,7 +140,8 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 
 def test_who_is_chosen_has_near_and_far_ones_and_differs_between_receivers() -> None:
-    holders = [Holder(f"near-{n}", 0) for n in range(20)] + [Holder(f"far-{n}", 1) for n in range(20)]
+    nothing = Bitmap(9)
+    holders = [Holder(f"{word}-{n}", d, nothing) for d, word in enumerate(("near", "far")) for n in range(20)]
     chosen = [choose(holders, f"host-{n}", 8) for n in range(20)]
     for mine in chosen:
         assert len({holder.host for holder in mine}) == 8
@@ -136,6 +149,12 @@ def test_who_is_chosen_has_near_and_far_ones_and_differs_between_receivers() -> 
     assert any(holder.distance == 1 for mine in chosen for holder in mine)
     assert len({holder.host for mine in chosen for holder in mine}) > 30
     assert choose(holders, "a", 8, turn=1) != choose(holders, "a", 8)
+
+
+def test_a_source_is_always_among_the_chosen() -> None:
+    fetching = [Holder(f"h{n}", 0, Bitmap(9)) for n in range(200)]
+    for source in (Holder("source", 1), Holder("source", 1, Bitmap(9, 1))):
+        assert all(source in choose([*fetching, source], f"host-{n}", 8) for n in range(50))
 
 
 @given(st.integers(0, 3), st.integers(1, 9))
