@@ -13,7 +13,7 @@ import promql_parser as promql
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-MONITORING = Path(__file__).parent.parent / "k8s" / "monitoring"
+MONITORING = Path(__file__).parent.parent / "k8s" / "hotswap" / "files"
 DASHBOARD: dict[str, Any] = json.loads((MONITORING / "dashboard.json").read_text())
 RULES: dict[str, Any] = yaml.safe_load((MONITORING / "alerts.yaml").read_text())
 TARGET_LABELS = {"job", "instance", "worker"}  # put on by Prometheus, and by gateways with several workers

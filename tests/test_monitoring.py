@@ -9,16 +9,14 @@ from pathlib import Path
 
 import promql_parser as promql
 import pytest
-import yaml
 
 from server.gateway import UpstreamSettings
 from server.gateway.queue import gate as queue_gate
 from tests import monitoring
-from tests.monitoring import DASHBOARD, MONITORING, Page, alerts, faults, panels, parsed, queries, uses
+from tests.monitoring import DASHBOARD, Page, alerts, faults, panels, parsed, queries, uses
 from tests.server.gateway_harness import eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, upstream
 
-ROOT = MONITORING.parent.parent
 VLLM = b"""vllm:num_requests_running{engine="0"} 1.0
 vllm:prompt_tokens_total{engine="0"} 1.0
 vllm:generation_tokens_total{engine="0"} 1.0
@@ -147,8 +145,3 @@ def test_panels_do_not_overlap() -> None:
         assert not cells & taken, panel["title"]
         assert at["x"] + at["w"] <= 24
         taken |= cells
-
-
-def test_kubernetes_takes_both_files() -> None:
-    made = yaml.safe_load((MONITORING / "kustomization.yaml").read_text())["configMapGenerator"]
-    assert {name for entry in made for name in entry["files"]} == {"dashboard.json", "alerts.yaml"}

@@ -1,120 +1,95 @@
-"""Images and manifests name things that exist, and start processes with options those processes accept."""
+"""The image is built of files that are there, for each accelerator, and runs without privileges."""
 
 from __future__ import annotations
 
 import re
+import string
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
-import yaml
-
-import weightsync.push
-from server.cli.app import app
-from server.gateway.__main__ import config_from, parser
 
 ROOT = Path(__file__).parent.parent
-BASE = ROOT / "k8s" / "base"
-DOCKERFILE = (ROOT / "Dockerfile").read_text()
+ACCELERATORS = ["cpu", "cuda"]
+
+Stage = list[tuple[str, str]]  # instruction, arguments
 
 
-@pytest.fixture(scope="module")
-def pod() -> dict[str, Any]:
-    spec: dict[str, Any] = yaml.safe_load((BASE / "deployment.yaml").read_text())["spec"]["template"]["spec"]
-    return spec
+def stages(accel: str) -> dict[str, tuple[str, Stage]]:
+    """By name: what a stage is built upon, and its instructions, as `--build-arg ACCEL=` makes them."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    found: dict[str, tuple[str, Stage]] = {}
+    current: Stage = []
+    for line in filter(str.strip, text.splitlines()):
+        instruction, _, rest = line.partition(" ")
+        if instruction == "FROM":
+            base, _, name = string.Template(rest).substitute(ACCEL=accel).partition(" AS ")
+            current = []
+            found[name] = (base, current)
+        else:
+            current.append((instruction, rest.strip()))
+    return found
 
 
-def containers(pod: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {c["name"]: c for c in [*pod["initContainers"], *pod["containers"]]}
+def chain(accel: str, name: str) -> Stage:
+    """All instructions of a stage and of those it is built upon."""
+    known, whole = stages(accel), list[tuple[str, str]]()
+    while name in known:
+        name, instructions = known[name]
+        whole = instructions + whole
+    assert name == "python:3.11-slim-bookworm"
+    return whole
 
 
-def environment(container: dict[str, Any]) -> dict[str, str]:
-    return {entry["name"]: entry.get("value", "") for entry in container["env"]}
+def of(stage: Stage, instruction: str) -> list[str]:
+    return [rest for name, rest in stage if name == instruction]
 
 
-def test_the_kustomization_lists_every_manifest() -> None:
-    listed = yaml.safe_load((BASE / "kustomization.yaml").read_text())["resources"]
-    assert sorted(listed) == sorted(p.name for p in BASE.glob("*.yaml") if p.name != "kustomization.yaml")
+def test_an_image_is_for_cpus_unless_told_otherwise() -> None:
+    assert re.search(r"^ARG ACCEL=cpu$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert "ACCEL" in of(stages("cuda")["build"][1], "ARG")  # or the stage would not be told
 
 
-def test_the_gateway_starts_with_its_manifest_options(pod: dict[str, Any]) -> None:
-    command, *args = containers(pod)["gateway"]["args"]
-    assert command == "gateway"
-    config = config_from(parser().parse_args(args))
-    port = containers(pod)["gateway"]["ports"][0]
-    assert (config.host, config.port, port["name"]) == ("0.0.0.0", port["containerPort"], "http")
-    assert config.admin_host == "127.0.0.1"  # not for the service to reach
-    assert config.admin_port not in (None, *(p["containerPort"] for p in containers(pod)["gateway"]["ports"]))
-    assert f"--port={config.admin_port}" not in containers(pod)["instance"]["args"]
-    assert f" {config.admin_port}:{config.admin_port}" in (BASE.parent / "README.md").read_text()
+@pytest.mark.parametrize("accel", ACCELERATORS)
+def test_the_last_stage_runs_hotswap_without_privileges(accel: str) -> None:
+    name = list(stages(accel))[-1]
+    image = chain(accel, name)
+    assert of(image, "USER") == ["10001:10001"]
+    assert any("useradd --uid 10001 " in run for run in of(image, "RUN"))
+    assert of(image, "ENTRYPOINT") == ['["hotswap"]']
+    assert of(image, "COPY") == ["--from=build /opt/venv /opt/venv"]
+    assert stages(accel)[name][0] == f"runtime-{accel}"
 
 
-def test_the_instance_and_the_publication_use_the_gateways_store_and_model(pod: dict[str, Any]) -> None:
-    found = containers(pod)
-    gateway = config_from(parser().parse_args(found["gateway"]["args"][1:]))
-    push = weightsync.push._parser().parse_args(found["publish"]["args"])
-    name, *args = found["instance"]["args"]
-    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
-    instance = command.make_context(name, list(args)).params
-    assert {push.store, gateway.store, instance["store"]} == {gateway.store}
-    assert {push.model, gateway.model, instance["name"]} == {gateway.model}
-    assert push.directory == instance["model"]
-    assert instance["host"] == "127.0.0.1"  # not for others to reach
-    assert f"127.0.0.1:{instance['port']}/health" in str(found["instance"]["livenessProbe"])
+@pytest.mark.parametrize("accel", ACCELERATORS)
+def test_only_what_compiles_at_run_time_carries_a_compiler(accel: str) -> None:
+    installed = " ".join(of(chain(accel, list(stages(accel))[-1]), "RUN")).split()
+    assert ("gcc" in installed) == (accel == "cuda")
+    assert all("rm -rf /var/lib/apt/lists" in run for run in of(chain(accel, "build"), "RUN") if "apt-get" in run)
 
 
-def test_the_pod_shares_one_arena_and_may_do_little(pod: dict[str, Any]) -> None:
-    volumes = {v["name"]: v for v in pod["volumes"]}
-    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    for container in containers(pod).values():
-        mounts = {m["mountPath"]: m for m in container["volumeMounts"]}
-        assert mounts["/dev/shm"]["name"] == "shm"
-        assert mounts["/models"]["readOnly"] is True
-        assert environment(container)["HOTSWAP_ARENA"].startswith("/dev/shm/")
-        limits = container["securityContext"]
-        assert limits["readOnlyRootFilesystem"] is True
-        assert limits["allowPrivilegeEscalation"] is False
-        assert limits["capabilities"] == {"drop": ["ALL"]}
-        assert "memory" in container["resources"]["limits"]
+@pytest.mark.parametrize("accel", ACCELERATORS)
+def test_an_image_is_built_from_files_that_are_there_and_not_ignored(accel: str) -> None:
+    copied = [source for copy in of(chain(accel, "build"), "COPY") for source in copy.split()[:-1]]
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert ignored[0] == "*"
+    kept = {line[1:] for line in ignored if line.startswith("!")}
+    assert set(copied) == kept
+    assert all((ROOT / source).exists() for source in copied)
+    assert {p.parent.name for p in ROOT.glob("*/__init__.py")} - {"tests"} <= set(copied)
 
 
-def test_the_gateway_runs_before_anything_is_published(pod: dict[str, Any]) -> None:
-    first, second = pod["initContainers"]
-    assert (first["name"], first["restartPolicy"]) == ("gateway", "Always")
-    assert "startupProbe" in first
-    assert second["name"] == "publish"
-    assert "restartPolicy" not in second
+@pytest.mark.parametrize("accel", ACCELERATORS)
+def test_the_pinned_list_of_the_accelerator_is_installed_as_it_is(accel: str) -> None:
+    runs = [string.Template(run).safe_substitute(ACCEL=accel) for run in of(chain(accel, "build"), "RUN")]
+    (install,) = [run for run in runs if f"-r /src/requirements/{accel}.txt" in run]
+    assert "pip install --no-deps -r" in install
+    assert (ROOT / "requirements" / f"{accel}.txt").exists()
+    tools = re.search(r"grep -E '(.*?)'", install)
+    assert tools is not None
+    lines = (ROOT / "requirements" / "dev.txt").read_text().splitlines()
+    assert any(line.startswith("mypy==") and re.match(tools[1], line) for line in lines)
 
 
-def test_the_service_reaches_the_gateway(pod: dict[str, Any]) -> None:
-    service = yaml.safe_load((BASE / "service.yaml").read_text())
-    assert service["spec"]["ports"][0]["targetPort"] == containers(pod)["gateway"]["ports"][0]["name"]
-
-
-def stages() -> dict[str, str]:
-    """Dockerfile text by stage."""
-    parts = re.split(r"^FROM \S+ AS (\S+)\n", DOCKERFILE, flags=re.MULTILINE)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
-
-
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_both_images_run_hotswap_without_privileges(target: str) -> None:
-    stage = stages()[target]
-    assert re.search(r"^USER 10001:10001$", stage, re.MULTILINE)
-    assert 'ENTRYPOINT ["hotswap"]' in stage
-    assert f"--from=build-{target} " in stage
-
-
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_an_image_is_built_from_files_that_are_there_and_not_ignored(target: str) -> None:
-    copied = [s for line in re.findall(r"^COPY (?!--from)(.+)$", stages()[f"build-{target}"], re.MULTILINE)
-              for s in line.split()[:-1]]  # fmt: skip
-    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert f"requirements/{target}.txt" in copied
-    for source in copied:
-        assert (ROOT / source).exists(), source
-        assert source.split("/")[0] in kept, source
-    packages = {p.parent.name for p in ROOT.glob("*/__init__.py")} - {"tests"}
-    assert packages <= set(copied)
+def test_the_compiler_runs_before_what_it_has_made_is_installed() -> None:
+    (run,) = [run for run in of(stages("cpu")["build"][1], "RUN") if "server.gateway.compiled" in run]
+    assert re.search(r"server\.gateway\.compiled\s+&& pip install --no-deps --no-build-isolation /src", run)

@@ -1,0 +1,185 @@
+{{/* Names, labels, and what all pods have in common. */}}
+
+{{- define "hotswap.fullname" -}}
+{{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) (contains .Chart.Name .Release.Name) -}}
+{{- default $name .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end }}
+
+{{/* (dict "root" $ "component" NAME) */}}
+{{- define "hotswap.selector" -}}
+app.kubernetes.io/name: {{ .root.Chart.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{- define "hotswap.labels" -}}
+{{ include "hotswap.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end }}
+
+{{- define "hotswap.meta" -}}
+name: {{ include "hotswap.fullname" .root }}-{{ .name | default .component }}
+namespace: {{ .root.Release.Namespace }}
+labels: {{- include "hotswap.labels" . | nindent 2 }}
+{{- end }}
+
+{{- define "hotswap.image" -}}
+image: {{ printf "%s:%s" .Values.image.repository .Values.image.tag | quote }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+{{- end }}
+
+{{/* The head of every pod's spec: no privileges, and no way to the API server. */}}
+{{- define "hotswap.pod" -}}
+serviceAccountName: {{ include "hotswap.fullname" . }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "hotswap.locked" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* Replicas on different hosts and zones where it can be; (dict "root" $ "component" NAME "values" of it) */}}
+{{- define "hotswap.placement" -}}
+topologySpreadConstraints:
+{{- range list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
+  - maxSkew: 1
+    topologyKey: {{ . }}
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- include "hotswap.selector" $ | nindent 8 }}
+{{- end }}
+{{- with .values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "hotswap.clusterTlsSecret" -}}
+{{ ternary .Values.clusterTls.existingSecret (printf "%s-cluster-tls" (include "hotswap.fullname" .)) (eq .Values.clusterTls.mode "existingSecret") }}
+{{- end }}
+
+{{- define "hotswap.gatewayTlsSecret" -}}
+{{ ternary .Values.gateway.tls.existingSecret (printf "%s-gateway-tls" (include "hotswap.fullname" .)) (eq .Values.gateway.tls.mode "existingSecret") }}
+{{- end }}
+
+{{- define "hotswap.adminSecret" -}}
+{{ default (printf "%s-admin" (include "hotswap.fullname" .)) .Values.adminKey.existingSecret }}
+{{- end }}
+
+{{/* host:port of etcd's members, comma-separated */}}
+{{- define "hotswap.etcdHosts" -}}
+{{- if .Values.etcd.enabled -}}
+{{- $name := printf "%s-etcd" (include "hotswap.fullname" .) -}}
+{{- $hosts := list -}}
+{{- range $i := until (int .Values.etcd.members) -}}
+{{- $hosts = append $hosts (printf "%s-%d.%s.%s.svc:2379" $name $i $name $.Release.Namespace) -}}
+{{- end -}}
+{{- join "," $hosts -}}
+{{- else -}}
+{{- join "," .Values.externalStore.endpoints -}}
+{{- end -}}
+{{- end }}
+
+{{/* Whether etcd asks for users: a role for each kind of process (weightsync/store/etcd_roles.py). */}}
+{{- define "hotswap.etcdUsers" -}}
+{{ if or .Values.etcd.enabled .Values.externalStore.authSecret }}yes{{ end }}
+{{- end }}
+
+{{- define "hotswap.etcdAuthSecret" -}}
+{{- $own := default (printf "%s-etcd-auth" (include "hotswap.fullname" .)) .Values.etcd.auth.existingSecret -}}
+{{ ternary $own .Values.externalStore.authSecret .Values.etcd.enabled }}
+{{- end }}
+
+{{- define "hotswap.etcdTlsSecret" -}}
+{{ ternary (printf "%s-etcd-client-tls" (include "hotswap.fullname" .)) .Values.externalStore.tlsSecret .Values.etcd.enabled }}
+{{- end }}
+
+{{/* The store's URL: where it is, and in which files certificates and password are. (dict "root" $ "role" NAME) */}}
+{{- define "hotswap.store" -}}
+{{- $e := .root.Values.externalStore -}}
+{{- $own := .root.Values.etcd.enabled -}}
+{{- $options := list -}}
+{{- if include "hotswap.etcdTlsSecret" .root -}}
+{{- $options = append $options "ca=/etc/hotswap/etcd-tls/ca.crt" -}}
+{{- if or $own $e.clientCertificate -}}
+{{- $options = concat $options (list "cert=/etc/hotswap/etcd-tls/tls.crt" "key=/etc/hotswap/etcd-tls/tls.key") -}}
+{{- end -}}
+{{- end -}}
+{{- if and .role (include "hotswap.etcdUsers" .root) -}}
+{{- $options = concat $options (list (printf "user=%s" .role) (printf "password_file=/etc/hotswap/etcd-auth/%s" .role)) -}}
+{{- end -}}
+etcd://{{ include "hotswap.etcdHosts" .root }}/{{ ternary "hotswap" $e.namespace $own }}{{ if $options }}?{{ join "&" $options }}{{ end }}
+{{- end }}
+
+{{/* What every process of ours finds in its environment, and where. (dict "root" $ "role" NAME) */}}
+{{- define "hotswap.env" -}}
+- {name: HOTSWAP_STORE, value: {{ include "hotswap.store" . | quote }}}
+- {name: HOTSWAP_CLUSTER_TLS, value: /etc/hotswap/cluster-tls}
+# Everything that libraries cache goes to the one place that may be written to.
+- {name: HOME, value: /tmp}
+{{- end }}
+
+{{- define "hotswap.mounts" -}}
+- {name: cluster-tls, mountPath: /etc/hotswap/cluster-tls, readOnly: true}
+- {name: scripts, mountPath: /etc/hotswap/scripts, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+{{- if include "hotswap.etcdTlsSecret" .root }}
+- {name: etcd-tls, mountPath: /etc/hotswap/etcd-tls, readOnly: true}
+{{- end }}
+{{- if include "hotswap.etcdUsers" .root }}
+- {name: etcd-auth-{{ .role }}, mountPath: /etc/hotswap/etcd-auth, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{/* (dict "root" $ "roles" [NAME...]) */}}
+{{- define "hotswap.volumes" -}}
+- name: cluster-tls
+  secret: {secretName: {{ include "hotswap.clusterTlsSecret" .root }}, defaultMode: 0440}
+- name: scripts
+  configMap: {name: {{ include "hotswap.fullname" .root }}-scripts}
+- name: tmp
+  emptyDir: {}
+{{- with include "hotswap.etcdTlsSecret" .root }}
+- name: etcd-tls
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- if include "hotswap.etcdUsers" .root }}
+{{- range .roles }}
+- name: etcd-auth-{{ . }}
+  secret:
+    secretName: {{ include "hotswap.etcdAuthSecret" $.root }}
+    defaultMode: 0440
+    items: [{key: {{ . }}, path: {{ . }}}]
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "hotswap.adminKeyEnv" -}}
+- name: HOTSWAP_ADMIN_KEY
+  valueFrom:
+    secretKeyRef: {name: {{ include "hotswap.adminSecret" . }}, key: {{ .Values.adminKey.key }}}
+{{- end }}

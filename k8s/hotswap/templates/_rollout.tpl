@@ -1,0 +1,271 @@
+{{/* The pod of two sidecars: instance and peer over one shared memory, and the trainer where it is colocated. */}}
+
+{{/* How the processes of one pod find each other's slots. HOTSWAP_HOST is this pod's name among all. */}}
+{{- define "hotswap.hostEnv" -}}
+- name: HOTSWAP_HOST
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- {name: HOTSWAP_ARENA, value: /dev/shm/hotswap}
+{{- end }}
+
+{{- define "hotswap.hostMounts" -}}
+- {name: shm, mountPath: /dev/shm}
+- {name: model, mountPath: /models, readOnly: true}
+{{- end }}
+
+{{/* (dict "root" $ "sharedMemory" SIZE) */}}
+{{- define "hotswap.hostVolumes" -}}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ .sharedMemory }}}
+- name: model
+  {{- toYaml .root.Values.model.volume | nindent 2 }}
+{{- end }}
+
+{{/* An exec probe: the kubelet has no certificate of the cluster. (dict "what" started|alive|ready "port" N "path" PATH) */}}
+{{- define "hotswap.exec" -}}
+exec:
+  command: [python, -I, /etc/hotswap/scripts/probe.py, {{ .what }}, "{{ .port }}", {{ .path }}]
+timeoutSeconds: 10
+{{- end }}
+
+{{/* The checkpoint engine's side towards other pods; it starts before, and ends after, whoever uses its slots.
+     (dict "root" $ "rdma" N "rdmaResource" NAME) */}}
+{{- define "hotswap.peer" -}}
+- name: peer
+  {{- include "hotswap.image" .root | nindent 2 }}
+  restartPolicy: Always
+  args:
+    - peer
+    - --model={{ .root.Values.model.name }}
+    - --listen=0.0.0.0:8003
+    - --advertise=$(POD_IP):8003
+    - --transport={{ .root.Values.peer.transport }}
+    {{- range .root.Values.peer.extraArgs }}
+    - {{ . | quote }}
+    {{- end }}
+  env:
+    {{- include "hotswap.env" (dict "root" .root "role" "peer") | nindent 4 }}
+    {{- include "hotswap.hostEnv" .root | nindent 4 }}
+    {{- with .root.Values.peer.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  ports:
+    - {name: peer, containerPort: 8003}
+  startupProbe:
+    {{- include "hotswap.exec" (dict "what" "started" "port" 8003 "path" "/healthz") | nindent 4 }}
+    periodSeconds: 2
+    failureThreshold: 60
+  livenessProbe:
+    {{- include "hotswap.exec" (dict "what" "started" "port" 8003 "path" "/healthz") | nindent 4 }}
+    periodSeconds: 20
+    failureThreshold: 6
+  resources: {{- include "hotswap.resources" (dict "resources" .root.Values.peer.resources "devices" (dict .rdmaResource .rdma)) | nindent 4 }}
+  {{- include "hotswap.locked" .root | nindent 2 }}
+  volumeMounts:
+    {{- include "hotswap.mounts" (dict "root" .root "role" "peer") | nindent 4 }}
+    {{- include "hotswap.hostMounts" .root | nindent 4 }}
+{{- end }}
+
+{{/* Resources with devices, which have to be in requests and limits alike.
+     (dict "resources" R "devices" {name: count} "claims" [name...]) */}}
+{{- define "hotswap.resources" -}}
+{{- $r := deepCopy .resources -}}
+{{- range $name, $count := .devices -}}
+{{- if ne (toString $count) "0" -}}
+{{- $_ := set $r "requests" (merge (dict $name (toString $count)) ($r.requests | default dict)) -}}
+{{- $_ := set $r "limits" (merge (dict $name (toString $count)) ($r.limits | default dict)) -}}
+{{- end -}}
+{{- end -}}
+{{- if .claims -}}
+{{- $_ := set $r "claims" .claims -}}
+{{- end -}}
+{{- toYaml $r -}}
+{{- end }}
+
+{{- define "hotswap.instanceResources" -}}
+{{- $r := .Values.rollout -}}
+{{- $devices := deepCopy $r.hugepages -}}
+{{- if gt (int $r.groupSize) 1 }}{{ $devices = merge $devices (dict $r.rdmaResource $r.rdma) }}{{ end -}}
+{{- if $r.deviceClass -}}
+{{- include "hotswap.resources" (dict "resources" $r.resources "devices" $devices "claims" (list (dict "name" "gpus"))) -}}
+{{- else -}}
+{{- include "hotswap.resources" (dict "resources" $r.resources "devices" (merge $devices (dict $r.gpuResource $r.gpus))) -}}
+{{- end -}}
+{{- end }}
+
+{{- define "hotswap.instanceMounts" -}}
+{{- include "hotswap.mounts" (dict "root" . "role" "instance") }}
+{{ include "hotswap.hostMounts" . }}
+{{- if .Values.rollout.hugepages }}
+- {name: hugepages, mountPath: /dev/hugepages}
+{{- end }}
+{{- end }}
+
+{{- define "hotswap.instanceEnv" -}}
+{{- include "hotswap.env" (dict "root" . "role" "instance") }}
+{{ include "hotswap.hostEnv" . }}
+- {name: VLLM_CACHE_ROOT, value: /tmp/vllm}
+- name: VLLM_HOST_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- with .Values.rollout.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Options by which vLLM joins the pods of one instance. (dict "root" $ "rank" N) */}}
+{{- define "hotswap.groupArgs" -}}
+{{- if gt (int .root.Values.rollout.groupSize) 1 }}
+- --nnodes={{ .root.Values.rollout.groupSize }}
+- --node-rank={{ .rank }}
+- --master-addr=$(LWS_LEADER_ADDRESS)
+- --master-port=29500
+- --distributed-executor-backend=mp
+{{- end }}
+{{- end }}
+
+{{/* The first instance of all makes the checkpoint the first version, in the memory it will run from. (root) */}}
+{{- define "hotswap.publish" -}}
+- name: publish
+  {{- include "hotswap.image" . | nindent 2 }}
+  command: [python, /etc/hotswap/scripts/first_version.py]
+  args:
+    - --model={{ .Values.model.name }}
+    - --when={{ .Values.model.publish }}
+    - --ordinal=$(ORDINAL)
+    - {{ .Values.model.path }}
+  env:
+    {{- include "hotswap.env" (dict "root" . "role" "trainer") | nindent 4 }}
+    {{- include "hotswap.hostEnv" . | nindent 4 }}
+    - name: ORDINAL
+      valueFrom:
+        fieldRef:
+          {{- if eq .Values.rollout.kind "StatefulSet" }}
+          fieldPath: metadata.labels['apps.kubernetes.io/pod-index']
+          {{- else }}
+          fieldPath: metadata.labels['leaderworkerset.sigs.k8s.io/group-index']
+          {{- end }}
+  resources:
+    requests: {cpu: 500m, memory: 256Mi}
+    limits: {memory: {{ .Values.peer.resources.limits.memory }}}
+  {{- include "hotswap.locked" . | nindent 2 }}
+  volumeMounts:
+    {{- include "hotswap.mounts" (dict "root" . "role" "trainer") | nindent 4 }}
+    {{- include "hotswap.hostMounts" . | nindent 4 }}
+{{- end }}
+
+{{- define "hotswap.instance" -}}
+{{- $r := .Values.rollout -}}
+- name: instance
+  {{- include "hotswap.image" . | nindent 2 }}
+  args:
+    - instance
+    - --model={{ .Values.model.path }}
+    - --name={{ .Values.model.name }}
+    - --host=0.0.0.0
+    - --advertise=$(POD_IP)
+    - --port=8001
+    - --kv-cache-gib={{ $r.kvCacheGib }}
+    {{- include "hotswap.groupArgs" (dict "root" . "rank" 0) | nindent 4 }}
+    {{- range $r.extraArgs }}
+    - {{ . | quote }}
+    {{- end }}
+  env:
+    {{- include "hotswap.instanceEnv" . | nindent 4 }}
+  ports:
+    - {name: instance, containerPort: 8001}
+  # Started: the engine answers, on dummy weights if need be. Alive: it answers, or it sleeps and does not listen.
+  # Ready: it runs a committed version; so a rolling upgrade waits for it, and a disruption budget counts it.
+  startupProbe:
+    {{- include "hotswap.exec" (dict "what" "started" "port" 8001 "path" "/health") | nindent 4 }}
+    periodSeconds: 10
+    failureThreshold: {{ max 1 (div $r.startSeconds 10) }}
+  livenessProbe:
+    {{- include "hotswap.exec" (dict "what" "alive" "port" 8001 "path" "/health") | nindent 4 }}
+    periodSeconds: 20
+    # An instance that shares its devices wakes by starting anew, which takes as long as a start.
+    failureThreshold: {{ ternary (max 6 (div $r.startSeconds 20)) 6 (eq .Values.trainer.mode "colocated") }}
+  readinessProbe:
+    {{- include "hotswap.exec" (dict "what" "ready" "port" 8001 "path" "/health") | nindent 4 }}
+    periodSeconds: 5
+    failureThreshold: 3
+  resources: {{- include "hotswap.instanceResources" . | nindent 4 }}
+  {{- include "hotswap.locked" . | nindent 2 }}
+  volumeMounts: {{- include "hotswap.instanceMounts" . | nindent 4 }}
+{{- end }}
+
+{{/* Pods 1 and up of an instance over several: vLLM's workers alone. Its options are those of InstanceConfig.vllm_argv. */}}
+{{- define "hotswap.follower" -}}
+{{- $r := .Values.rollout -}}
+- name: follower
+  {{- include "hotswap.image" . | nindent 2 }}
+  command: [vllm, serve]
+  args:
+    - {{ .Values.model.path }}
+    - --headless
+    - --load-format=dummy
+    - '--weight-transfer-config={"backend": "hotswap"}'
+    - --worker-extension-cls=weightsync.vllm_engine.backend.WorkerMethods
+    - --scheduling-policy=priority
+    {{- include "hotswap.groupArgs" (dict "root" . "rank" "$(LWS_WORKER_INDEX)") | nindent 4 }}
+    {{- range $r.extraArgs }}
+    - {{ . | quote }}
+    {{- end }}
+  env:
+    {{- include "hotswap.instanceEnv" . | nindent 4 }}
+  resources: {{- include "hotswap.instanceResources" . | nindent 4 }}
+  {{- include "hotswap.locked" . | nindent 2 }}
+  volumeMounts: {{- include "hotswap.instanceMounts" . | nindent 4 }}
+{{- end }}
+
+{{/* A pod's template. (dict "root" $ "follower" BOOL) */}}
+{{- define "hotswap.rolloutPod" -}}
+{{- $root := .root -}}
+{{- $r := .root.Values.rollout -}}
+{{- $c := dict "root" .root "component" "rollout" "values" $r -}}
+{{- $colocated := eq .root.Values.trainer.mode "colocated" -}}
+metadata:
+  labels:
+    {{- include "hotswap.labels" $c | nindent 4 }}
+    hotswap-peer: "true"
+  {{- with $r.podAnnotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- include "hotswap.pod" .root | nindent 2 }}
+  {{- include "hotswap.placement" $c | nindent 2 }}
+  # SIGTERM: streams get drain_s (25 s, server/instance/config.py) to end, then the engine shuts down, then the peer.
+  terminationGracePeriodSeconds: {{ ternary (max 90 (int .root.Values.trainer.graceSeconds)) 90 $colocated }}
+  {{- if $r.deviceClass }}
+  resourceClaims:
+    - {name: gpus, resourceClaimTemplateName: {{ include "hotswap.fullname" .root }}-gpus}
+  {{- end }}
+  initContainers:
+    {{- include "hotswap.peer" (dict "root" .root "rdma" $r.rdma "rdmaResource" $r.rdmaResource) | nindent 4 }}
+    {{- if and (not .follower) (ne .root.Values.model.publish "never") }}
+    {{- include "hotswap.publish" .root | nindent 4 }}
+    {{- end }}
+  containers:
+    {{- if .follower }}
+    {{- include "hotswap.follower" .root | nindent 4 }}
+    {{- else }}
+    {{- include "hotswap.instance" .root | nindent 4 }}
+    {{- end }}
+    {{- if $colocated }}
+    {{- include "hotswap.trainer" (dict "root" .root "once" true) | nindent 4 }}
+    {{- end }}
+  volumes:
+    {{- $roles := list "peer" "instance" }}
+    {{- if or $colocated (and (not .follower) (ne .root.Values.model.publish "never")) }}
+    {{- $roles = append $roles "trainer" }}
+    {{- end }}
+    {{- include "hotswap.volumes" (dict "root" .root "roles" $roles) | nindent 4 }}
+    {{- include "hotswap.hostVolumes" (dict "root" .root "sharedMemory" $r.sharedMemory) | nindent 4 }}
+    {{- range $name, $size := $r.hugepages }}
+    - name: hugepages
+      emptyDir: {medium: {{ $name | replace "hugepages-" "HugePages-" }}}
+    {{- end }}
+    {{- if $colocated }}
+    {{- include "hotswap.trainerVolumes" .root | nindent 4 }}
+    {{- end }}
+{{- end }}

@@ -1,0 +1,61 @@
+{{/* The trainer's container. (dict "root" $ "once" BOOL): once it has succeeded, it stays instead of starting over. */}}
+{{- define "hotswap.trainer" -}}
+{{- $root := .root -}}
+{{- $t := .root.Values.trainer -}}
+- name: trainer
+  {{- include "hotswap.image" .root | nindent 2 }}
+  {{- if .once }}
+  command: [python, /etc/hotswap/scripts/run_once.py, hotswap]
+  {{- end }}
+  args:
+    - train
+    - --config=/etc/hotswap/trainer/config.yaml
+  env:
+    {{- include "hotswap.env" (dict "root" .root "role" "trainer") | nindent 4 }}
+    {{- include "hotswap.hostEnv" .root | nindent 4 }}
+    {{- include "hotswap.adminKeyEnv" .root | nindent 4 }}
+    {{- with $t.apiKey.existingSecret }}
+    - name: HOTSWAP_API_KEY
+      valueFrom:
+        secretKeyRef: {name: {{ . }}, key: {{ $t.apiKey.key }}}
+    {{- end }}
+    {{- if ne $root.Values.gateway.tls.mode "none" }}
+    - {name: SSL_CERT_FILE, value: /etc/hotswap/gateway-ca/ca.crt}
+    {{- end }}
+    {{- with $t.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- if .once }}
+  resources:
+    {{- if .root.Values.rollout.deviceClass }}
+    {{- include "hotswap.resources" (dict "resources" $t.resources "claims" (list (dict "name" "gpus"))) | nindent 4 }}
+    {{- else }}
+    {{- toYaml $t.resources | nindent 4 }}
+    {{- end }}
+  {{- else }}
+  resources: {{- include "hotswap.resources" (dict "resources" $t.resources "devices" (dict $t.gpuResource $t.gpus)) | nindent 4 }}
+  {{- end }}
+  {{- include "hotswap.locked" .root | nindent 2 }}
+  volumeMounts:
+    {{- include "hotswap.mounts" (dict "root" .root "role" "trainer") | nindent 4 }}
+    {{- include "hotswap.hostMounts" .root | nindent 4 }}
+    - {name: trainer-config, mountPath: /etc/hotswap/trainer, readOnly: true}
+    - {name: output, mountPath: /output}
+    {{- if ne .root.Values.gateway.tls.mode "none" }}
+    - {name: gateway-ca, mountPath: /etc/hotswap/gateway-ca, readOnly: true}
+    {{- end }}
+{{- end }}
+
+{{- define "hotswap.trainerVolumes" -}}
+- name: trainer-config
+  configMap: {name: {{ include "hotswap.fullname" . }}-trainer}
+- name: output
+  {{- toYaml .Values.trainer.output | nindent 2 }}
+{{- if ne .Values.gateway.tls.mode "none" }}
+- name: gateway-ca
+  secret:
+    secretName: {{ include "hotswap.gatewayTlsSecret" . }}
+    defaultMode: 0440
+    items: [{key: ca.crt, path: ca.crt}]
+{{- end }}
+{{- end }}

@@ -1,0 +1,214 @@
+"""Rules that hold for every pod, service and policy of every value set."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+import pytest
+
+from tests.k8s.helm import SETS, Object, Pod, environment, matches, release
+
+NAMES = ["defaults", *SETS]
+SERVES = {"gateway", "instance", "peer", "etcd"}  # containers that others send requests to
+UNITS = {"": 1, "m": Decimal("0.001"), **{f"{u}i": 1024**n for n, u in enumerate("KMGT", 1)}}
+
+
+@pytest.fixture(params=NAMES)
+def pods(request: pytest.FixtureRequest) -> list[Pod]:
+    """Of one value set."""
+    return list(release(request.param).pods())
+
+
+def quantity(text: str) -> Decimal:
+    number, unit = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", text).groups()  # type: ignore[union-attr]
+    return Decimal(number) * UNITS[unit]
+
+
+def test_a_pod_has_no_privileges(pods: list[Pod]) -> None:
+    for pod in pods:
+        assert pod.spec["automountServiceAccountToken"] is False
+        assert pod.spec["securityContext"]["runAsNonRoot"] is True
+        assert pod.spec["securityContext"]["runAsUser"] > 0
+        assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"} & pod.spec.keys()
+        assert not any("hostPath" in volume for volume in pod.spec["volumes"])
+        for container in pod.containers():
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+            }  # fmt: skip
+
+
+def test_containers_say_what_they_need(pods: list[Pod]) -> None:
+    for pod in pods:
+        for container in pod.containers():
+            needs = container["resources"]
+            assert {"cpu", "memory"} <= needs["requests"].keys(), container["name"]
+            assert "memory" in needs["limits"], container["name"]
+            for name, limit in needs["limits"].items():
+                asked = needs["requests"].get(name)
+                assert asked is None or quantity(asked) <= quantity(limit)
+                if "/" in name or name.startswith("hugepages-"):  # of these a request is all there may be
+                    assert asked == limit
+
+
+def test_a_container_that_serves_is_probed(pods: list[Pod]) -> None:
+    for pod in pods:
+        for container in pod.containers():
+            probes = {"startupProbe", "livenessProbe", "readinessProbe"} & container.keys()
+            if container["name"] in SERVES - {"peer"}:
+                assert len(probes) == 3, container["name"]
+            elif container["name"] == "peer":  # not ready is no state of it: others read from it all the time
+                assert probes == {"startupProbe", "livenessProbe"}
+            else:
+                assert not probes, container["name"]
+            for probe in probes:
+                get = container[probe].get("httpGet")
+                assert get is None or get["port"] in pod.ports()
+
+
+def test_secrets_stand_in_files_or_secrets_alone(pods: list[Pod]) -> None:
+    for pod in pods:
+        for container in pod.containers():
+            texts = [*container.get("command", []), *container.get("args", []), *environment(container).values()]
+            for text in texts:
+                assert not re.search(r"://[^/]*:[^/]*@|(password|secret|key)=(?!/)", text, re.IGNORECASE), text
+            for entry in container.get("env", []):
+                if re.search("KEY|PASSWORD|TOKEN|SECRET", entry["name"]):
+                    assert "secretKeyRef" in entry["valueFrom"], entry["name"]
+
+
+def test_what_is_mounted_is_there_and_nothing_else(pods: list[Pod]) -> None:
+    for pod in pods:
+        volumes = [v["name"] for v in pod.spec["volumes"]]
+        assert len(set(volumes)) == len(volumes)
+        mounted = {m["name"] for c in pod.containers() for m in c["volumeMounts"]}
+        assert mounted - {"data"} == set(volumes)  # `data` is a claim of etcd's set
+        for container in pod.containers():
+            paths = [m["mountPath"] for m in container["volumeMounts"]]
+            assert len(set(paths)) == len(paths)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_secrets_and_config_maps_that_the_chart_names_are_made_by_it(name: str) -> None:
+    r = release(name)
+    made = {o["metadata"]["name"] for o in [*r.of("Secret"), *r.of("ConfigMap")]}
+    made |= {o["spec"]["secretName"] for o in r.of("Certificate")}
+    for pod in r.pods():
+        named = {v["secret"]["secretName"] for v in pod.spec["volumes"] if "secret" in v}
+        named |= {v["configMap"]["name"] for v in pod.spec["volumes"] if "configMap" in v}
+        named |= {e["valueFrom"]["secretKeyRef"]["name"] for c in pod.containers() for e in c.get("env", [])
+                  if "secretKeyRef" in e.get("valueFrom", {})}  # fmt: skip
+        assert {n for n in named if n.startswith("hotswap-") and n not in GIVEN} <= made, pod.where
+
+
+GIVEN = {"hotswap-cluster", "hotswap-front"}  # existing secrets of the value sets
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_processes_of_a_pod_share_one_memory(name: str) -> None:
+    for pod in release(name).pods():
+        if pod.labels.get("hotswap-peer") is None:
+            continue
+        shm = next(v["emptyDir"] for v in pod.spec["volumes"] if v["name"] == "shm")
+        assert shm["medium"] == "Memory"
+        for container in pod.containers():
+            assert {m["mountPath"]: m["name"] for m in container["volumeMounts"]}["/dev/shm"] == "shm"
+            assert environment(container)["HOTSWAP_ARENA"].startswith("/dev/shm/")
+            assert "HOTSWAP_HOST" in environment(container)
+        # Whoever touches a page first pays for it: slots that were fetched are the peer's memory.
+        limit = pod.container("peer")["resources"]["limits"]["memory"]
+        assert quantity(limit) > quantity(shm["sizeLimit"])
+        assert pod.spec["initContainers"][0]["name"] == "peer"  # there before, and after, those who use its slots
+        assert pod.spec["initContainers"][0]["restartPolicy"] == "Always"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_selectors_take_pods_and_ports_exist(name: str) -> None:
+    r = release(name)
+    pods = list(r.pods())
+    for service in r.of("Service"):
+        chosen = [p for p in pods if matches({"matchLabels": service["spec"]["selector"]}, p.labels)]
+        assert chosen, service["metadata"]["name"]
+        for port in service["spec"]["ports"]:
+            assert any(port["targetPort"] in {*p.ports(), *p.ports().values()} for p in chosen), port
+    for o in [*r.of("Deployment"), *r.of("StatefulSet"), *r.of("PodDisruptionBudget")]:
+        assert any(matches(o["spec"]["selector"], p.labels) for p in pods), o["metadata"]["name"]
+    for pod in pods:
+        for spread in pod.spec.get("topologySpreadConstraints", []):
+            assert matches(spread["labelSelector"], pod.labels)
+    for kind, part in (("ServiceMonitor", "endpoints"), ("PodMonitor", "podMetricsEndpoints")):
+        for o in r.of(kind):
+            chosen = [p for p in pods if matches(o["spec"]["selector"], p.labels)]
+            assert chosen
+            assert all(e["port"] in chosen[0].ports() for e in o["spec"][part])
+            if kind == "ServiceMonitor":
+                services = [s for s in r.of("Service") if matches(o["spec"]["selector"], s["metadata"]["labels"])]
+                assert any(
+                    e["port"] in {p["name"] for p in s["spec"]["ports"]} for s in services for e in o["spec"][part]
+                )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_network_policies_let_through_what_is_meant_and_nothing_else(name: str) -> None:
+    r = release(name)
+    pods = {p.labels["app.kubernetes.io/component"]: p for p in r.pods()}
+    assert all(len(policies(r.objects, pod)) >= 2 for pod in pods.values())  # to deny, and to allow
+    lets = {
+        (a, b, port)
+        for a in pods
+        for b in pods
+        for port in (8000, 8001, 8002, 8003, 2379, 2380)
+        if passes(r.objects, pods[a], pods[b], port)
+    }
+    fleet, peers = {"gateway", "rollout", "trainer"}, {"rollout", "trainer"}
+    wanted = {(a, "gateway", 8000) for a in peers} | {("gateway", "rollout", 8001)}
+    wanted |= {(a, b, port) for a in peers for b in peers for port in (8000, 8001, 8002, 8003, 2379, 2380)}
+    wanted |= {(a, "etcd", 2379) for a in fleet | {"etcd-users"}} | {("etcd", "etcd", 2380)}
+    admin = {(a, "gateway", 8002) for a in peers}
+    wanted = {w for w in wanted if w[0] in pods and w[1] in pods}
+    assert lets - admin == wanted
+    exposed = "admin" in pods["gateway"].ports()
+    who = "trainer" if "trainer" in pods else "rollout"
+    assert lets & admin == ({(who, "gateway", 8002)} if exposed else set())
+
+
+def policies(objects: list[Object], pod: Pod) -> list[Object]:
+    found = [o["spec"] for o in objects if o["kind"] == "NetworkPolicy"]
+    return [spec for spec in found if matches(spec["podSelector"], pod.labels)]
+
+
+def passes(objects: list[Object], source: Pod, target: Pod, port: int) -> bool:
+    """Whether a connection is let out of `source` and into `target`, by the policies of this release alone."""
+    names = {name for name, number in target.ports().items() if number == port}
+    ways = (("Egress", "egress", "to", source, target), ("Ingress", "ingress", "from", target, source))
+    for way, rules, side, here, there in ways:
+        ruling = [p for p in policies(objects, here) if way in p["policyTypes"]]
+        allowed = any(
+            (not rule.get("ports") or any(p["port"] in {port, *names} for p in rule["ports"]))
+            and (not rule.get(side) or any(is_meant(peer, there) for peer in rule[side]))
+            for policy in ruling
+            for rule in policy.get(rules, [])
+        )
+        if ruling and not allowed:
+            return False
+    return True
+
+
+def is_meant(peer: Object, pod: Pod) -> bool:
+    """Whether a NetworkPolicy's peer is `pod`, which is in the release's own namespace."""
+    return "podSelector" in peer and "namespaceSelector" not in peer and matches(peer["podSelector"], pod.labels)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whoever_has_replicas_has_a_budget_and_is_spread(name: str) -> None:
+    r = release(name)
+    for pod in r.pods():
+        if pod.kind == "Job":
+            continue
+        budgets = [b for b in r.of("PodDisruptionBudget") if matches(b["spec"]["selector"], pod.labels)]
+        assert [b["spec"]["maxUnavailable"] for b in budgets] == [1]
+        keys = {c["topologyKey"] for c in pod.spec["topologySpreadConstraints"]}
+        rules = pod.spec.get("affinity", {}).get("podAntiAffinity", {})
+        keys |= {t["topologyKey"] for t in rules.get("requiredDuringSchedulingIgnoredDuringExecution", [])}
+        assert {"kubernetes.io/hostname", "topology.kubernetes.io/zone"} <= keys

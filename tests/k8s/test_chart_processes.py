@@ -1,0 +1,251 @@
+"""Containers start processes with options that those processes take, and that agree with each other."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer
+import yaml
+
+import trainer.config
+import trainer.main
+from server.cli.app import app
+from server.gateway.__main__ import config_from, parser
+from server.gateway.config import GatewayConfig
+from server.gateway.main import SHUTDOWN_GRACE_S
+from server.gateway.observe import queue_metrics
+from server.instance import main as instance_main
+from server.instance.config import InstanceConfig
+from server.instance.sidecar import TELL_S
+from tests import etcd
+from tests.k8s.helm import SETS, Object, Pod, arguments, environment, release
+from weightsync.hosts import check_host
+from weightsync.store import etcd_roles
+from weightsync.store.etcd_url import EtcdUrl
+from weightsync.tls import ClusterTls
+
+NAMES = ["defaults", *SETS]
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+KNOWN_TO_VLLM = {"--tensor-parallel-size", "--pipeline-parallel-size", "--max-model-len", "--nnodes", "--node-rank",
+                 "--master-addr", "--master-port", "--distributed-executor-backend"}  # fmt: skip
+
+
+@pytest.fixture(params=NAMES)
+def pods(request: pytest.FixtureRequest) -> dict[str, Pod]:
+    """Of one value set, by component; of two kinds of a component the first."""
+    found: dict[str, Pod] = {}
+    for pod in release(request.param).pods():
+        found.setdefault(pod.labels["app.kubernetes.io/component"], pod)
+    return found
+
+
+def parsed(container: Object, monkeypatch: pytest.MonkeyPatch) -> click.Context:
+    """A command of `hotswap` with the container's arguments and environment, as typer reads them."""
+    as_in(container, monkeypatch)
+    words = [word for word in arguments(container) if word not in ("python", "hotswap") and not word.endswith(".py")]
+    return COMMANDS[words[0]].make_context(words[0], words[1:])  # type: ignore[no-any-return]
+
+
+def as_in(container: Object, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("HOTSWAP_")]:
+        monkeypatch.delenv(name)
+    for name, value in environment(container).items():
+        monkeypatch.setenv(name, value)
+
+
+def gateway_config(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> GatewayConfig:
+    container = pod.container("gateway")
+    as_in(container, monkeypatch)
+    command, *args = arguments(container)
+    assert command == "gateway"
+    return config_from(parser().parse_args(args))
+
+
+def instance_config(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> InstanceConfig:
+    context = parsed(pod.container("instance"), monkeypatch)
+    made: list[InstanceConfig] = []
+    monkeypatch.setattr(instance_main, "run_instance", made.append)
+    with context:
+        context.command.invoke(context)
+    return made[0]
+
+
+def test_the_gateway_takes_its_options(pods: dict[str, Pod], monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = pods["gateway"]
+    config, ports = gateway_config(pod, monkeypatch), pod.ports()
+    assert (config.host, config.port) == ("0.0.0.0", ports["http"])
+    assert config.admin_port == 8002
+    assert (config.admin_host != "127.0.0.1") == ("admin" in ports)
+    assert config.require_key
+    assert config.admin_key
+    container = pod.container("gateway")
+    https = config.ssl_certfile is not None
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert (container[probe]["httpGet"]["scheme"] == "HTTPS") == https
+    assert pod.spec["terminationGracePeriodSeconds"] > config.leave_s + SHUTDOWN_GRACE_S
+    ready = container["readinessProbe"]  # its service must have left it out before it closes its port
+    assert config.leave_s > ready["periodSeconds"] * ready["failureThreshold"]
+
+
+def test_the_instance_takes_its_options(pods: dict[str, Pod], monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = pods["rollout"]
+    config = instance_config(pod, monkeypatch)
+    gateway = gateway_config(pods["gateway"], monkeypatch)
+    assert config.model == gateway.model
+    assert config.cluster_tls is not None
+    assert (config.cluster_tls, config.port) == (gateway.cluster_tls, pod.ports()["instance"])
+    assert config.address(config.port) == "https://10.0.0.7:8001"
+    assert {argument.partition("=")[0] for argument in config.vllm_args} <= KNOWN_TO_VLLM
+
+
+def test_an_instance_has_time_to_drain(pods: dict[str, Pod], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = instance_config(pods["rollout"], monkeypatch)
+    shutdown = re.search(r"timeout_graceful_shutdown=(\d+)", inspect.getsource(instance_main))
+    assert shutdown is not None
+    busy = config.drain_s + TELL_S + int(shutdown[1])
+    assert pods["rollout"].spec["terminationGracePeriodSeconds"] >= 2 * busy  # the engine and the peer end after that
+
+
+ROLES = {"gateway": "gateway", "instance": "instance", "follower": "instance", "peer": "peer", "publish": "trainer",
+         "trainer": "trainer"}  # fmt: skip
+
+
+def test_all_speak_to_one_store_each_as_the_user_it_is(pods: dict[str, Pod]) -> None:
+    stores = set()
+    for pod in pods.values():
+        for container in (c for c in pod.containers() if c["name"] in ROLES):
+            role, found = ROLES[container["name"]], environment(container)
+            url = EtcdUrl.parse(found["HOTSWAP_STORE"])
+            assert url.user == role
+            assert role in etcd_roles.NAMES
+            mounts = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
+            for option in ("ca", "cert", "key", "password_file"):
+                assert str(Path(url.options[option]).parent) in mounts, container["name"]
+            assert found["HOTSWAP_CLUSTER_TLS"] in mounts
+            (auth,) = [v for v in pod.spec["volumes"] if v["name"] == mounts["/etc/hotswap/etcd-auth"]]
+            assert [item["path"] for item in auth["secret"]["items"]] == [Path(url.options["password_file"]).name]
+            stores.add((url.endpoints, url.namespace))
+    assert len(stores) == 1
+
+
+def test_the_peer_takes_its_options(pods: dict[str, Pod], monkeypatch: pytest.MonkeyPatch) -> None:
+    if "peer" not in COMMANDS:
+        pytest.skip("no `hotswap peer` here")
+    for pod in (p for p in pods.values() if p.labels.get("hotswap-peer")):
+        context = parsed(pod.container("peer"), monkeypatch)
+        params = context.params
+        assert not context.args  # no option is left over that it does not know
+        assert params["listen"].endswith(f":{pod.ports()['peer']}")
+        assert params["advertise"] == f"10.0.0.7:{pod.ports()['peer']}"
+        assert params["model"] == gateway_config(pods["gateway"], monkeypatch).model
+        assert check_host(environment(pod.container("peer"))["HOTSWAP_HOST"])
+
+
+def test_the_trainer_takes_its_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, component in (("colocated", "rollout"), ("kueue", "trainer")):
+        r = release(name)
+        container = r.pod(component).container("trainer")
+        context = parsed(container, monkeypatch)
+        path = context.params["config"]
+        assert not context.args
+        assert str(path.parent) in [m["mountPath"] for m in container["volumeMounts"]]
+        file = tmp_path / "config.yaml"
+        file.write_text(r.get("ConfigMap", "hotswap-trainer")["data"][path.name])
+        config = trainer.config.load(trainer.main._parser().parse_args(["--config", str(file)]).config)
+        assert config.publish is not None
+        assert config.publish.store_url == environment(container)["HOTSWAP_STORE"]
+        assert config.gateway is not None
+        assert config.gateway.api_key_env in environment(container)
+        services = {s["metadata"]["name"]: s["spec"]["ports"][0]["port"] for s in r.of("Service")}
+        assert config.gateway.url == "http://hotswap-gateway"
+        assert services["hotswap-gateway"] == 80
+        assert config.telemetry is not None
+        assert config.telemetry.admin_url == f"https://hotswap-admin:{services['hotswap-admin']}"
+        assert config.checkpoint is not None
+        assert config.checkpoint.path.startswith("/output/")
+        grace = r.pod(component).spec["terminationGracePeriodSeconds"]
+        assert grace > config.faults.grace_s
+
+
+def test_followers_start_the_engine_that_their_leader_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, follower = list(release("leaderworkerset").pods())[-2:]
+    mine = instance_config(leader, monkeypatch).vllm_argv(cpu=False, port=8001)
+    command, sub, model, *options = arguments(follower.container("follower"))
+    assert (command, sub) == ("vllm", "serve")
+    own = {"--model", "--served-model-name", "--host", "--port", "--disable-uvicorn-access-log", "--headless"}
+    assert as_options(options) - {("--headless", ""), ("--node-rank", "1")} == {
+        (name, value) for name, value in as_options(mine) if name not in own
+    } - {("--node-rank", "0")}
+    assert ("--model", model) in as_options(mine)
+
+
+def as_options(argv: list[str]) -> set[tuple[str, str]]:
+    """`--name=value` and `--name value` alike."""
+    found, words = set(), list(argv)
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        if not equals and words and not words[0].startswith("--"):
+            value = words.pop(0)
+        found.add((name, value))
+    return found
+
+
+def test_the_autoscaler_looks_at_a_metric_of_the_gateway() -> None:
+    (scaler,) = release("gpu-rdma").of("HorizontalPodAutoscaler")
+    (metric,) = [m["pods"]["metric"]["name"] for m in scaler["spec"]["metrics"] if m["type"] == "Pods"]
+    assert f'"{metric}"' in inspect.getsource(queue_metrics)
+    target = release("gpu-rdma").get("Deployment", scaler["spec"]["scaleTargetRef"]["name"])
+    assert "replicas" not in target["spec"]  # or every upgrade would take the number back
+
+
+def test_dashboard_and_alerts_are_installed_as_they_are() -> None:
+    r = release("gpu-rdma")
+    files = Path(__file__).parent.parent.parent / "k8s" / "hotswap" / "files"
+    (rule,) = r.of("PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((files / "alerts.yaml").read_text())
+    dashboard = r.get("ConfigMap", "hotswap-dashboard")
+    assert dashboard["data"]["dashboard.json"] == (files / "dashboard.json").read_text()
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def etcd_flags() -> dict[str, str]:
+    command, *flags = arguments(release("defaults").pod("etcd").container("etcd"))
+    assert command == "etcd"
+    return {name.removeprefix("--"): value for name, _, value in (flag.partition("=") for flag in flags)}
+
+
+def test_etcd_takes_its_flags_and_speaks_tls_alone() -> None:
+    flags = etcd_flags()
+    said = subprocess.run([etcd.require(), "--help"], capture_output=True, text=True, check=False, timeout=60)
+    known = set(re.findall(r"--([a-z-]+)", said.stdout + said.stderr))
+    assert flags.keys() <= known
+    assert {url.partition(":")[0] for name, url in flags.items() if "client-urls" in name or "peer-urls" in name} == {
+        "https"
+    }
+    certificates = {c["metadata"]["name"]: c["spec"] for c in release("defaults").of("Certificate")}
+    names = set(certificates["hotswap-etcd-tls"]["dnsNames"])
+    members = [member.partition("=https://")[2].partition(":")[0] for member in flags["initial-cluster"].split(",")]
+    assert len(members) == 3
+    assert set(members) <= names
+    store = environment(release("defaults").pod("gateway").container("gateway"))["HOTSWAP_STORE"]
+    assert [host for host, _ in EtcdUrl.parse(store).endpoints] == members
+
+
+def test_certificates_of_the_cluster_are_what_its_members_expect() -> None:
+    r = release("leaderworkerset")
+    made = {c["spec"]["secretName"]: c["spec"] for c in r.of("Certificate")}
+    cluster, front = made["hotswap-cluster-tls"], made["hotswap-gateway-tls"]
+    assert cluster["dnsNames"] == [ClusterTls.NAME]
+    assert set(cluster["usages"]) == {"server auth", "client auth"}
+    assert {"hotswap-gateway", "hotswap-gateway.serving.svc", "llm.example.com"} <= set(front["dnsNames"])
+    issuers = [spec["issuerRef"]["name"] for spec in (cluster, front, made["hotswap-etcd-tls"])]
+    assert len(set(issuers)) == 3  # what signs the members' certificates signs nothing else
+    monitor: dict[str, Any] = r.of("PodMonitor")[0]["spec"]["podMetricsEndpoints"][0]
+    assert monitor["tlsConfig"]["serverName"] == ClusterTls.NAME
