@@ -1,0 +1,1 @@
+"""What a swap costs a cluster that does not exist: the planner of weightsync/peer in a simulated network."""
