@@ -26,6 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from loadtest.certificates import self_signed
 from loadtest.checkpoints import BENCH_SHAPE, TINY_SHAPE
 from loadtest.delta_trainer import random_weights, step
 from loadtest.links import Link, LinkUnavailable, shaped_link, wait_listening
@@ -126,11 +127,12 @@ def through(gbit: float, share: float, repeats: int, *, small: bool) -> dict[str
 def _publish_through(link: Link, share: float, repeats: int, *, small: bool) -> dict[str, Any]:
     work, arena = tempfile.mkdtemp(prefix="hotswap-bench-"), tempfile.mkdtemp(prefix="hotswap-bench-", dir="/dev/shm")
     environment = {**os.environ, "HOTSWAP_ADMIN_KEY": KEY, "HOTSWAP_ARENA": arena}
+    environment["HOTSWAP_CLUSTER_TLS"] = str(self_signed(Path(work) / "tls"))  # both ends read it
     gateway = link.command(link.far, sys.executable, "-m", "server.gateway", "--model", "bench")
     gateway += ["--store", f"sqlite://{work}/store.db", "--host", link.far_address, "--port", "8000"]
     gateway += ["--admin-host", link.far_address, "--admin-port", "8001", "--log-level", "error"]
     trainer = link.command(link.near, sys.executable, "-m", "loadtest.delta_trainer")
-    trainer += [f"http://{link.far_address}:8001", "bench", str(share), str(repeats), *(["--tiny"] if small else [])]
+    trainer += [f"https://{link.far_address}:8001", "bench", str(share), str(repeats), *(["--tiny"] if small else [])]
     measured = link.measure()
     try:
         with subprocess.Popen(gateway, env=environment) as server:

@@ -2,7 +2,7 @@
 
 `python -m loadtest.delta_trainer URL MODEL SHARE REPEATS [--tiny]`: one version to begin with, then REPEATS as
 differences, of which SHARE of the elements changed by one unit in the last place, then as many in
-full, and as many in full and uncompressed. The admin key is in HOTSWAP_ADMIN_KEY.
+full, and as many in full and uncompressed. The admin key is in HOTSWAP_ADMIN_KEY, certificates in HOTSWAP_CLUSTER_TLS.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import orjson
 
 from loadtest.checkpoints import BENCH_SHAPE, TINY_SHAPE
 from weightsync.delta.remote import RemotePublisher
+from weightsync.tls import ClusterTls
 
 Words = npt.NDArray[np.uint16]
 
@@ -54,11 +55,15 @@ def step(weights: dict[str, Words], share: float, seed: int) -> None:
 def main(url: str, model: str, share: float, repeats: int, *, tiny: bool) -> None:
     """Publish and print."""
     key = os.environ["HOTSWAP_ADMIN_KEY"]
+    cluster = ClusterTls.of_environment()
+    tls = cluster.client_context() if cluster is not None else None
     weights = random_weights(TINY_SHAPE if tiny else BENCH_SHAPE)
+    warm = 6  # until the server takes slots that it has used before, whose memory is there
     for way, deltas, compress in (("delta", True, True), ("full", False, True), ("plain", False, False)):
-        publisher = RemotePublisher(url, key, model, deltas=deltas, compress=compress)
-        for _ in range(2):  # both of its buffers are touched for the first time
+        publisher = RemotePublisher(url, key, model, deltas=deltas, compress=compress, tls=tls)
+        for _ in range(warm):
             publisher.publish(weights, activate=False)
+        warm = 2  # both buffers of each publisher are touched for the first time
         for number in range(repeats):
             step(weights, share, seed=number)
             started = time.perf_counter()
