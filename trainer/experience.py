@@ -62,6 +62,7 @@ class Experience:
         when the algorithm asks for no pass before the step's."""
         if not self._algorithm.needs:
             self._take(list(self._arriving))
+            self._taken.sort(key=lambda rollout: rollout.draw.number)  # which answer was faster must not count
             self._sequences = self._sequences_of(self._taken) if self._taken else self._sequences
             return None
         self._part = []

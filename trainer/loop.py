@@ -11,7 +11,7 @@ def train(run: Run) -> TrainState:
     """Train to the configured step and return the final state. Collective: every rank runs it."""
     state = run.start()
     if run.algorithm.samples_per_prompt or run.config.eval:
-        state, _ = run.publish(state)  # the first answers must come from these very weights
+        state = run.publish_again(state)  # the first answers must come from these very weights
     run.evaluate(state)
     while state.step < run.config.steps:
         run.may_leave(state)

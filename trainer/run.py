@@ -177,6 +177,14 @@ class Run:
             "write_ms": published.write_ms,
         }
 
+    def publish_again(self, state: TrainState) -> TrainState:
+        """Publish the weights that `state` has, under whatever number they get now: at the start, or after going back.
+        What was sampled from them, and is still to be trained on, is as old as it was."""
+        published, _ = self.publish(state)
+        by = published.version - state.version
+        self._experience(lambda e: e.schedule.renumber(by) if e.schedule is not None else None)
+        return published
+
     def evaluate(self, state: TrainState) -> None:
         """Greedy answers to the held-out records through the gateway."""
         if self.config.eval is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,3 +100,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("models") / "tiny"
     write_tiny_model(path)
     return str(path)
+
+
+@pytest.fixture
+def config(small_models: dict[str, str], tmp_path: Path) -> dict[str, Any]:
+    """Fine-tuning of the smallest model, with a learning rate that depends on where the run is."""
+    return {
+        "model": {"path": small_models["qwen2"]},
+        "data": {"kind": "arithmetic", "noise": 0.3},
+        "algorithm": {"name": "sft"},
+        "steps": 12,
+        "batch": 6,
+        "optimizer": {"lr": 1e-2, "warmup_steps": 2, "decay": "cosine"},
+        "checkpoint": {"path": str(tmp_path / "checkpoints"), "every": 3},
+        "metrics": str(tmp_path / "metrics.jsonl"),
+    }

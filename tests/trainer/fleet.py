@@ -17,8 +17,9 @@ from tests.trainer.generate_server import GenerateServer, serve
 from weightsync.errors import ManifestError
 from weightsync.ledger import ensure_arena
 from weightsync.receiver import SlotReader
-from weightsync.records import ActiveRecord, InstanceRecord, VersionRecord
+from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.store import Store, open_store
+from weightsync.store.sync import SyncStore
 from weightsync.swap.agent import CommitResult, Participant, StageResult
 from weightsync.swap.coordinator import Coordinator
 
@@ -68,6 +69,24 @@ class Fleet:
         self._loop.call_soon_threadsafe(self._stopping.set)
 
 
+@contextlib.contextmanager
+def never_behind(running: Fleet) -> Iterator[None]:
+    """No answer begins with another version than the active one. Otherwise the first after a commit may, and how many
+    those are depends on the moment."""
+    store, key = SyncStore(running.store_url), Keys(running.model).active
+
+    def flipped() -> bool:
+        found = store.get(key)
+        return found is None or ActiveRecord.from_json(found.value).version == running.server.version
+
+    running.server.ready = flipped
+    try:
+        yield
+    finally:
+        running.server.ready = lambda: True
+        store.close()
+
+
 def _tensor(reader: SlotReader, name: str) -> torch.Tensor:
     entry = reader.entry(name)
     flat = torch.frombuffer(bytearray(reader.buffer(name)), dtype=getattr(torch, entry.dtype))
@@ -75,9 +94,11 @@ def _tensor(reader: SlotReader, name: str) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def fleet(model_directory: str, root: Path, model: str = "tiny") -> Iterator[Fleet]:
+def fleet(
+    model_directory: str, root: Path, model: str = "tiny", kind: type[GenerateServer] = GenerateServer
+) -> Iterator[Fleet]:
     """Serve `model_directory`; the store and the slots lie below `root`."""
-    with serve(GenerateServer(model_directory)) as server:
+    with serve(kind(model_directory)) as server:
         running = Fleet(server, f"sqlite:///{root}/store.db", root / "slots", model)
         thread = threading.Thread(target=lambda: asyncio.run(running.run()), daemon=True)
         thread.start()

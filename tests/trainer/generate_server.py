@@ -6,9 +6,10 @@ depend on nothing but the weights and the request. Weights are replaced through 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from transformers import AutoModelForCausalLM
 
 
 class GenerateServer:
-    """One model behind `/generate`. `failures` are status codes to answer first."""
+    """One model behind `/generate`. `failures` are status codes to answer first; no answer begins unless `ready`."""
 
     def __init__(self, directory: str | Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         self.eos = self.model.config.eos_token_id
         self.version = 0
         self.failures: list[int] = []
+        self.ready: Callable[[], bool] = lambda: True
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.answered = 0
@@ -51,6 +53,8 @@ class GenerateServer:
             status = self.failures.pop(0)
             error = {"message": f"made to fail with {status}", "type": "test", "code": "test", "param": None}
             return JSONResponse({"error": error}, status_code=status, headers={"retry-after": "0"})
+        while not self.ready():  # noqa: ASYNC110 - what is waited for happens on another thread
+            await asyncio.sleep(0.001)
         with self._lock:
             answer = self._answer(body)
         self.answered += 1
@@ -87,6 +91,14 @@ class GenerateServer:
             "finish_reason": "stop" if stopped else "length",
             "weight_versions": [{"version": self.version, "start": 0, "end": length}],
         }
+
+
+class Unmoved(GenerateServer):
+    """It takes every version and goes on answering with the weights it began with, so that an answer depends on its
+    request alone, whenever that comes."""
+
+    def load(self, tensors: dict[str, torch.Tensor], version: int) -> None:
+        self.version = version
 
 
 @contextlib.contextmanager

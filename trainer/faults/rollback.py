@@ -57,8 +57,7 @@ class Rollback:
             return good
         if broadcast_json(lead(lambda: self._gateway_went_back(good.version))):
             return good
-        again, _ = run.publish(good)
-        return again
+        return run.publish_again(good)
 
     def _gateway_went_back(self, version: int) -> bool:
         telemetry, publish = self._run.config.telemetry, self._run.config.publish

@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 
 from trainer.config import TelemetryConfig
+from trainer.connection import Bearer, verify
 from trainer.errors import PublishError
 
 ROUTE = "/admin/weights/rollback"
@@ -15,11 +16,9 @@ def roll_back_serving(config: TelemetryConfig, version: int, timeout_s: float) -
 
     Raises PublishError when the gateway refuses (the version may no longer be held) or does not answer.
     """
-    headers = {"authorization": f"Bearer {config.admin_key()}"}
+    url, key = config.admin_url.rstrip("/") + ROUTE, Bearer(config.admin_key)
     try:
-        answer = httpx.post(
-            config.admin_url.rstrip("/") + ROUTE, json={"version": version}, headers=headers, timeout=timeout_s
-        )
+        answer = httpx.post(url, json={"version": version}, auth=key, verify=verify(config), timeout=timeout_s)
     except httpx.HTTPError as error:
         raise PublishError(f"the gateway's admin port does not answer: {error or type(error).__name__}") from error
     if answer.is_error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.rewards.base import Score
 
@@ -47,6 +47,12 @@ class Group:
     prompt_ids: tuple[int, ...]
     samples: tuple[Sample, ...]
     scores: tuple[Score, ...]
+
+    def renumbered(self, by: int) -> Group:
+        """As if every version that wrote it had a number so much higher."""
+        spans = [tuple(replace(span, version=span.version + by) for span in s.versions) for s in self.samples]
+        samples = [replace(s, versions=found) for s, found in zip(self.samples, spans, strict=True)]
+        return replace(self, samples=tuple(samples))
 
     @property
     def rewards(self) -> list[float]:

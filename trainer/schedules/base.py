@@ -76,8 +76,14 @@ class Schedule(ABC):
             pending.future.cancel()
         self.feed.drawn = state["drawn"]
         entries = [(self.feed.at(entry["number"]), entry) for entry in state["pending"]]
-        self.pending = [_restored(draw, entry) for draw, entry in entries if entry["group"] is not None]
+        finished = [(draw, entry) for draw, entry in entries if entry["group"] is not None]
+        self.pending = [_done(draw, group_from_json(e["group"]), e["version"]) for draw, e in finished]
         self._interrupted = [draw for draw, entry in entries if entry["group"] is None]
+
+    def renumber(self, by: int) -> None:
+        """The weights that training stands at were published again under a number `by` higher, after a resume: what was
+        restored is as old as it was. Nothing is in flight yet."""
+        self.pending = [_done(p.draw, p.future.result().renumbered(by), p.version + by) for p in self.pending]
 
     def _begin(self, version: int) -> None:
         """For `take`: a step starts. What a checkpoint interrupted is sent off now that the server has its weights."""
@@ -104,10 +110,10 @@ class Schedule(ABC):
         return True
 
 
-def _restored(draw: Draw, entry: dict[str, Any]) -> Pending:
+def _done(draw: Draw, group: Group, version: int) -> Pending:
     future: Future[Group] = Future()
-    future.set_result(group_from_json(entry["group"]))
-    return Pending(draw, future, entry["version"])
+    future.set_result(group)
+    return Pending(draw, future, version)
 
 
 def _finished(future: Future[Group]) -> dict[str, Any] | None:

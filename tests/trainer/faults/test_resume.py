@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -10,12 +11,13 @@ from typing import Any
 
 from tests.trainer.faults.runs import arguments, curve, events, wait_until
 from tests.trainer.faults.zygote import Zygote
-from tests.trainer.fleet import fleet
+from tests.trainer.fleet import fleet, never_behind
+from tests.trainer.generate_server import Unmoved
 
 
 def uninterrupted(zygote: Zygote, config: dict[str, Any], root: Path) -> Path:
     through = config | {"metrics": str(root / "through"), "checkpoint": None}
-    run = zygote.start(arguments(through, root, "through.yaml"), root / "said")
+    run = zygote.start(arguments(through, root, "through.yaml"), root / "said", RUN="through")
     assert zygote.wait(run) == 0, (root / "said").read_text()
     return root / "through"
 
@@ -23,12 +25,12 @@ def uninterrupted(zygote: Zygote, config: dict[str, Any], root: Path) -> Path:
 def killed_and_resumed(zygote: Zygote, config: dict[str, Any], root: Path, kill_after: int) -> list[int]:
     """Kills the run once it has a checkpoint and has done that many steps, and runs it again; the steps that each of
     the two started from."""
-    run = zygote.start(arguments(config, root), root / "said")
+    run = zygote.start(arguments(config, root), root / "said", RUN="killed")
     path = config["metrics"]
     wait_until(lambda: len(curve(path)) >= kill_after and bool(events(path, "checkpoint")), f"step {kill_after}")
     os.kill(run, signal.SIGKILL)
     assert zygote.wait(run) == -signal.SIGKILL
-    run = zygote.start(arguments(config, root), root / "said")
+    run = zygote.start(arguments(config, root), root / "said", RUN="resumed")
     assert zygote.wait(run) == 0, (root / "said").read_text()
     return [event["step"] for event in events(path, "start")]
 
@@ -47,7 +49,7 @@ def test_reinforcement_learning(
     zygote: Zygote, config: dict[str, Any], tmp_path: Path, small_models: dict[str, str]
 ) -> None:
     """With a server that samples by nothing but weights and seed, rewards and rollouts repeat themselves too."""
-    with fleet(small_models["qwen2"], tmp_path) as running:
+    with fleet(small_models["qwen2"], tmp_path) as running, never_behind(running):
         config |= {
             "algorithm": {"name": "grpo", "samples_per_prompt": 4},
             "rewards": [{"kind": "regex", "pattern": "[0-9]+"}],
@@ -64,3 +66,38 @@ def test_reinforcement_learning(
         assert (first, second > 0) == (0, True)
         assert curve(config["metrics"], "reward_mean", "answer_tokens_mean") == expected
         assert len({tuple(numbers) for numbers in expected.values()}) >= 4, "there was something to repeat"
+
+
+def test_an_asynchronous_run(
+    zygote: Zygote, config: dict[str, Any], tmp_path: Path, small_models: dict[str, str]
+) -> None:
+    """Which weights write an answer depends on the moment. Where an answer depends on its request alone, and no more
+    groups are ahead than a step takes, all the rest repeats itself: what was finished is trained on and not asked for
+    again, what was in flight is."""
+    with fleet(small_models["qwen2"], tmp_path, kind=Unmoved) as running:
+        config |= {
+            "algorithm": {"name": "grpo", "samples_per_prompt": 4},
+            "rewards": [{"kind": "regex", "pattern": "[0-9]+"}],
+            "rollout": {"max_tokens": 4, "request": "group"},
+            "schedule": {"name": "async", "max_lag": 2, "buffer": 4},
+            "gateway": {"url": running.server.url, "api_key_env": "RUN"},
+            "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "lineage": "a"},
+            "checkpoint": config["checkpoint"] | {"keep": 100},
+            "steps": 20,
+            "optimizer": {"lr": 2e-3},
+            "batch": 4,
+        }
+        expected = curve(uninterrupted(zygote, config, tmp_path), "reward_mean", "answer_tokens_mean")
+        config["publish"]["lineage"] = "b"
+        first, second = killed_and_resumed(zygote, config, tmp_path, random.randrange(4, 16))
+        assert (first, second > 0) == (0, True)
+        assert curve(config["metrics"], "reward_mean", "answer_tokens_mean") == expected
+        assert len({tuple(numbers) for numbers in expected.values()}) >= 4, "there was something to repeat"
+
+        buffer = tmp_path / "checkpoints" / f"step-{second:08d}" / "parts" / "rollouts.json"
+        saved = json.loads(buffer.read_text())
+        assert saved["drawn"] == 4 * second + 4
+        assert sorted(entry["number"] for entry in saved["pending"]) == [4 * second + i for i in range(4)]
+        finished = sum(entry["group"] is not None for entry in saved["pending"])
+        asked = [headers for headers in running.server.headers if headers["authorization"] == "Bearer resumed"]
+        assert len(asked) == 4 * (20 - second) - finished

@@ -62,3 +62,8 @@ async def blocks_the_loop(prompt: str, answer: str, expected: str) -> float:
 async def sleeps(prompt: str, answer: str, expected: str) -> float:
     await asyncio.sleep(600)
     return 1.0
+
+
+def scaled(prompt: str, answer: str, expected: str, extra: dict[str, Any]) -> float:
+    """Some number of the answer, as large as the record says: a verifier that is wrong by orders of magnitude."""
+    return float(extra["scale"]) * sum(map(ord, answer)) / 1000

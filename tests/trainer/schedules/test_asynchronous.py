@@ -165,3 +165,24 @@ def test_going_back_gives_up_what_was_in_flight(sampler: Sampler) -> None:
     assert all(future.cancelled() for future in flying)
     assert built.pending == []
     assert built.feed.drawn == 0
+
+
+def test_what_is_restored_keeps_its_age_under_new_numbers(sampler: Sampler) -> None:
+    """The killed run had published on: the checkpoint's weights, version 7, are version 30 now."""
+    sampler.version = 6
+    built = schedule(sampler, max_lag=2)
+    taking = built.take(version=6, steps_left=9)
+    threading.Timer(0.05, lambda: sampler.finish(*sampler.in_flight)).start()
+    used = numbers(taking)
+    saved = json.loads(json.dumps(built.state_dict()))
+
+    after = Sampler()
+    after.version = 30
+    resumed = schedule(after, max_lag=2)
+    resumed.load_state_dict(saved)
+    resumed.renumber(30 - 7)
+    rollouts = list(resumed.take(version=30, steps_left=8))
+    assert [rollout.group.oldest for rollout in rollouts] == [29, 29], "one version old, as it was"
+    assert [rollout.draw.number for rollout in rollouts] == [used[-1] + 1, used[-1] + 2]
+    assert resumed.stats()["stale_groups"] == 0
+    assert {draw.number for draw in after.sent}.isdisjoint(p["number"] for p in saved["pending"])
