@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from trainer.config import TelemetryConfig
+from trainer.connection import Bearer, verify
 from trainer.metrics import Tee, numbers
 
 __all__ = ["HttpMetrics", "Tee", "point"]
@@ -33,9 +34,9 @@ class HttpMetrics:
     """A MetricsWriter. `reward` and `accuracy` are what the console draws, with `loss`, by `step`."""
 
     def __init__(self, config: TelemetryConfig) -> None:
-        """Raises ConfigError when the admin key cannot be read."""
-        headers = {"authorization": f"Bearer {config.admin_key()}"}
-        self._client = httpx.Client(base_url=config.admin_url, headers=headers, timeout=config.timeout_s)
+        """Raises ConfigError when the admin key or the certificates cannot be read."""
+        key, checks = Bearer(config.admin_key), verify(config)
+        self._client = httpx.Client(base_url=config.admin_url, auth=key, verify=checks, timeout=config.timeout_s)
         self._waiting: queue.Queue[dict[str, float] | None] = queue.Queue(maxsize=WAITING)
         self._failing = False
         self._thread = threading.Thread(target=self._run, name="training metrics", daemon=True)

@@ -35,6 +35,7 @@ from trainer.config.datasets import (
     WebDatasetData,
 )
 from trainer.config.faults import FaultsConfig
+from trainer.config.gateway import GatewayConfig
 from trainer.config.memory import MemoryConfig, ServingMemory
 from trainer.config.packing import PackingConfig
 from trainer.config.rewards import (
@@ -51,7 +52,6 @@ from trainer.config.rewards import (
 from trainer.config.schedule import AsyncSchedule, ColocatedSchedule, OneStepOffSchedule, ScheduleConfig
 from trainer.config.sections import (
     Dtype,
-    GatewayConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,

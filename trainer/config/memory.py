@@ -17,7 +17,7 @@ class ServingMemory:
     `instances`: their ids; empty: all there are. `level` 2 gives everything back, 1 what is quick to have again (vLLM's
     sleep mode where it is on; else the process keeps its imports). Requests get `drain_s` to end. An instance wakes by
     itself `ttl_s` after the trainer has died. `engine_gib` (null: the published weights) and `kv_cache_gib` are what
-    the instances together take of one device, for the plan.
+    the instances together take of one device, for the plan. `ca_file` and `cluster_tls` are as in `gateway`.
     """
 
     admin_url: str
@@ -30,6 +30,8 @@ class ServingMemory:
     ttl_s: float = 60.0
     engine_gib: float | None = None
     kv_cache_gib: float = 1.0
+    ca_file: str | None = None
+    cluster_tls: str | None = None
 
     def __post_init__(self) -> None:
         positive(self, "timeout_s", "engine_gib")
@@ -40,7 +42,8 @@ class ServingMemory:
 
     def as_telemetry(self) -> TelemetryConfig:
         """Where the admin port is and how its key is found, in the form that knows how to read it."""
-        return TelemetryConfig(self.admin_url, self.admin_key_env, self.admin_key_file, self.timeout_s)
+        place = (self.admin_url, self.admin_key_env, self.admin_key_file, self.timeout_s)
+        return TelemetryConfig(*place, self.ca_file, self.cluster_tls)
 
     def admin_key(self) -> str:
         """Raises ConfigError when there is none."""

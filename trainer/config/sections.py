@@ -125,22 +125,6 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class GatewayConfig:
-    """Where `/generate` answers. `api_key_env` names the environment variable that holds the inference key."""
-
-    url: str
-    api_key_env: str | None = None
-    timeout_s: float = 120.0
-    retry_s: float = 30.0
-    concurrency: int = 64
-
-    def __post_init__(self) -> None:
-        positive(self, "timeout_s", "retry_s", "concurrency")
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError("url", f"{self.url!r} is not an HTTP address", "Write http://host:port")
-
-
-@dataclass(frozen=True)
 class RolloutConfig:
     """Sampling. Temperature stays 1: the ratio needs log-probs of the distribution that was sampled from. `seeded`
     sends a seed with every request, so that a resumed run samples the same (engines sample a little slower then).

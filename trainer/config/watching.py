@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from trainer.config.checks import positive
+from trainer.config.checks import key_in, positive, server
 from trainer.errors import ConfigError
 
 
@@ -27,27 +26,25 @@ class EvalConfig:
 @dataclass(frozen=True)
 class TelemetryConfig:
     """Where the run's numbers are shown: the gateway's admin port. The key is in the environment variable
-    `admin_key_env`, or in `admin_key_file` (0600), never in this file."""
+    `admin_key_env`, or in `admin_key_file` (0600), never in this file. `ca_file` and `cluster_tls` are as in
+    `gateway`."""
 
     admin_url: str
     admin_key_env: str = "HOTSWAP_ADMIN_KEY"
     admin_key_file: str | None = None
     timeout_s: float = 5.0
+    ca_file: str | None = None
+    cluster_tls: str | None = None
 
     def __post_init__(self) -> None:
         positive(self, "timeout_s")
-        if not self.admin_url.startswith(("http://", "https://")):
-            raise ConfigError("admin_url", f"{self.admin_url!r} is not an HTTP address", "Write http://host:port")
+        server("admin_url", self.admin_url, self.ca_file, self.cluster_tls)
 
     def admin_key(self) -> str:
         """Raises ConfigError when there is none."""
         key = os.environ.get(self.admin_key_env, "")
         if not key and self.admin_key_file is not None:
-            try:
-                key = Path(self.admin_key_file).read_text().strip()
-            except (OSError, UnicodeDecodeError) as error:
-                problem = f"cannot read {self.admin_key_file} ({error})"
-                raise ConfigError("telemetry.admin_key_file", problem, "Name a file this process may read") from None
+            return key_in(self.admin_key_file, "telemetry.admin_key_file")
         if not key or not key.isascii() or not key.isprintable():
             advice = f"Set {self.admin_key_env}, or telemetry.admin_key_file"
             raise ConfigError("telemetry", "there is no admin key to post metrics with", advice)

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from trainer.config import ServingMemory
+from trainer.connection import Bearer, verify
 from trainer.errors import SleepTimeout
 from trainer.memory.components import Base
 
@@ -27,8 +28,8 @@ class Fleet:
 
     def __init__(self, config: ServingMemory) -> None:
         self._config = config
-        headers = {"authorization": f"Bearer {config.admin_key()}"}
-        self._http = httpx.Client(base_url=config.admin_url, headers=headers, timeout=CALL_S)
+        key, checks = Bearer(config.admin_key), verify(config)
+        self._http = httpx.Client(base_url=config.admin_url, auth=key, verify=checks, timeout=CALL_S)
         self._sleeping: tuple[str, ...] = ()
         self._stop = threading.Event()
         self._renewing: threading.Thread | None = None

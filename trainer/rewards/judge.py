@@ -9,6 +9,7 @@ import re
 import httpx
 
 from trainer.config import GatewayConfig, JudgeReward
+from trainer.connection import Bearer, verify
 from trainer.errors import ConfigError, RewardError
 from trainer.rewards.base import Reward, RewardRequest
 
@@ -24,16 +25,15 @@ class Judge(Reward):
         url = config.url or (gateway.url if gateway is not None else "")
         if not url:
             raise ConfigError("rewards.url", "missing, and there is no gateway", "Name the server of the judge")
-        key = config.api_key_env or (gateway.api_key_env if gateway is not None and not config.url else None)
-        if key is not None and key not in os.environ:
-            raise ConfigError("rewards.api_key_env", f"{key} is not set", "Export it")
+        own = gateway if not config.url else None  # whose certificate and key are known already
+        self._auth = Bearer(self._key if own is None or config.api_key_env is not None else own.api_key)
+        self._verify = verify(own) if own is not None else True
         self._url = url.rstrip("/") + "/v1/chat/completions"
-        self._headers = {} if key is None else {"authorization": f"Bearer {os.environ[key]}"}
 
     async def open(self) -> None:
         c = self._config
         self._room = asyncio.Semaphore(c.workers)
-        self._http = httpx.AsyncClient(headers=self._headers, timeout=c.timeout_s)
+        self._http = httpx.AsyncClient(auth=self._auth, verify=self._verify, timeout=c.timeout_s)
 
     async def __call__(self, request: RewardRequest, /) -> float:
         c = self._config
@@ -51,6 +51,12 @@ class Judge(Reward):
     async def close(self) -> None:
         if hasattr(self, "_http"):
             await self._http.aclose()
+
+    def _key(self) -> str | None:
+        name = self._config.api_key_env
+        if name is not None and name not in os.environ:
+            raise ConfigError("rewards.api_key_env", f"{name} is not set", "Export it")
+        return os.environ[name] if name is not None else None
 
     async def _ask(self, text: str) -> str:
         c, problem = self._config, ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,8 @@ import httpx
 import orjson
 
 from trainer.config import GatewayConfig
-from trainer.errors import ConfigError, GatewayUnreachable, RolloutError
+from trainer.connection import Bearer, verify
+from trainer.errors import GatewayUnreachable, RolloutError
 from trainer.rollout.samples import Sample, VersionSpan
 
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -58,16 +58,19 @@ class GenerateClient:
     """The gateway's `/generate`, with retries. Bound to the event loop it is first used on."""
 
     def __init__(self, config: GatewayConfig) -> None:
+        """Raises ConfigError for a key or certificates that are not there."""
         self._config = config
-        headers = {"content-type": "application/json"}
-        if config.api_key_env is not None:
-            if config.api_key_env not in os.environ:
-                raise ConfigError("gateway.api_key_env", f"{config.api_key_env} is not set", "Export it")
-            headers["authorization"] = f"Bearer {os.environ[config.api_key_env]}"
         self._room = asyncio.Semaphore(config.concurrency)  # httpx's own waiting line is slow with hundreds in it
         limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
         timeout = httpx.Timeout(config.timeout_s, connect=5.0, pool=None)
-        self._http = httpx.AsyncClient(base_url=config.url, headers=headers, limits=limits, timeout=timeout)
+        self._http = httpx.AsyncClient(
+            base_url=config.url,
+            headers={"content-type": "application/json"},
+            auth=Bearer(config.api_key),
+            verify=verify(config),
+            limits=limits,
+            timeout=timeout,
+        )
 
     async def generate(self, request: Request) -> tuple[Sample, ...]:
         """`request.n` samples in index order. At most `concurrency` requests are under way, the others wait in line.

@@ -1,0 +1,48 @@
+"""How the trainer speaks to a gateway: keys and certificates from files, which may be replaced while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import httpx
+
+from trainer.config import GatewayConfig, ServingMemory, TelemetryConfig
+from trainer.errors import ConfigError
+from weightsync.errors import TlsUnavailable
+from weightsync.tls import ClusterTls, FollowedContext
+
+
+class Bearer(httpx.Auth):
+    """The key that `read` finds at each request; while it finds none (a file is being replaced), that of before."""
+
+    def __init__(self, read: Callable[[], str | None]) -> None:
+        """Raises what `read` raises."""
+        self._read = read
+        self._key = read()
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        with contextlib.suppress(ConfigError):
+            self._key = self._read()
+        if self._key is not None:
+            request.headers["authorization"] = f"Bearer {self._key}"
+        yield request
+
+
+def verify(config: GatewayConfig | TelemetryConfig | ServingMemory) -> ssl.SSLContext | bool:
+    """What httpx is to check a server's certificate with. Raises ConfigError."""
+    if config.cluster_tls is not None:
+        try:
+            return ClusterTls(config.cluster_tls).client_context()
+        except TlsUnavailable as error:
+            raise ConfigError("cluster_tls", error.reason, error.advice) from error
+    if config.ca_file is None:
+        return True
+    path = Path(config.ca_file)
+    try:
+        return FollowedContext([path], lambda: ssl.create_default_context(cafile=path), server=False)
+    except OSError as error:
+        advice = "Name a PEM file with the authority of the server's certificate"
+        raise ConfigError("ca_file", f"{path} cannot be used ({error})", advice) from error
