@@ -124,6 +124,14 @@ def stores(json: Json = None) -> None:
 
 
 @app.command()
+def transfer(json: Json = None, small: Small = False) -> None:
+    """Reads between processes by each transport beside memcpy and a raw socket, and by 1 to 8 receivers at once."""
+    from loadtest.transfer import run
+
+    run(json, small=small)
+
+
+@app.command()
 def learning(
     json: Json = None,
     docs: Annotated[Path | None, typer.Option(help="put the table into this page, and the chart beside it")] = None,
@@ -143,3 +151,29 @@ def rl_step(json: Json = None, small: Small = False) -> None:
     from loadtest.rl_step.bench import run
 
     run(json, small=small)
+
+
+@app.command()
+def scale(
+    json: Json = None,
+    hosts: Annotated[int, typer.Option(min=0, help="simulate so many instead of the standard cases")] = 0,
+    params: Annotated[float, typer.Option(help="of the model, two bytes each")] = 1e12,
+    hosts_per_instance: Annotated[int, typer.Option(min=1, help="over which a version is divided")] = 1,
+    sources: Annotated[int, typer.Option(min=1, help="hosts that publish, each a part")] = 1,
+    chunk_mib: Annotated[int, typer.Option(min=1, help="larger ones are simulated faster")] = 1024,
+    nic_gbit: Annotated[float, typer.Option(help="of each host, in each direction")] = 400.0,
+    oversubscription: Annotated[float, typer.Option(help="of racks' uplinks; 0: they are no limit")] = 0.0,
+    seed: int = 0,
+) -> None:
+    """Simulated clusters with the real planner: fan-out of a version, bytes per NIC, writes and events of the store."""
+    from loadtest.scale.bench import run
+    from loadtest.scale.scenario import Scenario, ScenarioError
+
+    try:
+        asked = Scenario(
+            hosts, params, hosts_per_instance=hosts_per_instance, sources=sources, chunk_nbytes=chunk_mib << 20,
+            nic_gbit=nic_gbit, oversubscription=oversubscription, seed=seed,
+        ) if hosts else None  # fmt: skip
+    except ScenarioError as error:
+        raise typer.BadParameter(str(error)) from error
+    run(json, asked)

@@ -1,0 +1,122 @@
+"""`hotswap bench scale`: fan-out of a version, the store's share of a swap, and memory, in clusters nobody here has."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import statistics
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.machine import machine
+from loadtest.scale import records, store
+from loadtest.scale.cases import all_ways, standard
+from loadtest.scale.host import Outcome
+from loadtest.scale.scenario import Scenario
+from loadtest.scale.swarm import distribute
+
+FLEETS = (10, 100, 1000)
+SLOTS_IN_A_SWAP = 3  # the active version, the one before, the one that comes
+DELTAS = Path(__file__).parents[2] / "docs/benchmarks/delta.json"
+CORES = 32  # of a host, for making and applying a difference
+
+
+def run(json: Path | None, only: Scenario | None = None) -> dict[str, Any]:
+    """Simulate the standard cases, or `only` one in all ways; print the tables, write the figures to `json`."""
+    out, delta = Console(), _delta()
+    groups = {"as asked": all_ways(only)} if only is not None else standard(delta["delta_of_raw"])
+    found: dict[str, Any] = {"machine": machine(), "delta": delta, "fan_out": {}}
+    for group, cases in groups.items():
+        found["fan_out"][group] = figures = {name: simulated(scenario) for name, scenario in cases.items()}
+        _print_fan_out(out, group, figures)
+    found["store"] = _store(FLEETS if only is None else (only.hosts // only.hosts_per_instance,))
+    _print_store(out, found["store"])
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
+        json.write_text(jsonlib.dumps(found, indent=1) + "\n")
+    return found
+
+
+def simulated(scenario: Scenario) -> dict[str, Any]:
+    """Seconds, and bytes per host."""
+    started = time.perf_counter()
+    outcome = distribute(scenario)
+    receivers = outcome.out_nbytes[scenario.sources :]
+    return {
+        "scenario": asdict(scenario),
+        "host_nbytes": scenario.host_nbytes,
+        "lower_bound_s": scenario.lower_bound_s,
+        "first_s": outcome.done_s[0],
+        "median_s": statistics.median(outcome.done_s),
+        "last_s": outcome.done_s[-1],
+        "source_out_max_nbytes": max(outcome.out_nbytes[: scenario.sources]),
+        "source_out_nbytes": outcome.source_nbytes,
+        "source_copies": outcome.source_nbytes / (scenario.host_nbytes * scenario.hosts_per_instance),
+        "receiver_out_max_nbytes": max(receivers),
+        "receiver_out_mean_nbytes": statistics.fmean(receivers),
+        "receiver_in_nbytes": statistics.fmean(outcome.in_nbytes),
+        "between_racks_nbytes": outcome.crossed_nbytes,
+        "memory_in_a_swap_nbytes": SLOTS_IN_A_SWAP * scenario.host_nbytes,
+        **_control(scenario, outcome),
+        "simulated_in_s": time.perf_counter() - started,
+    }
+
+
+def _control(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
+    """What receivers ask of holders besides chunks; a question and its answer carry three bitmaps, in base64."""
+    bitmap = -(-(scenario.chunks // 8) * 4 // 3)
+    return {
+        "reads": outcome.reads,
+        "opened": outcome.opened,
+        "refused": outcome.refused,
+        "asked": outcome.asked,
+        "bitmaps_nbytes": outcome.asked * bitmap * (3 if scenario.tells else 1),
+        "planner_us": 1e6 * outcome.planner_s / max(1, outcome.planned),
+    }
+
+
+def _store(fleets: tuple[int, ...]) -> dict[str, Any]:
+    """Counted writes and events, for fleets of as many instances as hosts, and what this machine takes for each."""
+    flow, followers = records.measure(), [asdict(store.follower(n)) for n in fleets]
+    return {
+        "writes_by_kind": flow.kinds,
+        "fixed": asdict(flow.fixed),
+        "each_instance": asdict(flow.each),
+        "fleets": {str(n): records.at_scale(flow, n, n) for n in fleets},
+        "this_machine": {"etcd": store.measure(), "followers": followers},
+    }
+
+
+def _delta() -> dict[str, float]:
+    """What `hotswap bench delta` measured on one machine; a version made by one core and applied by one."""
+    codec = jsonlib.loads(DELTAS.read_text())["codec"]
+    names = ("share", "delta_of_raw", "encode_gb_per_cpu_s", "apply_gb_per_cpu_s")
+    return {name: codec[name] for name in names} | {"cores": CORES}
+
+
+def _print_fan_out(out: Console, group: str, figures: dict[str, Any]) -> None:
+    sample = next(iter(figures.values()))
+    title = f"{group}: {sample['host_nbytes'] / 1e9:.1f} GB each, bound {sample['lower_bound_s']:.2f} s"
+    columns = ("first, median, last, s", "source sends, versions", "busiest receiver sends, GB", "between racks, TB")
+    table = Table("", *columns, "planner, us", "simulated in, s", title=title)
+    for name, f in figures.items():
+        times = f"{f['first_s']:.2f}, {f['median_s']:.2f}, {f['last_s']:.2f}"
+        sent = f"{f['receiver_out_max_nbytes'] / 1e9:.1f}", f"{f['between_racks_nbytes'] / 1e12:.2f}"
+        took = f"{f['planner_us']:.0f}", f"{f['simulated_in_s']:.1f}"
+        table.add_row(name, times, f"{f['source_copies']:.2f}", *sent, *took)
+    out.print(table)
+
+
+def _print_store(out: Console, found: dict[str, Any]) -> None:
+    columns = ("writes", "written, MB", "events", "sent, GB", "keys compared", "agent, CPU us an event")
+    table = Table("instances and hosts", *columns, title="the store, one swap")
+    for (n, f), cost in zip(found["fleets"].items(), found["this_machine"]["followers"], strict=True):
+        cells = f"{f['writes']:,}", f"{f['written_nbytes'] / 1e6:.2f}", f"{f['events']:,}"
+        more = f"{f['sent_nbytes'] / 1e9:.3f}", f"{f['compared_by_commit']:,}", f"{cost['agent_us']:.0f}"
+        table.add_row(n, *cells, *more)
+    out.print(table)
+    out.print("this machine:", found["this_machine"]["etcd"])

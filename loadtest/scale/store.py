@@ -1,0 +1,141 @@
+"""What etcd and the processes that follow it can do on this machine: a real etcd of one member, and its own CPU time.
+
+Clients, etcd and everything else share the machine, so times say little; CPU seconds per write and per event do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from loadtest.store_latency import own_etcd
+from weightsync.board import Board
+from weightsync.errors import StoreError
+from weightsync.records import InstanceRecord, Keys, SwapRecord
+from weightsync.store import Store, open_store
+from weightsync.store.protocol import Event, KeyValue
+from weightsync.swap import agent_state
+
+WRITES, WRITERS, WATCHERS = 2000, 32, 32
+VALUE = b"x" * 400  # an instance record
+TXN_LIMIT = 128  # etcd's --max-txn-ops, unless it was told otherwise
+
+
+def etcd_binary() -> str | None:
+    """From PATH, or where scripts/etcd.sh unpacks it."""
+    unpacked = Path(sys.prefix) / "etcd/usr/bin/etcd"
+    return shutil.which("etcd") or (str(unpacked) if unpacked.exists() else None)
+
+
+def measure(writes: int = WRITES, watchers: int = WATCHERS) -> dict[str, Any]:
+    """{"skipped": why} without etcd."""
+    binary = etcd_binary()
+    if binary is None:
+        return {"skipped": "no etcd: run scripts/etcd.sh, or install Debian's etcd-server"}
+    return asyncio.run(_measure(binary, writes, watchers))
+
+
+async def _measure(binary: str, writes: int, watchers: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="hotswap-scale-") as directory:
+        async with own_etcd(binary, Path(directory)) as url:
+            process = _etcd_process()
+            async with contextlib.aclosing(_Stores(url, 1 + watchers)) as stores:
+                store = stores.all[0]
+                alone = await _burst(process, store, [], writes)
+                followed = await _burst(process, store, stores.all[1:], writes // 4)
+                largest = await _largest_txn(store)
+    delivered = followed["events"]
+    extra = followed["etcd_cpu_s"] - alone["etcd_cpu_s"] * followed["writes"] / alone["writes"]
+    return {
+        "writes_per_s": alone["writes"] / alone["seconds"],
+        "etcd_cpu_us_per_write": 1e6 * alone["etcd_cpu_s"] / alone["writes"],
+        "watchers": watchers,
+        "events_per_s": delivered / followed["seconds"],
+        "etcd_cpu_us_per_event": 1e6 * extra / delivered,
+        "largest_txn_compares": largest,
+    }
+
+
+class _Stores:
+    """Connections of their own."""
+
+    def __init__(self, url: str, count: int) -> None:
+        self.all = [open_store(url) for _ in range(count)]
+
+    async def aclose(self) -> None:
+        for store in self.all:
+            await store.close()
+
+
+def _etcd_process() -> psutil.Process:
+    return next(child for child in psutil.Process().children() if child.name() == "etcd")
+
+
+async def _burst(process: psutil.Process, store: Store, watching: list[Store], writes: int) -> dict[str, Any]:
+    """`writes` puts, WRITERS at a time, until every watcher has seen them all."""
+    revision = await store.put("scale/begin", VALUE)
+    seen = [asyncio.create_task(_see(watcher, revision + 1, writes)) for watcher in watching]
+    cpu, started = sum(process.cpu_times()[:2]), time.perf_counter()
+    numbers = iter(range(writes))
+
+    async def write() -> None:
+        for number in numbers:
+            await store.put(f"scale/{number % 1000:04d}", VALUE)
+
+    await asyncio.gather(*(write() for _ in range(WRITERS)), *seen)
+    return {
+        "writes": writes,
+        "events": writes * len(watching),
+        "seconds": time.perf_counter() - started,
+        "etcd_cpu_s": sum(process.cpu_times()[:2]) - cpu,
+    }
+
+
+async def _see(store: Store, since: int, events: int) -> None:
+    async with contextlib.aclosing(store.watch("scale/", since)) as watch:
+        for _ in range(events):
+            await anext(watch)
+
+
+async def _largest_txn(store: Store) -> int | None:
+    """How many keys one transaction may compare, of TXN_LIMIT and one more; None: more."""
+    for size in (TXN_LIMIT, TXN_LIMIT + 1):
+        try:
+            await store.txn({f"none/{n:05d}": 0 for n in range(size)}, {"scale/txn": VALUE})
+        except StoreError:
+            return size - 1
+    return None
+
+
+@dataclass(frozen=True)
+class Follower:
+    """CPU microseconds of one process for each event, with so many instances on its board."""
+
+    instances: int
+    agent_us: float
+
+
+def follower(instances: int, events: int = 200) -> Follower:
+    """What an agent's board and decision cost it when another instance's record changes."""
+    keys = Keys("bench")
+    records = [InstanceRecord(f"instance-{n:04d}", f"http://10.0.{n >> 8}.{n & 255}:8000") for n in range(instances)]
+    found = [KeyValue(keys.instance(r.id), r.to_json(), 1, 1, None) for r in records]
+    swap = SwapRecord("0" * 32, 2, "prepare", tuple(r.id for r in records), 0.0, 0.0)
+    board = Board(keys, [*found, KeyValue(keys.swap, swap.to_json(), 1, 1, None)], 1)
+    mine = InstanceRecord("instance-0000", "", "STAGED", swap_id=swap.id, staged_version=2)
+    agent_state.decide(mine, agent_state.View(board.active, board.swap, board.instances, None))
+    started = time.process_time()
+    for n in range(events):
+        kv = found[n % instances]
+        board.apply(Event("put", KeyValue(kv.key, kv.value.replace(b"STARTING", b"STAGED"), 1, n + 2, None)))
+        agent_state.decide(mine, agent_state.View(board.active, board.swap, board.instances, None))
+    return Follower(instances, 1e6 * (time.process_time() - started) / events)
