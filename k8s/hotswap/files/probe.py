@@ -43,7 +43,7 @@ def unready(metrics: str) -> str:
 
 def ask(port: int, path: str) -> tuple[int, str]:
     """Status and body of a GET. Raises OSError and HTTPException."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    connection = http.client.HTTPConnection(NAME, port, timeout=TIMEOUT_S)
     connection.sock = connect(port)
     try:
         connection.request("GET", path, headers={"connection": "close"})
@@ -55,7 +55,7 @@ def ask(port: int, path: str) -> tuple[int, str]:
 
 def connect(port: int) -> socket.socket:
     """A connection to this pod; mutual TLS where HOTSWAP_CLUSTER_TLS names a directory."""
-    plain = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
+    plain = socket.create_connection((os.environ.get("POD_IP", "127.0.0.1"), port), TIMEOUT_S)
     directory = os.environ.get("HOTSWAP_CLUSTER_TLS")
     if not directory:
         return plain

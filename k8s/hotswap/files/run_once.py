@@ -7,7 +7,6 @@ SIGTERM and SIGINT are passed on; a command that fails ends this with its status
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -30,14 +29,14 @@ def main(command: list[str]) -> int:
         signal.signal(number, tell)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     status = child.wait()
-    while status == 0 and not told:
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # what comes from here on is waited for, and not missed
+    if status == 0 and not told:
         print("done; waiting to be stopped", file=sys.stderr, flush=True)
-        signal.pause()
+        signal.sigwait(numbers)
     return 128 - status if status < 0 else status
 
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(str(__doc__))
-    os.environ["PYTHONUNBUFFERED"] = "1"
     sys.exit(main(sys.argv[1:]))

@@ -38,7 +38,7 @@ timeoutSeconds: 10
   args:
     - peer
     - --model={{ .root.Values.model.name }}
-    - --listen=0.0.0.0:8003
+    - --listen=$(POD_IP):8003  # where others reach it, also for the data: transports tell it on
     - --advertise=$(POD_IP):8003
     - --transport={{ .root.Values.peer.transport }}
     {{- range .root.Values.peer.extraArgs }}

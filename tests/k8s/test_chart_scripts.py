@@ -1,0 +1,254 @@
+"""The small programs of the chart, against real servers, a real etcd and real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from server.instance import sidecar
+from tests.cluster_tls import Authority
+from tests.etcd import Etcd, Tls
+from tests.k8s.helm import CHART, arguments, environment, release
+from tests.weightsync.tensors import model, save_safetensors
+from weightsync import Coordinator, SyncStore, open_store
+from weightsync.errors import StoreRefused
+from weightsync.records import ActiveRecord, Keys
+from weightsync.store.etcd_roles import NAMES
+from weightsync.tls import ClusterTls
+
+FILES = CHART / "files"
+BIN = Path(sys.executable).parent
+
+
+class Instance:
+    """What a probe sees of an instance: /health's status, and the version among its metrics."""
+
+    def __init__(self) -> None:
+        self.status, self.version = 200, 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        registry = CollectorRegistry()
+        metric = sidecar.ACTIVE_VERSION
+        Gauge(metric._name, metric._documentation, registry=registry).set(self.version)
+        body = generate_latest(registry) if scope["path"] == "/metrics" else b"{}"
+        status = 200 if scope["path"] == "/metrics" else self.status
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Authority(tmp_path_factory.mktemp("authority")).mount(tmp_path_factory.mktemp("member"))
+
+
+@pytest.fixture
+def instance(certificates: Path) -> Iterator[Instance]:
+    """It answers members alone, as behind the chart's options."""
+    app = Instance()
+    tls = ClusterTls(certificates)
+    config = uvicorn.Config(app, log_level="error", lifespan="off", ssl_context_factory=lambda *_: tls.server_context())
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([app.listener],), daemon=True)
+    thread.start()
+    yield app
+    server.should_exit = True
+    thread.join(30)
+
+
+def probe(what: str, port: int, certificates: Path | None) -> tuple[int, str]:
+    """The command of the manifest's probe."""
+    container = release("minimal").pod("rollout").container("instance")
+    python, isolated, script, _, _, path = container["livenessProbe"]["exec"]["command"]
+    assert (python, isolated) == ("python", "-I")
+    env = {"HOTSWAP_CLUSTER_TLS": str(certificates)} if certificates is not None else {}
+    command = [sys.executable, isolated, str(FILES / Path(script).name), what, str(port), path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=60)
+    return done.returncode, done.stderr.strip()
+
+
+def test_probes_mean_what_they_say(instance: Instance, certificates: Path) -> None:
+    assert probe("started", instance.port, certificates) == (0, "")
+    assert probe("alive", instance.port, certificates) == (0, "")
+    assert probe("ready", instance.port, certificates) == (1, "it does not run a committed version yet")
+    instance.version = 12
+    assert probe("ready", instance.port, certificates) == (0, "")
+    instance.status = 503  # vLLM's, once its engine has died
+    for what in ("started", "alive", "ready"):
+        assert probe(what, instance.port, certificates) == (1, "/health answers 503")
+
+
+def test_one_that_sleeps_does_not_listen_and_lives(certificates: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    assert probe("alive", port, certificates) == (0, "")
+    assert probe("started", port, certificates) == (1, "it does not listen")
+    assert probe("ready", port, certificates) == (1, "it does not listen")
+
+
+def test_strangers_are_not_answered(instance: Instance, tmp_path: Path) -> None:
+    status, said = probe("alive", instance.port, None)
+    assert (status, said.startswith("it does not answer")) == (1, True)
+    other = Authority(tmp_path / "other").mount(tmp_path / "stranger")
+    status, said = probe("alive", instance.port, other)
+    assert (status, "CERTIFICATE" in said.upper()) == (1, True)
+
+
+@contextlib.contextmanager
+def once(*command: str) -> Iterator[subprocess.Popen[str]]:
+    wrapper = [sys.executable, str(FILES / "run_once.py"), *command]
+    with subprocess.Popen(wrapper, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_what_has_succeeded_is_not_started_again() -> None:
+    with once("true") as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "done; waiting to be stopped\n"
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def test_what_fails_ends_with_its_status() -> None:
+    with once("sh", "-c", "exit 2") as process:
+        assert process.wait(60) == 2
+    with once("sh", "-c", "kill -KILL $$") as process:
+        assert process.wait(60) == 128 + signal.SIGKILL
+
+
+def test_a_signal_is_passed_on() -> None:
+    saves = "trap 'echo saved; exit 143' TERM; echo ready; while :; do sleep 0.05; done"
+    with once("sh", "-c", saves) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+        assert process.stdout.read() == "saved\n"
+
+
+@pytest.fixture
+def script() -> dict[str, Any]:
+    """first_version.py as a module."""
+    return runpy.run_path(str(FILES / "first_version.py"))
+
+
+@pytest.fixture
+def led(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A store whose swaps are coordinated, as by a gateway; nobody serves, so every commit is immediate."""
+    url = f"sqlite://{tmp_path}/store.db"
+    monkeypatch.setenv("HOTSWAP_ARENA", f"/dev/shm/hotswap-test-{os.getpid()}-{time.monotonic_ns()}")
+    monkeypatch.setenv("HOTSWAP_HOST", "pod-0")
+    ready, stopping = threading.Event(), threading.Event()
+
+    async def coordinate() -> None:
+        store = open_store(url)
+        coordinator = Coordinator(store, "demo")
+        coordinator.start()
+        ready.set()
+        await asyncio.to_thread(stopping.wait)
+        await coordinator.stop()
+        await store.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(coordinate()), daemon=True)
+    thread.start()
+    assert ready.wait(60)
+    yield url
+    stopping.set()
+    thread.join()
+    for slot in (arena := Path(os.environ["HOTSWAP_ARENA"])).glob("*"):
+        slot.unlink()
+    arena.rmdir()
+
+
+def active(url: str) -> int | None:
+    store = SyncStore(url)
+    found = store.get(Keys("demo").active)
+    store.close()
+    return None if found is None else ActiveRecord.from_json(found.value).version
+
+
+def test_the_first_pod_publishes_the_first_version(led: str, script: dict[str, Any], tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    save_safetensors(directory / "model.safetensors", model(3.0))
+    publish = ["--store", led, "--model", "demo", "--gone-after", "0", str(directory)]
+    assert script["main"]([*publish, "--ordinal", "1"]) == 0
+    assert active(led) is None
+    assert script["main"](publish) == 0
+    assert active(led) == 1
+    for when in ("first", "lost"):  # it lies here
+        assert script["main"]([*publish, "--when", when]) == 0
+        assert active(led) == 1
+    for slot in Path(os.environ["HOTSWAP_ARENA"]).glob("slot-*"):  # the pod has lost its memory
+        slot.unlink()
+    assert script["main"]([*publish, "--when", "first"]) == 0
+    assert active(led) == 1
+    assert script["main"]([*publish, "--when", "lost"]) == 0
+    assert active(led) == 2
+
+
+def test_the_manifest_publishes_with_options_that_the_script_takes(script: dict[str, Any]) -> None:
+    for name in ("minimal", "leaderworkerset"):
+        container = release(name).pod("rollout").container("publish")
+        python, path, *options = arguments(container)
+        assert (python, Path(path).name) == ("python", "first_version.py")
+        parsed = script["parser"]().parse_args(options)
+        assert (parsed.ordinal, parsed.when) == (0, "lost")
+        assert str(parsed.directory) == "/models/model"
+
+
+async def test_the_job_makes_the_users_of_etcd(tmp_path: Path) -> None:
+    passwords = tmp_path / "passwords"
+    passwords.mkdir()
+    for name in ("root", *NAMES):
+        (passwords / name).write_text(f"of-{name}")
+    tls = Tls(tmp_path / "tls", client_certificates=True)
+    server = Etcd(tls=tls)
+    try:
+        files = {"/etc/hotswap/etcd-tls/ca.crt": tls.ca, "/etc/hotswap/etcd-tls/tls.crt": tls.cert,
+                 "/etc/hotswap/etcd-tls/tls.key": tls.key, "/etc/hotswap/etcd-auth": passwords}  # fmt: skip
+        hosts = {"hotswap-etcd-0.hotswap-etcd.serving.svc:2379": server.hosts[0]}
+
+        def here(text: str) -> str:
+            for old, new in {**files, **hosts}.items():
+                text = text.replace(old, str(new))
+            return text
+
+        pod = release("minimal").pod("etcd-users")
+        command = [here(word) for word in arguments(pod.container("etcd-users"))]
+        env = {name: here(value) for name, value in environment(pod.container("etcd-users")).items()}
+        env |= {"PATH": f"{BIN}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+        for _ in range(2):  # the second time authentication is on
+            done = await asyncio.to_thread(
+                subprocess.run, command, env=env, capture_output=True, text=True, timeout=120
+            )
+            assert done.returncode == 0, done.stderr
+        gateway = environment(release("minimal").pod("gateway").container("gateway"))["HOTSWAP_STORE"]
+        store, stranger = open_store(here(gateway)), open_store(here(env["OPEN"]))
+        await store.put("gateway/keys/k", b"{}")
+        with pytest.raises(StoreRefused):
+            await stranger.put("gateway/keys/k", b"{}")
+        await store.close()
+        await stranger.close()
+    finally:
+        server.close()

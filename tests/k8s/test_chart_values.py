@@ -1,0 +1,131 @@
+"""Values that cannot work are refused before anything reaches a cluster, in words that say what to change."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.k8s.helm import CHART, SETS, Object, Release, environment, rendered, template
+
+REFUSED = {
+    "gateway.replica=3": "replica",
+    "gateway.replicas=0": "/gateway/replicas",
+    "gateway.leave=301": "/gateway/leave",
+    "gateway.workers=many": "/gateway/workers",
+    "gateway.extraArgs={sk-secret}": "/gateway/extraArgs/0",
+    "etcd.members=2": "/etcd/members",
+    "model.path=/elsewhere": "/model/path",
+    "model.publish=always": "/model/publish",
+    "rollout.kind=Deployment": "/rollout/kind",
+    "rollout.sharedMemory=lots": "/rollout/sharedMemory",
+    "rollout.hugepages.2Mi=1Gi": "2Mi",
+    "peer.transport=udp": "/peer/transport",
+    "trainer.run=Run 1": "/trainer/run",
+    "clusterTls.mode=none": "/clusterTls/mode",
+    "clusterTls.mode=existingSecret": "clusterTls.existingSecret",
+    "gateway.tls.mode=existingSecret": "gateway.tls.existingSecret",
+    "etcd.enabled=false": "externalStore.endpoints",
+    "externalStore.endpoints={etcd}": "/externalStore/endpoints/0",
+    "trainer.mode=job": "trainer.config",
+    "rollout.groupSize=2": "rollout.groupSize",
+    "trainer.mode=colocated,trainer.config.steps=1": "rollout.replicas to 1",
+    "trainer.mode=colocated,trainer.config.steps=1,rollout.replicas=1,rollout.gpus=1": "rollout.deviceClass",
+}
+
+
+@pytest.mark.parametrize("settings", REFUSED)
+def test_bad_values_are_refused(settings: str) -> None:
+    done = template("--set", settings)
+    assert done.returncode != 0
+    assert REFUSED[settings] in done.stderr.replace(".", "/") + done.stderr
+
+
+def test_memory_limits_cannot_be_left_out() -> None:
+    done = template("--set-json", 'peer.resources.limits={"cpu": "1"}', "--set", "peer.resources.limits.memory=null")
+    assert done.returncode != 0
+    assert "memory" in done.stderr
+
+
+def test_the_schema_knows_every_value_and_no_other() -> None:
+    values: Object = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema: Object = json.loads((CHART / "values.schema.json").read_text())
+    assert sorted(paths_of(values, schema)) == sorted(paths_in(schema) - {("global",)})
+
+
+def paths_of(values: Object, schema: Object, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Of all values, down to where the schema lets anything in."""
+    found = []
+    for name, value in values.items():
+        below = schema.get("properties", {}).get(name, {})
+        found += paths_of(value, below, (*at, name)) if "properties" in below else [(*at, name)]
+    return found
+
+
+def paths_in(schema: Object, at: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+    found: set[tuple[str, ...]] = set()
+    for name, below in schema.get("properties", {}).items():
+        found |= paths_in(below, (*at, name)) if "properties" in below else {(*at, name)}
+    return found
+
+
+def test_every_value_is_used() -> None:
+    templates = "\n".join(path.read_text() for path in (CHART / "templates").iterdir())
+    schema: Object = json.loads((CHART / "values.schema.json").read_text())
+    for path in paths_in(schema) - {("global",)}:
+        assert re.search(rf"\.{path[-1]}\b", templates), ".".join(path)
+
+
+def test_secrets_that_are_made_are_long_and_kept() -> None:
+    made: list[dict[str, Any]] = [{s["metadata"]["name"]: s for s in rendered().of("Secret")} for _ in range(2)]
+    assert made[0].keys() == {"hotswap-admin", "hotswap-etcd-auth"}
+    for name, secret in made[0].items():
+        assert secret["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+        assert all(len(value) >= 56 for value in secret["data"].values())
+        assert set(secret["data"].values()).isdisjoint(made[1][name]["data"].values())
+
+
+def test_secrets_that_are_named_are_not_made() -> None:
+    done = rendered("--set", "adminKey.existingSecret=mine,etcd.auth.existingSecret=ours")
+    assert not done.of("Secret")
+    named = secrets_of(done)
+    assert {"mine", "ours"} <= named
+    assert not named & {"hotswap-admin", "hotswap-etcd-auth"}
+
+
+def secrets_of(release: Release) -> set[str]:
+    found = set()
+    for pod in release.pods():
+        found |= {v["secret"]["secretName"] for v in pod.spec["volumes"] if "secret" in v}
+        for container in pod.containers():
+            refs = (e.get("valueFrom", {}).get("secretKeyRef") for e in container.get("env", []))
+            found |= {ref["name"] for ref in refs if ref}
+    return found
+
+
+def test_releases_beside_each_other_share_nothing() -> None:
+    one, two = (rendered("--values", str(SETS["kueue"]), name=name) for name in ("one", "two"))
+    names = [{(o["kind"], o["metadata"]["name"]) for o in r.objects} for r in (one, two)]
+    assert names[0].isdisjoint(names[1])
+    stores = [environment(r.pod("gateway").container("gateway"))["HOTSWAP_STORE"] for r in (one, two)]
+    assert "one-hotswap-etcd-0" in stores[0]
+    assert "two-hotswap-etcd-0" in stores[1]
+
+
+def test_an_etcd_without_users_and_tls_is_reached_so() -> None:
+    r = rendered("--set", "etcd.enabled=false,externalStore.endpoints={etcd:2379},externalStore.namespace=dev")
+    gateway = r.pod("gateway")
+    assert environment(gateway.container("gateway"))["HOTSWAP_STORE"] == "etcd://etcd:2379/dev"
+    assert not any("etcd" in volume["name"] for volume in gateway.spec["volumes"])
+    assert not [o for o in r.objects if o["metadata"]["name"].startswith("hotswap-etcd")]
+
+
+def test_upgrades_change_no_job_that_runs() -> None:
+    """Jobs cannot be changed: with another image there must be another Job, or none at all."""
+    old, new = (rendered("--set", f"image.tag={tag}") for tag in ("one", "two"))
+    jobs = [{j["metadata"]["name"]: j["spec"] for j in r.of("Job")} for r in (old, new)]
+    assert all(jobs[1][name] == jobs[0][name] for name in jobs[0].keys() & jobs[1].keys())
+    assert not jobs[0].keys() & jobs[1].keys()
