@@ -49,8 +49,8 @@ def pods(request: pytest.FixtureRequest) -> dict[str, Pod]:
 def parsed(container: Object, monkeypatch: pytest.MonkeyPatch) -> click.Context:
     """A command of `hotswap` with the container's arguments and environment, as typer reads them."""
     as_in(container, monkeypatch)
-    words = [word for word in arguments(container) if word not in ("python", "hotswap") and not word.endswith(".py")]
-    return COMMANDS[words[0]].make_context(words[0], words[1:])  # type: ignore[no-any-return]
+    name, *options = arguments(container)
+    return COMMANDS[name].make_context(name, options)  # type: ignore[no-any-return]
 
 
 def as_in(container: Object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,13 +152,14 @@ def test_the_trainer_takes_its_configuration(monkeypatch: pytest.MonkeyPatch, tm
     for name, component in (("colocated", "rollout"), ("kueue", "trainer")):
         r = release(name)
         container = r.pod(component).container("trainer")
-        context = parsed(container, monkeypatch)
-        path = context.params["config"]
-        assert not context.args
+        as_in(container, monkeypatch)
+        *_, dash, module, option = arguments(container)
+        assert (dash, module) == ("-m", trainer.main.__name__)
+        path = Path(trainer.main._parser().parse_args([option]).config)
         assert str(path.parent) in [m["mountPath"] for m in container["volumeMounts"]]
         file = tmp_path / "config.yaml"
         file.write_text(r.get("ConfigMap", "hotswap-trainer")["data"][path.name])
-        config = trainer.config.load(trainer.main._parser().parse_args(["--config", str(file)]).config)
+        config = trainer.config.load(file)
         assert config.publish is not None
         assert config.publish.store_url == environment(container)["HOTSWAP_STORE"]
         assert config.gateway is not None

@@ -4,12 +4,9 @@
 {{- $t := .root.Values.trainer -}}
 - name: trainer
   {{- include "hotswap.image" .root | nindent 2 }}
-  {{- if .once }}
-  command: [python, /etc/hotswap/scripts/run_once.py, hotswap]
-  {{- end }}
-  args:
-    - train
-    - --config=/etc/hotswap/trainer/config.yaml
+  # Not `hotswap train`, which would stand between the kubelet's SIGTERM and the ranks that save on it.
+  command: [python, {{ if .once }}/etc/hotswap/scripts/run_once.py, python, {{ end }}-m, trainer.main]
+  args: [--config=/etc/hotswap/trainer/config.yaml]
   env:
     {{- include "hotswap.env" (dict "root" .root "role" "trainer") | nindent 4 }}
     {{- include "hotswap.hostEnv" .root | nindent 4 }}
