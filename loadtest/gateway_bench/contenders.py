@@ -111,6 +111,10 @@ def _litellm(place: Place) -> list[str]:
     return [_program("litellm", "litellm"), *options, "--telemetry", "False"]
 
 
+def _splice(place: Place) -> list[str]:
+    return [sys.executable, "-m", "loadtest.gateway_bench.splice", str(place.port), str(place.upstream)]
+
+
 _OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "DISABLE_ADMIN_UI": "True"}
 FULL = "hotswap, everything on"
 ROUTER = "vllm-router, round robin"
@@ -121,6 +125,7 @@ CONTENDERS = (
     Contender("vllm-router, default policy", _vllm_router(""), "vllm-router==0.1.17"),
     Contender("smg, round robin", _smg, "smg==1.13.0"),
     Contender("LiteLLM", _litellm, "litellm[proxy]==1.100.5", _OFFLINE),
+    Contender("bytes copied on uvloop, no HTTP", _splice),
 )
 
 

@@ -6,7 +6,6 @@ A process that only looks after workers imports neither the app nor uvicorn: hal
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import resource
 import socket
@@ -16,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from server.errors import ConfigError
+from server.gateway import memory
 from server.gateway.access.key_files import load_keys
 from server.gateway.admin.probes import ProbeSettings
 from server.gateway.config import GatewayConfig
@@ -155,16 +155,8 @@ def _serve(config: GatewayConfig, listeners: list[socket.socket]) -> None:
         return True
 
     server = GatewayServer(uvicorn_config(config), leave, admin_tls(config))
-    _spare_the_collector()
+    memory.prepare()
     server.run(listeners)
-
-
-def _spare_the_collector() -> None:
-    """What is loaded by now stays, and requests leave no reference cycles: there is little to collect, and a full
-    collection of 200,000 objects would hold every stream up for 50 ms each few seconds."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 def _listen(option: str, host: str, port: int) -> socket.socket:

@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.errors import BadRequest, HttpError, RequestTimeout, Unavailable
 from server.gateway.proxy.answers import error_answer, head_too_large, too_large
+from server.gateway.proxy.collector import HeadCollector
 from server.gateway.proxy.head import RequestHead, new_request_id, read_head
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._lines = HeadCollector(self)
+        self.parser = httptools.HttpRequestParser(self._lines)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn: pipelining is answered here
         self.gateway: Gateway = self.app_state["gateway"]
         self.limits = self.gateway.config.limits
         self.deadline: float | None = None  # monotonic; None while an answer is being made
@@ -88,6 +92,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.gateway.clients.discard(self)
         self._deaf = True
+        del self._lines  # it holds on to this
         self.body_done()
         super().connection_lost(exc)
 
@@ -136,8 +141,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.deadline = time.monotonic() + self.limits.request_timeout_s
         # As uvicorn begins a request, without its ASGI scope: see `begin_scope`. This, and no call of uvicorn for each
         # header, took 2 us from a request.
-        self.url = b""
-        self.headers = []
+        self._lines.begin()
 
     def begin_scope(self, head: RequestHead) -> None:
         """Makes the ASGI scope of the request that is being read; those that are forwarded do without."""
@@ -147,18 +151,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self.scope["headers"] = headers
         self.expect_100_continue = head.expect_continue
 
-    def on_url(self, url: bytes) -> None:
-        if not self._deaf:
-            self.url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reading_head and not self._deaf:  # later ones are trailers, which are dropped
-            self.headers.append((name.lower(), value))
-
     def on_headers_complete(self) -> None:
+        lines = self._lines
+        lines.end()  # what comes later are trailers, which are dropped
         if self._deaf:
             return
         self._reading_head = False
+        self.url, self.headers = lines.url, lines.headers
         try:
             self.head = self._checked_head()
             self.head_read(self.head)
