@@ -163,12 +163,14 @@ def test_the_trainer_takes_its_configuration(monkeypatch: pytest.MonkeyPatch, tm
         assert config.publish is not None
         assert config.publish.store_url == environment(container)["HOTSWAP_STORE"]
         assert config.gateway is not None
-        assert config.gateway.api_key_env in environment(container)
+        mounts = [m["mountPath"] for m in container["volumeMounts"]]
+        assert str(Path(config.gateway.api_key_file or "").parent) in mounts
         services = {s["metadata"]["name"]: s["spec"]["ports"][0]["port"] for s in r.of("Service")}
         assert config.gateway.url == "http://hotswap-gateway"
         assert services["hotswap-gateway"] == 80
         assert config.telemetry is not None
         assert config.telemetry.admin_url == f"https://hotswap-admin:{services['hotswap-admin']}"
+        assert config.telemetry.cluster_tls in mounts
         assert config.checkpoint is not None
         assert config.checkpoint.path.startswith("/output/")
         grace = r.pod(component).spec["terminationGracePeriodSeconds"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
+import jsonschema  # type: ignore[import-untyped]
+import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 
 from tests.k8s.helm import CHART, NAMESPACE, SETS, Object, release, run

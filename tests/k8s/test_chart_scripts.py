@@ -25,10 +25,11 @@ from tests.cluster_tls import Authority
 from tests.etcd import Etcd, Tls
 from tests.k8s.helm import CHART, arguments, environment, release
 from tests.weightsync.tensors import model, save_safetensors
-from weightsync import Coordinator, SyncStore, open_store
+from weightsync import Coordinator, open_store
 from weightsync.errors import StoreRefused
 from weightsync.records import ActiveRecord, Keys
 from weightsync.store.etcd_roles import NAMES
+from weightsync.store.sync import SyncStore
 from weightsync.tls import ClusterTls
 
 FILES = CHART / "files"

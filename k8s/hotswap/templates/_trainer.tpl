@@ -1,6 +1,5 @@
 {{/* The trainer's container. (dict "root" $ "once" BOOL): once it has succeeded, it stays instead of starting over. */}}
 {{- define "hotswap.trainer" -}}
-{{- $root := .root -}}
 {{- $t := .root.Values.trainer -}}
 - name: trainer
   {{- include "hotswap.image" .root | nindent 2 }}
@@ -11,14 +10,6 @@
     {{- include "hotswap.env" (dict "root" .root "role" "trainer") | nindent 4 }}
     {{- include "hotswap.hostEnv" .root | nindent 4 }}
     {{- include "hotswap.adminKeyEnv" .root | nindent 4 }}
-    {{- with $t.apiKey.existingSecret }}
-    - name: HOTSWAP_API_KEY
-      valueFrom:
-        secretKeyRef: {name: {{ . }}, key: {{ $t.apiKey.key }}}
-    {{- end }}
-    {{- if ne $root.Values.gateway.tls.mode "none" }}
-    - {name: SSL_CERT_FILE, value: /etc/hotswap/gateway-ca/ca.crt}
-    {{- end }}
     {{- with $t.extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -38,6 +29,9 @@
     {{- include "hotswap.hostMounts" .root | nindent 4 }}
     - {name: trainer-config, mountPath: /etc/hotswap/trainer, readOnly: true}
     - {name: output, mountPath: /output}
+    {{- if $t.apiKey.existingSecret }}
+    - {name: api-key, mountPath: /etc/hotswap/api-key, readOnly: true}
+    {{- end }}
     {{- if ne .root.Values.gateway.tls.mode "none" }}
     - {name: gateway-ca, mountPath: /etc/hotswap/gateway-ca, readOnly: true}
     {{- end }}
@@ -48,6 +42,15 @@
   configMap: {name: {{ include "hotswap.fullname" . }}-trainer}
 - name: output
   {{- toYaml .Values.trainer.output | nindent 2 }}
+{{- with .Values.trainer.apiKey }}
+{{- if .existingSecret }}
+- name: api-key
+  secret:
+    secretName: {{ .existingSecret }}
+    defaultMode: 0440
+    items: [{key: {{ .key }}, path: api.key}]
+{{- end }}
+{{- end }}
 {{- if ne .Values.gateway.tls.mode "none" }}
 - name: gateway-ca
   secret:
