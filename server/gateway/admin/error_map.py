@@ -59,6 +59,16 @@ STATUS: dict[str, type[HttpError]] = {
     "swap_timeout": UpstreamTimeout,
     "fingerprint_mismatch": Conflict,
     "unknown_version": NotFound,
+    "transfer_error": Unavailable,
+    "transport_unavailable": Unavailable,
+    "peer_unreachable": Unavailable,
+    "transfer_failed": Unavailable,
+    "transfer_timed_out": UpstreamTimeout,
+    "peer_error": Unavailable,
+    "copy_unavailable": Unavailable,
+    "peer_refused": Unavailable,
+    "host_name": HttpError,
+    "tls_unavailable": HttpError,
 }
 # Attributes of the errors that a program may want to read, beside the message that says what to do.
 DETAILS = ("tensor", "expected", "got", "version", "reason", "file", "needed", "free")
