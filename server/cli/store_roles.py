@@ -70,14 +70,13 @@ async def _apply(etcd: str, wanted: tuple[Role, ...], passwords: dict[str, str],
 def _password(path: Path) -> str:
     """What is in the file, which is written (0600) if it is not there."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_urlsafe(32))
-    except FileExistsError:
-        pass
+        if not path.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_urlsafe(32))
+        password = path.read_text().rstrip("\r\n")
     except OSError as error:
-        raise CliError(f"no password could be written to {path} ({error.strerror}): name a directory") from error
-    password = path.read_text().rstrip("\r\n")
+        raise CliError(f"{path} cannot be read or made ({error.strerror}): name a directory of yours") from error
     if not password:
         raise CliError(f"{path} is empty: put the password into it, or delete it to have one made")
     return password

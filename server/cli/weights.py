@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from server.cli.admin_tls import admin_tls
 from server.cli.errors import CliError, RequestFailed
 from server.cli.paths import ServerInfo, default_state_dir
 from server.cli.weights_report import show_diff, show_report
@@ -60,7 +61,8 @@ class AdminClient:
             key = os.environ.get("HOTSWAP_ADMIN_KEY") or key_file.read_text().strip()
         except OSError as error:
             raise RequestFailed(f"the admin key file {key_file} cannot be read ({error.strerror})") from error
-        self._http = httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=SWAP_TIMEOUT_S)
+        headers, checks = {"authorization": f"Bearer {key}"}, admin_tls(url)
+        self._http = httpx.Client(base_url=url, headers=headers, verify=checks, timeout=SWAP_TIMEOUT_S)
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON answer; RequestFailed carries the gateway's own message."""

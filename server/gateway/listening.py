@@ -13,6 +13,11 @@ import uvicorn
 from server.leaving import LeavingServer
 
 
+FAREWELL_S = (
+    2.0  # for an idle client to answer that the connection closes; else it would hold up the end of the process
+)
+
+
 class GatewayServer(LeavingServer):
     """Listens on the sockets it is given: the public one first, then that of the admin port, if it serves that."""
 
@@ -29,9 +34,10 @@ class GatewayServer(LeavingServer):
             return
         public, *admin = sockets
         await super().startup([public])
+        tls: dict[str, Any] = {"ssl": self._admin_tls, "ssl_shutdown_timeout": FAREWELL_S}
         loop = asyncio.get_running_loop()
         for listener in admin:
-            self.servers.append(await loop.create_server(self._protocol, sock=listener, ssl=self._admin_tls))
+            self.servers.append(await loop.create_server(self._protocol, sock=listener, **tls))
 
     def _protocol(self) -> asyncio.Protocol:
         make: Any = self.config.http_protocol_class

@@ -15,6 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from server.cli.errors import RequestFailed
+from server.cli.weights import AdminClient
 from server.errors import ConfigError
 from server.gateway import GatewayConfig, HealthSettings, UpstreamSettings
 from server.gateway.admin.probe_file import ProbePrompt
@@ -319,6 +321,26 @@ def test_the_admin_port_wants_a_certificate_and_the_key(
     with pytest.raises(httpx.TransportError):
         httpx.get(url.replace("https", "http"), headers=key, trust_env=False)
     assert httpx.get(f"http://127.0.0.1:{process.port}/healthz").status_code == 200
+
+
+def test_commands_reach_the_admin_port(
+    process: Process, member: ClusterTls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key").write_text(ADMIN_KEY)
+    monkeypatch.delenv("HOTSWAP_CLUSTER_TLS", raising=False)
+    monkeypatch.delenv("HOTSWAP_ADMIN_KEY", raising=False)
+    wait_for(lambda: is_up(f"{process.admin}/healthz", member.client_context()), 30)
+    ask = lambda: AdminClient(None, process.admin, tmp_path / "key").call("GET", "/admin/instances")  # noqa: E731
+    with pytest.raises(RequestFailed, match="CERTIFICATE_VERIFY_FAILED"):
+        ask()
+    monkeypatch.setenv("HOTSWAP_CLUSTER_TLS", str(member.directory))
+    assert "instances" in ask()
+    monkeypatch.setenv("HOTSWAP_CLUSTER_TLS", str(tmp_path))
+    with pytest.raises(RequestFailed, match="there is no tls"):
+        ask()
+    monkeypatch.setenv("HOTSWAP_ADMIN_CA", str(tmp_path / "nowhere"))
+    with pytest.raises(RequestFailed, match="name a PEM file"):
+        ask()
 
 
 def test_beyond_loopback_the_admin_port_is_refused_without_tls(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """One connection to an etcd cluster: whichever member answers, with TLS, tokens and a bound on every call.
 
+Certificates are read again when a member does not answer: a connection that stands needs none, and a new one that is
+refused because they were replaced is tried again with those of now.
+
 Uses the messages and stubs of `aetcd`; its `Client` knows one member, no TLS, and lets a watch die with its connection.
 
 A request goes to one member until that fails. It is sent again, to the next, when it cannot have been applied or does
@@ -77,17 +80,16 @@ class Members:
 
     async def call(self, name: str, request: Any, *, repeat: bool = True) -> Any:
         """The answer to one request. Raises StoreUnavailable, and gRPC's NOT_FOUND and OUT_OF_RANGE as they are."""
-        attempts = len(self._opened())
+        left = attempts = len(self._opened())
         deadline = asyncio.get_running_loop().time() + CALL_TIMEOUT_S
-        for left in reversed(range(attempts)):
+        while True:
             channel = self._channels[self._current]
             try:
                 return await self._attempt(channel, name, request, deadline, CALL_TIMEOUT_S / attempts, repeat)
             except MemberFailed as failed:
-                self._leave(channel)
+                left -= not self._leave(channel)
                 if self.closed or not left or not (repeat or failed.unsent):
                     raise failed.error from failed.__cause__
-        raise AssertionError("unreachable")
 
     async def watch(self, create: Any) -> AsyncGenerator[Any, None]:
         """The responses to one watch, from the first on. Ends when the store is closed, raises StoreUnavailable."""
@@ -193,10 +195,17 @@ class Members:
         except grpc.aio.UsageError as error:
             raise MemberFailed(closed(self._url), unsent=False) from error
 
-    def _leave(self, channel: Channel) -> None:
-        """Ask the next member from now on, unless somebody has moved on already."""
+    def _leave(self, channel: Channel) -> bool:
+        """Ask the next member from now on, unless somebody has moved on already; or the same ones, if there are new
+        certificates (True). Who still uses a connection of before keeps it."""
         if self._channels and self._channels[self._current] is channel:
+            with contextlib.suppress(StoreRefused):  # they are being replaced: what was read last stays in use
+                if (found := self._url.tls_files()) != self._tls:
+                    self._tls = found
+                    self._channels = self._new_channels()
+                    return True
             self._current = (self._current + 1) % len(self._channels)
+        return False
 
     # -- opening
 
@@ -206,8 +215,11 @@ class Members:
         if os.getpid() != self._pid:
             raise StoreUnavailable(self.url, "opened before this process was forked", "Open it after the fork")
         if not self._channels:
-            self._channels = [Channel(f"{host}:{port}", self._tls) for host, port in self._url.endpoints]
+            self._channels = self._new_channels()
         return self._channels
+
+    def _new_channels(self) -> list[Channel]:
+        return [Channel(f"{host}:{port}", self._tls) for host, port in self._url.endpoints]
 
     def _require_a_listener(self) -> None:
         reason = OSError()

@@ -1,0 +1,59 @@
+"""Where an instance listens, what its record says of it, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from server.cli.app import app
+from server.errors import ConfigError
+from server.instance.config import InstanceConfig
+
+TLS = Path("/etc/hotswap/tls")
+
+
+def config(**fields: Any) -> InstanceConfig:
+    return InstanceConfig(Path("/model"), "m", "sqlite:///unused.db", "i", **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "address"),
+    [
+        ({}, "http://127.0.0.1:1"),
+        ({"host": "127.0.0.2"}, "http://127.0.0.2:1"),
+        ({"host": "::1"}, "http://[::1]:1"),
+        ({"cluster_tls": TLS}, "https://127.0.0.1:1"),
+        ({"host": "10.0.0.7", "cluster_tls": TLS}, "https://10.0.0.7:1"),
+        ({"host": "0.0.0.0", "advertise": "10.0.0.7", "cluster_tls": TLS}, "https://10.0.0.7:1"),
+        ({"host": "::", "advertise": "fd00::7", "cluster_tls": TLS}, "https://[fd00::7]:1"),
+        ({"host": "0.0.0.0", "advertise": "pod-0.pods", "cluster_tls": TLS}, "https://pod-0.pods:1"),
+    ],
+)
+def test_the_address_that_gateways_are_told(fields: dict[str, Any], address: str) -> None:
+    assert config(**fields).address(1) == address
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"host": "0.0.0.0"}, "give --cluster-tls DIR"),
+        ({"host": "10.0.0.7"}, "give --cluster-tls DIR"),
+        ({"host": "example.org"}, "give --cluster-tls DIR"),
+        ({"host": "0.0.0.0", "cluster_tls": TLS}, "--advertise ADDRESS"),
+        ({"host": "::", "advertise": "::", "cluster_tls": TLS}, "--advertise ADDRESS"),
+    ],
+)
+def test_what_it_refuses(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(**fields)
+
+
+def test_the_command_says_so_in_one_line(tmp_path: Path) -> None:
+    command = ["instance", "--model", str(tmp_path), "--name", "m", "--store", f"sqlite://{tmp_path}/s.db"]
+    refused = CliRunner().invoke(app, [*command, "--host", "0.0.0.0"])
+    assert "--cluster-tls" in str(refused.exception)
+    refused = CliRunner().invoke(app, [*command, "--cluster-tls", str(tmp_path)])
+    assert "there is no tls.crt" in str(refused.exception)
