@@ -12,10 +12,7 @@ import uvicorn
 
 from server.leaving import LeavingServer
 
-
-FAREWELL_S = (
-    2.0  # for an idle client to answer that the connection closes; else it would hold up the end of the process
-)
+FAREWELL_S = 2.0  # for an idle client to answer that its connection closes: nobody else waits for it
 
 
 class GatewayServer(LeavingServer):
