@@ -27,6 +27,7 @@ from server.instance.sidecar import TELL_S
 from tests import etcd
 from tests.k8s.helm import SETS, Object, Pod, arguments, environment, release
 from weightsync.hosts import check_host
+from weightsync.peer import main as peer_main
 from weightsync.store import etcd_roles
 from weightsync.store.etcd_url import EtcdUrl
 from weightsync.tls import ClusterTls
@@ -136,16 +137,19 @@ def test_all_speak_to_one_store_each_as_the_user_it_is(pods: dict[str, Pod]) -> 
 
 
 def test_the_peer_takes_its_options(pods: dict[str, Pod], monkeypatch: pytest.MonkeyPatch) -> None:
-    if "peer" not in COMMANDS:
-        pytest.skip("no `hotswap peer` here")
+    model = gateway_config(pods["gateway"], monkeypatch).model
     for pod in (p for p in pods.values() if p.labels.get("hotswap-peer")):
-        context = parsed(pod.container("peer"), monkeypatch)
-        params = context.params
-        assert not context.args  # no option is left over that it does not know
-        assert params["listen"].endswith(f":{pod.ports()['peer']}")
-        assert params["advertise"] == f"10.0.0.7:{pod.ports()['peer']}"
-        assert params["model"] == gateway_config(pods["gateway"], monkeypatch).model
-        assert check_host(environment(pod.container("peer"))["HOTSWAP_HOST"])
+        container = pod.container("peer")
+        as_in(container, monkeypatch)
+        command, *options = arguments(container)
+        if command not in COMMANDS:
+            pytest.skip("no `hotswap peer` here")
+        settings = peer_main._settings(peer_main._parser().parse_args(options))
+        address = f"10.0.0.7:{pod.ports()['peer']}"
+        assert (settings.listen, settings.advertise, settings.model) == (address, address, model)
+        assert settings.host == environment(container)["HOTSWAP_HOST"] == check_host(settings.host)
+        assert settings.store == environment(container)["HOTSWAP_STORE"]
+        assert str(settings.cluster_tls) == environment(container)["HOTSWAP_CLUSTER_TLS"]
 
 
 def test_the_trainer_takes_its_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.k8s.helm import CHART, NAMESPACE, SETS, Object, release, run
 NAMES = ["defaults", *SETS]
 OLDEST, NEWEST = "1.29", "1.37"
 CLAIMS_SINCE = "1.34"  # what a value set with a claim for devices needs
+INT = {"type": "integer"}
 STRING, PORT = {"type": "string", "minLength": 1}, {"type": "string", "pattern": "^[a-z]+$"}
 SECRET_KEY = {"type": "object", "required": ["name", "key"], "additionalProperties": False,
               "properties": {"name": STRING, "key": STRING}}  # fmt: skip
@@ -55,10 +56,10 @@ CUSTOM: dict[str, Object] = {
                 rules={"type": "array", "minItems": 1, "items": RULE})},
     ),
     "LeaderWorkerSet": closed(
-        "replicas leaderWorkerTemplate", replicas={"type": "integer"}, startupPolicy={"enum": ["LeaderCreated"]},
+        "replicas leaderWorkerTemplate", replicas=INT, startupPolicy={"enum": ["LeaderCreated"]},
         rolloutStrategy=closed("type", type={"enum": ["RollingUpdate"]},
-            rollingUpdateConfiguration=closed("", maxUnavailable={"type": "integer"}, maxSurge={"type": "integer"})),
-        leaderWorkerTemplate=closed("size leaderTemplate workerTemplate", size={"type": "integer"}, leaderTemplate=1,
+            rollingUpdateConfiguration=closed("", maxUnavailable=INT, maxSurge=INT, partition=INT)),
+        leaderWorkerTemplate=closed("size leaderTemplate workerTemplate", size=INT, leaderTemplate=1,
             workerTemplate=1, restartPolicy={"enum": ["RecreateGroupOnPodRestart"]}),
     ),
 }  # fmt: skip
