@@ -148,6 +148,10 @@ class SlotLock:
         The former version's header goes first: a reader that comes now must not take the slot for that version.
         """
         os.pwrite(self.fd, bytes(PREAMBLE), 0)
+        self.share()
+
+    def share(self) -> None:
+        """From exclusive to shared, with what is in the slot."""
         fcntl.flock(self.fd, fcntl.LOCK_SH)
 
     def release(self) -> None:

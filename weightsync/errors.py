@@ -402,7 +402,7 @@ class PeerRefused(PeerError):
     code = "peer_refused"
 
     def __init__(self, host: str, status: int, reason: str, message: str) -> None:
-        self.host, self.status, self.reason = host, status, reason
+        self.host, self.status, self.reason, self.message = host, status, reason, message
         super().__init__(f"the peer of {host} answers {status} ({reason}): {message}")
 
 

@@ -34,7 +34,12 @@ def write_header(target: mmap.mmap | memoryview, manifest: Manifest, layout: Lay
     # The length goes last: a reader that comes in between sees a digest that does not fit, never half a manifest.
     target[PREAMBLE : PREAMBLE + len(raw)] = raw
     target[PREAMBLE + len(raw) : layout.header_nbytes] = bytes(layout.room - len(raw))
-    target[: _PREAMBLE.size] = _PREAMBLE.pack(MAGIC, FORMAT, len(raw), manifest.digest.encode())
+    target[: _PREAMBLE.size] = preamble_of(raw, manifest.digest)
+
+
+def preamble_of(raw: bytes, digest: str) -> bytes:
+    """What the slot of the manifest `raw` begins with."""
+    return _PREAMBLE.pack(MAGIC, FORMAT, len(raw), digest.encode())
 
 
 def clear_gaps(target: mmap.mmap | memoryview, schema: Schema, layout: Layout) -> None:

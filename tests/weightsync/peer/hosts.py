@@ -1,0 +1,136 @@
+"""Peers as real processes, each with an arena and a host name of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from weightsync import Publisher, SlotReader, SyncStore
+from weightsync.hosts import local_path
+from weightsync.peer.copies import parsed
+from weightsync.records import CopyRecord, Keys, VersionRecord
+
+MODEL = "demo"
+KEYS = Keys(MODEL)
+CHUNK = 64 << 10
+T = TypeVar("T")
+
+
+class Hosts:
+    """`start` a peer on a host, `publisher` one on it, and look at what becomes of versions."""
+
+    def __init__(self, store_url: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store_url, self._logs, self._monkeypatch = store_url, directory, monkeypatch
+        self.peers: dict[str, subprocess.Popen[bytes]] = {}
+        self.arenas: dict[str, Path] = {}
+        self._publishers: list[Publisher] = []
+        self.store = SyncStore(store_url)
+
+    def arena(self, host: str) -> Path:
+        if host not in self.arenas:
+            self.arenas[host] = Path(tempfile.mkdtemp(prefix=f"hotswap-test-{host}-", dir="/dev/shm"))
+        return self.arenas[host]
+
+    def environment(self, host: str) -> dict[str, str]:
+        return {"HOTSWAP_HOST": host, "HOTSWAP_ARENA": str(self.arena(host)), "HOTSWAP_STORE": self.store_url}
+
+    def start(self, host: str, *options: object) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "weightsync.peer", "--model", MODEL, "--transport", "tcp", "--lease-ttl", "2"]
+        command += ["--chunk", str(CHUNK), "--read-timeout", "5", *map(str, options)]
+        environment = {**os.environ, **self.environment(host), "OMP_NUM_THREADS": "1"}
+        with (self._logs / f"{host}.log").open("ab") as log:
+            self.peers[host] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        return self.peers[host]
+
+    def kill(self, host: str) -> None:
+        self.peers[host].kill()
+        self.peers[host].wait()
+
+    def log(self, host: str) -> str:
+        return (self._logs / f"{host}.log").read_text()
+
+    def publisher(self, host: str, lineage: str = "trainer", keep: int = 2) -> Publisher:
+        for name, value in self.environment(host).items():
+            self._monkeypatch.setenv(name, value)
+        publisher = Publisher(self.store_url, model=MODEL, lineage=lineage, keep=keep)
+        self._publishers.append(publisher)
+        return publisher
+
+    def copies(self, digest: str) -> dict[str, CopyRecord]:
+        return {c.host: c for c in parsed(KEYS, self.store.list(KEYS.copies)[0]) if c.digest == digest}
+
+    def wait_copy(self, host: str, digest: str, state: str = "ready", timeout_s: float = 60.0) -> CopyRecord:
+        def found() -> CopyRecord | None:
+            record = self.copies(digest).get(host)
+            return record if record is not None and record.state == state else None
+
+        try:
+            return until(found, timeout_s)
+        except AssertionError:
+            pytest.fail(f"{host} has {self.copies(digest).get(host)}; its log ends\n{self.log(host)[-3000:]}")
+
+    def metric(self, host: str, name: str, **labels: str) -> float:
+        """The sum over all labels that are not given."""
+        address = next(c.address for c in parsed(KEYS, self.store.list(KEYS.copies)[0]) if c.host == host)
+        text = httpx.get(f"http://{address}/metrics", timeout=30).raise_for_status().text
+        samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
+        return sum(s.value for s in samples if labels.items() <= s.labels.items())
+
+    def close(self) -> None:
+        for process in self.peers.values():
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        for process in self.peers.values():
+            process.wait()
+        for publisher in self._publishers:
+            publisher.close()
+        self.store.close()
+        for arena in self.arenas.values():
+            shutil.rmtree(arena, ignore_errors=True)
+
+
+def until(found: Callable[[], T | None], timeout_s: float = 60.0) -> T:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := found():
+            return value
+        time.sleep(0.02)
+    raise AssertionError("did not come about in time")
+
+
+def random_model(seed: int, nbytes: int = 2 << 20) -> dict[str, np.ndarray]:
+    """Tensors of about `nbytes` in which no two chunks are alike."""
+    rng = np.random.default_rng(seed)
+    return {f"layer.{i}": rng.standard_normal(nbytes // 16, np.float32) for i in range(4)}
+
+
+def newest(publisher: Publisher) -> VersionRecord:
+    return max((v for v in publisher.versions() if v.state == "ready"), key=lambda v: v.version)
+
+
+def bytes_of(copy: CopyRecord) -> bytes:
+    """All of a copy's slot, which must be a sound one."""
+    path = local_path(copy.slot, copy.host)
+    assert path is not None
+    with SlotReader.open(path, manifest_digest=copy.digest) as reader:
+        reader.verify_all()
+    return path.read_bytes()
+
+
+def path_of(copy: CopyRecord) -> Path:
+    path = local_path(copy.slot, copy.host)
+    assert path is not None
+    return path

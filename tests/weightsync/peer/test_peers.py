@@ -1,0 +1,154 @@
+"""Versions that travel between hosts: peers as real processes over TCP, killed, stopped and lied to."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from tests.weightsync.peer.hosts import CHUNK, Hosts, bytes_of, newest, path_of, random_model, until
+
+SLOW = ("--limit-gbps", 0.008)  # 1 MB/s: time to do something while it fetches
+
+
+def test_a_version_reaches_other_hosts(hosts: Hosts) -> None:
+    """Bytes equal to those that were published, on every host; the one-host reader finds them by the record."""
+    for host in "abc":
+        hosts.start(host)
+    publisher = hosts.publisher("a")
+    publisher.publish(random_model(1), wait=False)
+    record = newest(publisher)
+    images = {host: bytes_of(hosts.wait_copy(host, record.manifest_digest)) for host in "abc"}
+    assert images["a"] == images["b"] == images["c"]
+    assert path_of(hosts.copies(record.manifest_digest)["b"]).parent == hosts.arenas["b"]
+    received = [hosts.metric(host, "hotswap_peer_received_bytes_total") for host in "abc"]
+    assert received == [0, len(images["a"]), len(images["a"])]
+    second = random_model(2)
+    publisher.publish(second, wait=False)
+    record = newest(publisher)
+    assert bytes_of(hosts.wait_copy("b", record.manifest_digest)) == bytes_of(
+        hosts.wait_copy("c", record.manifest_digest)
+    )
+
+
+def test_a_peer_killed_in_the_middle_goes_on_where_it_was(hosts: Hosts) -> None:
+    hosts.start("a")
+    hosts.start("b", *SLOW)
+    publisher = hosts.publisher("a")
+    publisher.publish(random_model(1), wait=False)
+    record = newest(publisher)
+    hosts.wait_copy("b", record.manifest_digest, "fetching")
+    until(lambda: hosts.metric("b", "hotswap_peer_received_bytes_total") >= 8 * CHUNK)
+    hosts.kill("b")
+    hosts.start("b")
+    copy = hosts.wait_copy("b", record.manifest_digest)
+    resumed = hosts.metric("b", "hotswap_peer_chunks_resumed_total")
+    assert resumed >= 8
+    chunks = -(-copy.nbytes // CHUNK)
+    assert copy.nbytes - resumed * CHUNK <= hosts.metric("b", "hotswap_peer_received_bytes_total") < copy.nbytes
+    assert resumed < chunks
+    assert bytes_of(copy) == bytes_of(hosts.copies(record.manifest_digest)["a"])
+
+
+def test_a_holder_that_dies_is_replaced(hosts: Hosts) -> None:
+    """c reads from a alone, which is killed; b, which has it too, comes up later."""
+    hosts.start("a")
+    hosts.start("b")
+    publisher = hosts.publisher("a")
+    publisher.publish(random_model(1), wait=False)
+    record = newest(publisher)
+    hosts.wait_copy("b", record.manifest_digest)
+    hosts.kill("b")
+    until(lambda: "b" not in hosts.copies(record.manifest_digest))
+    hosts.start("c", *SLOW)
+    hosts.wait_copy("c", record.manifest_digest, "fetching")
+    until(lambda: hosts.metric("c", "hotswap_peer_received_bytes_total", holder="a") >= 2 * CHUNK)
+    hosts.kill("a")
+    hosts.start("b")
+    copy = hosts.wait_copy("c", record.manifest_digest)
+    assert hosts.metric("c", "hotswap_peer_received_bytes_total", holder="b") > 0
+    assert bytes_of(copy) == bytes_of(hosts.copies(record.manifest_digest)["b"])
+
+
+def test_a_holder_that_stalls_is_replaced(hosts: Hosts) -> None:
+    hosts.start("a")
+    hosts.start("b")
+    publisher = hosts.publisher("a")
+    publisher.publish(random_model(1), wait=False)
+    record = newest(publisher)
+    hosts.wait_copy("b", record.manifest_digest)
+    hosts.start("c", *SLOW, "--read-timeout", 1, "--reads-per-holder", 1)
+    hosts.wait_copy("c", record.manifest_digest, "fetching")
+    until(lambda: hosts.metric("c", "hotswap_peer_received_bytes_total", holder="a") > 0)
+    hosts.peers["a"].send_signal(signal.SIGSTOP)
+    copy = hosts.wait_copy("c", record.manifest_digest)
+    hosts.peers["a"].send_signal(signal.SIGCONT)
+    assert hosts.metric("c", "hotswap_peer_received_bytes_total", holder="b") > 0
+    assert bytes_of(copy) == bytes_of(hosts.copies(record.manifest_digest)["b"])
+
+
+def test_wrong_bytes_at_one_holder_are_found_and_read_elsewhere(hosts: Hosts) -> None:
+    """A bit flips in b's copy: c names b, and has the right bytes from a."""
+    hosts.start("a")
+    hosts.start("b")
+    publisher = hosts.publisher("a")
+    publisher.publish(random_model(1), wait=False)
+    record = newest(publisher)
+    bad = path_of(hosts.wait_copy("b", record.manifest_digest))
+    with bad.open("r+b") as slot:
+        for offset in range(CHUNK + 100, os.fstat(slot.fileno()).st_size, CHUNK):  # in every chunk but the first
+            slot.seek(offset)
+            slot.write(b"\x55\xaa")
+    hosts.start("c", "--reads-per-holder", 1, "--limit-gbps", 0.03)
+    copy = hosts.wait_copy("c", record.manifest_digest)
+    assert hosts.metric("c", "hotswap_peer_chunks_refetched_total", reason="digest", holder="b") > 0
+    assert hosts.metric("c", "hotswap_peer_chunks_refetched_total", reason="digest", holder="a") == 0
+    assert "from host b has wrong bytes" in hosts.log("c")
+    assert bytes_of(copy) == bytes_of(hosts.copies(record.manifest_digest)["a"])
+
+
+def test_the_publishing_host_may_die_once_there_is_a_copy(hosts: Hosts) -> None:
+    hosts.start("a")
+    hosts.start("b")
+    publisher = hosts.publisher("a")
+    publisher.publish(random_model(1), wait=False)
+    record = newest(publisher)
+    image = bytes_of(hosts.wait_copy("b", record.manifest_digest))
+    hosts.kill("a")
+    hosts.start("c")
+    assert bytes_of(hosts.wait_copy("c", record.manifest_digest)) == image
+
+
+def test_retired_versions_are_dropped_and_their_slots_reused(hosts: Hosts) -> None:
+    hosts.start("a")
+    hosts.start("b")
+    publisher = hosts.publisher("a", keep=0)
+    digests = []
+    for number in range(6):
+        publisher.publish(random_model(number, 256 << 10), wait=False)
+        digests.append(newest(publisher).manifest_digest)
+        hosts.wait_copy("b", digests[-1])
+    until(lambda: not hosts.copies(digests[0]))
+    assert len(list(hosts.arenas["b"].glob("slot-*"))) < 6
+    assert len(list(hosts.arenas["a"].glob("slot-*"))) < 6  # the publisher's own are not held by its peer
+
+
+def test_a_second_peer_takes_over_from_the_first(hosts: Hosts) -> None:
+    hosts.start("a")
+    publisher = hosts.publisher("a")
+    publisher.publish(random_model(1), wait=False)
+    record = newest(publisher)
+    first = hosts.start("b")
+    hosts.wait_copy("b", record.manifest_digest)
+    hosts.start("b")
+    until(lambda: "standing by" in hosts.log("b"))
+    address = hosts.copies(record.manifest_digest)["b"].address
+    first.kill()
+    first.wait()
+
+    def taken_over() -> bool:
+        copy = hosts.copies(record.manifest_digest).get("b")
+        return copy is not None and copy.state == "ready" and copy.address != address
+
+    until(taken_over)
+    assert hosts.metric("b", "hotswap_peer_received_bytes_total") == 0
+    bytes_of(hosts.copies(record.manifest_digest)["b"])

@@ -1,0 +1,5 @@
+import sys
+
+from weightsync.peer.main import main
+
+sys.exit(main())

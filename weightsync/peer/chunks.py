@@ -1,0 +1,124 @@
+"""A slot, or a delta, as chunks: what is read at once, checked on arrival and remembered over a restart.
+
+The first bytes of a slot make it one, so they are written last; a chunk's digest counts them as if they were there.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import xxhash
+
+from weightsync.errors import ManifestError
+from weightsync.manifest import PREAMBLE, Layout, Manifest, digest_of
+from weightsync.slot import preamble_of
+
+DEFAULT_CHUNK = 32 << 20
+MIN_CHUNK = 4096
+MAX_CHUNKS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of what is read, and of its chunks; all holders of it must say the same."""
+
+    nbytes: int
+    chunk_nbytes: int
+    digests: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: it comes from another host."""
+        if self.nbytes <= 0 or self.chunk_nbytes < MIN_CHUNK or len(self.digests) > MAX_CHUNKS:
+            raise ValueError(f"{self.nbytes:,} bytes in chunks of {self.chunk_nbytes:,}")
+        if len(self.digests) != chunk_count(self.nbytes, self.chunk_nbytes):
+            raise ValueError(f"{len(self.digests)} digests for {self.nbytes:,} bytes")
+
+    @property
+    def chunks(self) -> int:
+        return len(self.digests)
+
+    def bounds(self, chunk: int) -> tuple[int, int]:
+        """First byte, and the byte after the last."""
+        start = chunk * self.chunk_nbytes
+        return start, min(start + self.chunk_nbytes, self.nbytes)
+
+    def is_right(self, view: memoryview, chunk: int, preamble: bytes) -> bool:
+        """Whether the bytes of a chunk have its digest, with `preamble` in place of what begins the first."""
+        return chunk_digest(view, *self.bounds(chunk), preamble) == self.digests[chunk]
+
+
+def chunk_count(nbytes: int, chunk_nbytes: int) -> int:
+    return -(-nbytes // chunk_nbytes)
+
+
+def chunk_digest(view: memoryview, start: int, end: int, preamble: bytes = b"") -> str:
+    """xxh3_128 in hex; releases the interpreter lock."""
+    hasher = xxhash.xxh3_128()
+    if start == 0:
+        hasher.update(preamble)
+        start = len(preamble)
+    hasher.update(view[start:end])
+    digest: str = hasher.hexdigest()
+    return digest
+
+
+def digests_of(view: memoryview, chunk_nbytes: int, pool: Executor) -> tuple[str, ...]:
+    """Of every chunk of what lies in `view`."""
+    starts = range(0, len(view), chunk_nbytes)
+    return tuple(pool.map(lambda start: chunk_digest(view, start, min(start + chunk_nbytes, len(view))), starts))
+
+
+@dataclass(frozen=True)
+class Head:
+    """The manifest of a slot that is to be fetched, checked before a byte of it is read."""
+
+    digest: str
+    manifest: Manifest
+    raw: bytes
+    layout: Layout
+
+    @classmethod
+    def parse(cls, raw: bytes, digest: str, nbytes: int | None = None) -> Head:
+        """Raises ManifestError: it comes from another host."""
+        if (found := digest_of(raw)) != digest:
+            raise ManifestError(f"a peer sent a manifest with digest {found} for {digest}: read from another host")
+        manifest = Manifest.from_json(raw)
+        layout = Layout.of(manifest.schema)
+        if nbytes is not None and layout.total_nbytes != nbytes:
+            raise ManifestError(f"a peer says that {digest} has {nbytes:,} bytes, it has {layout.total_nbytes:,}")
+        for name, entry in manifest.tensors.items():
+            if entry.offset != layout.offsets[name] or entry.nbytes != entry.spec.nbytes:
+                raise ManifestError(
+                    f"tensor {name!r} of {digest} lies elsewhere than its schema says: publish it again"
+                )
+        return cls(digest, manifest, raw, layout)
+
+    @property
+    def preamble(self) -> bytes:
+        """The first bytes of the slot, PREAMBLE of them."""
+        return preamble_of(self.raw, self.digest).ljust(PREAMBLE, b"\0")
+
+    def wrong_tensors(self, view: memoryview, pool: Executor) -> Sequence[str]:
+        """Names of the tensors in the slot `view` whose bytes are not those that were published."""
+
+        def is_wrong(name: str) -> bool:
+            entry = self.manifest.tensors[name]
+            return digest_of(view[entry.offset : entry.offset + entry.nbytes]) != entry.digest
+
+        names = list(self.manifest.tensors)
+        return [name for name, wrong in zip(names, pool.map(is_wrong, names), strict=True) if wrong]
+
+
+def manifest_of(view: memoryview, digest: str) -> bytes:
+    """The raw manifest of the slot in `view`. Raises ManifestError unless it has `digest`."""
+    try:
+        _, _, length, found = struct.unpack_from("<8sII32s", view)
+        raw = bytes(view[PREAMBLE : PREAMBLE + length])
+    except struct.error as error:
+        raise ManifestError(f"{digest} is not in its slot any more: ask another host") from error
+    if found != digest.encode() or digest_of(raw) != digest:
+        raise ManifestError(f"{digest} is not in its slot any more: ask another host")
+    return raw

@@ -1,0 +1,73 @@
+"""What peers say to each other over the control channel: small JSON bodies, refused unless they are just these.
+
+POST /v1/open              Open -> Opened        a ticket: the slot is held for the reader until it is closed
+GET  /v1/have/{ticket}     -> Have               what can be read by now; also keeps the ticket
+GET  /v1/manifest/{ticket} -> canonical JSON     its digest is the one that was asked for
+POST /v1/close/{ticket}    Close -> {}
+
+Every refusal is a `Refusal` with its HTTP status: 404 unknown_copy, unknown_ticket; 409 no_common_transport; 503 busy;
+400 bad_request.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+ALL = "all"  # instead of a bitmap
+
+
+class Key(NamedTuple):
+    """What is served: the slot with that manifest digest, or its difference from the slot `delta_of`."""
+
+    digest: str
+    delta_of: str = ""
+
+
+class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`reader` is the host that asks, `transports` those it can read with."""
+
+    model: str
+    digest: str
+    reader: str
+    transports: tuple[str, ...]
+    delta_of: str = ""
+
+    @property
+    def key(self) -> Key:
+        return Key(self.digest, self.delta_of)
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """`digests`: xxh3_128 of each chunk; `have`: ALL or a bitmap in base64; `active`: readers there now."""
+
+    nbytes: int
+    chunk_nbytes: int
+    digests: tuple[str, ...]
+    have: str
+    active: int
+    transport: str
+    endpoint: bytes
+    region: bytes
+    ticket: str
+
+
+class Have(msgspec.Struct, frozen=True):
+    """As in `Opened`."""
+
+    have: str
+    active: int
+
+
+class Close(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`nbytes`: how much was read on the ticket, for the holder's own account: it does not see one-sided reads."""
+
+    nbytes: int
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why not; `code` is stable."""
+
+    code: str
+    message: str

@@ -1,0 +1,195 @@
+"""The peer of one host: offers what is published here, fetches what this host should have, and says so in the store.
+
+The store may go away at any time: what is being read goes on, in both directions, and is announced when it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+from weightsync.arena import Arena
+from weightsync.board import Board
+from weightsync.errors import LeaseLost, PeerRefused, StoreError
+from weightsync.hosts import local_path, slot_name
+from weightsync.peer.announce import Announcer, CopyBoard, Since
+from weightsync.peer.client import PeerClient
+from weightsync.peer.control import Control, serving
+from weightsync.peer.copies import pieces
+from weightsync.peer.messages import Key
+from weightsync.peer.metrics import PeerMetrics
+from weightsync.peer.regions import Regions
+from weightsync.peer.settings import PeerSettings
+from weightsync.peer.shelf import Copy, Published, Shelf
+from weightsync.peer.supply import Supply
+from weightsync.peer.tickets import Tickets
+from weightsync.peer.wants import ready_versions, wanted_slots
+from weightsync.records import CopyRecord, CopyState, Keys, VersionRecord
+from weightsync.store.protocol import Store
+from weightsync.tls import ClusterTls
+from weightsync.transport import Transport
+
+log = logging.getLogger("hotswap.peer")
+
+LOOK_AGAIN_S = 0.5
+FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
+DIGEST_THREADS = 2
+STATES: tuple[CopyState, ...] = ("fetching", "ready", "failed")
+
+
+class Peer:
+    """`run` until it is cancelled. Only one peer at a time may use an arena for a model (main.py)."""
+
+    def __init__(
+        self,
+        settings: PeerSettings,
+        store: Store,
+        arena: Arena,
+        transport: Transport,
+        client: PeerClient,
+        address: str,
+    ) -> None:
+        self._store, self._keys, self._host, self._address = store, Keys(settings.model), settings.host, address
+        self.metrics = PeerMetrics()
+        self._shelf = Shelf(arena, settings.model, Regions(transport))
+        self._pool = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="peer-digest")
+        self._tickets = Tickets(
+            settings.host, self._shelf, transport, self.metrics, self._pool,
+            chunk_nbytes=settings.chunk_nbytes, most=settings.readers,
+        )  # fmt: skip
+        self.control = Control(self._tickets, self.metrics)
+        self._copies = CopyBoard(self._keys, settings.host)
+        self._announcer = Announcer(store, self._keys, settings.host, settings.lease_ttl_s)
+        self._since = Since()
+        self._supply = Supply(
+            settings.host, self._shelf, client, transport, self._copies, self.metrics, settings.pace,
+            self._copies.changed.set,
+        )  # fmt: skip
+        self._digesting: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """For ever; the slots are let go of, and the records taken back, when it is cancelled."""
+        await asyncio.to_thread(self._shelf.adopt)
+        sweeping = asyncio.create_task(self._tickets.sweep())
+        try:
+            await self._follow()
+        finally:
+            sweeping.cancel()
+            for task in self._digesting:
+                task.cancel()
+            await self._supply.stop()
+            await self._announcer.end()
+            self._tickets.close_all()
+            self._shelf.close()
+
+    async def _follow(self) -> None:
+        delay = FIRST_RETRY_S
+        while True:
+            started = time.monotonic()
+            try:
+                await self._session()
+            except* StoreError as errors:
+                log.warning("goes on without the store: %s", errors.exceptions[0])
+            delay = FIRST_RETRY_S if time.monotonic() - started > LAST_RETRY_S else min(2 * delay, LAST_RETRY_S)
+            await asyncio.sleep(delay)
+
+    async def _session(self) -> None:
+        """Announce under a fresh lease and follow the records until the store or the lease is lost."""
+        lease = await self._announcer.begin()
+        async with asyncio.TaskGroup() as tasks, Board.follow(self._store, self._keys) as board:
+            tasks.create_task(self._copies.follow(self._store))
+            lost = tasks.create_task(_raise_when_lost(lease.lost, lease.id))
+            while True:
+                self._copies.changed.clear()
+                await self._reconcile(board)
+                woken = tasks.create_task(self._copies.changed.wait())  # type: ignore[arg-type]
+                await board.changed(LOOK_AGAIN_S, woken, lost)
+                woken.cancel()
+
+    async def _reconcile(self, board: Board) -> None:
+        """Offer, drop, fetch and announce as the records have it now."""
+        versions = ready_versions(board)
+        alive = {Key(part.manifest_digest) for version in versions for part in pieces(version)}
+        self._drop_all_but(alive)
+        for version in versions:
+            await self._offer(version)
+        await self._supply.steer(wanted_slots(board))
+        records = list(self._records())
+        self._since.keep({Key(record.digest): record for record in records})
+        await self._announcer.say(records)
+        for state in STATES:
+            self.metrics.copies.labels(state).set(sum(record.state == state for record in records))
+
+    def _drop_all_but(self, alive: set[Key]) -> None:
+        for key in [key for key in self._shelf.copies if Key(key.digest) not in alive]:
+            self._tickets.close_all(key)
+            self._shelf.drop(key)
+        for key in self._shelf.published.keys() - alive:
+            self._tickets.close_all(key)
+            del self._shelf.published[key]
+        self._shelf.forget(alive)
+
+    async def _offer(self, version: VersionRecord) -> None:
+        """What was published on this host; digested beforehand where somebody may ask for it."""
+        for part in pieces(version):
+            key, path = Key(part.manifest_digest), local_path(part.slot, self._host)
+            if path is None or key in self._shelf.published or not path.exists():
+                continue
+            if await asyncio.to_thread(self._shelf.publish, key, path) and self._copies.others():
+                task = asyncio.create_task(self._digest(key))
+                self._digesting.add(task)
+                task.add_done_callback(self._digesting.discard)
+
+    async def _digest(self, key: Key) -> None:
+        with contextlib.suppress(PeerRefused):  # reused meanwhile
+            await self._tickets.digest(key)
+
+    def _records(self) -> list[CopyRecord]:
+        """What this host has, and what it is fetching or cannot fetch."""
+        found: dict[str, CopyRecord] = {}
+        for key in {**self._shelf.published, **self._shelf.copies}:
+            here = self._shelf.find(key)
+            if here is not None and not key.delta_of:
+                found[key.digest] = self._record(key, here)
+        for key in self._supply.problems.keys() - self._shelf.copies.keys():
+            found.setdefault(key.digest, self._record(key, None))
+        return list(found.values())
+
+    def _record(self, key: Key, here: Copy | Published | None) -> CopyRecord:
+        problem = self._supply.problems.get(key)
+        state: CopyState = "failed" if key in self._supply.failed else "fetching"
+        if here is not None and here.have is None:
+            state, problem = "ready", None
+        return CopyRecord(
+            host=self._host,
+            slot=slot_name(here.path, self._host) if here is not None else "",
+            digest=key.digest,
+            nbytes=here.nbytes if here is not None else 0,
+            state=state,
+            address=self._address,
+            since=self._since.of(key, state),
+            error=problem,
+        )
+
+
+async def _raise_when_lost(lost: asyncio.Event, lease: int) -> None:
+    """Raises LeaseLost."""
+    await lost.wait()
+    raise LeaseLost(lease)
+
+
+@contextlib.asynccontextmanager
+async def running(peer: Peer, listener: socket.socket, tls: ClusterTls | None) -> AsyncIterator[asyncio.Task[None]]:
+    """The peer and its control server; the task ends only with an error."""
+    async with serving(peer.control.app, listener, tls):
+        task = asyncio.create_task(peer.run(), name="peer")
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,31 @@
+"""What a peer is told on its command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weightsync.peer.chunks import DEFAULT_CHUNK
+from weightsync.peer.fetch import Pace
+
+
+@dataclass(frozen=True)
+class PeerSettings:
+    """One peer: `host` is its name in the records; it listens on `listen` and is reached at `advertise`.
+
+    Both are ADDRESS:PORT; `advertise` may lack the port, and without it the address listened on is used. Chunks must be
+    of the same size everywhere. `readers` is how many other hosts may read here at a time.
+    """
+
+    store: str
+    model: str
+    host: str
+    listen: str = "127.0.0.1:0"
+    advertise: str | None = None
+    transport: str = "auto"
+    cluster_tls: Path | None = None
+    chunk_nbytes: int = DEFAULT_CHUNK
+    readers: int = 8
+    lease_ttl_s: float = 5.0
+    deltas: bool = True
+    pace: Pace = field(default_factory=Pace)

@@ -1,0 +1,207 @@
+"""What this host has to offer: slots that were published here, and copies (slots and deltas) that were fetched.
+
+A copy keeps its slot locked for as long as it is here. A published slot is locked only while somebody reads it, so a
+publisher finds its slots as free as if there were no peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightsync.arena import Arena, SlotLock
+from weightsync.errors import ManifestError, SlotBusy
+from weightsync.peer.bitmap import Bitmap
+from weightsync.peer.chunks import Head, Shape, manifest_of
+from weightsync.peer.journal import PREFIX, Journal
+from weightsync.peer.messages import Key
+from weightsync.peer.regions import Mapped, Regions
+
+log = logging.getLogger("hotswap.peer")
+
+
+@dataclass
+class Published:
+    """A slot that a publisher of this host wrote. `shape` is known once its chunks were digested."""
+
+    key: Key
+    path: Path
+    mapped: Mapped
+    shape: Shape | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.mapped.view)
+
+    @property
+    def have(self) -> Bitmap | None:
+        """None: everything."""
+        return None
+
+
+@dataclass
+class Copy:
+    """A slot or delta that was, or is being, fetched; `whole` once all of it is there and was verified.
+
+    `head` is known of a slot that this process fetched: its manifest is not in the slot before it is whole.
+    """
+
+    key: Key
+    part: str
+    path: Path
+    lock: SlotLock
+    mapped: Mapped
+    shape: Shape
+    journal: Journal
+    head: Head | None = None
+    whole: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.nbytes
+
+    @property
+    def have(self) -> Bitmap | None:
+        return None if self.whole else self.journal.done
+
+
+class Shelf:
+    """The slots of one model on this host. What touches files blocks."""
+
+    def __init__(self, arena: Arena, model: str, regions: Regions) -> None:
+        self.arena, self.model, self.regions = arena, model, regions
+        self.copies: dict[Key, Copy] = {}
+        self.published: dict[Key, Published] = {}
+        self._left: dict[Key, Journal] = {}  # what an earlier process began
+
+    def find(self, key: Key) -> Copy | Published | None:
+        copy = self.copies.get(key)
+        return copy if copy is not None and copy.whole else self.published.get(key) or copy
+
+    def has(self, key: Key) -> bool:
+        """Whether all of it is here."""
+        found = self.find(key)
+        return found is not None and found.have is None
+
+    def adopt(self) -> None:
+        """Take over what an earlier peer of this host left: whole copies as they are, others to be gone on with."""
+        for journal in Journal.all_in(self.arena.directory, self.model):
+            lock = SlotLock.try_exclusive(journal.slot) if journal.slot.exists() else None
+            if lock is None or lock.nbytes < journal.shape.nbytes:
+                journal.remove()  # reused or gone
+                continue
+            mapped = self.regions.of(lock.path, lock.fd, writable=True)
+            if _is_whole(mapped.view, journal):
+                lock.share()
+                self.copies[journal.key] = Copy(
+                    journal.key, journal.part, lock.path, lock, mapped, journal.shape, journal, whole=True
+                )
+            else:
+                lock.release()
+                self._left[journal.key] = journal
+
+    def claim(self, key: Key, part: str, shape: Shape, head: Head | None) -> tuple[Copy, int]:
+        """A slot to fetch into, and how many of its chunks are there from an earlier attempt. Raises ArenaError.
+
+        Chunks of an earlier attempt are digested, and taken if they are right.
+        """
+        left = self._left.pop(key, None)
+        if left is not None and left.shape == shape and (lock := SlotLock.try_exclusive(left.slot)) is not None:
+            if lock.nbytes == shape.nbytes:
+                return self._resume(left, lock, head)
+            lock.release()
+        if left is not None:
+            left.remove()
+        reserved = {str(journal.slot) for journal in self._left.values()}
+        lock = self.arena.claim(
+            self._pool(key, part), shape.nbytes, reserved | {str(copy.path) for copy in self.copies.values()}
+        )
+        try:
+            journal = Journal.begin(lock.path, self.model, part, key, shape)
+            return self._take(journal, lock, head), 0
+        except BaseException:
+            lock.release()
+            raise
+
+    def drop(self, key: Key) -> None:
+        """Give a copy's slot back."""
+        copy = self.copies.pop(key, None)
+        if copy is not None:
+            copy.journal.remove()
+            copy.lock.release()
+
+    def forget(self, wanted: Iterable[Key]) -> None:
+        """Give up what an earlier process began and nobody wants any more."""
+        for key in self._left.keys() - set(wanted):
+            self._left.pop(key).remove()
+
+    def close(self) -> None:
+        """Let go of the slots; what is in them stays for the next process."""
+        for copy in self.copies.values():
+            copy.lock.release()
+        self.copies.clear()
+
+    def publish(self, key: Key, path: Path) -> bool:
+        """Offer a slot that a publisher of this host wrote; False when it is not there (any more)."""
+        try:
+            lock = SlotLock.shared(path)
+        except SlotBusy:
+            return False
+        try:
+            mapped = self.regions.of(path, lock.fd, writable=False)
+            manifest_of(mapped.view, key.digest)
+        except ManifestError:
+            return False
+        else:
+            self.published[key] = Published(key, path, mapped)
+            return True
+        finally:
+            lock.release()
+
+    def manifest(self, digest: str) -> bytes:
+        """The raw manifest of a slot that is here, wholly or not. Raises ManifestError."""
+        found = self.find(Key(digest))
+        if found is None:
+            raise ManifestError(f"{digest} is not here; ask another host")
+        if isinstance(found, Copy) and found.head is not None:
+            return found.head.raw
+        return manifest_of(found.mapped.view, digest)
+
+    def _resume(self, left: Journal, lock: SlotLock, head: Head | None) -> tuple[Copy, int]:
+        view = self.regions.of(lock.path, lock.fd, writable=True).view
+        preamble = head.preamble if head is not None else b""
+        right = [chunk for chunk in left.done if left.shape.is_right(view, chunk, preamble)]
+        kept = Bitmap(left.shape.chunks)
+        for chunk in right:
+            kept.add(chunk)
+        left.keep(kept)
+        return self._take(left, lock, head), len(right)
+
+    def _take(self, journal: Journal, lock: SlotLock, head: Head | None) -> Copy:
+        if journal.key.delta_of:
+            lock.share()
+        else:
+            lock.admit_writers()  # no header until all of it is there
+        mapped = self.regions.of(lock.path, lock.fd, writable=True)
+        copy = Copy(journal.key, journal.part, lock.path, lock, mapped, journal.shape, journal, head)
+        self.copies[journal.key] = copy
+        return copy
+
+    def _pool(self, key: Key, part: str) -> str:
+        """Slots of their own, apart from the publishers'; one size to a pool."""
+        return f"{'deltas' if key.delta_of else 'copies'}/{self.model}/{part}"
+
+
+def _is_whole(view: memoryview, journal: Journal) -> bool:
+    if journal.key.delta_of:
+        return False  # read again from the journal: a delta's own end says whether it is whole
+    with contextlib.suppress(ManifestError):
+        manifest_of(view, journal.key.digest)
+        return True
+    return False
+
+
+assert not PREFIX.startswith("slot")  # or Arena.slots would take journals for slots
