@@ -4,7 +4,7 @@
 set -euo pipefail
 venv=${1:-.venv}
 
-if /sbin/ldconfig -p | grep -q libibverbs.so.1 || ls "$venv"/mooncake/usr/lib/*/libibverbs.so.1 >/dev/null 2>&1; then
+if /sbin/ldconfig -p | grep libibverbs.so.1 >/dev/null || ls "$venv"/mooncake/usr/lib/*/libibverbs.so.1 >/dev/null 2>&1; then
   exit 0
 fi
 unavailable() {

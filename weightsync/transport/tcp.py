@@ -18,7 +18,8 @@ from weightsync.tls import ClusterTls
 from weightsync.transport.addresses import Address
 from weightsync.transport.checks import bytes_of
 from weightsync.transport.protocol import Buffer
-from weightsync.transport.tcp_link import Dialer, LocalRegion, TcpLink
+from weightsync.transport.tcp_dial import Dialer
+from weightsync.transport.tcp_link import LocalRegion, TcpLink
 from weightsync.transport.tcp_server import ServedRegion, Server
 
 STREAMS = min(4, os.cpu_count() or 1)

@@ -8,32 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import ssl
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from weightsync.errors import PeerUnreachable, TransferError, TransferFailed, TransferTimedOut
 from weightsync.transport.checks import check_pieces
 from weightsync.transport.protocol import Piece, Region
+from weightsync.transport.stripes import stripes
+from weightsync.transport.tcp_dial import Dialer
 from weightsync.transport.tcp_wire import (
     DESCRIPTOR,
     HANDSHAKE_TIMEOUT_S,
-    HELLO,
     OK,
     REQUEST,
     WINDOW,
     Deadline,
     cut,
     is_idle,
-    quick,
     receive,
     receive_into,
 )
 from weightsync.transport.uses import Closed, Uses
-
-MIN_STRIPE = 1 << 20  # bytes; less is not worth a connection of its own
 
 
 class LocalRegion:
@@ -42,36 +39,6 @@ class LocalRegion:
     def __init__(self, view: memoryview, descriptor: bytes, *, writable: bool) -> None:
         self.view, self.nbytes, self.descriptor = view, len(view), descriptor
         self.writable, self.uses = writable, Uses()
-
-
-@dataclass(frozen=True)
-class Dialer:
-    """How to reach a peer."""
-
-    host: str
-    port: int
-    token: bytes
-    context: ssl.SSLContext | None
-
-    @property
-    def peer(self) -> str:
-        return f"{self.host}:{self.port}"
-
-    def dial(self, deadline: Deadline) -> socket.socket:
-        """A connection on which the peer has accepted the token. Raises OSError."""
-        connection = socket.create_connection((self.host, self.port), deadline.left())
-        try:
-            quick(connection)
-            connection.settimeout(deadline.left())
-            if self.context is not None:
-                connection = self.context.wrap_socket(connection)
-            connection.sendall(HELLO + self.token)
-            if receive(connection, len(HELLO), deadline) != HELLO:
-                raise ConnectionError("what answers is no transport of this release")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
 
 @dataclass
@@ -215,30 +182,3 @@ def _exchange(connection: socket.socket, view: memoryview, key: bytes, part: lis
         if receive(connection, 1, deadline) != OK:
             raise ConnectionError("the peer refuses: the region is closed there, or smaller")
         receive_into(connection, view[piece.local_offset : piece.local_offset + piece.nbytes], deadline)
-
-
-def stripes(pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
-    """The same bytes in at most `count` lists of equal size, the last one shorter, none made below MIN_STRIPE."""
-    total = sum(piece.nbytes for piece in pieces)
-    size = max(MIN_STRIPE, -(-total // count))
-    parts: list[list[Piece]] = []
-    room = 0
-    for piece in _cut_at(pieces, size):
-        if room < piece.nbytes or not parts:
-            parts.append([])
-            room = size
-        parts[-1].append(piece)
-        room -= piece.nbytes
-    return parts
-
-
-def _cut_at(pieces: Sequence[Piece], size: int) -> Iterable[Piece]:
-    """The same bytes, cut where a stripe of `size` bytes is full; empty pieces fall away."""
-    room = size
-    for piece in pieces:
-        done = 0
-        while done < piece.nbytes:
-            taken = min(room, piece.nbytes - done)
-            yield Piece(piece.local_offset + done, piece.remote_offset + done, taken)
-            done += taken
-            room = room - taken or size

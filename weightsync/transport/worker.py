@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from weightsync.transport.messages import MAX_NBYTES, REPLIES, Failed, Request, 
 log = logging.getLogger("hotswap.transport")
 
 START_TIMEOUT_S = 60.0
-LIBRARIES = "mooncake/usr/lib/x86_64-linux-gnu"  # where scripts/mooncake.sh unpacks what is not installed
+LIBRARIES = f"mooncake/usr/lib/{platform.machine()}-linux-gnu"  # where scripts/mooncake.sh unpacks them
 
 
 class WorkerFailed(Exception):
@@ -134,17 +135,18 @@ class Worker:
     def _end(self) -> None:
         """Whatever ended it: the process is reaped, and then those who wait are told."""
         with self._lock:
-            self._lost = True
+            wanted, self._lost = self._lost, True
             process, pending = self._process, list(self._pending.values())
             self._pending.clear()
-        status = None
-        if process is not None:
+        if process is not None and process.poll() is None:
             process.kill()
-            status = process.wait()
+        status = process.wait() if process is not None else None
         self._channel.close()
-        said = self._last_words()
+        reason = f"its process has ended (status {status}){self._last_words()}"
+        if not wanted:
+            log.warning("%s: %s", self._settings.engine, reason)
         for future in pending:
-            future.set_exception(WorkerLost(f"its process has ended (status {status}){said}"))
+            future.set_exception(WorkerLost(reason))
 
     def _last_words(self) -> str:
         """The end of what the library has written to stderr, on one line."""

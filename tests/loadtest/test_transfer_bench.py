@@ -1,0 +1,20 @@
+"""The transfer benchmark, on a few bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+
+from loadtest import transfer
+from loadtest.transfer_peer import RAW
+from weightsync.transport import available
+
+
+def test_it_measures_every_transport_that_is_there(tmp_path: Path) -> None:
+    report = transfer.run(tmp_path / "transfer.json", small=True)
+    assert report == orjson.loads((tmp_path / "transfer.json").read_bytes())
+    there = {name for name, reason in available().items() if not reason}
+    assert set(report["by_transport"]) == there | {RAW, transfer.TLS}
+    assert set(report["by_receivers"]) == {"1", "2"}
+    assert all(found["best_gbps"] >= found["median_gbps"] > 0 for found in report["by_transport"].values())

@@ -1,0 +1,1 @@
+raise ImportError("broken on purpose")

@@ -1,0 +1,160 @@
+"""Peers in processes of their own, which are killed, frozen and thawed with all that they have started."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from weightsync.transport import Piece, Region, Transport, available
+
+MIB = 1 << 20
+NBYTES = 32 * MIB
+LISTEN = "127.0.0.1"
+READ_TIMEOUT_S = 60.0  # a guard
+
+
+def require(name: str, _found: dict[str, str] = {}) -> None:  # noqa: B006 - asked once per run
+    """Skips the test where the library is not there; in CI that is a failure."""
+    if not _found:
+        _found.update(available())
+    if _found[name]:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(_found[name])
+
+
+def content(seed: int, nbytes: int = NBYTES) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+def buffer(nbytes: int = NBYTES) -> mmap.mmap:
+    """Shared memory, of zeros."""
+    fd = os.memfd_create("hotswap-test")
+    try:
+        os.ftruncate(fd, nbytes)
+        return mmap.mmap(fd, nbytes)
+    finally:
+        os.close(fd)
+
+
+class Peer:
+    """Serves `content(seed)`. Use as a context."""
+
+    def __init__(self, name: str, seed: int = 1, nbytes: int = NBYTES, tls: str = "") -> None:
+        self.content = content(seed, nbytes)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.weightsync.transport.peer_process", name, str(seed), str(nbytes), tls],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._ask()  # returns when it serves
+
+    @property
+    def endpoint(self) -> bytes:
+        """As of now; not of a peer that is frozen or dead."""
+        return self._ask()[0]
+
+    @property
+    def region(self) -> bytes:
+        """As `endpoint`."""
+        return self._ask()[1]
+
+    def _ask(self) -> tuple[bytes, bytes]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        endpoint, region = self.process.stdout.readline().split()
+        return bytes.fromhex(endpoint), bytes.fromhex(region)
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        family = self.family()
+        for process in family:
+            process.kill()
+        psutil.wait_procs(family, timeout=30)
+        self.process.communicate()
+
+    def family(self) -> list[psutil.Process]:
+        try:
+            root = psutil.Process(self.process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def freeze(self) -> None:
+        """Returns when every thread stands still."""
+        for process in self.family():
+            process.send_signal(signal.SIGSTOP)
+        for process in self.family():
+            assert eventually(lambda process=process: process.status() == psutil.STATUS_STOPPED)
+
+    def thaw(self) -> None:
+        for process in self.family():
+            process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Only the process itself: what it has started must end with it."""
+        family = self.family()
+        self.process.kill()
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert not alive
+
+
+class Reads:
+    """Reads all of a peer again and again, in a thread, until that raises."""
+
+    def __init__(self, transport: Transport, peer: Peer, into: Region, timeout_s: float) -> None:
+        self.count = 0
+        self._into, self._timeout_s = into, timeout_s
+        self._link, self._remote, self._piece = transport.connect(peer.endpoint), peer.region, whole(peer)
+        self._pool = ThreadPoolExecutor(1)
+        self._done: Future[None] = self._pool.submit(self._loop)
+
+    def _loop(self) -> None:
+        while True:
+            self._link.read(self._into, self._remote, [self._piece], self._timeout_s)
+            self.count += 1
+
+    def under_way(self) -> None:
+        """Returns in the middle of one: they follow each other without a pause."""
+        assert eventually(lambda: self.count > 0 or self._done.done())
+
+    def error(self) -> BaseException | None:
+        """What it raised."""
+        try:
+            return self._done.exception(READ_TIMEOUT_S)
+        finally:
+            self._pool.shutdown()
+
+
+def whole(peer: Peer) -> Piece:
+    return Piece(0, 0, len(peer.content))
+
+
+def read_all(transport: Transport, peer: Peer) -> bytes:
+    """Through a link and into a buffer of its own."""
+    target = buffer(len(peer.content))
+    into, link = transport.register(target, writable=True), transport.connect(peer.endpoint)
+    try:
+        link.read(into, peer.region, [whole(peer)], READ_TIMEOUT_S)
+        return target[:]
+    finally:
+        link.close()
+        into.close()
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    from tests.live import eventually as wait
+
+    return wait(condition, seconds)

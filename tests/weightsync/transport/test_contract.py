@@ -1,0 +1,177 @@
+"""What every transport keeps to, with real peers that die and freeze."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from tests.weightsync.transport.peers import MIB, NBYTES, READ_TIMEOUT_S, Peer, Reads, buffer, read_all, whole
+from weightsync.errors import PeerUnreachable, TransferFailed, TransferTimedOut
+from weightsync.transport import NAMES, Piece, Transport
+
+
+def test_bytes_arrive_where_they_belong_at_odd_offsets(transport: Transport, healthy: Peer) -> None:
+    pieces = [Piece(1, 3, 5), Piece(101, MIB + 7, 2 * MIB + 1), Piece(4 * MIB + 1, 11, 1), Piece(9 * MIB - 1, 0, 0)]
+    target = buffer()
+    target[:] = b"\xaa" * NBYTES
+    expected = bytearray(target)
+    into = transport.register(target, writable=True)
+    transport.connect(healthy.endpoint).read(into, healthy.region, pieces, READ_TIMEOUT_S)
+    for p in pieces:
+        expected[p.local_offset : p.local_offset + p.nbytes] = healthy.content[p.remote_offset :][: p.nbytes]
+    assert target[:] == expected
+    into.close()
+
+
+def test_a_thousand_small_pieces(transport: Transport, healthy: Peer) -> None:
+    """More than a library takes at once."""
+    pieces = [Piece((999 - n) * 1000, n * 1000, 999) for n in range(1000)]
+    target = buffer(MIB)
+    into = transport.register(target, writable=True)
+    transport.connect(healthy.endpoint).read(into, healthy.region, pieces, READ_TIMEOUT_S)
+    for p in pieces:
+        expected = healthy.content[p.remote_offset : p.remote_offset + p.nbytes]
+        assert target[p.local_offset : p.local_offset + p.nbytes] == expected
+    into.close()
+
+
+def test_several_links_read_at_once(name: str, transport: Transport, healthy: Peer) -> None:
+    target = buffer()
+    with Peer(name, seed=8) as other, ThreadPoolExecutor(4) as pool:
+        into = transport.register(target, writable=True)
+        links = [transport.connect(peer.endpoint) for peer in (healthy, other)]
+        quarter = NBYTES // 4
+        pieces = [Piece(n * quarter, n * quarter, quarter) for n in range(4)]
+        reads = [
+            pool.submit(links[n % 2].read, into, (healthy, other)[n % 2].region, [pieces[n]], READ_TIMEOUT_S)
+            for n in range(4)
+        ]
+        for read in reads:
+            read.result()
+        for n, piece in enumerate(pieces):
+            wanted = (healthy, other)[n % 2].content
+            assert target[piece.local_offset :][:quarter] == wanted[piece.remote_offset :][:quarter]
+        into.close()
+
+
+def test_a_piece_out_of_range_is_refused(transport: Transport, healthy: Peer) -> None:
+    target = buffer(MIB)
+    into, link = transport.register(target, writable=True), transport.connect(healthy.endpoint)
+    for piece in (Piece(0, NBYTES - 1, 2), Piece(MIB - 1, 0, 2), Piece(0, 1 << 62, 1), Piece(1 << 62, 0, 1)):
+        with pytest.raises(TransferFailed, match="beyond"):
+            link.read(into, healthy.region, [Piece(0, 0, 1), piece], READ_TIMEOUT_S)
+    assert target[:] == bytes(MIB)
+    link.read(into, healthy.region, [Piece(0, 0, MIB)], READ_TIMEOUT_S)
+    assert target[:] == healthy.content[:MIB]
+    into.close()
+
+
+def test_a_region_or_endpoint_of_something_else_is_refused(name: str, transport: Transport, healthy: Peer) -> None:
+    target = buffer(MIB)
+    into, link = transport.register(target, writable=True), transport.connect(healthy.endpoint)
+    with pytest.raises(TransferFailed, match="another transport"):
+        link.read(into, b"nothing of the kind", [Piece(0, 0, 1)], READ_TIMEOUT_S)
+    with pytest.raises(PeerUnreachable, match="another transport"):
+        transport.connect(b"nothing of the kind")
+    assert target[:] == bytes(MIB)
+    into.close()
+
+
+def test_what_is_read_only_or_closed_is_not_read_into(transport: Transport, healthy: Peer) -> None:
+    target = buffer(MIB)
+    link = transport.connect(healthy.endpoint)
+    into = transport.register(target, writable=True)
+    into.close()
+    into.close()
+    with pytest.raises(TransferFailed, match="closed"):
+        link.read(into, healthy.region, [Piece(0, 0, 1)], READ_TIMEOUT_S)
+    target.close()  # nothing holds the buffer any more
+    with pytest.raises(ValueError, match="writable"):
+        transport.register(memoryview(buffer(MIB)).toreadonly(), writable=True)
+    link.close()
+    into = transport.register(buffer(MIB), writable=True)
+    with pytest.raises(TransferFailed, match="closed"):
+        link.read(into, healthy.region, [Piece(0, 0, 1)], READ_TIMEOUT_S)
+    into.close()
+
+
+def test_a_peer_killed_in_the_middle_of_a_read(name: str, transport: Transport, healthy: Peer) -> None:
+    with Peer(name) as peer:
+        into = transport.register(buffer(), writable=True)
+        reads = Reads(transport, peer, into, READ_TIMEOUT_S)
+        reads.under_way()
+        peer.kill()
+        assert isinstance(reads.error(), TransferFailed)
+        into.close()
+    assert read_all(transport, healthy) == healthy.content
+
+
+def test_a_peer_frozen_in_the_middle_of_a_read_writes_nothing_when_it_wakes(
+    name: str, transport: Transport, healthy: Peer
+) -> None:
+    target = buffer()
+    with Peer(name) as peer:
+        into = transport.register(target, writable=True)
+        reads = Reads(transport, peer, into, timeout_s=1.5)
+        reads.under_way()
+        peer.freeze()
+        assert isinstance(reads.error(), TransferTimedOut)
+        target[:] = b"\xaa" * NBYTES
+        assert read_all(transport, healthy) == healthy.content  # while it is frozen
+        peer.thaw()
+        # What it had still to send went out before this, which it sends when it is awake.
+        assert read_all(transport, peer) == peer.content
+        assert target[:] == b"\xaa" * NBYTES
+        transport.connect(peer.endpoint).read(into, peer.region, [whole(peer)], READ_TIMEOUT_S)
+        assert target[:] == peer.content
+        into.close()
+
+
+@pytest.mark.parametrize("closed", ["region", "link"])
+def test_closing_ends_a_read_from_a_frozen_peer(name: str, transport: Transport, closed: str) -> None:
+    with Peer(name, nbytes=4 * MIB) as peer, ThreadPoolExecutor(1) as pool:
+        target = buffer(4 * MIB)
+        into, link = transport.register(target, writable=True), transport.connect(peer.endpoint)
+        remote = peer.region
+        link.read(into, remote, [whole(peer)], READ_TIMEOUT_S)
+        peer.freeze()
+        began = threading.Event()
+
+        def read() -> None:
+            began.set()
+            link.read(into, remote, [whole(peer)], READ_TIMEOUT_S)
+
+        reading = pool.submit(read)
+        began.wait()
+        (into if closed == "region" else link).close()
+        with pytest.raises(TransferFailed):
+            reading.result()
+        into.close()
+        target[:] = b"\xaa" * len(target)
+        peer.thaw()
+        assert read_all(transport, peer) == peer.content
+        assert target[:] == b"\xaa" * len(target)
+
+
+def test_nothing_listens_beyond_loopback(transport: Transport, healthy: Peer) -> None:
+    """127.0.0.2 stands for any other address of the host: what listens on all of them answers there too."""
+    read_all(transport, healthy)  # so that there is a process that reads
+    ours = [process for process in psutil.Process().children() if "weightsync.transport.child" in process.cmdline()]
+    ports = [
+        connection.laddr.port
+        for process in (*ours, *healthy.family())
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert ports
+    for port in ports:
+        with pytest.raises(OSError, match=r"refused|timed out"):
+            socket.create_connection(("127.0.0.2", port), timeout=0.4)
+
+
+def test_the_names() -> None:
+    assert NAMES == ("tcp", "nixl", "mooncake")

@@ -1,0 +1,160 @@
+"""Who is let in by the TCP transport, how it listens, and how a read is spread over connections."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.cluster_tls import Authority
+from tests.weightsync.transport.peers import LISTEN, MIB, READ_TIMEOUT_S, Peer, buffer, content, read_all, whole
+from weightsync.errors import PeerUnreachable, TransferFailed, TransportUnavailable
+from weightsync.tls import ClusterTls
+from weightsync.transport import Piece, open_transport
+from weightsync.transport.addresses import Address
+from weightsync.transport.stripes import MIN_STRIPE, stripes
+from weightsync.transport.tcp import TcpEndpoint, TcpTransport
+from weightsync.transport.tcp_wire import HELLO, TOKEN_NBYTES
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+def address_of(peer: Peer) -> tuple[str, int]:
+    found = msgspec.msgpack.decode(peer.endpoint, type=TcpEndpoint)
+    return found.host, found.port
+
+
+def answer(connection: socket.socket, hello: bytes) -> bytes:
+    """What comes back, until it hangs up."""
+    connection.settimeout(READ_TIMEOUT_S)
+    try:
+        connection.sendall(hello)
+        return connection.recv(100)
+    except ConnectionResetError:
+        return b""
+
+
+def test_without_the_token_nobody_is_let_in() -> None:
+    with Peer("tcp", nbytes=MIB) as peer, open_transport("tcp", listen=LISTEN, tls=None) as transport:
+        for hello in (HELLO + bytes(TOKEN_NBYTES), b"GET / HTTP/1.1\r\nHost: peer\r\nAccept: */*\r\n\r\n"):
+            with socket.create_connection(address_of(peer)) as connection:
+                assert answer(connection, hello) == b""
+        known = msgspec.msgpack.decode(peer.endpoint, type=TcpEndpoint)
+        guessed = msgspec.structs.replace(known, token=bytes(TOKEN_NBYTES))
+        with pytest.raises(PeerUnreachable):
+            transport.connect(msgspec.msgpack.encode(guessed))
+        assert read_all(transport, peer) == peer.content
+
+
+def test_a_member_of_the_cluster_reads_over_tls(authority: Authority, tmp_path: Path) -> None:
+    owner, reader = str(authority.mount(tmp_path / "owner")), ClusterTls(authority.mount(tmp_path / "reader"))
+    with (
+        Peer("tcp", nbytes=4 * MIB + 1, tls=owner) as peer,
+        open_transport("tcp", listen=LISTEN, tls=reader) as transport,
+    ):
+        assert read_all(transport, peer) == peer.content
+        target = buffer(len(peer.content))
+        into = transport.register(target, writable=True)
+        link, remote = transport.connect(peer.endpoint), peer.region
+        peer.kill()
+        with pytest.raises(TransferFailed):
+            link.read(into, remote, [whole(peer)], READ_TIMEOUT_S)
+
+
+def test_a_stranger_is_not_let_in_though_it_has_the_token(authority: Authority, tmp_path: Path) -> None:
+    owner = str(authority.mount(tmp_path / "owner"))
+    stranger = ClusterTls(Authority(tmp_path / "other").mount(tmp_path / "stranger"))
+    with Peer("tcp", nbytes=MIB, tls=owner) as peer:
+        token = msgspec.msgpack.decode(peer.endpoint, type=TcpEndpoint).token
+        with socket.create_connection(address_of(peer)) as plain:
+            assert HELLO not in answer(plain, HELLO + token)
+        trusting = ssl._create_unverified_context()
+        with socket.create_connection(address_of(peer)) as plain, trusting.wrap_socket(plain) as connection:
+            try:
+                assert answer(connection, HELLO + token) == b""
+            except ssl.SSLError as error:
+                assert "CERTIFICATE_REQUIRED" in str(error)  # noqa: PT017 - either way it is refused
+        with TcpTransport(Address(LISTEN), stranger) as transport, pytest.raises(PeerUnreachable):
+            transport.connect(peer.endpoint)
+        with TcpTransport(Address(LISTEN), None) as transport, pytest.raises(PeerUnreachable, match="no TLS"):
+            transport.connect(peer.endpoint)
+
+
+def test_it_does_not_listen_beyond_loopback_without_tls() -> None:
+    with pytest.raises(TransportUnavailable, match="without TLS"):
+        open_transport("tcp", listen="0.0.0.0", tls=None)
+
+
+def test_a_port_that_is_taken_or_a_strange_name_is_refused() -> None:
+    with open_transport("tcp", listen=LISTEN, tls=None) as transport:
+        port = msgspec.msgpack.decode(transport.endpoint, type=TcpEndpoint).port
+        with pytest.raises(TransportUnavailable, match="cannot listen"):
+            open_transport("tcp", listen=f"{LISTEN}:{port}", tls=None)
+    with pytest.raises(ValueError, match="choose auto"):
+        open_transport("carrier pigeon", listen=LISTEN, tls=None)
+
+
+def test_a_region_that_its_owner_has_closed_is_refused() -> None:
+    with (
+        open_transport("tcp", listen=LISTEN, tls=None) as owner,
+        open_transport("tcp", listen=LISTEN, tls=None) as reader,
+    ):
+        data = buffer(MIB)
+        data[:] = content(3, MIB)
+        served, kept = owner.register(data, writable=False), owner.register(data, writable=True)
+        into, link = reader.register(buffer(MIB), writable=True), reader.connect(owner.endpoint)
+        link.read(into, served.descriptor, [Piece(0, 0, MIB)], READ_TIMEOUT_S)
+        served.close()
+        with pytest.raises(TransferFailed, match="refuses"):
+            link.read(into, served.descriptor, [Piece(0, 0, 1)], READ_TIMEOUT_S)
+        link.read(into, kept.descriptor, [Piece(0, 0, MIB)], READ_TIMEOUT_S)  # what is read into is served as well
+
+
+def test_idle_connections_that_the_peer_has_closed_are_replaced() -> None:
+    """As after its time-out for idle ones."""
+    with (
+        Peer("tcp", nbytes=MIB) as peer,
+        open_transport("tcp", listen=LISTEN, tls=None) as transport,
+    ):
+        link = transport.connect(peer.endpoint)
+        for connection in link._idle:  # type: ignore[attr-defined]
+            connection.shutdown(socket.SHUT_RDWR)
+        target = buffer(MIB)
+        link.read(transport.register(target, writable=True), peer.region, [whole(peer)], READ_TIMEOUT_S)
+        assert target[:] == peer.content
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_stripes_hold_the_same_bytes_in_order(count: int) -> None:
+    sizes = [5 * MIN_STRIPE + 3, 1, 0, 2 * MIN_STRIPE - 1, 17]
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    parts = stripes([Piece(start, 1000 + start, n) for start, n in zip(starts, sizes, strict=True)], count)
+    assert len(parts) <= count
+    flat = [piece for part in parts for piece in part]
+    assert all(piece.remote_offset == 1000 + piece.local_offset and piece.nbytes for piece in flat)
+    reached = 0
+    for piece in flat:
+        assert piece.local_offset == reached
+        reached += piece.nbytes
+    assert reached == sum(sizes)
+    assert len(stripes([Piece(0, 0, MIN_STRIPE)], count)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"), [("10.1.2.3", "10.1.2.3", 0), ("10.1.2.3:80", "10.1.2.3", 80), ("[::1]:9", "::1", 9)]
+)
+def test_addresses(text: str, host: str, port: int) -> None:
+    assert Address.parse(text) == Address(host, port)
+    assert Address.parse(str(Address(host, port))) == Address(host, port)
+
+
+@pytest.mark.parametrize("text", ["", "10.1.2.3:", "10.1.2.3:x", "10.1.2.3:70000", "no such host.invalid"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="ADDRESS"):
+        Address.parse(text)
