@@ -33,7 +33,7 @@ from trainer.memory import Memory, Phase, build_memory
 from trainer.metrics import MetricsWriter, Stopwatch
 from trainer.metrics.throughput import Throughput, peak_flops
 from trainer.publish import WeightPublisher
-from trainer.rewards import build_scorer
+from trainer.rewards import Scorer, build_scorer
 from trainer.rollout import Rollouts
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class Run:
         self._guard, self._suspicious = Guard(config.faults), False
         self.roll_back = Rollback(self)
         self._rollouts: Rollouts | None = None
+        self._scorer: Scorer | None = None
         lead(self._open_lead)
         peak = config.watch.peak_tflops
         self._throughput = Throughput(shape, config.parallel.world_size, peak * 1e12 if peak else peak_flops())
@@ -85,7 +86,7 @@ class Run:
             self._publisher = WeightPublisher(config.publish, self.engine)
         if self.checkpoints is not None and is_lead():
             self.checkpoints.parts["guard"] = self._guard
-        self._memory: Memory = build_memory(config, self.engine)
+        self._memory: Memory = build_memory(config, self.engine, models=self._scorer)
         self._switched: dict[str, float] = {}
 
     def start(self) -> TrainState:
@@ -264,7 +265,8 @@ class Run:
         if c.eval is not None and not self._dataset.held_out:
             raise ConfigError("eval", "there are no held-out records", "Set data.eval_path or data.held_out")
         if c.gateway is not None:
-            self._rollouts = Rollouts(c.gateway, c.rollout, build_scorer(c.rewards, c.gateway), self._tokenizer, c.seed)
+            self._scorer = build_scorer(c.rewards, c.gateway)
+            self._rollouts = Rollouts(c.gateway, c.rollout, self._scorer, self._tokenizer, c.seed)
         longest = self.shape.max_positions
         self._learned_from = Experience(c, self.algorithm, self._dataset, self._rollouts, longest)
         if self.checkpoints is not None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from trainer.config import MemoryConfig, TrainerConfig
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, MemoryPlanError, TrainerError
 from trainer.megatron.engine import Engine
 from trainer.megatron.hf_config import load_shape
 from trainer.megatron.parallel import broadcast_json, lead
@@ -24,11 +24,28 @@ ADAM_BYTES = 8  # two fp32 moments for each fp32 main weight
 PUBLISHED_BYTES = {"bfloat16": 2, "float32": 4}
 
 
-def build_memory(config: TrainerConfig, engine: Engine, serving: Sequence[Component] | None = None) -> Memory:
+class Models(Protocol):
+    """Models that rewards hold in host memory (`trainer.rewards.Scorer`)."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def rest(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+def build_memory(
+    config: TrainerConfig,
+    engine: Engine,
+    serving: Sequence[Component] | None = None,
+    models: Models | None = None,
+) -> Memory:
     """The memory manager of a run; one that does nothing unless the configuration has a section `memory`. Collective.
 
-    `serving`: what shares the device besides the trainer's own components; None: what `memory.serving` says. Raises
-    OverBudget when a phase cannot be held, SleepTimeout when the fleet cannot be asked, ConfigError.
+    `serving`: what shares the device besides the trainer's own components; None: what `memory.serving` says. `models`:
+    those of the rewards, on rank 0. Raises OverBudget when a phase cannot be held, SleepTimeout when the fleet cannot
+    be asked, ConfigError.
     """
     if config.memory is None:
         return NothingShared()
@@ -39,7 +56,7 @@ def build_memory(config: TrainerConfig, engine: Engine, serving: Sequence[Compon
     close: Callable[[], None] = _nothing
     if serving is None:
         serving, close = _fleet(config)
-    for component in serving:
+    for component in (*serving, *_reward_model(models)):
         ledger.add(component)
     return SharedMemory(ledger, int(config.memory.reserve_gib * GIB), close)
 
@@ -110,6 +127,22 @@ def _fleet(config: TrainerConfig) -> tuple[Sequence[Component], Callable[[], Non
 def _open(section: Any, engine: int) -> tuple[Fleet, ServingEngine]:
     fleet = Fleet(section)
     return fleet, ServingEngine(fleet, engine, section.level)
+
+
+def _reward_model(models: Models | None) -> Sequence[Component]:
+    """What rewards hold, as rank 0 knows. They run on the CPU: where there is a GPU, that is not the shared memory."""
+    nbytes: int = broadcast_json(models.nbytes if models is not None else 0)
+    if nbytes == 0 or torch.cuda.is_available():
+        return []
+    start, stop = (_nothing, _nothing) if models is None else (lambda: _wake(models), models.rest)
+    return [Restartable("reward_model", nbytes, start, stop, "instantiated")]
+
+
+def _wake(models: Models) -> None:
+    try:
+        models.wake()
+    except TrainerError as error:
+        raise MemoryPlanError(f"the models of the rewards did not come back: {error}") from error
 
 
 def _published(config: TrainerConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from trainer.errors import ConfigError, NoLayout
 from trainer.megatron.hf_config import ModelShape
 from trainer.memory.units import GIB, gib
 from trainer.plan.estimate import Estimate, Workload, estimate
-from trainer.plan.tables import ECONOMIES, ROWS, Economy, row_of
+from trainer.plan.tables import ECONOMIES, ROWS, Economy, contexts, row_of
 
 MOST_GPUS = 1 << 16
 RUNTIME_BYTES = 2 * GIB  # CUDA's and NCCL's own, and what an allocator wastes
@@ -40,6 +41,15 @@ class Choice:
     estimate: Estimate
     row: str
     room: int
+    length: int
+
+    @property
+    def why(self) -> str:
+        """Which lines of the tables led to it."""
+        context = self.parallel.context
+        rank = f"a rank keeps the activations of {-(-self.length // context)}"
+        cut = f"sequences of {self.length} tokens cut over {context} ranks, since they are long: {rank}"
+        return "; ".join([self.row, *[cut] * (context > 1), self.economy.told])
 
     @property
     def fits(self) -> bool:
@@ -61,16 +71,19 @@ def candidates(shape: ModelShape, hardware: Hardware, workload: Workload) -> Ite
     seen: set[tuple[ParallelConfig, Economy]] = set()
     for row in ROWS[row_of(shape.parameters) :]:
         for pipeline in row.pipelines:
-            for economy in ECONOMIES:
-                parallel = _cut(shape, hardware, row.tensor, pipeline, economy)
+            for economy, context in itertools.product(ECONOMIES, contexts(workload.length)):
+                parallel = _cut(shape, hardware, row.tensor, pipeline, context, economy)
                 if parallel is None or (parallel, economy) in seen:
                     continue
                 seen.add((parallel, economy))
                 work = dataclasses.replace(workload, recompute=economy.recompute, offload=economy.offload)
-                yield Choice(parallel, economy, estimate(shape, parallel, work), row.told, hardware.room)
+                found = estimate(shape, parallel, work)
+                yield Choice(parallel, economy, found, row.told, hardware.room, work.length)
 
 
-def _cut(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int, economy: Economy) -> ParallelConfig | None:
+def _cut(
+    shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int, context: int, economy: Economy
+) -> ParallelConfig | None:
     """The table's sizes, as far as the model and the GPUs can be divided by them; None where they cannot at all. Whole
     nodes that would be left over by the number of layers stay idle."""
     pipeline = _divisor(pipeline, shape.layers)
@@ -81,9 +94,10 @@ def _cut(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int, econ
     tensor = _divisor(
         min(tensor, hardware.per_node), shape.heads, shape.kv_heads, shape.expert_ffn or shape.ffn, usable
     )
-    data = usable // tensor
-    expert = _divisor(shape.experts, shape.experts, data * tensor) if shape.experts else 1
-    sizes = {"tensor": tensor, "pipeline": pipeline, "data": data, "expert": expert, "sequence": tensor > 1}
+    context = _divisor(context, usable // tensor)
+    expert = _divisor(shape.experts, shape.experts, usable) if shape.experts else 1
+    sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": usable // (tensor * context)}
+    sizes |= {"expert": expert, "sequence": tensor > 1}
     try:
         parallel = ParallelConfig(**sizes, expert_tensor=1 if expert > 1 else None, shard=economy.shard)  # type: ignore[arg-type]
         shape.check_parallel(parallel)
@@ -103,8 +117,8 @@ def _refusal(shape: ModelShape, hardware: Hardware, workload: Workload, tried: l
     nearest = min(tried, key=lambda choice: choice.estimate.total)
     p = nearest.parallel
     problem = f"no layout fits on {hardware.gpus} GPUs with {gib(hardware.memory)} each: the nearest (tensor {p.tensor}"
-    problem += f", pipeline {p.pipeline}, data {p.data}; {nearest.economy.told}) needs {gib(nearest.estimate.total)}"
-    problem += f" of {gib(hardware.room)}"
+    problem += f", pipeline {p.pipeline}, context {p.context}, data {p.data}; {nearest.economy.told})"
+    problem += f" needs {gib(nearest.estimate.total)} of {gib(hardware.room)}"
     enough = _enough(shape, hardware, workload)
     advice = f"Take {enough} such GPUs" if enough else "Take GPUs with more memory"
     return f"{problem}. {advice}, lower --length or micro_batch, or train a smaller model."

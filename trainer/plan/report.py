@@ -110,7 +110,7 @@ def _say_recommended(console: Console, choice: Choice, hardware: Hardware) -> No
     gpus = f"{used}" if used == hardware.gpus else f"{used} of {hardware.gpus}"
     title = f"recommended for {gpus} x {gib(hardware.memory)}: {_layout(choice.parallel)}"
     console.print(_table(title, choice.estimate))
-    console.print(f"{choice.row}; {choice.economy.told}; {gib(choice.room - choice.estimate.total)} to spare a GPU")
+    console.print(f"{choice.why}; {gib(choice.room - choice.estimate.total)} to spare a GPU")
     console.print(as_yaml(choice), highlight=False)
 
 

@@ -8,6 +8,8 @@ a node, pipeline parallelism (60-70 %: bubbles) goes across, data parallelism (o
     30 B to 100 B    tensor 8, pipeline 2-4, data the rest
     100 B to 500 B   tensor 8, pipeline 8-16, data the rest
     experts          as above, and spread over as many ranks as match their number
+    long sequences   as above, and context parallel as far as activations need: 16384 tokens and more, of which a rank
+                     keeps 4096 at least (below that attention waits for the keys and values of others)
 
 Memory, in this order while a layout does not fit: optimizer states sharded (ZeRO-1, always on); activations recomputed
 (30 % more arithmetic, 50-70 % fewer activations); everything sharded (ZeRO-3, gathers every layer; where the layout
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 BILLION = 10**9
+LONG, LEAST = 16384, 4096  # tokens of a sequence: from where on it may be cut, and the shortest piece
 Shard = Literal["optimizer", "full"]
 Recompute = Literal["none", "full"]
 
@@ -60,6 +63,12 @@ ECONOMIES = (
     Economy("full", "full", False, 0.65, "everything sharded (ZeRO-3), activations recomputed"),
     Economy("optimizer", "full", True, 0.5, "ZeRO-1, activations recomputed, optimizer states in host memory"),
 )
+
+
+def contexts(length: int) -> list[int]:
+    """Over how many ranks sequences of `length` tokens may be cut, in the order to try."""
+    pieces = [1 << n for n in range((length // LEAST).bit_length())] if length >= LONG else []
+    return pieces or [1]
 
 
 def row_of(parameters: int) -> int:

@@ -50,6 +50,7 @@ class InWorker(Reward):
 
     async def open(self) -> None:
         await self._pool.open()
+        self.nbytes = self._pool.nbytes
 
     async def __call__(self, request: RewardRequest, /) -> float:
         return float(await self._pool.ask(dataclasses.asdict(request)))

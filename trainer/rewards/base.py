@@ -7,21 +7,19 @@ and whoever awaits a score may do so from any loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping
-from concurrent.futures import Future
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from trainer.errors import RewardError, RewardTimeout
+from trainer.rewards.loop_thread import LoopThread
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,9 @@ class Score:
 class Reward(ABC):
     """Scores one answer. Runs on the rewards' event loop, so it must not block: what may block or die belongs into a
     worker (trainer/rewards/pool.py)."""
+
+    nbytes: int = 0
+    """Of host memory, once open: what `close` gives back, and another `open` takes again. 0: too little to count."""
 
     async def open(self) -> None:  # noqa: B027 - most have nothing to make ready
         """Make ready. Raises ConfigError or SandboxUnavailable for what the user must correct."""
@@ -85,7 +86,7 @@ class Scorer:
 
     def __init__(self, rewards: Mapping[str, Weighted]) -> None:
         self._rewards = dict(rewards)
-        self._loop = _LoopThread()
+        self._loop = LoopThread()
         self._lock = threading.Lock()
         self._tallies = {name: _Tally() for name in self._rewards}
         self._warned: set[str] = set()
@@ -93,7 +94,7 @@ class Scorer:
     def open(self) -> Scorer:
         """Make all rewards ready; raises what the first that cannot be raises, having closed the others."""
         try:
-            self._loop.run(self._open()).result()
+            self._loop.run(self._all(weighted.reward.open() for weighted in self._rewards.values())).result()
         except BaseException:
             self.close()
             raise
@@ -118,14 +119,27 @@ class Scorer:
     def close(self) -> None:
         """End all workers. Safe to call twice."""
         if self._loop.alive:
-            self._loop.run(self._close()).result()
+            self._loop.run(self._all(weighted.reward.close() for weighted in self._rewards.values())).result()
             self._loop.close()
 
-    async def _open(self) -> None:
-        await asyncio.gather(*(weighted.reward.open() for weighted in self._rewards.values()))
+    @property
+    def nbytes(self) -> int:
+        """What rewards that hold models hold of the host's memory while they are awake."""
+        return sum(weighted.reward.nbytes for weighted in self._rewards.values())
 
-    async def _close(self) -> None:
-        await asyncio.gather(*(weighted.reward.close() for weighted in self._rewards.values()))
+    def rest(self) -> None:
+        """Give up the models, when nothing is being scored. Until `wake`, rewards that hold one fail."""
+        self._loop.run(self._all(reward.close() for reward in self._models())).result()
+
+    def wake(self) -> None:
+        """Have them again. Raises as `open` does."""
+        self._loop.run(self._all(reward.open() for reward in self._models())).result()
+
+    def _models(self) -> list[Reward]:
+        return [weighted.reward for weighted in self._rewards.values() if weighted.reward.nbytes]
+
+    async def _all(self, changes: Iterable[Coroutine[Any, Any, None]]) -> None:
+        await asyncio.gather(*changes)
 
     async def _score(self, request: RewardRequest) -> Score:
         names = list(self._rewards)
@@ -167,45 +181,3 @@ async def _bounded(weighted: Weighted, request: RewardRequest) -> float:
     if not math.isfinite(value):
         raise RewardError(f"it returned {value}. Return a finite number.")
     return value
-
-
-class _LoopThread:
-    """An event loop on a daemon thread, started when first used."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    @property
-    def alive(self) -> bool:
-        return self._thread is not None
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._closed:
-            coroutine.close()
-            raise RewardError("the scorer is closed. Build a new one.")
-        if self._thread is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
-            self._thread.start()
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def close(self) -> None:
-        if self._loop is None or self._thread is None:
-            return
-        self._closed = True
-        with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
-        self._thread = None
-
-
-async def _cancel_all() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -22,6 +22,7 @@ class Classifier:
             raise ConfigError("rewards.path", problem, "Name a sequence classification checkpoint") from None
         self._torch, self._label = torch, label
         self._probability, self._max_tokens = probability, max_tokens
+        self.nbytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         labels = self._model.config.num_labels
         if not -labels <= label < labels:
             raise ConfigError("rewards.label", f"{label}, but {path} has {labels} labels", "Name one of them")

@@ -36,7 +36,7 @@ class _Worker:
 
     def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
         self.process, self.mark = process, mark
-        self.room, self.busy, self._killed = 1, 0, False
+        self.room, self.busy, self.nbytes, self._killed = 1, 0, 0, False
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._serial = 0
         self._reader: asyncio.Task[None] | None = None
@@ -54,7 +54,7 @@ class _Worker:
         except TimeoutError:
             raise RewardError(f"a reward's process did not start within {timeout_s:g} s.") from None
         said: dict[str, Any] = orjson.loads(line) if line else {"problem": "its process ended at once"}
-        self.room = said.get("concurrency", 1)
+        self.room, self.nbytes = said.get("concurrency", 1), said.get("bytes", 0)
         self._reader = asyncio.get_running_loop().create_task(self._read())
         return said
 
@@ -113,12 +113,14 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         self._free = asyncio.Condition()
         self.replaced = 0
+        self.nbytes = 0  # that all workers say they hold
 
     async def open(self) -> None:
         """Start all. Raises ConfigError when the first cannot do its job."""
         first = await self._start()
         self._workers.append(first)
         self._workers += await asyncio.gather(*(self._start() for _ in range(self._size - 1)))
+        self.nbytes = sum(worker.nbytes for worker in self._workers)
 
     async def ask(self, request: Mapping[str, Any]) -> Any:
         """The value a worker gives. Raises RewardError: what it raised there, RewardTimeout, RewardWorkerDied."""

@@ -1,8 +1,8 @@
 """A reward's own process: `python -m trainer.rewards.worker JOB`, a JSON object a line on standard input and output.
 
-JOB names the job and its options. The first line it writes is `{"concurrency": n}`, or `{"problem": ...}` if it cannot
-do the job. Each request has an `id`, which its reply repeats beside `value`, `problem` or `late`. What the reward's own
-code prints goes to standard error.
+JOB names the job and its options. The first line it writes is `{"concurrency": n, "bytes": n}` (bytes: of the models
+that it holds), or `{"problem": ...}` if it cannot do the job. Each request has an `id`, which its reply repeats beside
+`value`, `problem` or `late`. What the reward's own code prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def main() -> None:
         _say(replies, {"key": error.key, "problem": error.problem, "advice": error.advice})
         return
     if inspect.iscoroutinefunction(function):
-        _say(replies, {"concurrency": job.get("concurrency", 64)})
+        _say(replies, {"concurrency": job.get("concurrency", 64), "bytes": getattr(function, "nbytes", 0)})
         asyncio.run(_serve(function, requests, replies))
         return
-    _say(replies, {"concurrency": 1})
+    _say(replies, {"concurrency": 1, "bytes": getattr(function, "nbytes", 0)})
     for line in requests:
         request = orjson.loads(line)
         _say(replies, {"id": request["id"], **_outcome(function, request)})
@@ -88,7 +88,8 @@ def _die_with_parent() -> None:
 
 
 def _callable(target: str, concurrency: int = 64) -> Function:
-    """The user's function, given `extra` if it has such a parameter."""
+    """The user's function, given `extra` if it has such a parameter. One that holds a model may say in its attribute
+    `nbytes` how much that takes."""
     module, _, name = target.partition(":")
     try:
         function: Function = getattr(importlib.import_module(module), name)
@@ -103,8 +104,17 @@ def _callable(target: str, concurrency: int = 64) -> Function:
             result: Awaitable[float] = function(prompt, answer, expected, **more)
             return float(await result)
 
-        return asynchronous
-    return lambda p, a, e, x: function(p, a, e, **({"extra": x} if takes_extra else {}))
+        return _as_large(asynchronous, function)
+
+    def synchronous(prompt: str, answer: str, expected: str, extra: dict[str, Any]) -> Any:
+        return function(prompt, answer, expected, **({"extra": extra} if takes_extra else {}))
+
+    return _as_large(synchronous, function)
+
+
+def _as_large(made: Function, function: Function) -> Function:
+    made.nbytes = getattr(function, "nbytes", 0)  # type: ignore[attr-defined]
+    return made
 
 
 def _math(boxed_only: bool, precision: int) -> Function:

@@ -16,6 +16,7 @@ from trainer.main import main
 from trainer.megatron.hf_config import ModelShape, load_shape
 from trainer.memory.units import GIB
 from trainer.plan import Hardware, PlanOptions, Workload, estimate, recommend
+from trainer.plan.recommend import candidates
 from trainer.plan.report import as_yaml, workload_of
 
 WORK = Workload(length=4096, micro_batch=1)
@@ -91,6 +92,32 @@ def test_memory_is_bought_in_the_order_of_the_table(tmp_path: Path) -> None:
     assert found[-1] == (99, 99)
 
 
+@pytest.mark.parametrize("name", ["1.5B", "8B", "30B-A3B"])
+def test_long_sequences_are_cut_as_far_as_their_activations_need(tmp_path: Path, name: str) -> None:
+    """Before they are recomputed, and no further than a rank's piece is worth it."""
+    model, hardware = shape(tmp_path, name), Hardware(64, 80 * GIB)
+    assert recommend(model, hardware, Workload(length=8192)).parallel.context == 1
+    choice = recommend(model, hardware, Workload(length=131072))
+    p = choice.parallel
+    assert choice.fits
+    assert choice.economy.recompute == "none"
+    assert p.context > 1
+    assert p.world_size == 64
+    assert f"sequences of 131072 tokens cut over {p.context} ranks" in choice.why
+    model.check_parallel(p)
+    tried = [c for c in candidates(model, hardware, Workload(length=131072)) if c.economy == choice.economy]
+    alike = [c for c in tried if (c.parallel.tensor, c.parallel.pipeline) == (p.tensor, p.pipeline)]
+    assert [c.fits for c in alike if c.parallel.context < p.context] == [False] * (p.context.bit_length() - 1)
+
+
+def test_a_sequence_is_not_cut_into_pieces_that_are_too_short(tmp_path: Path) -> None:
+    model = shape(tmp_path, "1.5B")
+    found = candidates(model, Hardware(64, 80 * GIB), Workload(length=32768))
+    assert {c.parallel.context for c in found} == {1, 2, 4, 8}
+    few = candidates(model, Hardware(6, 80 * GIB, per_node=6), Workload(length=32768))
+    assert {c.parallel.context for c in few} == {1, 2, 3, 6}, "as far as the GPUs can be divided"
+
+
 def test_no_layout_is_refused_with_the_nearest_and_a_number_that_is_enough(tmp_path: Path) -> None:
     model = shape(tmp_path, "70B")
     with pytest.raises(NoLayout, match=r"no layout fits on 2 GPUs.* needs .* of .*Take (\d+) such GPUs") as refused:
@@ -150,6 +177,22 @@ def test_the_command_prints_a_plan_and_its_yaml_can_be_used(tmp_path: Path, caps
 
 def _models(choice: Any, path: str) -> str:
     return as_yaml(choice).replace("model: {", f"model: {{path: {path}, ")
+
+
+def test_a_cut_sequence_is_in_the_yaml_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    path = write_config(tmp_path / "model", "8B")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 131072}))
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings(path)))
+    assert main(["--config", str(file), "--plan", "--gpus", "64", "--length", "131072"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    choice = recommend(load_shape(path), Hardware(64, 80 * GIB), Workload(length=131072))
+    assert f"context: {choice.parallel.context}" in out
+    assert choice.why in out
+    file.write_text(yaml.safe_dump(settings(path) | yaml.safe_load(_models(choice, path))))
+    assert load(file).parallel == choice.parallel
 
 
 def test_an_offloaded_optimizer_is_in_the_yaml(tmp_path: Path) -> None:

@@ -67,3 +67,18 @@ async def sleeps(prompt: str, answer: str, expected: str) -> float:
 def scaled(prompt: str, answer: str, expected: str, extra: dict[str, Any]) -> float:
     """Some number of the answer, as large as the record says: a verifier that is wrong by orders of magnitude."""
     return float(extra["scale"]) * sum(map(ord, answer)) / 1000
+
+
+class Large:
+    """A reward that holds a model."""
+
+    nbytes = 8 << 20
+
+    def __init__(self) -> None:
+        self.weights = os.urandom(self.nbytes)
+
+    def __call__(self, prompt: str, answer: str, expected: str) -> float:
+        return self.weights[0] * 0.0 + sum(map(ord, answer)) / 1000
+
+
+large = Large()

@@ -10,9 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from safetensors.torch import load_file
 
-from trainer.config import ClassifierReward, GatewayConfig, JudgeReward, MathReward, RewardConfig
+from trainer.config import ClassifierReward, GatewayConfig, JudgeReward, MathReward, RegexReward, RewardConfig
 from trainer.errors import ConfigError
 from trainer.rewards import RewardRequest, Score, build_scorer
 from trainer.tiny_model import write_tiny_model
@@ -88,6 +90,31 @@ def test_a_classifier_scores_prompt_and_answer(classifier: Path) -> None:
     assert first.total == again.total != second.total
     other = scores(ClassifierReward(path=str(classifier), label=0), ("07", ""))[0]
     assert other.total == pytest.approx(1 - first.total, abs=1e-6)
+
+
+def test_models_rest_and_wake(classifier: Path) -> None:
+    """Their processes are gone meanwhile; other rewards go on."""
+    configs = [ClassifierReward(path=str(classifier), workers=1), RegexReward(pattern="0")]
+    scorer = build_scorer(configs)
+
+    def workers() -> int:
+        return len(psutil.Process().children(recursive=True))
+
+    def ask() -> Score:
+        return asyncio.run(scorer(RewardRequest("3+4=", "07", "07")))  # type: ignore[arg-type]
+
+    try:
+        before, there, held = ask(), workers(), scorer.nbytes
+        weights = sum(t.nbytes for t in load_file(classifier / "model.safetensors").values())
+        assert held == weights
+        scorer.rest()
+        assert workers() == there - 1
+        assert scorer.nbytes == held, "what they will take again"
+        scorer.wake()
+        assert workers() == there
+        assert ask() == before
+    finally:
+        scorer.close()
 
 
 def test_a_classifier_that_cannot_be_loaded_is_named(classifier: Path, tmp_path: Path) -> None:

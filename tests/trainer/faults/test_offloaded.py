@@ -1,0 +1,50 @@
+"""A run in phases, with the models of its rewards: killed between them, it repeats the run that had room for all."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from tests.trainer.faults.runs import curve, events
+from tests.trainer.faults.test_resume import killed_and_resumed, uninterrupted
+from tests.trainer.faults.zygote import Zygote
+from tests.trainer.fleet import fleet, never_behind
+from tests.trainer.rewards.functions import Large
+
+STEPS, EVERY = 8, 2
+
+
+def test_a_checkpoint_is_taken_while_the_optimizer_is_away(
+    zygote: Zygote, config: dict[str, Any], tmp_path: Path, small_models: dict[str, str]
+) -> None:
+    """Evaluation brings the rewards' models and sends the optimizer away; the checkpoint comes right after it."""
+    weights = sum(tensor.nbytes for tensor in load_file(Path(small_models["qwen2"]) / "model.safetensors").values())
+    budget = Large.nbytes + 3 * weights  # weights, gradients and two moments are 4
+    with fleet(small_models["qwen2"], tmp_path) as running, never_behind(running):
+        config |= {
+            "algorithm": {"name": "grpo", "samples_per_prompt": 4},
+            "rewards": [{"kind": "callable", "target": "tests.trainer.rewards.functions:large", "workers": 1}],
+            "rollout": {"max_tokens": 4},
+            "gateway": {"url": running.server.url},
+            "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "lineage": "a"},
+            "data": config["data"] | {"held_out": 4},
+            "eval": {"every": EVERY, "prompts": 2},
+            "checkpoint": config["checkpoint"] | {"every": EVERY},
+            "steps": STEPS,
+            "optimizer": {"lr": 2e-3},
+            "batch": 4,
+        }
+        expected = curve(uninterrupted(zygote, config, tmp_path), "reward_mean")
+        config["publish"]["lineage"] = "b"
+        config["memory"] = {"budget_gib": budget / 2**30, "directory": str(tmp_path)}
+        first, second = killed_and_resumed(zygote, config, tmp_path, random.randrange(EVERY + 1, STEPS - 1))
+        assert first == 0
+        assert second in range(EVERY, STEPS, EVERY)
+    assert curve(config["metrics"], "reward_mean") == expected
+    assert len(expected) == STEPS
+    for step in events(config["metrics"], "step")[1:]:
+        moved = {key.removeprefix("memory_ms/") for key in step if key.startswith("memory_ms/")}
+        assert {"train/actor_optimizer", "train/reward_model"} <= moved, "one came, the other left"
