@@ -1,0 +1,68 @@
+"""Three hosts for the session, good links for each test."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.cluster import Etcd, Program
+from tests.hosts.namespaces import Hosts, require
+
+COUNT = 3
+
+
+@pytest.fixture(scope="session")
+def _hosts() -> Iterator[Hosts]:
+    require()
+    with Hosts(COUNT, shaped=True) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def hosts(_hosts: Hosts) -> Iterator[Hosts]:
+    """What the last test did to the links is undone."""
+    yield _hosts
+    for host in range(COUNT):
+        _hosts.heal(host)
+        _hosts.shape(host)
+
+
+@pytest.fixture(scope="session")
+def _etcd(_hosts: Hosts) -> Iterator[Etcd]:
+    etcd = Etcd(_hosts)
+    yield etcd
+    etcd.close()
+
+
+@pytest.fixture
+def etcd(_etcd: Etcd, hosts: Hosts) -> Etcd:
+    """A member on each host, all of them agreed. Each test has a namespace of its own in it."""
+    _etcd.settle()
+    return _etcd
+
+
+@pytest.fixture
+def start(hosts: Hosts) -> Iterator[Callable[..., Program]]:
+    """Starts programs on hosts, and ends them with the test."""
+    started: list[Program] = []
+
+    def run(host: int, module: str, *arguments: object) -> Program:
+        started.append(Program(hosts, host, module, *arguments))
+        return started[-1]
+
+    yield run
+    for program in started:
+        program.close()
+
+
+@pytest.fixture
+def arena_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """One arena for all hosts, which share this machine's memory."""
+    directory = Path(tempfile.mkdtemp(prefix="hotswap-test-", dir="/dev/shm"))
+    monkeypatch.setenv("HOTSWAP_ARENA", str(directory))
+    yield directory
+    shutil.rmtree(directory)
