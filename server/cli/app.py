@@ -125,6 +125,14 @@ def gateway(context: typer.Context) -> None:
     main(context.args)
 
 
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)
+def peer(context: typer.Context) -> None:
+    """Carry versions between this host and others (`hotswap peer --help` for its options)."""
+    from weightsync.peer.main import main
+
+    raise typer.Exit(main(context.args))
+
+
 @app.command(context_settings=PASS_THROUGH)
 def train(
     context: typer.Context,

@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import Counter, Gauge
@@ -16,6 +17,8 @@ from prometheus_client import Counter, Gauge
 from server.sleeping import SleepOrder, ordered, stay_asleep
 from weightsync.checkpoint import Checkpoint
 from weightsync.errors import CheckpointError, StoreError, StoreUnavailable
+from weightsync.hosts import this_host
+from weightsync.peer.locate import localized
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.store import Store, open_store
 from weightsync.swap.agent import CommitResult, Participant, StageResult
@@ -42,6 +45,7 @@ class Sidecar:
 
     def __init__(self, config: InstanceConfig, engine: Engine, admission: Admission, address: str) -> None:
         self._config, self._engine, self._admission = config, engine, admission
+        self._keys, self._host = Keys(config.model), this_host()
         self._participant: Participant | None = None
         self._suspect: int | None = None  # the version built last, or one that was not as published
         self.sleeps = False  # whether the process is to start over and sleep
@@ -118,7 +122,7 @@ class Sidecar:
             store,
             self._config.model,
             record,
-            self._stage,
+            partial(self._stage, store),
             self._commit,
             drop=self._drop,
             drain=self._admission.idle,
@@ -138,8 +142,9 @@ class Sidecar:
         log.error("the engine has ended; this instance ends too")
         os.kill(os.getpid(), signal.SIGTERM)
 
-    async def _stage(self, version: VersionRecord) -> StageResult:
-        report = await self._engine.stage(version, self._config.stage_timeout_s)
+    async def _stage(self, store: Store, version: VersionRecord) -> StageResult:
+        here = await localized(store, self._keys, version, self._host, self._config.stage_timeout_s)
+        report = await self._engine.stage(here, self._config.stage_timeout_s)
         STAGE_SECONDS.set(report["stage_ms"] / 1e3)
         fingerprint = report.get("fingerprint") or None
         if report["path"] != "retained" or not same(fingerprint, version.fingerprint):
