@@ -67,14 +67,14 @@ def simulated(scenario: Scenario) -> dict[str, Any]:
 
 
 def _control(scenario: Scenario, outcome: Outcome) -> dict[str, Any]:
-    """What receivers ask of holders besides chunks; a question and its answer carry three bitmaps, in base64."""
+    """What receivers ask of holders besides chunks; a question of the informed and its answer carry three bitmaps."""
     bitmap = -(-(scenario.chunks // 8) * 4 // 3)
     return {
         "reads": outcome.reads,
         "opened": outcome.opened,
         "refused": outcome.refused,
         "asked": outcome.asked,
-        "bitmaps_nbytes": outcome.asked * bitmap * (3 if scenario.tells else 1),
+        "bitmaps_nbytes": outcome.asked * bitmap * (3 if scenario.informed else 1),
         "planner_us": 1e6 * outcome.planner_s / max(1, outcome.planned),
     }
 

@@ -13,30 +13,29 @@ BASELINES: tuple[Way, ...] = ("star", "tree", "chain")
 FEW = Scenario(hosts=8, params=8e9, nic_gbit=100)
 SOME = Scenario(hosts=64, params=70e9, chunk_nbytes=64 * MIB)
 MANY = Scenario(hosts=1000, params=1e12, hosts_per_instance=4, chunk_nbytes=GIB)
-MANY_SOURCES = replace(MANY, sources=32)
+WHOLE = replace(MANY, hosts_per_instance=1, chunk_nbytes=4 * GIB)
+PARTS = replace(MANY, sources=32, informed=True)
 
 
 def standard(delta_of_raw: float) -> dict[str, dict[str, Scenario]]:
     """By group and name; `delta_of_raw` is how much smaller a difference is than a version."""
-    wide = replace(MANY_SOURCES, holders=12, total=16)
     delta = replace(MANY, params=MANY.params * delta_of_raw, chunk_nbytes=32 * MIB)
-    quarter = replace(MANY_SOURCES, hosts=256)
+    quarter = replace(MANY, hosts=256)
     return {
         "8 hosts, 8 B parameters, 100 Gbit/s": all_ways(FEW),
-        "64 hosts, 70 B parameters, 400 Gbit/s": all_ways(SOME)
-        | {"swarm, as if nobody told what it has": replace(SOME, tells=False)},
-        "1,000 hosts, 1 T parameters, four hosts an instance, one publisher": all_ways(MANY)
-        | {"swarm, as if nobody told what it has": replace(MANY, tells=False)},
+        "64 hosts, 70 B parameters, 400 Gbit/s": all_ways(SOME),
+        "1,000 hosts, 1 T parameters, four hosts an instance, one publisher": all_ways(MANY),
         "the same, published by 32 hosts": {
-            "swarm": MANY_SOURCES,
-            "swarm, 12 holders, 16 reads": wide,
-            "swarm, 12 holders, 16 reads, uplinks 4:1": replace(wide, oversubscription=4.0),
+            "informed": PARTS,
+            "informed, wide": _wide(PARTS),
+            "informed, wide, uplinks 4:1": replace(_wide(PARTS), oversubscription=4.0),
         },
-        "the same as a difference, one publisher": {"swarm": delta, "star": replace(delta, way="star", poll_s=0.0)},
+        "the same as a difference, one publisher": all_ways(delta),
         "1,000 hosts that need all of 1 T parameters, one publisher": {
-            "swarm": replace(MANY, hosts_per_instance=1, chunk_nbytes=4 * GIB)
+            "swarm": WHOLE,
+            "informed, wide": replace(_wide(WHOLE), informed=True),
         },
-        "chunk size: 256 hosts, 1 T parameters, 32 publishers": {
+        "chunk size: 256 hosts, 1 T parameters, one publisher": {
             f"swarm, {size} MiB": replace(quarter, chunk_nbytes=size * MIB) for size in (256, 512, 1024, 2048)
         },
     }
@@ -44,5 +43,12 @@ def standard(delta_of_raw: float) -> dict[str, dict[str, Scenario]]:
 
 def all_ways(scenario: Scenario) -> dict[str, Scenario]:
     """The planner and, where there is one source, what it is compared with; those hear of new chunks at once."""
-    ways = BASELINES if scenario.sources == 1 else ()
-    return {"swarm": scenario} | {way: replace(scenario, way=way, poll_s=0.0) for way in ways}
+    if scenario.sources > 1:
+        return {"informed": scenario}
+    baselines = {way: replace(scenario, way=way, poll_s=0.0) for way in BASELINES}
+    return {"swarm": scenario, "informed": replace(scenario, informed=True)} | baselines
+
+
+def _wide(scenario: Scenario) -> Scenario:
+    """Twice the holders and reads, and room for them."""
+    return replace(scenario, holders=12, total=16, readers=24)

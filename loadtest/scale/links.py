@@ -11,7 +11,7 @@ from weightsync.peer.bitmap import Bitmap
 from weightsync.peer.plan import Holder, choose
 
 PATIENCE, MAX_PATIENCE = 5, 20  # times that holders offer nothing before one of them is left for another
-REFUSED_S = 2.0  # how long a holder that had no place is not asked again
+REFUSED_S, INFORMED_REFUSED_S = 0.3, 2.0  # how long a holder that had no place is not asked again
 
 
 class Links:
@@ -56,7 +56,7 @@ class Links:
         self._outcome.asked += 1
         key, chunks = (number, host.shard), self._scenario.chunks
         lent = None
-        if self._scenario.tells:
+        if self._scenario.informed:
             self._lent[key] = self._lent.get(key, 0) | host.done.bits | host.reading
             lent = Bitmap(chunks, self._lent[key])
         have = self._have(number, host.shard)
@@ -73,7 +73,7 @@ class Links:
     def _open_more(self, host: Host, now: float) -> None:
         flying = {int(read.host) for read in host.in_flight.values()}
         idle = [number for number, times in host.links.items() if times >= host.patience and number not in flying]
-        if idle:
+        if idle and self._scenario.informed:
             self._leave(host, idle[0])
             host.patience = min(2 * host.patience, MAX_PATIENCE)
         lacking = self._scenario.holders - len(host.links)
@@ -84,15 +84,15 @@ class Links:
             if len(self.readers(number, host.shard)) < self._scenario.readers:
                 self._enter(host, number)
             else:
-                host.refused[number] = now + REFUSED_S
+                host.refused[number] = now + (INFORMED_REFUSED_S if self._scenario.informed else REFUSED_S)
                 self._outcome.refused += 1
         host.turn += 1
 
     def _known(self, host: Host, now: float) -> list[Holder]:
-        """Whom it might open, as the records in the store say: who has everything, and who is fetching."""
+        """Whom it might open; the informed see from the records in the store who is only fetching."""
         host.refused = {number: until for number, until in host.refused.items() if until > now}
         apart = {host.number, *host.links, *host.refused}
-        nothing = Bitmap(self._scenario.chunks)
+        nothing = Bitmap(self._scenario.chunks) if self._scenario.informed else None
         known = {h.number: nothing if h.done_at is None else None for h in self._shards[host.shard]}
         known |= {n: have for n, have in self._sources[host.shard].items() if have is None or have.bits}
         distance = self._network.distance

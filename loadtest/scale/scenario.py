@@ -21,6 +21,10 @@ class Scenario:
     (what is not divided between them) and its share of the rest; hosts with the same place in their instances need the
     same, and read it from each other. `rack` hosts have an uplink of rack x NIC / `oversubscription`; 0: links between
     racks are no limit.
+
+    `informed` receivers tell holders what they have and read (`Holder.lent`), know from the records who is only
+    fetching, and leave holders that offer nothing new. weightsync/peer does none of these; its figures are the defaults
+    below. What several sources have in parts is found by the informed only.
     """
 
     hosts: int
@@ -34,12 +38,12 @@ class Scenario:
     latency_s: float = 50e-6
     rack: int = 16
     oversubscription: float = 0.0
-    readers: int = 16  # at most, of one slot of a host, at a time
+    readers: int = 8  # at most, of one slot of a host, at a time
     holders: int = 6  # that a receiver has open at a time
     per_holder: int = 2
     total: int = 8
     poll_s: float = 0.2  # how often a receiver asks what a holder has by now; 0: it is told at once
-    tells: bool = True  # whether it says in turn what it has and reads, which becomes `Holder.lent`
+    informed: bool = False
     seed: int = 0
     way: Way = "swarm"
 
@@ -48,6 +52,8 @@ class Scenario:
             raise ScenarioError(f"{self.hosts} hosts are no instances of {self.hosts_per_instance}: choose a multiple")
         if self.sources < 1 or (self.way != "swarm" and self.sources > 1):
             raise ScenarioError("the baselines have one source; choose --sources 1, or more for the planner")
+        if self.sources > 1 and not self.informed:
+            raise ScenarioError("parts of a version are found by informed receivers only; choose those, or one source")
 
     @property
     def version_nbytes(self) -> int:

@@ -19,8 +19,12 @@ from weightsync.peer.plan import Assignment, Planner
 
 
 def distribute(scenario: Scenario) -> Outcome:
-    """Simulate one version on its way. The same scenario gives the same outcome, but for `planner_s`."""
+    """Simulate one version on its way; but for `planner_s` the same scenario gives the same. Raises SwarmStuck."""
     return Swarm(scenario).run()
+
+
+class SwarmStuck(RuntimeError):
+    """Receivers wait for each other: the plan is at fault, or the limits of the scenario are too low."""
 
 
 class Swarm:
@@ -35,12 +39,17 @@ class Swarm:
         self._links = Links(scenario, self.network, self.hosts, self.outcome)
 
     def run(self) -> Outcome:
-        starts = random.Random(self.scenario.seed)
+        starts, patience = (
+            random.Random(self.scenario.seed),
+            60 + (self.scenario.hosts + 10) * self.scenario.lower_bound_s,
+        )
         for host in self.hosts.values():
             self._links.open_parent(host)
             self._at(starts.uniform(0, self.scenario.poll_s), host)
         while self._events:
             self.now, _, what = heapq.heappop(self._events)
+            if self.now > patience:
+                raise SwarmStuck(f"not done after {patience:.0f} s: allow more readers and holders")
             if isinstance(what, Host):
                 self._look(what)
             else:
