@@ -1,0 +1,190 @@
+"""The simulated cluster: bytes are neither made nor lost, nothing is faster than its links, and it can be repeated."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from loadtest.scale import records, store
+from loadtest.scale.bench import simulated
+from loadtest.scale.cases import BASELINES, standard
+from loadtest.scale.network import Network, Station
+from loadtest.scale.scenario import MIB, Scenario, ScenarioError
+from loadtest.scale.swarm import SwarmStuck, distribute
+from server.cli.bench import app
+from tests.etcd import require
+from weightsync.peer.fetch import Pace
+from weightsync.peer.settings import PeerSettings
+from weightsync.peer.sources import OPEN_AT_ONCE, REFRESH_S
+
+SMALL = Scenario(hosts=24, params=1e9, chunk_nbytes=16 * MIB, rack=8, poll_s=0.02)
+CASES = {
+    "swarm": SMALL,
+    "shards": replace(SMALL, hosts_per_instance=4),
+    "many sources": replace(SMALL, hosts_per_instance=4, sources=6, informed=True),
+    "uplinks": replace(SMALL, oversubscription=8.0),
+    "busy": replace(SMALL, readers=2),
+    "informed": replace(SMALL, informed=True),
+    "told at once": replace(SMALL, poll_s=0.0),
+    "odd sizes": replace(SMALL, params=1e8 + 1),
+} | {way: replace(SMALL, way=way, poll_s=0.0) for way in BASELINES}
+
+
+@pytest.mark.parametrize("scenario", CASES.values(), ids=CASES)
+def test_every_host_gets_each_of_its_bytes_once_and_somebody_sent_it(scenario: Scenario) -> None:
+    found = distribute(scenario)
+    assert found.in_nbytes == [scenario.host_nbytes] * scenario.hosts
+    assert sum(found.out_nbytes) == sum(found.in_nbytes)
+    assert len(found.done_s) == scenario.hosts
+    assert found.source_nbytes >= scenario.host_nbytes * scenario.hosts_per_instance
+    assert found.crossed_nbytes >= found.source_nbytes  # sources have racks of their own
+
+
+@pytest.mark.parametrize("scenario", CASES.values(), ids=CASES)
+def test_nothing_is_faster_than_its_links(scenario: Scenario) -> None:
+    found = distribute(scenario)
+    assert found.done_s[0] >= scenario.host_nbytes / scenario.nic
+    assert found.done_s[-1] >= scenario.lower_bound_s
+    assert max(found.out_nbytes) / scenario.nic <= found.done_s[-1]
+    if scenario.oversubscription:
+        uplinks = scenario.rack * scenario.nic / scenario.oversubscription
+        racks = -(-scenario.hosts // scenario.rack) + 1
+        assert found.crossed_nbytes / (racks * uplinks) <= found.done_s[-1]
+
+
+def test_the_same_seed_gives_the_same_outcome_and_another_seed_another() -> None:
+    first, again, other = (distribute(replace(SMALL, seed=seed)) for seed in (1, 1, 2))
+    assert (first.done_s, first.out_nbytes) == (again.done_s, again.out_nbytes)
+    assert first.out_nbytes != other.out_nbytes
+
+
+def test_the_planner_beats_a_star_by_far_and_comes_near_a_chain() -> None:
+    swarm, star, chain = (distribute(CASES[name]).done_s[-1] for name in ("told at once", "star", "chain"))
+    assert swarm < star / 6
+    assert swarm < 3 * chain
+    assert chain < 1.5 * SMALL.lower_bound_s
+
+
+def test_baselines_send_what_their_shape_says() -> None:
+    need = SMALL.host_nbytes
+    star, tree, chain = (distribute(CASES[way]).out_nbytes for way in BASELINES)
+    assert star == [SMALL.hosts * need] + [0] * SMALL.hosts
+    assert tree[0] == need
+    assert max(tree) == 2 * need
+    assert chain == [need] * SMALL.hosts + [0]
+
+
+def test_a_source_sends_less_when_it_is_told_what_its_readers_have() -> None:
+    long = replace(
+        SMALL, hosts=64, params=32e9, chunk_nbytes=128 * MIB
+    )  # many polls, so that there is something to tell
+    many = (replace(long, informed=informed) for informed in (True, False))
+    informed, not_informed = (distribute(scenario).source_nbytes for scenario in many)
+    assert informed < not_informed
+
+
+def test_receivers_that_can_open_nobody_are_found_out() -> None:
+    with pytest.raises(SwarmStuck, match="readers"):
+        distribute(replace(SMALL, hosts=2, params=1e7, readers=0))
+
+
+def test_the_figures_of_a_receiver_are_those_of_a_peer() -> None:
+    peer = PeerSettings.readers
+    found = SMALL.holders, Scenario.poll_s, SMALL.per_holder, SMALL.total, SMALL.readers
+    assert found == (OPEN_AT_ONCE, REFRESH_S, Pace.per_holder, Pace.total, peer)
+
+
+def test_larger_chunks_change_little() -> None:
+    sized = (replace(SMALL, params=16e9, chunk_nbytes=size * MIB, poll_s=0.2) for size in (64, 256))
+    fine, coarse = (distribute(scenario).done_s[-1] for scenario in sized)
+    assert coarse == pytest.approx(fine, rel=0.35)
+
+
+def test_a_station_carries_no_more_than_its_rate_and_passes_on_before_the_last_byte() -> None:
+    station = Station(100.0)
+    assert station.passed(100, 1.0, 100.0) == 1.0  # it came in at the same rate
+    assert station.passed(100, 1.0, 100.0) == 2.0  # its turn comes after
+    assert station.passed(100, 9.0, 50.0) == 9.0  # as slowly as it comes
+    assert station.passed(100, 9.0, float("inf")) == 10.0
+    assert station.nbytes == 400
+
+
+def test_only_limited_uplinks_are_stations() -> None:
+    assert len(Network(SMALL).path(0, 1)) == 2
+    limited = Network(CASES["uplinks"])
+    assert len(limited.path(0, 1)) == 4
+    assert len(limited.path(1, 2)) == 2
+    assert (limited.distance(0, 1), limited.distance(1, 8), limited.distance(8, 9)) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"hosts": 0}, {"hosts": 5, "hosts_per_instance": 2}, {"way": "star", "sources": 2}, {"sources": 2}]
+)
+def test_a_scenario_that_makes_no_sense_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ScenarioError, match="choose"):
+        replace(SMALL, **wrong)  # type: ignore[arg-type]
+
+
+def test_the_standard_cases_can_be_made() -> None:
+    groups = standard(0.02)
+    assert sum(len(cases) for cases in groups.values()) > 15
+    assert all(scenario.chunks < 3000 for cases in groups.values() for scenario in cases.values())
+
+
+def test_figures_of_a_case() -> None:
+    found = simulated(CASES["shards"])
+    assert found["first_s"] <= found["median_s"] <= found["last_s"]
+    assert found["receiver_in_nbytes"] == found["host_nbytes"] == CASES["shards"].host_nbytes
+    assert found["memory_in_a_swap_nbytes"] == 3 * found["host_nbytes"]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_swap_writes_three_records_an_instance_and_ten_others() -> None:
+    """Counted in the real flow: what docs/scale.md says of it."""
+    flow = records.measure()
+    assert flow.each.root_writes == 3
+    assert flow.fixed.root_writes + flow.fixed.other_writes == 10
+    assert flow.kinds["instances"] == 3 * records.SIZES[-1]
+    assert flow.each.other_writes == 0
+
+
+def test_events_grow_with_the_square_of_the_fleet() -> None:
+    flow = records.Flow(records.Written(10, 1000, 1, 100), records.Written(3, 900, 0, 100), {})
+    small, large = (records.at_scale(flow, n, n) for n in (100, 1000))
+    assert 90 < large["events"] / small["events"] < 110
+    assert small["writes"] == 10 + 1 + 3 * 100 + 3 * 100
+    assert small["root_events"] == 310 * (100 + 100 + 4 + 1)
+    assert small["copy_events"] == 300 * 100
+    assert large["compared_by_commit"] > store.TXN_LIMIT > small["compared_by_commit"]
+
+
+def test_what_a_real_etcd_does() -> None:
+    require()
+    found = store.measure(writes=200, watchers=3)
+    assert found["largest_txn_compares"] == store.TXN_LIMIT
+    assert min(found["writes_per_s"], found["events_per_s"]) > 0
+
+
+def test_a_follower_looks_at_every_instance_for_each_event() -> None:
+    assert store.follower(400, 50).agent_us > store.follower(4, 50).agent_us > 0
+
+
+def test_the_command_simulates_what_it_is_asked(tmp_path: Path) -> None:
+    asked = ["scale", "--hosts", "8", "--params", "1e9", "--chunk-mib", "64", "--json", str(tmp_path / "f.json")]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "f.json").read_text())
+    cases = found["fan_out"]["as asked"]
+    assert set(cases) == {"swarm", "informed", *BASELINES}
+    assert all(case["scenario"]["hosts"] == 8 for case in cases.values())
+    assert found["store"]["fleets"]["8"]["writes"] == 10 + 3 * 8 + 3 * 8
+
+
+def test_the_command_refuses_what_cannot_be() -> None:
+    result = CliRunner().invoke(app, ["scale", "--hosts", "5", "--hosts-per-instance", "2"])
+    assert result.exit_code == 2
+    assert "multiple" in result.output
