@@ -11,6 +11,9 @@ from server.errors import ConfigError
 from weightsync.tls import is_loopback
 
 ANY = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - to be told from an address
+ACROSS_HOSTS = frozenset(
+    {"--nnodes", "--node-rank", "--master-addr", "--data-parallel-address", "--distributed-executor-backend"}
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,11 @@ class InstanceConfig:
             )
         if self.host in ANY and (not self.advertise or self.advertise in ANY):
             raise ConfigError(f"--host {self.host}: say with --advertise ADDRESS where gateways are to connect to.")
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether vLLM was told of ranks on other hosts."""
+        return any(argument.split("=")[0] in ACROSS_HOSTS for argument in self.vllm_args)
 
     def address(self, port: int) -> str:
         """What its record says, and gateways connect to."""

@@ -26,6 +26,8 @@ def run_instance(config: InstanceConfig) -> None:
         ClusterTls(config.cluster_tls)  # what cannot work is said before seconds are spent on imports
     environment = dict(os.environ)
     prepare_environment()
+    if not config.spans_hosts:
+        keep_to_loopback()
     import uvloop
 
     uvloop.run(rest(config))
@@ -40,6 +42,12 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["VLLM_SERVER_DEV_MODE"] = "0"  # its control routes have no authentication
     os.environ["HOTSWAP_INSTANCE_PID"] = str(os.getpid())
+
+
+def keep_to_loopback() -> None:
+    """The ranks of one host meet on loopback: Gloo and NCCL would listen, for anybody, where the host's name leads."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
 
 
 async def serve(config: InstanceConfig) -> bool:

@@ -8,11 +8,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
 
 from tests.cluster_tls import Authority
 from tests.live import VLLM_ARGS, LiveServer, eventually
-from weightsync.tls import ClusterTls
+from weightsync.tls import ClusterTls, is_loopback
 
 ADDRESS = "127.0.0.2"  # another one of this machine than the gateway listens on
 LONG = {"prompt_token_ids": [3, 4, 5], "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -38,6 +39,7 @@ def test_an_instance_behind_mutual_tls(checkpoints: dict[str, Path], tmp_path: P
             httpx.get(f"{address}/health".replace("https", "http"))
         member = ClusterTls(ours).client_context()
         assert httpx.get(f"{address}/health", verify=member).status_code == 200
+        assert listening_beyond_loopback(live) == {urlsplit(address).port}
         before = live.generate([3, 4, 5], 8)
         live.push(checkpoints["b"])
         assert live.generate([3, 4, 5], 8)["choices"][0]["token_ids"] != before["choices"][0]["token_ids"]
@@ -49,6 +51,12 @@ def test_an_instance_behind_mutual_tls(checkpoints: dict[str, Path], tmp_path: P
             assert eventually(lambda: shown(address, member) == der(its), 30)
             assert "event: done" in list(lines)
         assert live.generate([3, 4, 5], 8)["choices"]
+
+
+def listening_beyond_loopback(live: LiveServer) -> set[int]:
+    """Ports of the instance's processes that other hosts reach, whatever this host's name leads to."""
+    found = [c for process in live.tree() for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return {c.laddr.port for c in found if not is_loopback(c.laddr.ip)}
 
 
 def shown(address: str, context: ssl.SSLContext) -> bytes:
