@@ -101,6 +101,13 @@ class Head:
         """The first bytes of the slot, PREAMBLE of them."""
         return preamble_of(self.raw, self.digest).ljust(PREAMBLE, b"\0")
 
+    def write(self, view: memoryview) -> None:
+        """Make the file in `view` the slot; the first bytes last."""
+        end = PREAMBLE + len(self.raw)
+        view[PREAMBLE:end] = self.raw
+        view[end : self.layout.header_nbytes] = bytes(self.layout.header_nbytes - end)
+        view[:PREAMBLE] = self.preamble
+
     def wrong_tensors(self, view: memoryview, pool: Executor) -> Sequence[str]:
         """Names of the tensors in the slot `view` whose bytes are not those that were published."""
 

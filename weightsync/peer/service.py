@@ -15,12 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from weightsync.arena import Arena
 from weightsync.board import Board
-from weightsync.errors import LeaseLost, PeerRefused, StoreError
+from weightsync.errors import LeaseLost, StoreError, WeightSyncError
 from weightsync.hosts import local_path, slot_name
 from weightsync.peer.announce import Announcer, CopyBoard, Since
 from weightsync.peer.client import PeerClient
 from weightsync.peer.control import Control, serving
 from weightsync.peer.copies import pieces
+from weightsync.peer.deltas import base_for, make
 from weightsync.peer.messages import Key
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.regions import Regions
@@ -29,7 +30,7 @@ from weightsync.peer.shelf import Copy, Published, Shelf
 from weightsync.peer.supply import Supply
 from weightsync.peer.tickets import Tickets
 from weightsync.peer.wants import ready_versions, wanted_slots
-from weightsync.records import CopyRecord, CopyState, Keys, VersionRecord
+from weightsync.records import CopyRecord, CopyState, Keys, PartRecord, VersionRecord
 from weightsync.store.protocol import Store
 from weightsync.tls import ClusterTls
 from weightsync.transport import Transport
@@ -68,9 +69,10 @@ class Peer:
         self._since = Since()
         self._supply = Supply(
             settings.host, self._shelf, client, transport, self._copies, self.metrics, settings.pace,
-            self._copies.changed.set,
+            self._copies.changed.set, deltas=settings.deltas,
         )  # fmt: skip
-        self._digesting: set[asyncio.Task[None]] = set()
+        self._settings = settings
+        self._preparing: dict[Key, asyncio.Task[None]] = {}  # published here, and not announced before they end
 
     async def run(self) -> None:
         """For ever; the slots are let go of, and the records taken back, when it is cancelled."""
@@ -80,7 +82,7 @@ class Peer:
             await self._follow()
         finally:
             sweeping.cancel()
-            for task in self._digesting:
+            for task in self._preparing.values():
                 task.cancel()
             await self._supply.stop()
             await self._announcer.end()
@@ -117,7 +119,7 @@ class Peer:
         alive = {Key(part.manifest_digest) for version in versions for part in pieces(version)}
         self._drop_all_but(alive)
         for version in versions:
-            await self._offer(version)
+            await self._offer(version, versions)
         await self._supply.steer(wanted_slots(board))
         records = list(self._records())
         self._since.keep({Key(record.digest): record for record in records})
@@ -126,7 +128,7 @@ class Peer:
             self.metrics.copies.labels(state).set(sum(record.state == state for record in records))
 
     def _drop_all_but(self, alive: set[Key]) -> None:
-        for key in [key for key in self._shelf.copies if Key(key.digest) not in alive]:
+        for key in [key for key in list(self._shelf.copies) if Key(key.digest) not in alive]:
             self._tickets.close_all(key)
             self._shelf.drop(key)
         for key in self._shelf.published.keys() - alive:
@@ -134,27 +136,34 @@ class Peer:
             del self._shelf.published[key]
         self._shelf.forget(alive)
 
-    async def _offer(self, version: VersionRecord) -> None:
-        """What was published on this host; digested beforehand where somebody may ask for it."""
+    async def _offer(self, version: VersionRecord, versions: list[VersionRecord]) -> None:
+        """What was published on this host; made ready for others beforehand where there are any."""
         for part in pieces(version):
             key, path = Key(part.manifest_digest), local_path(part.slot, self._host)
             if path is None or key in self._shelf.published or not path.exists():
                 continue
             if await asyncio.to_thread(self._shelf.publish, key, path) and self._copies.others():
-                task = asyncio.create_task(self._digest(key))
-                self._digesting.add(task)
-                task.add_done_callback(self._digesting.discard)
+                self._preparing[key] = asyncio.create_task(self._prepare(key, part, versions))
 
-    async def _digest(self, key: Key) -> None:
-        with contextlib.suppress(PeerRefused):  # reused meanwhile
+    async def _prepare(self, key: Key, part: PartRecord, versions: list[VersionRecord]) -> None:
+        """Its difference from the version of before, if that is worthwhile, and the digests of its chunks."""
+        base = base_for(part, versions, self._shelf, self._copies.others()) if self._settings.deltas else None
+        try:
+            if base is not None:
+                await asyncio.to_thread(make, self._shelf, part, base, self._settings.chunk_nbytes, self._pool)
             await self._tickets.digest(key)
+        except (WeightSyncError, OSError) as error:  # reused meanwhile, or no room
+            log.info("%s is offered in full only: %s", key.digest, error)
+        finally:
+            del self._preparing[key]
+            self._copies.changed.set()
 
     def _records(self) -> list[CopyRecord]:
         """What this host has, and what it is fetching or cannot fetch."""
         found: dict[str, CopyRecord] = {}
         for key in {**self._shelf.published, **self._shelf.copies}:
             here = self._shelf.find(key)
-            if here is not None and not key.delta_of:
+            if here is not None and not key.delta_of and key not in self._preparing:
                 found[key.digest] = self._record(key, here)
         for key in self._supply.problems.keys() - self._shelf.copies.keys():
             found.setdefault(key.digest, self._record(key, None))
@@ -174,6 +183,7 @@ class Peer:
             address=self._address,
             since=self._since.of(key, state),
             error=problem,
+            delta_of=self._shelf.delta_to(key),
         )
 
 

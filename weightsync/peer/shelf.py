@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,17 +70,23 @@ class Copy:
 
 
 class Shelf:
-    """The slots of one model on this host. What touches files blocks."""
+    """The slots of one model on this host. What touches files blocks; slots may be claimed on several threads."""
 
     def __init__(self, arena: Arena, model: str, regions: Regions) -> None:
         self.arena, self.model, self.regions = arena, model, regions
         self.copies: dict[Key, Copy] = {}
         self.published: dict[Key, Published] = {}
         self._left: dict[Key, Journal] = {}  # what an earlier process began
+        self._claiming = threading.Lock()
 
     def find(self, key: Key) -> Copy | Published | None:
         copy = self.copies.get(key)
         return copy if copy is not None and copy.whole else self.published.get(key) or copy
+
+    def delta_to(self, key: Key) -> str | None:
+        """The digest from which this host has a difference to `key`."""
+        whole = [copy.key for copy in list(self.copies.values()) if copy.whole and copy.key.delta_of]
+        return next((found.delta_of for found in whole if found.digest == key.digest), None)
 
     def has(self, key: Key) -> bool:
         """Whether all of it is here."""
@@ -108,6 +115,10 @@ class Shelf:
 
         Chunks of an earlier attempt are digested, and taken if they are right.
         """
+        with self._claiming:
+            return self._claim(key, part, shape, head)
+
+    def _claim(self, key: Key, part: str, shape: Shape, head: Head | None) -> tuple[Copy, int]:
         left = self._left.pop(key, None)
         if left is not None and left.shape == shape and (lock := SlotLock.try_exclusive(left.slot)) is not None:
             if lock.nbytes == shape.nbytes:
@@ -117,7 +128,7 @@ class Shelf:
             left.remove()
         reserved = {str(journal.slot) for journal in self._left.values()}
         lock = self.arena.claim(
-            self._pool(key, part), shape.nbytes, reserved | {str(copy.path) for copy in self.copies.values()}
+            self._pool(key, part), shape.nbytes, reserved | {str(copy.path) for copy in list(self.copies.values())}
         )
         try:
             journal = Journal.begin(lock.path, self.model, part, key, shape)

@@ -16,6 +16,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.manifest import PREAMBLE
+from weightsync.peer import deltas
 from weightsync.peer.announce import CopyBoard
 from weightsync.peer.chunks import Head, Shape
 from weightsync.peer.client import PeerClient
@@ -46,9 +47,12 @@ class Supply:
         metrics: PeerMetrics,
         pace: Pace,
         changed: Callable[[], None],
+        *,
+        deltas: bool = True,
     ) -> None:
         self._host, self._shelf, self._client, self._transport = host, shelf, client, transport
         self._board, self._metrics, self._pace, self._changed = board, metrics, pace, changed
+        self._deltas = deltas
         self._pool = ThreadPoolExecutor(pace.total, thread_name_prefix="peer-read")
         self._left_out: dict[Key, dict[str, float]] = {}
         self._again_at: dict[Key, float] = {}
@@ -82,7 +86,7 @@ class Supply:
     async def _get(self, key: Key, part: PartRecord) -> None:
         started = time.monotonic()
         try:
-            await self._fetch_slot(key, part)
+            how = await self._fetch_slot(key, part)
         except ArenaFull as error:
             if not self._make_room(key):
                 self._note(key, error, failed=True)
@@ -91,14 +95,15 @@ class Supply:
         except (WeightSyncError, OSError) as error:
             self._note(key, error, failed=True)
         else:
-            self._metrics.fetch_seconds.labels("full").observe(time.monotonic() - started)
+            self._metrics.fetch_seconds.labels(how).observe(time.monotonic() - started)
             for told in (self.problems, self._pauses, self._again_at, self._left_out):
                 told.pop(key, None)
             self.failed.discard(key)
             log.info("%s (%s) is here after %.2f s", key.digest, part.name or "base", time.monotonic() - started)
         self._changed()
 
-    async def _fetch_slot(self, key: Key, part: PartRecord) -> None:
+    async def _fetch_slot(self, key: Key, part: PartRecord) -> str:
+        """Returns how it came, "full" or "delta"."""
         left_out = self._left_out.setdefault(key, {})
         offered = lambda: self._board.offered(key)  # noqa: E731
         sources = Sources(self._client, self._transport, key, offered, self._host, left_out)
@@ -108,6 +113,8 @@ class Supply:
             head = Head.parse(raw, key.digest, first.shape.nbytes)
             copy = await self._claim(key, part, first.shape, head)
             self._changed()
+            if not len(copy.journal.done) and await self._came_as_delta(key, part, copy, head):
+                return "delta"
             fetch = Fetch(copy, sources, self._metrics, self._pool, self._pace, self._host)
             await fetch.run()
         finally:
@@ -118,8 +125,32 @@ class Supply:
             left_out |= dict.fromkeys(fetch.read_from, time.monotonic() + WRONG_S)
             self._shelf.drop(key)
             raise
+        return "full"
 
-    async def _claim(self, key: Key, part: PartRecord, shape: Shape, head: Head) -> Copy:
+    async def _came_as_delta(self, key: Key, part: PartRecord, slot: Copy, head: Head) -> bool:
+        """Try the difference from a slot that is here, if somebody offers it; False: fetch all of it."""
+        offers = {record.delta_of for record in self._board.offered(key) if record.delta_of}
+        base = next((b for digest in offers if (b := self._shelf.find(Key(digest))) and b.have is None), None)
+        if base is None or not self._deltas:
+            return False
+        wish = Key(key.digest, base.key.digest)
+        left_out: dict[str, float] = {}
+        sources = Sources(self._client, self._transport, wish, lambda: self._board.offered(wish), self._host, left_out)
+        try:
+            first = await first_answer(sources)
+            delta = await self._claim(wish, part, first.shape, None)
+            await Fetch(delta, sources, self._metrics, self._pool, self._pace, self._host).run()
+            await asyncio.to_thread(deltas.apply, delta, base.path, slot, head)
+        except (WeightSyncError, OSError) as error:
+            log.warning("%s does not come as a delta, but in full: %s", key.digest, error)
+            self._shelf.drop(wish)
+            return False
+        finally:
+            await sources.close()
+        delta.whole = True
+        return True
+
+    async def _claim(self, key: Key, part: PartRecord, shape: Shape, head: Head | None) -> Copy:
         copy = self._shelf.copies.get(key)
         if copy is not None and copy.shape == shape:
             return copy  # begun before, and put off for something more urgent
@@ -132,7 +163,7 @@ class Supply:
         """Drop copies that are less urgent than `key`; False if there are none."""
         order = [Key(part.manifest_digest) for part in self._wanted]
         urgent = set(order[: order.index(key) + 1]) if key in order else {key}
-        victims = [k for k in self._shelf.copies if Key(k.digest) not in urgent]
+        victims = [k for k in list(self._shelf.copies) if k.delta_of or Key(k.digest) not in urgent]
         for victim in victims:
             log.info("%s is dropped: there is no room for it beside %s", victim.digest, key.digest)
             self._shelf.drop(victim)
