@@ -1,4 +1,4 @@
-"""How fast a slot's bytes come from another process, by transport, and to how many at once.
+"""How fast a slot's bytes come from another process, by transport, and how fast to several hosts, by real peers.
 
     python -m loadtest.transfer [--json FILE] [--small]
 
@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rich.table import Table
 
 from loadtest.certificates import self_signed
 from loadtest.machine import machine, memcpy_gbps
+from loadtest.transfer_hosts import by_hosts
 from loadtest.transfer_peer import RAW
 from weightsync.transport import available
 
@@ -92,7 +93,7 @@ def by_transport(nbytes: int, rounds: int, tls: str) -> dict[str, dict[str, floa
         return {name: _rates(contenders[name], taken) for name, taken in seconds.items()}
 
 
-def by_receivers(nbytes: int, rounds: int, counts: Sequence[int]) -> dict[str, dict[str, float]]:
+def by_receivers(nbytes: int, rounds: int, counts: tuple[int, ...]) -> dict[str, dict[str, float]]:
     """GB/s and seconds until the last has everything, by the number of those that read from one source at once."""
     figures = {}
     for count in counts:
@@ -117,7 +118,8 @@ def run(json: Path | None, *, small: bool = False) -> dict[str, Any]:
             "nbytes": nbytes,
             "memcpy_gbps": round(memcpy_gbps(nbytes), 2),
             "by_transport": by_transport(nbytes, rounds, str(self_signed(Path(directory) / "tls"))),
-            "by_receivers": by_receivers(nbytes // 2, rounds, counts),
+            "by_receivers": by_receivers(nbytes // 4, rounds, counts),
+            "by_hosts": by_hosts(nbytes // 4, rounds, counts),
         }
     show(report)
     if json is not None:
@@ -132,9 +134,11 @@ def show(report: dict[str, Any]) -> None:
         share = f"{found['median_gbps'] / memcpy:.0%}"
         table.add_row(name, f"{found['median_gbps']:.2f}", f"{found['best_gbps']:.2f}", share)
     Console().print(table)
-    table = Table("receivers of one source, tcp", "GB/s, all together", "seconds until the last has all")
-    for count, found in report["by_receivers"].items():
-        table.add_row(count, f"{found['median_gbps']:.2f}", f"{found['seconds']:.2f}")
+    ways = ("all read from one source", "peers", "of it from the source")
+    table = Table("receivers", *ways, title="seconds until the last has all, tcp")
+    for count, found in report["by_hosts"].items():
+        star = report["by_receivers"][count]["seconds"]
+        table.add_row(count, f"{star:.2f}", f"{found['seconds']:.2f}", f"{found['from_source']:.0%}")
     Console().print(table)
 
 

@@ -98,4 +98,7 @@ def rounds(target: mmap.mmap, read: Callable[[], None]) -> None:
 
 if __name__ == "__main__":
     _, what, name, nbytes, tls, *rest = sys.argv
-    {"serve": serve, "receive": receive}[what](name, int(nbytes), tls, *rest)
+    if what == "serve":
+        serve(name, int(nbytes), tls)
+    else:
+        receive(name, int(nbytes), tls, *rest)

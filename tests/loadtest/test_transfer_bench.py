@@ -16,5 +16,6 @@ def test_it_measures_every_transport_that_is_there(tmp_path: Path) -> None:
     assert report == orjson.loads((tmp_path / "transfer.json").read_bytes())
     there = {name for name, reason in available().items() if not reason}
     assert set(report["by_transport"]) == there | {RAW, transfer.TLS}
-    assert set(report["by_receivers"]) == {"1", "2"}
+    assert set(report["by_receivers"]) == set(report["by_hosts"]) == {"1", "2"}
+    assert report["by_hosts"]["1"]["from_source"] == 1.0
     assert all(found["best_gbps"] >= found["median_gbps"] > 0 for found in report["by_transport"].values())

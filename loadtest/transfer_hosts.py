@@ -1,0 +1,130 @@
+"""A version on its way to 1 to 8 hosts, by real peers on this machine, each with an arena of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from weightsync.peer.copies import parsed
+from weightsync.publisher import Publisher
+from weightsync.records import CopyRecord, Keys
+from weightsync.store.sync import SyncStore
+
+MODEL = "transfer"
+SOURCE = "source"
+CHUNK = 4 << 20  # smaller than in service, as the versions are: a receiver that has one gives it on
+KEYS = Keys(MODEL)
+PATIENCE_S = 120.0
+
+
+class Fleet:
+    """A source and receivers, all ready. Use as a context; only one at a time."""
+
+    def __init__(self, receivers: int) -> None:
+        self._receivers, self._stack = receivers, contextlib.ExitStack()
+
+    def __enter__(self) -> Fleet:
+        with self._stack as stack:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotswap-hosts-")))
+            url = f"sqlite://{directory}/store.db"
+            self._store = stack.enter_context(contextlib.closing(SyncStore(url)))
+            for number in range(self._receivers):
+                stack.enter_context(_peer(f"receiver-{number}", url, directory))
+            environment = stack.enter_context(_peer(SOURCE, url, directory))
+            stack.enter_context(_variables(environment))
+            self._publisher = stack.enter_context(contextlib.closing(Publisher(url, model=MODEL)))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def distribute(self, nbytes: int, seed: int) -> float:
+        """Publish new weights of as many bytes; seconds from the commit until the last host has announced its copy."""
+        weights = np.random.default_rng(seed).standard_normal(nbytes // 4, np.float32)
+        version = self._publisher.publish({"weights": weights}, wait=False)
+        started = time.monotonic()
+        digest = next(v.manifest_digest for v in self._publisher.versions() if v.version == version)
+        while len(self._ready(digest)) <= self._receivers:
+            if time.monotonic() - started > PATIENCE_S:
+                raise SystemExit(f"not all hosts have version {version} after {PATIENCE_S:g} s")
+            time.sleep(0.005)
+        return time.monotonic() - started
+
+    def from_source(self) -> float:
+        """Which part of what the receivers have read so far came from the source itself."""
+        read = [_received(copy.address) for copy in self._addresses().values()]
+        return sum(found.get(SOURCE, 0.0) for found in read) / sum(sum(found.values()) for found in read)
+
+    def _ready(self, digest: str) -> list[CopyRecord]:
+        return [c for c in self._copies() if c.digest == digest and c.state == "ready"]
+
+    def _addresses(self) -> dict[str, CopyRecord]:
+        return {copy.host: copy for copy in self._copies()}
+
+    def _copies(self) -> list[CopyRecord]:
+        return parsed(KEYS, self._store.list(KEYS.copies)[0])
+
+
+@contextlib.contextmanager
+def _peer(host: str, store: str, directory: Path) -> Iterator[dict[str, str]]:
+    """A peer; gives the variables by which others know that they are on its host."""
+    arena = tempfile.mkdtemp(prefix=f"hotswap-{host}-", dir="/dev/shm")
+    variables = {"HOTSWAP_HOST": host, "HOTSWAP_ARENA": arena, "HOTSWAP_STORE": store, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "weightsync.peer", "--model", MODEL, "--transport", "tcp", "--no-deltas"]
+    with (directory / f"{host}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--chunk", str(CHUNK)], stdout=log, stderr=log, env={**os.environ, **variables}
+        )
+    try:
+        yield variables
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(arena, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _variables(wanted: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _received(address: str) -> dict[str, float]:
+    """Bytes by the host that they were read from."""
+    text = httpx.get(f"http://{address}/metrics", timeout=30.0).raise_for_status().text
+    found = re.findall(r'^hotswap_peer_received_bytes_total\{holder="([^"]+)"\} (\S+)$', text, re.MULTILINE)
+    return {holder: float(value) for holder, value in found}
+
+
+def by_hosts(nbytes: int, rounds: int, counts: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+    """By the number of receiving hosts. The first two versions allocate the slots and are not counted."""
+    figures = {}
+    for count in counts:
+        with Fleet(count) as fleet:
+            taken = [fleet.distribute(nbytes, seed) for seed in range(rounds + 2)][2:]
+            seconds = statistics.median(taken)
+            figures[str(count)] = {
+                "seconds": round(seconds, 3),
+                "gbps": round(count * nbytes / seconds / 1e9, 2),
+                "from_source": round(fleet.from_source(), 2),
+            }
+    return figures
