@@ -1,74 +1,115 @@
-"""A release started by hand: etcd with users and TLS, the gateway, the pod's peer, and the first version."""
+"""A release started by hand: etcd with users and TLS, gateway, the pod's peer and instance, and the first version."""
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.k8s.helm import Object, release
+from tests.k8s.helm import SETS, Object, Release, rendered
 from tests.k8s.kubelet import Kubelet
-from tests.weightsync.tensors import model, save_safetensors
-from weightsync.records import ActiveRecord, Keys
-from weightsync.store.sync import SyncStore
+
+ADMIN_KEY = "of-this-test-alone"
+SMALL = ("--set-json", 'rollout={"kvCacheGib": 0.1, "extraArgs": ["--max-model-len=1024", "--max-num-seqs=8"]}')
+
+
+@dataclass
+class Node:
+    """The containers of a release on one host, with etcd's users made."""
+
+    kubelet: Kubelet
+    release: Release
+    running: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def container(self, component: str, name: str) -> Object:
+        return self.release.pod(component).container(name)
+
+    def start(self, component: str, name: str) -> Callable[[Callable[[], bool]], None]:
+        """What waits for something to become true of the container's process."""
+        found = self.container(component, name)
+        process = self.running.enter_context(self.kubelet.started(found, HOTSWAP_ADMIN_KEY=ADMIN_KEY))
+        self.processes[name] = process
+
+        def until(true: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + 120
+            while not true():
+                assert process.poll() is None, self.kubelet.log(found).read_text()[-3000:]
+                assert time.monotonic() < deadline, self.kubelet.log(found).read_text()[-3000:]
+                time.sleep(0.1)
+
+        return until
+
+    def run(self, component: str, name: str) -> None:
+        done = self.kubelet.run(self.container(component, name))
+        assert done.returncode == 0, done.stderr
+
+    def probed(self, name: str, probe: str) -> bool:
+        return self.kubelet.probed(self.container("rollout", name), probe) == 0
+
+    def gateway(self, probe: str) -> int:
+        """The status that the kubelet would get; 0: no answer."""
+        path = self.container("gateway", "gateway")[probe]["httpGet"]["path"]
+        try:
+            return httpx.get(self.url + path, timeout=10).status_code
+        except httpx.TransportError:
+            return 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.kubelet.ports['8000']}"
 
 
 @pytest.fixture
-def kubelet(tmp_path: Path) -> Iterator[Kubelet]:
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
-    save_safetensors(checkpoint / "model.safetensors", model(3.0))
-    made = Kubelet(tmp_path, checkpoint)
-    yield made
-    made.close()
-
-
-def container(component: str, name: str) -> Object:
-    return release("minimal").pod(component).container(name)
-
-
-def until(true: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert process.poll() is None, log.read_text()[-3000:]
-        assert time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.1)
-
-
-def answers(url: str, status: int) -> bool:
+def node(tmp_path: Path, checkpoints: dict[str, Path]) -> Iterator[Node]:
+    kubelet = Kubelet(tmp_path, checkpoints["a"])
+    made = Node(kubelet, rendered("--values", str(SETS["minimal"]), *SMALL))
     try:
-        return httpx.get(url, timeout=10).status_code == status
-    except httpx.TransportError:
-        return False
+        with made.running:
+            made.run("etcd-users", "etcd-users")
+            yield made
+    finally:
+        kubelet.close()
 
 
-def test_a_release_comes_up_with_what_its_manifests_say(kubelet: Kubelet) -> None:
-    users = kubelet.run(container("etcd-users", "etcd-users"))
-    assert users.returncode == 0, users.stderr
-    gateway, peer, publish = (
-        container("gateway", "gateway"),
-        container("rollout", "peer"),
-        container("rollout", "publish"),
-    )
-    with (
-        kubelet.started(gateway, HOTSWAP_ADMIN_KEY="of-this-test-alone") as serving,
-        kubelet.started(peer) as fetching,
-    ):
-        url = f"http://127.0.0.1:{kubelet.ports['8000']}"
-        until(lambda: answers(url + gateway["startupProbe"]["httpGet"]["path"], 200), serving, kubelet.log(gateway))
-        assert answers(url + gateway["readinessProbe"]["httpGet"]["path"], 503)  # no instance yet
-        until(lambda: kubelet.probed(peer, "startupProbe") == 0, fetching, kubelet.log(peer))
-        first = kubelet.run(publish)
-        assert first.returncode == 0, first.stderr
-        assert kubelet.probed(peer, "livenessProbe") == 0
-    _, env = kubelet.command(gateway)
-    store = SyncStore(env["HOTSWAP_STORE"])
-    found = store.get(Keys("model").active)
-    store.close()
-    assert found is not None
-    assert ActiveRecord.from_json(found.value).version == 1
-    assert list(kubelet.arena.glob("slot-*"))
+def bring_up(node: Node) -> None:
+    """Gateway and peer, and the first version."""
+    gateway = node.start("gateway", "gateway")
+    gateway(lambda: node.gateway("startupProbe") == 200)
+    assert node.gateway("readinessProbe") == 503  # no instance yet
+    peer = node.start("rollout", "peer")
+    peer(lambda: node.probed("peer", "startupProbe"))
+    node.run("rollout", "publish")
+    assert list(node.kubelet.arena.glob("slot-*"))
+
+
+def test_the_first_version_is_published_as_the_manifests_say(node: Node) -> None:
+    bring_up(node)
+    assert node.probed("peer", "livenessProbe")
+
+
+@pytest.mark.engine
+def test_the_pod_serves_once_it_says_that_it_is_ready(node: Node) -> None:
+    bring_up(node)
+    instance = node.start("rollout", "instance")
+    assert not node.probed("instance", "readinessProbe")
+    instance(lambda: node.probed("instance", "startupProbe"))
+    instance(lambda: node.probed("instance", "readinessProbe"))
+    assert node.probed("instance", "livenessProbe")
+    instance(lambda: node.gateway("readinessProbe") == 200)
+    ask = {"model": "model", "prompt": [5, 6, 7], "max_tokens": 4}
+    assert httpx.post(node.url + "/v1/completions", json=ask, timeout=60).status_code == 401  # --require-key
+    key = {"authorization": f"Bearer {ADMIN_KEY}"}
+    answer = httpx.post(node.url + "/v1/completions", json=ask, headers=key, timeout=60)
+    assert (answer.status_code, answer.headers["x-hotswap-weight-version"]) == (200, "1")
+    leaving = node.processes["instance"]
+    leaving.send_signal(signal.SIGTERM)
+    leaving.wait(node.release.pod("rollout").spec["terminationGracePeriodSeconds"])
+    assert node.gateway("readinessProbe") == 503
