@@ -90,10 +90,12 @@ def test_a_run_learns_from_samples_within_its_bound(
     events = train(reinforced(mistaken, served, schedule=schedule), tmp_path)
     trained = steps(events)
     rewards = [step["reward_mean"] for step in trained]
-    assert sum(rewards[-6:]) / 6 > sum(rewards[:3]) / 3 + 0.15, rewards
+    # The first step is sampled from the mistaken weights, by seeds: about 0.2, give or take 0.04 of luck. Half of the
+    # steps is enough for the luck of asynchronous ones to even out: they come to 0.65 and more.
+    assert sum(rewards[15:]) / 15 > rewards[0] + 0.25, rewards
     assert max(step["version_lag_max"] for step in trained) <= oldest
-    if schedule["name"] != "colocated":
-        assert max(step["version_lag_max"] for step in trained) == oldest  # it did overlap
+    if schedule["name"] != "colocated":  # it did overlap; by how much depends on who is faster
+        assert max(step["version_lag_max"] for step in trained) >= 1
     assert sum(step["stale_groups"] for step in trained) == 0
     assert [step["version"] for step in trained] == sorted({step["version"] for step in trained})
 
