@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config import FaultsConfig, ParallelConfig
 from trainer.faults.restarts import VARIABLE, RunDir
+from weightsync.loopback import keep_to_loopback
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -46,6 +47,7 @@ def launch(arguments: list[str], parallel: ParallelConfig, faults: FaultsConfig)
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    keep_to_loopback()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,

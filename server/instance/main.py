@@ -10,6 +10,7 @@ import httpx
 import uvicorn
 
 from server.leaving import LeavingServer
+from weightsync.loopback import keep_to_loopback
 from weightsync.tls import ClusterTls
 
 from .admission import Admission
@@ -42,12 +43,6 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["VLLM_SERVER_DEV_MODE"] = "0"  # its control routes have no authentication
     os.environ["HOTSWAP_INSTANCE_PID"] = str(os.getpid())
-
-
-def keep_to_loopback() -> None:
-    """The ranks of one host meet on loopback: Gloo and NCCL would listen, for anybody, where the host's name leads."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")
 
 
 async def serve(config: InstanceConfig) -> bool:

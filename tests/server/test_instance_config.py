@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from typer.testing import CliRunner
 from server.cli.app import app
 from server.errors import ConfigError
 from server.instance.config import InstanceConfig
-from server.instance.main import keep_to_loopback
 
 TLS = Path("/etc/hotswap/tls")
 
@@ -53,13 +51,9 @@ def test_what_it_refuses(fields: dict[str, Any], says: str) -> None:
         config(**fields)
 
 
-def test_ranks_of_one_host_meet_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_it_spans_hosts() -> None:
     assert not config(vllm_args=("--tensor-parallel-size", "2")).spans_hosts
     assert config(vllm_args=("--nnodes=2", "--node-rank", "1")).spans_hosts
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
-    keep_to_loopback()
-    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "eth1")
 
 
 def test_the_command_says_so_in_one_line(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from trainer.config import ParallelConfig
 from trainer.errors import RankFailed
 from trainer.faults.restarts import attempt
 from trainer.megatron import shim
+from weightsync.loopback import keep_to_loopback
 
 T = TypeVar("T")
 
@@ -35,6 +36,7 @@ def distributed(parallel: ParallelConfig, seed: int) -> Iterator[None]:
     if not on_cpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if parallel.world_size == 1 and "RANK" not in os.environ:
+        keep_to_loopback()
         dist.init_process_group("gloo" if on_cpu else "nccl", store=dist.HashStore(), rank=0, world_size=1)
     else:
         store, rank, world = next(rendezvous("env://"))
