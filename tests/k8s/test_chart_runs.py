@@ -13,8 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.k8s.helm import SETS, Object, Release, rendered
+from tests import etcd
+from tests.etcd import Tls
+from tests.k8s.helm import SETS, Object, Release, arguments, rendered
 from tests.k8s.kubelet import Kubelet
+from weightsync.errors import StoreRefused, StoreUnavailable
+from weightsync.store.sync import SyncStore
 
 ADMIN_KEY = "of-this-test-alone"
 SMALL = ("--set-json", 'rollout={"kvCacheGib": 0.1, "extraArgs": ["--max-model-len=1024", "--max-num-seqs=8"]}')
@@ -77,6 +81,47 @@ def node(tmp_path: Path, checkpoints: dict[str, Path]) -> Iterator[Node]:
             yield made
     finally:
         kubelet.close()
+
+
+def test_a_member_of_etcd_starts_as_its_manifest_says(tmp_path: Path) -> None:
+    tls = Tls(tmp_path / "authority", client_certificates=True)
+    for name, source in (("tls.crt", tls.server_cert), ("tls.key", tls.server_key), ("ca.crt", tls.ca)):
+        (tmp_path / name).symlink_to(source)
+    manifest = rendered("--values", str(SETS["minimal"])).pod("etcd").container("etcd")
+    manifest = {**manifest, "env": [{"name": "POD_NAME", "value": "hotswap-etcd-0"}]}
+    places = {"hotswap-etcd-0.hotswap-etcd.serving.svc": "127.0.0.1", "0.0.0.0": "127.0.0.1"}
+    places |= {"/etc/etcd/tls": str(tmp_path), "/var/lib/etcd": str(tmp_path)}
+    places |= dict(zip(("2379", "2380", "2381"), map(str, etcd.free_ports(3)), strict=True))
+    words = arguments(manifest)
+    for old, new in places.items():
+        words = [word.replace(old, new) for word in words]
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen([etcd.require(), *words[1:]], stderr=log) as process:
+        try:
+            url = f"etcd://127.0.0.1:{places['2379']}/hotswap?ca={tls.ca}"
+            deadline = time.monotonic() + 60
+            while not written(f"{url}&cert={tls.cert}&key={tls.key}"):
+                assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
+                assert time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+            with pytest.raises(StoreRefused):  # without a certificate
+                written(url)
+            assert httpx.get(f"http://127.0.0.1:{places['2381']}/health", timeout=30).json() == {"health": "true"}
+        finally:
+            process.kill()
+
+
+def written(url: str) -> bool:
+    """False while etcd is not there. Raises StoreRefused."""
+    try:
+        store = SyncStore(url)
+        try:
+            return store.put("k", b"{}") > 0
+        finally:
+            store.close()
+    except StoreRefused:
+        raise
+    except StoreUnavailable:
+        time.sleep(0.2)
+        return False
 
 
 def bring_up(node: Node) -> None:
