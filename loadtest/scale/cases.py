@@ -11,16 +11,16 @@ GIB = 1 << 30
 BASELINES: tuple[Way, ...] = ("star", "tree", "chain")
 
 FEW = Scenario(hosts=8, params=8e9, nic_gbit=100)
-SOME = Scenario(hosts=64, params=70e9, chunk_nbytes=64 * MIB)
-MANY = Scenario(hosts=1000, params=1e12, hosts_per_instance=4, chunk_nbytes=GIB)
-WHOLE = replace(MANY, hosts_per_instance=1, chunk_nbytes=4 * GIB)
+SOME = Scenario(hosts=64, params=70e9, chunk_nbytes=128 * MIB)
+MANY = Scenario(hosts=1000, params=1e12, hosts_per_instance=4, chunk_nbytes=2 * GIB)
+WHOLE = replace(MANY, hosts=256, hosts_per_instance=1, chunk_nbytes=4 * GIB)
 PARTS = replace(MANY, sources=32, informed=True)
 
 
 def standard(delta_of_raw: float) -> dict[str, dict[str, Scenario]]:
     """By group and name; `delta_of_raw` is how much smaller a difference is than a version."""
     delta = replace(MANY, params=MANY.params * delta_of_raw, chunk_nbytes=32 * MIB)
-    quarter = replace(MANY, hosts=256)
+    fewer = replace(MANY, hosts=128)
     return {
         "8 hosts, 8 B parameters, 100 Gbit/s": all_ways(FEW),
         "64 hosts, 70 B parameters, 400 Gbit/s": all_ways(SOME),
@@ -30,13 +30,13 @@ def standard(delta_of_raw: float) -> dict[str, dict[str, Scenario]]:
             "informed, wide": _wide(PARTS),
             "informed, wide, uplinks 4:1": replace(_wide(PARTS), oversubscription=4.0),
         },
-        "the same as a difference, one publisher": all_ways(delta),
-        "1,000 hosts that need all of 1 T parameters, one publisher": {
+        "the same as a difference, one publisher": {"swarm": delta, "informed": replace(delta, informed=True)},
+        "256 hosts that need all of 1 T parameters, one publisher": {
             "swarm": WHOLE,
-            "informed, wide": replace(_wide(WHOLE), informed=True),
+            "informed": replace(WHOLE, informed=True),
         },
-        "chunk size: 256 hosts, 1 T parameters, one publisher": {
-            f"swarm, {size} MiB": replace(quarter, chunk_nbytes=size * MIB) for size in (256, 512, 1024, 2048)
+        "chunk size: 128 hosts, 1 T parameters, four hosts an instance, one publisher": {
+            f"swarm, {size} MiB": replace(fewer, chunk_nbytes=size * MIB) for size in (512, 1024, 2048, 4096)
         },
     }
 

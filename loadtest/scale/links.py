@@ -89,14 +89,16 @@ class Links:
         host.turn += 1
 
     def _known(self, host: Host, now: float) -> list[Holder]:
-        """Whom it might open; the informed see from the records in the store who is only fetching."""
+        """Whom it might open; the informed know who is only fetching, and how far each is."""
         host.refused = {number: until for number, until in host.refused.items() if until > now}
         apart = {host.number, *host.links, *host.refused}
-        nothing = Bitmap(self._scenario.chunks) if self._scenario.informed else None
+        nothing = Bitmap(self._scenario.chunks)
         known = {h.number: nothing if h.done_at is None else None for h in self._shards[host.shard]}
         known |= {n: have for n, have in self._sources[host.shard].items() if have is None or have.bits}
-        distance = self._network.distance
-        return [Holder(str(n), distance(n, host.number), have) for n, have in known.items() if n not in apart]
+        others = ((number, have) for number, have in known.items() if number not in apart)
+        if not self._scenario.informed:
+            return [Holder(str(number)) for number, _ in others]
+        return [Holder(str(n), self._network.distance(n, host.number), have) for n, have in others]
 
     def _enter(self, host: Host, number: int) -> None:
         self.readers(number, host.shard).add(host.number)

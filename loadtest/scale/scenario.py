@@ -22,9 +22,9 @@ class Scenario:
     same, and read it from each other. `rack` hosts have an uplink of rack x NIC / `oversubscription`; 0: links between
     racks are no limit.
 
-    `informed` receivers tell holders what they have and read (`Holder.lent`), know from the records who is only
-    fetching, and leave holders that offer nothing new. weightsync/peer does none of these; its figures are the defaults
-    below. What several sources have in parts is found by the informed only.
+    `informed` receivers tell holders what they have and read (`Holder.lent`), know of hosts they have not opened which
+    racks they are in and who is only fetching, and leave holders that offer nothing new. weightsync/peer does none of
+    these; its figures are the defaults below. What several sources have in parts is found by the informed only.
     """
 
     hosts: int
