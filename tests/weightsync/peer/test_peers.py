@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from tests.weightsync.peer.hosts import CHUNK, Hosts, bytes_of, newest, path_of, random_model, until
+from tests.weightsync.transport.peers import require
 
 SLOW = ("--limit-gbps", 0.008)  # 1 MB/s: time to do something while it fetches
 
@@ -28,6 +31,17 @@ def test_a_version_reaches_other_hosts(hosts: Hosts) -> None:
     assert bytes_of(hosts.wait_copy("b", record.manifest_digest)) == bytes_of(
         hosts.wait_copy("c", record.manifest_digest)
     )
+
+
+@pytest.mark.parametrize("transport", ["nixl", "mooncake"])
+def test_a_version_travels_by_any_transport(hosts: Hosts, transport: str) -> None:
+    require(transport)
+    for host in "ab":
+        hosts.start(host, "--transport", transport)
+    publisher = hosts.publisher("a")
+    publisher.publish(random_model(1), wait=False)
+    digest = newest(publisher).manifest_digest
+    assert bytes_of(hosts.wait_copy("b", digest)) == path_of(hosts.copies(digest)["a"]).read_bytes()
 
 
 def test_a_peer_killed_in_the_middle_goes_on_where_it_was(hosts: Hosts) -> None:
