@@ -19,7 +19,7 @@ from trainer.checkpoint import MANIFEST
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.files import describe
 from trainer.config import CheckpointConfig
-from trainer.errors import ResumeError
+from trainer.errors import RankFailed, ResumeError
 
 
 class Trap:
@@ -129,8 +129,8 @@ def prepared(path: str, parallel: dict[str, Any], directory: str) -> dict[str, s
 def _resumed(checkpoints: Checkpoints) -> str:
     try:
         checkpoints.resume()
-    except ResumeError as error:
-        return str(error)
+    except (ResumeError, RankFailed) as error:
+        return f"{type(error).__name__}: {error}"
     return "loaded"
 
 

@@ -194,10 +194,20 @@ class Checkpoints:
 
     def _load(self, directory: Path, state: dict[str, Any]) -> dict[str, Any]:
         lead(lambda: self._check(directory, state))
-        engine_state.load(self._engine, directory)
+        self._load_engine(directory)
         lead(lambda: parts_of_run.restore(self.parts, directory))
         train: dict[str, Any] = state["train"]
         return train
+
+    def _load_engine(self, directory: Path) -> None:
+        """Rank 0 says what all have found, once."""
+        problem = ""
+        try:
+            engine_state.load(self._engine, directory)
+        except ResumeError as error:
+            problem = str(error)
+        problems = [found for found in gather_json(problem) if found]
+        lead(lambda: _refuse(problems))
 
     def _check(self, directory: Path, state: dict[str, Any]) -> None:
         for key, mine in self._identity.items():
@@ -206,6 +216,11 @@ class Checkpoints:
                     f"{directory} was written with {key} {state['identity'].get(key)}, this run has {mine}. "
                     "Set it back, choose another checkpoint.path, or set checkpoint.resume to never."
                 )
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ResumeError(problems[0])
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,11 @@ FULL = EXPECTED | {
 def test_a_prepared_checkpoint_is_refused_and_runs_nothing(
     two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path, parallel: dict[str, Any], expected: dict[str, str]
 ) -> None:
-    for said in two_ranks.call("prepared", path=small_models["qwen2"], parallel=parallel, directory=str(tmp_path)):
-        assert said.keys() == expected.keys()
-        for trap, problem in expected.items():
-            assert problem in said[trap], trap
+    path, directory = small_models["qwen2"], str(tmp_path)
+    lead, other = two_ranks.call("prepared", path=path, parallel=parallel, directory=directory)
+    assert lead.keys() == expected.keys()
+    for trap, problem in expected.items():
+        assert lead[trap].startswith("ResumeError"), trap
+        assert problem in lead[trap], trap
+        assert other[trap].startswith("RankFailed"), "it is said once"
     assert not list(tmp_path.glob("*.ran"))
