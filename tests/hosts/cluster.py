@@ -77,6 +77,7 @@ class Program:
 
     def line(self) -> str:
         """What it says next, "" when it has ended."""
+        assert self.process.stdout is not None
         return str(self.process.stdout.readline()).strip()
 
     def ask(self, question: str) -> Any:

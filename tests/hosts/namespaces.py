@@ -1,29 +1,20 @@
 """Hosts: network namespaces, each with an Ethernet cable to a switch (a bridge in a namespace of its own), into which
 this process is plugged too.
 
-    host 0   eth0 --- port0 \
-    host 1   eth0 --- port1  > br0, the switch         --- 198.18.N.254 here
-    host 2   eth0 --- port2 /
+    host 0   eth0 --- port0 |
+    host 1   eth0 --- port1 | br0, the switch | uplink --- 198.18.N.254 here
+    host 2   eth0 --- port2 |
 
 Cables are veth pairs, shaped by `tc netem`. Where the kernel has no netem they are pairs of TAP devices with a process
 between them that holds frames back and loses them (wire.py), if the hosts are to be `shaped`.
-
-Names begin with `hs`, the process id and a letter, so that what a killed process left can be told and removed. Links
-that belong to a namespace go with it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import os
-import random
-import re
 import shutil
-import signal
 import socket
-import string
 import subprocess
 import sys
 import time
@@ -33,18 +24,10 @@ from typing import Any, Self
 
 import pytest
 
+from tests.hosts.iproute import free_network, has_netem, ip, new_prefix, remove, remove_leftovers
+
 ROOT = Path(__file__).parents[2]
-NAMED = Path("/run/netns")
-OURS = re.compile(r"hs(\d+)[a-z](\d+|s)")
-_LETTERS = itertools.cycle(string.ascii_lowercase)
-
-
-def ip(*words: str, check: bool = True) -> str:
-    """Runs `ip`; what it printed."""
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-    if check and done.returncode:
-        raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
-    return done.stdout
+TUN = Path("/dev/net/tun")
 
 
 def require() -> None:
@@ -60,27 +43,14 @@ def require() -> None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(said)
 
 
-def has_netem() -> bool:
-    """Whether `tc` and this kernel can delay and lose packets. Asked of a namespace that is made for it."""
-    if shutil.which("tc") is None:
-        return False
-    name = f"hs{os.getpid()}{next(_LETTERS)}s"
-    ip("netns", "add", name)
-    try:
-        trial = ["tc", "-n", name, "qdisc", "replace", "dev", "lo", "root", "netem", "delay", "1ms"]
-        return subprocess.run(trial, capture_output=True, check=False).returncode == 0
-    finally:
-        ip("netns", "del", name)
-
-
 class Hosts:
     """`count` hosts, numbered from 0. `shaped`: `shape` will be called. Close it, or use it in a `with`."""
 
     def __init__(self, count: int, *, shaped: bool = False) -> None:
         remove_leftovers()
-        self._prefix = f"hs{os.getpid()}{next(_LETTERS)}"
+        self._prefix = new_prefix()
         self._count = count
-        self._net = _free_network()
+        self._net = free_network()
         self._switch = f"{self._prefix}s"
         self._netem = shaped and has_netem()
         self._wire: subprocess.Popen[str] | None = None
@@ -88,7 +58,7 @@ class Hosts:
             self._plug_in_this_process()
             for host in range(count):
                 ip("netns", "add", self._name(host))
-            if shaped and not self._netem:
+            if shaped and not self._netem and TUN.exists():
                 self._wire = self._spanned_wire()
             for host in range(count):
                 self._plug_in(host)
@@ -112,6 +82,10 @@ class Hosts:
         command = ["ip", "netns", "exec", self._name(host), *map(str, argv)]
         return subprocess.Popen(command, env={**os.environ, **(env or {})}, cwd=ROOT, **popen)
 
+    @property
+    def can_shape(self) -> bool:
+        return self._netem or self._wire is not None
+
     def cut(self, host: int) -> None:
         """Pull the cable: nothing goes in or out, and nobody is told."""
         ip("-n", self._switch, "link", "set", f"port{host}", "nomaster")
@@ -122,7 +96,8 @@ class Hosts:
     def shape(self, host: int, *, delay_ms: float = 0.0, loss: float = 0.0, mbit: float = 0.0) -> None:
         """Every frame from or to the host arrives `delay_ms` later, or not at all (`loss`: a share, 0 to 1).
 
-        `mbit`: at most so many 10^6 bits a second in each direction; 0: no limit.
+        `mbit`: at most so many 10^6 bits a second in each direction; 0: no limit. Skips the test where links cannot be
+        shaped.
         """
         if self._wire is not None:
             assert self._wire.stdin is not None
@@ -130,7 +105,8 @@ class Hosts:
             print(json.dumps(order), file=self._wire.stdin, flush=True)
             self._answer()
             return
-        assert self._netem, "make the hosts with shaped=True"
+        if not self._netem:
+            pytest.skip(f"shaped links: this kernel has no netem (tc), and there is no {TUN}")
         settings = ["delay", f"{delay_ms}ms", "loss", f"{loss:.4%}"]
         settings += ["rate", f"{mbit}mbit"] if mbit else []
         for namespace, device in ((self._switch, f"port{host}"), (self._name(host), "eth0")):
@@ -142,7 +118,7 @@ class Hosts:
         if self._wire is not None:
             self._wire.kill()
             self._wire.communicate()
-        _remove(self._prefix)
+        remove(self._prefix)
 
     # -- plugging
 
@@ -180,33 +156,6 @@ class Hosts:
         assert self._wire.stdout is not None
         if self._wire.stdout.readline() != "done\n":
             raise RuntimeError("the wire between the hosts has ended; is there a /dev/net/tun?")
-
-
-def remove_leftovers() -> None:
-    """Removes the hosts of test processes that are dead."""
-    for path in NAMED.glob("hs*"):
-        found = OURS.fullmatch(path.name)
-        if found is not None and not Path(f"/proc/{found[1]}").exists():
-            _remove(path.name.removesuffix(found[2]))
-
-
-def _remove(prefix: str) -> None:
-    """The namespaces whose names begin so: their processes are ended first, since they would keep them."""
-    names = [path.name for path in NAMED.glob(f"{prefix}*")]
-    for pid in [int(pid) for name in names for pid in ip("netns", "pids", name, check=False).split()]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    for name in names:
-        ip("netns", "del", name, check=False)
-    ip("link", "del", prefix, check=False)  # its other end has gone with the switch, usually
-
-
-def _free_network() -> str:
-    """The first three numbers of a /24 that nobody here has a route to, of those set aside for tests of networks."""
-    for number in random.sample(range(256), 256):
-        if not ip("route", "show", f"198.18.{number}.0/24").strip():
-            return f"198.18.{number}"
-    raise RuntimeError("every network in 198.18.0.0/16 is in use")
 
 
 def reaches(address: str, port: int, timeout_s: float = 1.0) -> bool:

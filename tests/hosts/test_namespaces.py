@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.namespaces import NAMED, ROOT, Hosts, ip, reaches, remove_leftovers, until
+from tests.hosts.iproute import NAMED, ip, remove_leftovers
+from tests.hosts.namespaces import ROOT, Hosts, reaches, until
 
 PORT = 5000
 TAKES = """
@@ -40,6 +41,7 @@ while True:
 def server(hosts: Hosts) -> Iterator[str]:
     """On host 1: takes what is sent, and says how many bytes and datagrams came. Its address."""
     process = hosts.run(1, [sys.executable, "-c", TAKES], stdout=subprocess.PIPE)
+    assert process.stdout is not None
     assert process.stdout.readline() == b"listens\n"
     yield hosts.address(1)
     process.kill()

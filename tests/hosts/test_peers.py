@@ -1,0 +1,172 @@
+"""A version published on one host comes to the others, over slow links, and while one is cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cluster_tls import Authority
+from tests.hosts.cluster import Etcd
+from tests.hosts.namespaces import Hosts
+from tests.weightsync.fleet import KEYS, MODEL, Fleet, running_fleet
+from weightsync import SlotReader
+from weightsync.errors import StoreUnavailable
+from weightsync.hosts import local_path
+from weightsync.records import CopyRecord, VersionRecord
+
+WAIT_S = 60.0
+MEBIBYTES = 24
+SLOW_MBIT = 80.0  # 2.5 s for a version
+GONE = "gone"
+
+
+class Peers:
+    """An arena and a peer process on each host."""
+
+    def __init__(self, hosts: Hosts, url: str, certificates: Path) -> None:
+        self._hosts, self._url, self._certificates = hosts, url, certificates
+        self.root = Path(tempfile.mkdtemp(prefix="hotswap-test-", dir="/dev/shm"))
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, host: int, *, read_timeout_s: float = 30.0) -> None:
+        listen = f"{self._hosts.address(host)}:0"
+        command = [sys.executable, "-m", "weightsync.peer", "--model", MODEL, "--listen", listen, "--transport", "tcp"]
+        command += [
+            "--cluster-tls",
+            str(self._certificates),
+            "--chunk",
+            str(1 << 20),
+            "--read-timeout",
+            str(read_timeout_s),
+        ]
+        with (self.root / f"h{host}.log").open("ab") as log:
+            process = self._hosts.run(host, command, env=self._environment(host), stdout=log, stderr=log)
+        self._processes.append(process)
+
+    def publish(self, host: int, value: float) -> int:
+        command = [sys.executable, "-m", "tests.hosts.publish", self._url, str(MEBIBYTES), str(value)]
+        process = self._hosts.run(host, command, env=self._environment(host), stdout=subprocess.PIPE)
+        said, _ = process.communicate(timeout=WAIT_S)
+        return int(said)
+
+    def logs(self) -> str:
+        return "\n".join(f"{path.name}:\n{path.read_text()[-1500:]}" for path in sorted(self.root.glob("*.log")))
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        shutil.rmtree(self.root)
+
+    def _environment(self, host: int) -> dict[str, str]:
+        return {
+            "HOTSWAP_STORE": self._url,
+            "HOTSWAP_HOST": f"h{host}",
+            "HOTSWAP_ARENA": str(self.root / f"arena{host}"),
+        }
+
+
+@pytest.fixture
+def peers(hosts: Hosts, etcd: Etcd, tmp_path: Path) -> Iterator[Callable[[str], Peers]]:
+    certificates = Authority(tmp_path / "authority").mount(tmp_path / "tls")
+    made: list[Peers] = []
+
+    def make(url: str) -> Peers:
+        made.append(Peers(hosts, url, certificates))
+        return made[-1]
+
+    yield make
+    for found in made:
+        found.close()
+
+
+@contextlib.asynccontextmanager
+async def activated(url: str, version: int) -> AsyncIterator[Fleet]:
+    """Active from here on, with a coordinator and no instances: peers fetch what is active."""
+    async with running_fleet(url) as fleet:
+        assert (await fleet.coordinator().activate(version)).ok
+        yield fleet
+
+
+async def copy(fleet: Fleet, peers: Peers, version: int, host: int, state: str) -> Path:
+    """Where the copy on a host is, once it is in that state; GONE: without a record."""
+    store = fleet.store()
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                with contextlib.suppress(StoreUnavailable):
+                    found = await store.get(KEYS.version(version))
+                    assert found is not None
+                    digest = VersionRecord.from_json(found.value).manifest_digest
+                    said = await store.get(KEYS.copy(digest, f"h{host}"))
+                    record = CopyRecord.from_json(said.value) if said is not None else None
+                    if (record.state if record is not None else GONE) == state:
+                        return (local_path(record.slot, f"h{host}") if record is not None else None) or peers.root
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        pytest.fail(f"no copy of version {version} on h{host} became {state}:\n{peers.logs()}")
+
+
+def check(peers: Peers, path: Path, host: int, value: float) -> None:
+    """The copy is the host's own, and every byte is as it was published."""
+    assert path.is_relative_to(peers.root / f"arena{host}")
+    with SlotReader.open(path) as reader:
+        reader.verify_all()
+        assert np.frombuffer(bytes(reader.buffer("b.value")), np.float32)[0] == value
+
+
+async def test_a_version_comes_to_all_hosts_over_links_that_delay_and_lose(
+    hosts: Hosts, etcd: Etcd, peers: Callable[[str], Peers]
+) -> None:
+    url = etcd.url("peers")
+    there = peers(url)
+    version = await asyncio.to_thread(there.publish, 0, 1.0)
+    for host in range(3):
+        hosts.shape(host, delay_ms=5, loss=0.002, mbit=800)
+        there.start(host)
+    async with activated(url, version) as fleet:
+        for host in (1, 2):
+            check(there, await copy(fleet, there, version, host, "ready"), host, 1.0)
+
+
+async def test_a_host_whose_source_is_cut_off_reads_on_from_another(
+    hosts: Hosts, etcd: Etcd, peers: Callable[[str], Peers]
+) -> None:
+    url = etcd.url("peers-source", last=0)
+    there = peers(url)
+    version = await asyncio.to_thread(there.publish, 0, 2.0)
+    async with activated(url, version) as fleet:
+        there.start(0)
+        there.start(1)
+        await copy(fleet, there, version, 1, "ready")
+        hosts.shape(2, mbit=SLOW_MBIT)
+        there.start(2, read_timeout_s=3)
+        await copy(fleet, there, version, 2, "fetching")
+        hosts.cut(0)
+        check(there, await copy(fleet, there, version, 2, "ready"), 2, 2.0)
+
+
+async def test_a_host_that_is_cut_off_while_it_reads_goes_on_when_it_is_back(
+    hosts: Hosts, etcd: Etcd, peers: Callable[[str], Peers]
+) -> None:
+    url = etcd.url("peers-reader", last=2)
+    there = peers(url)
+    version = await asyncio.to_thread(there.publish, 0, 3.0)
+    async with activated(url, version) as fleet:
+        there.start(0)
+        hosts.shape(2, mbit=SLOW_MBIT)
+        there.start(2)
+        await copy(fleet, there, version, 2, "fetching")
+        hosts.cut(2)
+        await copy(fleet, there, version, 2, GONE)
+        hosts.heal(2)
+        check(there, await copy(fleet, there, version, 2, "ready"), 2, 3.0)
