@@ -37,8 +37,12 @@ def an_index_that_runs_a_command(role: Path, mark: Path) -> None:
 
 
 def an_index_that_reaches_through_a_module_it_may_name(role: Path, mark: Path) -> None:
-    found = f"ctorch.distributed.checkpoint.metadata\nos.system\n(S'touch {mark}'\ntR."
-    (role / ".metadata").write_bytes(found.encode())
+    def text(value: str) -> bytes:
+        return pickle.BINUNICODE + len(value).to_bytes(4, "little") + value.encode()
+
+    name = text("torch.distributed.checkpoint.metadata") + text("os.system") + pickle.STACK_GLOBAL
+    called = text(f"touch {mark}") + pickle.TUPLE1 + pickle.REDUCE
+    (role / ".metadata").write_bytes(pickle.PROTO + b"\x04" + name + called + pickle.STOP)
 
 
 def an_index_beside_a_trap(role: Path, mark: Path) -> None:
