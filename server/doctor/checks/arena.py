@@ -68,7 +68,7 @@ def _private(directory: Path) -> Finding:
 def _dead_arenas(world: World) -> list[Path]:
     """Of this user's: without a lock, a map, or a process that was told of them; not the one asked about."""
     used = {arena_directory(world), *arenas_in_environments(world)}
-    used |= {path.parent for path in mapped_below(world, world.shm)}
+    used |= {world.shm / path.relative_to(world.shm).parts[0] for path in mapped_below(world, world.shm)}
     locked = locked_files(world)
     return [
         path

@@ -120,9 +120,9 @@ def test_the_store_says_where_the_arena_is(shm: Path, tmp_path: Path) -> None:
 
 def test_leftovers_are_those_that_nobody_locks_maps_or_was_told_of(shm: Path) -> None:
     only(findings("leftovers", World(shm=shm, environ={})), "ok")
-    names = ["hotswap-dead", "hotswap-locked", "hotswap-mapped", "hotswap-told", "hotswap-asked"]
+    names = ["hotswap-dead", "hotswap-locked", "hotswap-mapped", "hotswap-told", "hotswap-asked", "hotswap-deep/below"]
     for name in names:
-        (shm / name).mkdir()
+        (shm / name).mkdir(parents=True)
         (shm / name / "slot-1-000").write_bytes(bytes(8192))
     for name in ("psm_dead", "psm_mapped", "vllm_dist_dead", "another"):
         (shm / name).write_bytes(bytes(4096))
@@ -133,6 +133,8 @@ def test_leftovers_are_those_that_nobody_locks_maps_or_was_told_of(shm: Path) ->
             (shm / "hotswap-locked/slot-1-000").open() as locked,
             (shm / "hotswap-mapped/slot-1-000").open("r+b") as slot,
             (shm / "psm_mapped").open("r+b") as segment,
+            (shm / "hotswap-deep/below/slot-1-000").open("r+b") as deep,
+            mmap.mmap(deep.fileno(), 0),
             mmap.mmap(slot.fileno(), 0),
             mmap.mmap(segment.fileno(), 0),
         ):
