@@ -18,6 +18,7 @@ from weightsync.peer.locate import localized
 from weightsync.records import CopyRecord, ErrorInfo, Keys, VersionRecord
 
 KEYS = Keys(MODEL)
+STORES = ["sqlite", "etcd"]
 
 
 def copy_of(record: VersionRecord, host: str, slot: Path | str, **about: object) -> CopyRecord:
