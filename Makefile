@@ -32,13 +32,15 @@ $(VENV)/.native: $(STAMP) $(wildcard server/gateway/*/*.py server/gateway/compil
 	$(PY) -m server.gateway.compiled || echo "make: the gateway's sources run uncompiled; see server/gateway/compiled.py" >&2
 	touch $@
 
-$(STAMP): pyproject.toml requirements/$(ACCEL).txt requirements/dev.txt scripts/etcd.sh scripts/chromium.sh scripts/bubblewrap.sh
+$(STAMP): pyproject.toml requirements/$(ACCEL).txt requirements/dev.txt scripts/etcd.sh scripts/chromium.sh scripts/bubblewrap.sh scripts/iproute2.sh scripts/mooncake.sh
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/$(ACCEL).txt -r requirements/dev.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	scripts/etcd.sh $(VENV)
 	scripts/chromium.sh $(VENV)
 	scripts/bubblewrap.sh $(VENV)
+	scripts/iproute2.sh
+	scripts/mooncake.sh $(VENV)
 	touch $@
 
 clean:

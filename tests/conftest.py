@@ -20,7 +20,7 @@ os.environ.pop("HOTSWAP_PURE")
 from loadtest.checkpoints import make_checkpoint, make_constant_checkpoint  # noqa: E402 - see above
 from tests.live import LiveServer  # noqa: E402
 
-WITH_PROCESSES = {"chaos", "loadtest", "server", "trainer"}
+WITH_PROCESSES = {"chaos", "hosts", "k8s", "loadtest", "peer", "server", "trainer", "transport"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
