@@ -197,7 +197,9 @@ class Members:
 
     def _leave(self, channel: Channel) -> bool:
         """Ask the next member from now on, unless somebody has moved on already; or the same ones, if there are new
-        certificates (True). Who still uses a connection of before keeps it."""
+        certificates, or somebody has found some (True). Who still uses a connection of before keeps it."""
+        if self._channels and channel not in self._channels:
+            return True
         if self._channels and self._channels[self._current] is channel:
             with contextlib.suppress(StoreRefused):  # they are being replaced: what was read last stays in use
                 if (found := self._url.tls_files()) != self._tls:
