@@ -110,7 +110,11 @@ class Etcd:
         self.start()
 
     def freeze(self, *which: int) -> None:
+        """Returns when all their threads stand still."""
         self._signal(signal.SIGSTOP, *which)
+        for index in which or range(len(self._processes)):
+            if (process := self._processes[index]) is not None:
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def thaw(self, *which: int) -> None:
         self._signal(signal.SIGCONT, *which)
