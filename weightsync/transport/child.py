@@ -35,7 +35,7 @@ from weightsync.transport.messages import (
 )
 
 PR_SET_PDEATHSIG = 1
-POLL_S = 0.0005  # while something is read
+POLL_MS = 1  # while something is read
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,10 @@ class Child:
 
     def run(self) -> None:
         """Until the other end of the channel is closed."""
+        poller = select.poll()
+        poller.register(self._channel, select.POLLIN)
         while True:
-            if select.select([self._channel], [], [], POLL_S if self._readings else None)[0]:
+            if poller.poll(POLL_MS if self._readings else None):
                 data, fds, _, _ = socket.recv_fds(self._channel, MAX_NBYTES, 1)
                 if not data:
                     return

@@ -132,7 +132,7 @@ class TcpLink:
     def _read_stripe(self, job: _Job, view: memoryview, key: bytes, part: list[Piece], deadline: Deadline) -> None:
         connection = None
         try:
-            connection = self._connection(deadline)
+            connection = self._connection(job, deadline)
             with job.using(connection):
                 for start in range(0, len(part), WINDOW):
                     _exchange(connection, view, key, part[start : start + WINDOW], deadline)
@@ -142,19 +142,19 @@ class TcpLink:
             if connection is not None:
                 connection.close()
 
-    def _connection(self, deadline: Deadline) -> socket.socket:
+    def _connection(self, job: _Job, deadline: Deadline) -> socket.socket:
         while True:
             with self._lock:
                 found = self._idle.pop() if self._idle else None
             if found is None:
-                return self._dial(deadline)
+                return self._dial(job, deadline)
             if is_idle(found):
                 return found
             found.close()
 
-    def _dial(self, deadline: Deadline) -> socket.socket:
+    def _dial(self, job: _Job, deadline: Deadline) -> socket.socket:
         try:
-            return self._dialer.dial(Deadline(min(HANDSHAKE_TIMEOUT_S, deadline.left())))
+            return self._dialer.dial(Deadline(min(HANDSHAKE_TIMEOUT_S, deadline.left())), job.using)
         except TimeoutError as error:
             deadline.left()  # raises if it is the read's time that is over
             raise ConnectionError(f"no new connection within {HANDSHAKE_TIMEOUT_S:g} s") from error

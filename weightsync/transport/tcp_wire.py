@@ -9,6 +9,7 @@ All numbers are big-endian. TLS, where it is used, begins before the first byte.
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import struct
@@ -21,6 +22,7 @@ DESCRIPTOR = struct.Struct(">16sQ")  # the region and its length
 OK, REFUSED = b"\0", b"\1"
 WINDOW = 128  # requests fit into the buffers of a socket, so that neither side waits for the other to read
 HANDSHAKE_TIMEOUT_S = 5.0
+SET_AGAIN_S = 0.1  # by so much a time-out may be late
 
 
 class Deadline:
@@ -38,9 +40,11 @@ class Deadline:
 
 def receive_into(connection: socket.socket, view: memoryview, deadline: Deadline) -> None:
     """Fill `view`. Raises ConnectionError when the other side ends too early, OSError, TimeoutError."""
-    done = 0
+    done, left = 0, math.inf
     while done < len(view):
-        connection.settimeout(deadline.left())
+        if (now := deadline.left()) < left - SET_AGAIN_S:  # a system call, and TLS gives 16 KiB at a time
+            left = now
+            connection.settimeout(left)
         got = connection.recv_into(view[done:])
         if not got:
             raise ConnectionError("the peer closed the connection")
@@ -66,4 +70,6 @@ def quick(connection: socket.socket) -> None:
 
 def is_idle(connection: socket.socket) -> bool:
     """Whether a kept connection still stands: nothing is to be read from it, not even its end."""
-    return not select.select([connection], [], [], 0)[0]
+    poller = select.poll()  # select() takes no descriptor beyond 1,023
+    poller.register(connection, select.POLLIN)
+    return not poller.poll(0)

@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
 import msgspec
 
@@ -23,7 +24,8 @@ from weightsync.transport.messages import MAX_NBYTES, REPLIES, Failed, Request, 
 log = logging.getLogger("hotswap.transport")
 
 START_TIMEOUT_S = 60.0
-LIBRARIES = f"mooncake/usr/lib/{platform.machine()}-linux-gnu"  # where scripts/mooncake.sh unpacks them
+UNPACKED = Path(sys.prefix) / "mooncake"  # by scripts/mooncake.sh, where it may not install
+LIBRARIES = [UNPACKED / root / f"{platform.machine()}-linux-gnu" for root in ("usr/lib", "lib")]
 
 
 class WorkerFailed(Exception):
@@ -104,8 +106,8 @@ class Worker:
             self._end()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        unpacked = os.path.join(sys.prefix, LIBRARIES)
-        paths = filter(None, (os.environ.get("LD_LIBRARY_PATH"), unpacked if os.path.isdir(unpacked) else None))
+        unpacked = [str(directory) for directory in LIBRARIES if directory.is_dir()]
+        paths = filter(None, [os.environ.get("LD_LIBRARY_PATH"), *unpacked])
         arguments = [msgspec.json.encode(self._settings).decode(), str(self._far.fileno())]
         return subprocess.Popen(
             [sys.executable, "-m", "weightsync.transport.child", *arguments],
@@ -143,7 +145,7 @@ class Worker:
         status = process.wait() if process is not None else None
         self._channel.close()
         reason = f"its process has ended (status {status}){self._last_words()}"
-        if not wanted:
+        if status and not wanted:
             log.warning("%s: %s", self._settings.engine, reason)
         for future in pending:
             future.set_exception(WorkerLost(reason))

@@ -17,7 +17,7 @@ import pytest
 from weightsync.transport import Piece, Region, Transport, available
 
 MIB = 1 << 20
-NBYTES = 32 * MIB
+NBYTES = 16 * MIB
 LISTEN = "127.0.0.1"
 READ_TIMEOUT_S = 60.0  # a guard
 

@@ -35,7 +35,7 @@ def name(request: pytest.FixtureRequest) -> str:
     return chosen
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def transport(name: str) -> Iterator[EngineTransport]:
     with EngineTransport(name, Address(LISTEN)) as opened:
         yield opened
@@ -114,7 +114,8 @@ def test_a_part_of_a_mapping_can_be_registered(name: str, transport: EngineTrans
         assert read_all(transport, peer) == peer.content
 
 
-def test_a_transport_that_was_closed_says_so(transport: EngineTransport) -> None:
+def test_a_transport_that_was_closed_says_so(name: str) -> None:
+    transport = EngineTransport(name, Address(LISTEN))
     pid = transport.serving.worker().pid
     transport.close()
     transport.close()
