@@ -35,7 +35,7 @@ def base_for(
 
 
 def make(shelf: Shelf, part: PartRecord, base: PartRecord, chunk_nbytes: int, pool: Executor) -> bool:
-    """Put the delta of `part` from `base` on the shelf; False where the whole slot would travel as fast.
+    """Put the delta of `part` from `base` on the shelf; False where it does not pay, or there is little room.
 
     Raises ManifestError, SlotBusy (one of them was reused), ArenaError, OSError.
     """
@@ -45,6 +45,8 @@ def make(shelf: Shelf, part: PartRecord, base: PartRecord, chunk_nbytes: int, po
             return False
         rows = {name: (entry.spec, entry.digest) for name, entry in new.manifest.tensors.items()}
         header = DeltaHeader(shelf.model, rows, Base(base.version, base.manifest_digest))
+        if shelf.arena.free_nbytes() < 3 * new.nbytes:  # twice for the difference, and a publisher needs its next slot
+            return False
         if not is_worthwhile(header, new.buffer, old.buffer):
             return False
         with tempfile.TemporaryFile(dir=shelf.arena.directory) as file:

@@ -117,6 +117,7 @@ class Peer:
         """Offer, drop, fetch and announce as the records have it now."""
         versions = ready_versions(board)
         alive = {Key(part.manifest_digest) for version in versions for part in pieces(version)}
+        await self._supply.keep_to(alive)
         self._drop_all_but(alive)
         for version in versions:
             await self._offer(version, versions)
@@ -151,6 +152,7 @@ class Peer:
         try:
             if base is not None:
                 await asyncio.to_thread(make, self._shelf, part, base, self._settings.chunk_nbytes, self._pool)
+                self._shelf.drop_deltas(part.name, key.digest)
             await self._tickets.digest(key)
         except (WeightSyncError, OSError) as error:  # reused meanwhile, or no room
             log.info("%s is offered in full only: %s", key.digest, error)

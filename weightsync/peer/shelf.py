@@ -144,10 +144,17 @@ class Shelf:
             copy.journal.remove()
             copy.lock.release()
 
+    def drop_deltas(self, part: str, digest: str) -> None:
+        """Keep no difference of a part but the newest, to `digest`: the room is the publisher's."""
+        for copy in list(self.copies.values()):
+            if copy.key.delta_of and copy.part == part and copy.key.digest != digest:
+                self.drop(copy.key)
+
     def forget(self, wanted: Iterable[Key]) -> None:
         """Give up what an earlier process began and nobody wants any more."""
         for key in self._left.keys() - set(wanted):
-            self._left.pop(key).remove()
+            if (left := self._left.pop(key, None)) is not None:
+                left.remove()
 
     def close(self) -> None:
         """Let go of the slots; what is in them stays for the next process."""

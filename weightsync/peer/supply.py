@@ -7,10 +7,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from weightsync.errors import (
     ArenaFull,
     DigestMismatch,
+    ManifestError,
     PeerError,
     PeerUnreachable,
     WeightSyncError,
@@ -30,6 +32,7 @@ from weightsync.transport import Transport
 
 log = logging.getLogger("hotswap.peer")
 
+T = TypeVar("T")
 AGAIN_S = 0.5  # after a fetch that found nobody to read from
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0  # after one that failed
 
@@ -75,6 +78,11 @@ class Supply:
         if due is not None and key is not None and self._current is None:
             self._current = (key, asyncio.create_task(self._get(key, due), name=f"fetch {key.digest}"))
 
+    async def keep_to(self, alive: set[Key]) -> None:
+        """End the fetch of what is not in `alive`: only then may its slot be let go."""
+        if self._current is not None and self._current[0] not in alive:
+            await self.stop()
+
     async def stop(self) -> None:
         """End the fetch in flight; what it has stays, to be gone on with."""
         if self._current is not None:
@@ -110,7 +118,11 @@ class Supply:
         try:
             first = await first_answer(sources)
             raw = await self._client.manifest(first.host, first.record.address, first.opened.ticket)
-            head = Head.parse(raw, key.digest, first.shape.nbytes)
+            try:
+                head = Head.parse(raw, key.digest, first.shape.nbytes)
+            except ManifestError:
+                left_out[first.host] = time.monotonic() + WRONG_S
+                raise
             copy = await self._claim(key, part, first.shape, head)
             self._changed()
             if not len(copy.journal.done) and await self._came_as_delta(key, part, copy, head):
@@ -120,7 +132,7 @@ class Supply:
         finally:
             await sources.close()
         try:
-            await asyncio.to_thread(_finish, copy, head, self._pool)
+            await _to_the_end(_finish, copy, head, self._pool)
         except DigestMismatch:
             left_out |= dict.fromkeys(fetch.read_from, time.monotonic() + WRONG_S)
             self._shelf.drop(key)
@@ -140,7 +152,7 @@ class Supply:
             first = await first_answer(sources)
             delta = await self._claim(wish, part, first.shape, None)
             await Fetch(delta, sources, self._metrics, self._pool, self._pace, self._host).run()
-            await asyncio.to_thread(deltas.apply, delta, base.path, slot, head)
+            await _to_the_end(deltas.apply, delta, base.path, slot, head)
         except (WeightSyncError, OSError) as error:
             log.warning("%s does not come as a delta, but in full: %s", key.digest, error)
             self._shelf.drop(wish)
@@ -155,7 +167,7 @@ class Supply:
         if copy is not None and copy.shape == shape:
             return copy  # begun before, and put off for something more urgent
         self._shelf.drop(key)
-        claimed, resumed = await asyncio.to_thread(self._shelf.claim, key, part.name, shape, head)
+        claimed, resumed = await _to_the_end(self._shelf.claim, key, part.name, shape, head)
         self._metrics.resumed.inc(resumed)
         return claimed
 
@@ -188,6 +200,16 @@ class Supply:
             for key in told.keys() - wanted:
                 del told[key]  # type: ignore[attr-defined]
         self.failed &= wanted
+
+
+async def _to_the_end(work: Callable[..., T], *args: Any) -> T:
+    """In a thread that writes into slots: who is cancelled meanwhile ends when it has, for the slots to be let go."""
+    running = asyncio.create_task(asyncio.to_thread(work, *args))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        raise
 
 
 def _finish(copy: Copy, head: Head, pool: ThreadPoolExecutor) -> None:
