@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
-from tests.weightsync.peer.hosts import CHUNK, Hosts, bytes_of, newest, path_of, random_model, until
+from tests.weightsync.peer.hosts import CHUNK, KEYS, Hosts, bytes_of, newest, path_of, random_model, until
 from tests.weightsync.transport.peers import require
 
 SLOW = ("--limit-gbps", 0.008)  # 1 MB/s: time to do something while it fetches
@@ -144,6 +145,23 @@ def test_retired_versions_are_dropped_and_their_slots_reused(hosts: Hosts) -> No
     until(lambda: not hosts.copies(digests[0]))
     assert len(list(hosts.arenas["b"].glob("slot-*"))) < 6
     assert len(list(hosts.arenas["a"].glob("slot-*"))) < 6  # the publisher's own are not held by its peer
+
+
+def test_a_version_retired_in_the_middle_is_let_go(hosts: Hosts) -> None:
+    """Its slot takes the next version, and nothing of the fetch before arrives there late."""
+    hosts.start("a")
+    hosts.start("b", *SLOW)
+    publisher = hosts.publisher("a")
+    publisher.publish(random_model(1), wait=False)
+    record = newest(publisher)
+    slot = hosts.wait_copy("b", record.manifest_digest, "fetching").slot
+    until(lambda: hosts.metric("b", "hotswap_peer_received_bytes_total") > 0)
+    hosts.store.put(KEYS.version(record.version), replace(record, state="retired").to_json())
+    until(lambda: "b" not in hosts.copies(record.manifest_digest))
+    publisher.publish(random_model(2), wait=False)
+    copy = hosts.wait_copy("b", newest(publisher).manifest_digest)
+    assert copy.slot == slot
+    assert bytes_of(copy) == bytes_of(hosts.copies(copy.digest)["a"])
 
 
 def test_a_second_peer_takes_over_from_the_first(hosts: Hosts) -> None:
