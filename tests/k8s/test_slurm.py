@@ -25,13 +25,14 @@ STAND_INS = {
     "srun": 'while [ "$1" != python ]; do shift; done; exec "$@"',
     "scontrol": 'echo "scontrol $*" >> "$TOLD"',
     "hotswap": """
-        echo "hotswap $*" >> "$TOLD"; echo "peer $HOTSWAP_HOST $HOTSWAP_STORE" >> "$TOLD"
+        trap 'echo "peer stopped" >> "$TOLD"; exit 0' TERM
         mkdir -p "$HOTSWAP_ARENA"; touch "$HOTSWAP_ARENA/slot"
-        trap 'echo "peer stopped" >> "$TOLD"; exit 0' TERM; while :; do sleep 0.05; done""",
+        echo "hotswap $*" >> "$TOLD"; echo "peer $HOTSWAP_HOST $HOTSWAP_STORE" >> "$TOLD"
+        while :; do sleep 0.05; done""",
     "python": """
+        trap 'exit 143' TERM
         while ! grep -q '^peer ' "$TOLD" 2>/dev/null; do sleep 0.05; done
         echo "python $*" >> "$TOLD"; echo "admin key of $(printf %s "$HOTSWAP_ADMIN_KEY" | wc -c)" >> "$TOLD"
-        trap 'exit 143' TERM
         [ -n "${FOREVER:-}" ] || exit "$STATUS"
         while :; do sleep 0.05; done""",
 }

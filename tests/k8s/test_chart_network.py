@@ -1,0 +1,60 @@
+"""Who may talk to whom, worked out from the network policies."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.k8s.helm import SETS, Object, Pod, matches, release
+
+NAMES = ["defaults", *SETS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_network_policies_let_through_what_is_meant_and_nothing_else(name: str) -> None:
+    r = release(name)
+    pods = {p.labels["app.kubernetes.io/component"]: p for p in r.pods()}
+    assert all(len(policies(r.objects, pod)) >= 2 for pod in pods.values())  # to deny, and to allow
+    lets = {
+        (a, b, port)
+        for a in pods
+        for b in pods
+        for port in (8000, 8001, 8002, 8003, 2379, 2380)
+        if passes(r.objects, pods[a], pods[b], port)
+    }
+    fleet, peers = {"gateway", "rollout", "trainer"}, {"rollout", "trainer"}
+    wanted = {(a, "gateway", 8000) for a in peers} | {("gateway", "rollout", 8001)}
+    wanted |= {(a, b, port) for a in peers for b in peers for port in (8000, 8001, 8002, 8003, 2379, 2380)}
+    wanted |= {(a, "etcd", 2379) for a in fleet | {"etcd-users"}} | {("etcd", "etcd", 2380)}
+    admin = {(a, "gateway", 8002) for a in peers}
+    wanted = {w for w in wanted if w[0] in pods and w[1] in pods}
+    assert lets - admin == wanted
+    exposed = "admin" in pods["gateway"].ports()
+    who = "trainer" if "trainer" in pods else "rollout"
+    assert lets & admin == ({(who, "gateway", 8002)} if exposed else set())
+
+
+def policies(objects: list[Object], pod: Pod) -> list[Object]:
+    found = [o["spec"] for o in objects if o["kind"] == "NetworkPolicy"]
+    return [spec for spec in found if matches(spec["podSelector"], pod.labels)]
+
+
+def passes(objects: list[Object], source: Pod, target: Pod, port: int) -> bool:
+    """Whether a connection is let out of `source` and into `target`, by the policies of this release alone."""
+    names = {name for name, number in target.ports().items() if number == port}
+    ways = (("Egress", "egress", "to", source, target), ("Ingress", "ingress", "from", target, source))
+    for way, rules, side, here, there in ways:
+        ruling = [p for p in policies(objects, here) if way in p["policyTypes"]]
+        allowed = any(
+            (not rule.get("ports") or any(p["port"] in {port, *names} for p in rule["ports"]))
+            and (not rule.get(side) or any(is_meant(peer, there) for peer in rule[side]))
+            for policy in ruling
+            for rule in policy.get(rules, [])
+        )
+        if ruling and not allowed:
+            return False
+    return True
+
+
+def is_meant(peer: Object, pod: Pod) -> bool:
+    """Whether a NetworkPolicy's peer is `pod`, which is in the release's own namespace."""
+    return "podSelector" in peer and "namespaceSelector" not in peer and matches(peer["podSelector"], pod.labels)
