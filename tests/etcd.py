@@ -46,8 +46,8 @@ def require() -> str:
 class Etcd:
     """A cluster of `members` processes. Its data are in memory, so that a write does not wait for a disk."""
 
-    def __init__(self, members: int = 1, *, tls: Tls | None = None) -> None:
-        self._binary, self._tls = require(), tls
+    def __init__(self, members: int = 1, *, tls: Tls | None = None, flags: tuple[str, ...] = ()) -> None:
+        self._binary, self._tls, self._flags = require(), tls, flags
         self._scheme = "https" if tls else "http"
         self.directory = Path(tempfile.mkdtemp(prefix="hotswap-etcd-", dir="/dev/shm"))
         self._ports = free_ports(2 * members)
@@ -88,6 +88,7 @@ class Etcd:
             "log-level": "error",
         }
         command = [self._binary, "--unsafe-no-fsync", *(f"--{name}={value}" for name, value in arguments.items())]
+        command += self._flags
         with (self.directory / "log").open("ab") as log:
             return subprocess.Popen(command + (self._tls.server_flags() if self._tls else []), stdout=log, stderr=log)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -138,12 +139,11 @@ def train(
     context: typer.Context,
     config: Annotated[Path, typer.Option(help="trainer configuration (YAML)")],
 ) -> None:
-    """Run the trainer as a process of its own."""
-    import subprocess
+    """Run the trainer: this process becomes it, so that signals reach it."""
     import sys
 
     command = [sys.executable, "-m", "trainer.main", "--config", str(config), *context.args]
-    raise typer.Exit(subprocess.call(command))
+    os.execv(sys.executable, command)  # noqa: S606 - nothing of it goes through a shell
 
 
 @app.command()

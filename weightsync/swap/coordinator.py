@@ -14,7 +14,7 @@ from typing import Any
 
 from weightsync import retention
 from weightsync.board import Board
-from weightsync.errors import Conflict, StoreError
+from weightsync.errors import Conflict, StoreError, StoreRefused
 from weightsync.records import Keys, OnLost, SwapMode
 from weightsync.store.protocol import Store
 from weightsync.swap import activation, history
@@ -23,7 +23,7 @@ from weightsync.swap.history import History
 from weightsync.swap.leader import LEADER_TTL_S, Term, new_name
 from weightsync.swap.probe import Probe, ProbeResult, Trial
 from weightsync.swap.report import SwapReport
-from weightsync.swap.state import Ask, Step, View, decide, depends_on, in_flight
+from weightsync.swap.state import Ask, Step, View, abort, decide, depends_on, in_flight
 
 __all__ = ["Coordinator", "Probe", "ProbeResult", "SwapReport"]
 
@@ -144,6 +144,12 @@ class Coordinator:
         try:
             await self._store.txn(compares, puts)
         except Conflict:
+            return
+        except StoreRefused as refusal:
+            if step.kind not in ("try", "commit") or board.swap is None:
+                raise
+            # More participants than etcd compares in one transaction: it would be refused for ever.
+            await self._take(board, term, abort(board.swap, str(refusal)), past)
             return
         if ends:
             past.added()

@@ -156,7 +156,7 @@ def _prepare(view: View, swap: SwapRecord) -> Step | Wait:
         return blocked
     waiting = [name for name in swap.participants if not _staged(view.instances[name], swap)]
     if waiting and view.now >= swap.deadline:
-        return _abort(swap, f"not staged within {swap.deadline - swap.opened_at:g} s by {', '.join(waiting)}")
+        return abort(swap, f"not staged within {swap.deadline - swap.opened_at:g} s by {', '.join(waiting)}")
     if waiting:
         return Wait(swap.deadline)
     if swap.mode == "together":
@@ -172,33 +172,33 @@ def _canary(view: View, swap: SwapRecord) -> Step | Ask | Wait:
     canary = view.instances[swap.canary or ""]
     for name in swap.participants:
         if name != canary.id and not _staged(view.instances[name], swap):
-            return _abort(swap, f"instance {name} is {view.instances[name].state} and has not staged it any more")
+            return abort(swap, f"instance {name} is {view.instances[name].state} and has not staged it any more")
     if on_trial(canary, swap):
         if view.probe is not None and not view.probe.ok:
-            return _abort(swap, f"the probe of canary {canary.id} failed: {view.probe.detail or 'no detail given'}")
+            return abort(swap, f"the probe of canary {canary.id} failed: {view.probe.detail or 'no detail given'}")
         if view.probe is not None:
             return _commit(view, swap)
     elif not _staged(canary, swap) and (canary.state, canary.swap_id) != ("COMMITTING", swap.id):
-        return _abort(swap, f"canary {canary.id} is {canary.state} and has not staged it any more")
+        return abort(swap, f"canary {canary.id} is {canary.state} and has not staged it any more")
     if view.now >= swap.deadline:
         what = "was not probed" if on_trial(canary, swap) else "did not flip"
-        return _abort(swap, f"canary {canary.id} {what} in time")
+        return abort(swap, f"canary {canary.id} {what} in time")
     return Ask(swap, canary, swap.deadline) if on_trial(canary, swap) else Wait(swap.deadline)
 
 
 def _blocked(view: View, swap: SwapRecord) -> Step | None:
     """Why this swap cannot be committed any more."""
     if view.target_state != "ready":
-        return _abort(swap, f"version {swap.target} is no longer ready")
+        return abort(swap, f"version {swap.target} is no longer ready")
     lost = {name: what for name in swap.participants if (what := _lost(view, name)) is not None}
     if lost:
         return _without(swap, lost)
     for name in swap.participants:
         instance = view.instances[name]
         if instance.swap_id == swap.id and instance.error is not None:
-            return _abort(swap, f"instance {name}: {instance.error.message}", instance.error.tensor)
+            return abort(swap, f"instance {name}: {instance.error.message}", instance.error.tensor)
     if (reason := _odd_fingerprint(view, swap)) is not None:
-        return _abort(swap, reason)
+        return abort(swap, reason)
     return None
 
 
@@ -216,7 +216,7 @@ def _without(swap: SwapRecord, lost: Mapping[str, str]) -> Step:
     if swap.on_lost == "continue" and left and swap.canary not in lost:
         return Step("leave", replace(swap, participants=left))
     name, what = next(iter(lost.items()))
-    return _abort(swap, f"instance {name} is {what}")
+    return abort(swap, f"instance {name} is {what}")
 
 
 def _staged(instance: InstanceRecord, swap: SwapRecord) -> bool:
@@ -285,5 +285,6 @@ def _torn(swap: SwapRecord, view: View) -> str | None:
     return f"not flipped: {', '.join(missing)}" if missing else None
 
 
-def _abort(swap: SwapRecord, reason: str, tensor: str | None = None) -> Step:
+def abort(swap: SwapRecord, reason: str, tensor: str | None = None) -> Step:
+    """The version before goes on serving; the record says why."""
     return Step("abort", replace(swap, phase="aborted", reason=reason, tensor=tensor))
