@@ -75,9 +75,10 @@ def cpu_s(pid: int) -> float:
     """Seconds of CPU that the living threads of `pid` and its children have used (the scheduler's nanoseconds)."""
     used = 0
     for process in tree(pid):
-        for task in Path(f"/proc/{process}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError):
-                used += int(task.read_text().split()[0])
+        with contextlib.suppress(OSError):  # it has ended
+            for task in os.listdir(f"/proc/{process}/task"):
+                with contextlib.suppress(OSError):
+                    used += int(Path(f"/proc/{process}/task/{task}/schedstat").read_text().split()[0])
     return used / 1e9
 
 

@@ -1,6 +1,6 @@
 """Names of namespaces and links, what the machine can do with them, and the end of those that dead processes left.
 
-Names begin with `hs`, the process id and a letter, so that what a killed process left can be told and removed. Links
+Names begin with `ht`, the process id and a letter, so that what a killed process left can be told and removed. Links
 that belong to a namespace go with it.
 """
 
@@ -18,7 +18,7 @@ import subprocess
 from pathlib import Path
 
 NAMED = Path("/run/netns")
-OURS = re.compile(r"hs(\d+)[a-z](\d+|s)")
+OURS = re.compile(r"ht(\d+)[a-z](\d+|s)")
 _LETTERS = itertools.cycle(string.ascii_lowercase)
 
 
@@ -32,7 +32,7 @@ def ip(*words: str, check: bool = True) -> str:
 
 def new_prefix() -> str:
     """What the names of one set of hosts begin with."""
-    return f"hs{os.getpid()}{next(_LETTERS)}"
+    return f"ht{os.getpid()}{next(_LETTERS)}"
 
 
 def has_netem() -> bool:
@@ -50,7 +50,7 @@ def has_netem() -> bool:
 
 def remove_leftovers() -> None:
     """Removes the hosts of test processes that are dead."""
-    for path in NAMED.glob("hs*"):
+    for path in NAMED.glob("ht*"):
         found = OURS.fullmatch(path.name)
         if found is not None and not Path(f"/proc/{found[1]}").exists():
             remove(path.name.removesuffix(found[2]))

@@ -59,7 +59,7 @@ def instance(certificates: Path) -> Iterator[Instance]:
     """It answers members alone, as behind the chart's options."""
     app = Instance()
     tls = ClusterTls(certificates)
-    config = uvicorn.Config(app, log_level="error", lifespan="off", ssl_context_factory=lambda *_: tls.server_context())
+    config = uvicorn.Config(app, log_config=None, lifespan="off", ssl_context_factory=lambda *_: tls.server_context())
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([app.listener],), daemon=True)
     thread.start()

@@ -69,9 +69,10 @@ async def test_an_aborted_swap_leaves_only_what_was_held_before_it_and_is_as_pub
 ) -> None:
     config = InstanceConfig(model_dir=tmp_path, model="m", store="sqlite:///unused.db", instance_id="i")
     engine: Any = StagingEngine()
+    store: Any = None  # not asked where there is one host
     staging = Sidecar(config, engine, Admission(None), address="http://127.0.0.1:1")
     version = VersionRecord(2, "ready", "slot", 1, "d", None, None, "p", 1, 0.0, "", 1, fingerprint="f2")
     engine.path, engine.fingerprint = path, fingerprint
-    await staging._stage(version)
+    await staging._stage(store, version)
     await staging._drop(version)
     assert engine.dropped == [(2, previous)]

@@ -82,7 +82,7 @@ async def serving(app: Starlette, listener: socket.socket, tls: ClusterTls | Non
     server = _Server(
         uvicorn.Config(
             app,
-            log_level="warning",
+            log_config=None,
             access_log=False,
             lifespan="off",
             timeout_keep_alive=60,

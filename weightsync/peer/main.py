@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for name in ("httpx", "uvicorn.error"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         asyncio.run(serve(_settings(options)))
     except (WeightSyncError, ValueError) as error:
