@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -43,10 +45,22 @@ def doctor(
         store=store, model_dir=resolve_model(model) if model else None, arena=arena, cluster_tls=cluster_tls, host=host,
         port=port, admin_port=admin_port, instances=instances, keep_versions=keep_versions,
     )  # fmt: skip
-    logging.getLogger("hotswap.gateway").setLevel(logging.ERROR)  # what it says of its machine code is in the report
-    results = report.diagnose(world, checks)
+    with _quiet("hotswap.gateway"):  # what it says of its machine code is in the report
+        results = report.diagnose(world, checks)
     if as_json:
         print(report.to_json(results))
     else:
         report.show(results, Console(highlight=False))
     raise typer.Exit(1 if report.failed(results) else 0)
+
+
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Errors only from `logger` meanwhile."""
+    target = logging.getLogger(logger)
+    before = target.level
+    target.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        target.setLevel(before)
