@@ -26,8 +26,8 @@ MODULES = (
     "access.keys", "access.limits", "access.output", "access.quota",
     "fleet.affinity", "fleet.health", "fleet.instance", "fleet.retries", "fleet.routing", "fleet.signals", "fleet.view",
     "observe.histogram", "observe.stats",
-    "proxy.collector", "proxy.exchange", "proxy.failover", "proxy.head", "proxy.journal", "proxy.outbox",
-    "proxy.placing", "proxy.relay", "proxy.request", "proxy.routes", "proxy.upstream", "proxy.waiting",
+    "proxy.collector", "proxy.exchange", "proxy.failover", "proxy.framing", "proxy.head", "proxy.journal",
+    "proxy.outbox", "proxy.placing", "proxy.relay", "proxy.request", "proxy.routes", "proxy.upstream", "proxy.waiting",
     "queue.capacity", "queue.drain", "queue.gate",
 )  # fmt: skip
 GROUP = "hotswap_gateway"

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httptools
 import pytest
@@ -22,9 +23,12 @@ from server.gateway.access.key_files import load_keys
 from server.gateway.app import build_app
 from server.gateway.fleet.instance import Instance
 from server.gateway.gateway import Gateway
+from server.gateway.proxy.framing import whole_chunk
+from server.gateway.proxy.journal import ReplayMemory
 from server.gateway.proxy.protocol import GatewayProtocol
 from server.gateway.proxy.relay import ResponseRelay
 from server.gateway.proxy.upstream import Pool, UpstreamConnection
+from server.resume import RESUMABLE
 from weightsync.records import InstanceRecord
 from weightsync.store import open_store
 
@@ -328,3 +332,57 @@ def test_a_valid_answer_arrives_whole_however_it_is_cut(answer: tuple[bytes, byt
     assert seen.body == body
     assert (b"x-request-id", b"id") in seen.headers
     assert http10 or seen.complete == 1
+
+
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n%b: 1\r\ntransfer-encoding: chunked\r\n\r\n" % RESUMABLE
+)
+FRAGMENTS = st.sampled_from(
+    [b"5\r\nhello\r\n", b"c\r\ndata: {...}\n\n\r\n", b"a\r\n0123456789\r\n", b"5\r\nhello\r\n1", b"1", b"0",
+     b"\r\n", b"\r", b"\n", b"a", b"A\r\n0123456789\r\n", b"05\r\nhello\r\n", b"5;x=1\r\nhello\r\n", b"5\r\nhello",
+     b"+5\r\nhello\r\n", b"1\r\n\r\r\n", b"0\r\n", b"0\r\n\r\n", b"x: y\r\n",
+     b"10\r\n5\r\nhello\r\n12345\r\n\r\n", b"4\r\nhello\r\n"]
+)  # fmt: skip
+
+
+def relayed(pieces: list[bytes], *, continued: bool) -> tuple[bytes, bool, bool]:
+    """The body a client has after `pieces`, whether it is complete, and whether the relay refused one of them."""
+    relay = ResponseRelay(b"id", http10=False, keep_alive=True)
+    if continued:
+        relay.memory = ReplayMemory(2**20, 2**18)
+    written, refused = relay.feed(CHUNKED), False
+    assert (relay.journal is not None) == continued
+    try:
+        for piece in pieces:
+            if not relay.complete:  # what comes after the end costs the connection, and is not written
+                written += relay.feed(piece)
+    except BadUpstream:
+        refused = True
+    seen = Messages()
+    httptools.HttpResponseParser(seen).feed_data(written)
+    return seen.body, relay.complete, refused
+
+
+@FUZZ
+@given(st.lists(FRAGMENTS | st.binary(max_size=8), max_size=8), st.booleans())
+def test_a_chunk_that_goes_through_as_it_is_means_what_the_parser_reads(pieces: list[bytes], continued: bool) -> None:
+    found = relayed(pieces, continued=continued)
+    with mock.patch("server.gateway.proxy.relay.whole_chunk", return_value=0):
+        assert relayed(pieces, continued=continued) == found
+
+
+@pytest.mark.parametrize("data", [b"5\r\nhello\r\n", b"10\r\n" + b"x" * 16 + b"\r\n", b"1\r\n\n\r\n"])
+def test_whole_chunks_are_known(data: bytes) -> None:
+    size, _, rest = data.partition(b"\r\n")
+    assert data[whole_chunk(data) : -2] == rest[:-2]
+    assert whole_chunk(data) == len(size) + 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\r\n", b"\r\n\r\n", b"0\r\n\r\n", b"5\r\nhello", b"4\r\nhello\r\n", b"6\r\nhello\r\n",
+     b"A\r\n0123456789\r\n", b"05\r\nhello\r\n",
+     b"+5\r\nhello\r\n", b" 5\r\nhello\r\n", b"5 \r\nhello\r\n", b"5\r\nhello\r\n0\r\n\r\n"],
+)  # fmt: skip
+def test_what_is_not_exactly_one_chunk_is_left_to_the_parser(data: bytes) -> None:
+    assert whole_chunk(data) == 0

@@ -1,8 +1,9 @@
 """The transport-free core of the proxy: bytes of an instance's response in, bytes for the client out.
 
 The head is rewritten (hop-by-hop headers out, request id in), the body is re-framed but never decoded: pieces that
-arrive together leave as one chunk. So a malformed upstream response cannot reach a client, an HTTP/1.0 client gets a
-body it can read, and at every moment it is known whether an error event still fits into the stream.
+arrive together leave as one chunk, and what is just one chunk goes through as it is. So a malformed upstream response
+cannot reach a client, an HTTP/1.0 client gets a body it can read, and at every moment it is known whether an error
+event still fits into the stream.
 
     IDLE --first byte--> HEAD --headers--> BODY --last byte--> complete
       ^                    `-- 1xx: back to IDLE  |
@@ -17,6 +18,7 @@ import httptools
 
 from server.errors import BadUpstream, HttpError
 from server.gateway.proxy import usage
+from server.gateway.proxy.framing import whole_chunk
 from server.gateway.proxy.journal import Journal, ReplayMemory
 from server.gateway.proxy.usage import Usage
 from server.resume import RESUMABLE, RESUMED
@@ -39,6 +41,7 @@ class ResponseRelay:
 
     __deletable__ = ("_parser",)  # which mypyc wants said
     __slots__ = (
+        "_between_chunks",
         "_body",
         "_chunked",
         "_close_delimited",
@@ -77,6 +80,7 @@ class ResponseRelay:
         self._head_size = 0
         self._body: list[bytes] = []
         self._chunked = self._close_delimited = False
+        self._between_chunks = False  # the parser has seen the end of a chunk and nothing after it
         self._in_head = True
         self._recent: list[bytes] = []  # the last pieces of the body
         self._kept = 0  # bytes in them; when they are many, their end becomes
@@ -99,6 +103,10 @@ class ResponseRelay:
     def feed(self, data: bytes) -> bytes:
         """Bytes for the client. Raises BadUpstream if `data` is not what HTTP allows here."""
         self.seen = True
+        if self._between_chunks and self._chunked and not (self.complete or self.refused):
+            start = whole_chunk(data)
+            if start:
+                return self._pass(data, data[start:-2])
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
@@ -106,6 +114,7 @@ class ResponseRelay:
             if not self.complete or self._fault:
                 raise BadUpstream(f"The instance sent a malformed response ({self._fault or exc}).") from exc
             self.reusable = False
+        self._between_chunks = self._between_chunks and data.endswith(b"\r\n")  # else the next one has begun
         if not self.status:
             self._head_size += len(data)
             if self._head_size > MAX_HEAD:
@@ -126,6 +135,7 @@ class ResponseRelay:
         self._going_on, self.status, self._head_size = True, 0, 0
         self.seen = self.complete = self.reusable = self.refused = self._close_delimited = False
         self._fault = None
+        self._between_chunks = False
         self._body.clear()
 
     def close(self) -> None:
@@ -180,17 +190,29 @@ class ResponseRelay:
         if self.complete and self.journal is not None:
             piece += self.journal.rest()
         if piece:
-            self.body_bytes += len(piece)
-            self._recent.append(piece)
-            self._kept += len(piece)
-            if self._kept > usage.KEPT:
-                self._older = b"".join(self._recent)[-usage.KEPT :]
-                self._recent.clear()
-                self._kept = 0
+            self._keep(piece)
             out += b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
         if self.complete and self._chunked:
             out += b"0\r\n\r\n"
         return out
+
+    def _pass(self, data: bytes, piece: bytes) -> bytes:
+        """What a token usually costs: `data` is a chunk around `piece`, and its frame need be neither read nor made."""
+        taken = piece if self.journal is None else self.journal.take(piece)
+        if taken:
+            self._keep(taken)
+        if taken is piece:
+            return data
+        return b"%x\r\n%b\r\n" % (len(taken), taken) if taken else b""
+
+    def _keep(self, piece: bytes) -> None:
+        self.body_bytes += len(piece)
+        self._recent.append(piece)
+        self._kept += len(piece)
+        if self._kept > usage.KEPT:
+            self._older = b"".join(self._recent)[-usage.KEPT :]
+            self._recent.clear()
+            self._kept = 0
 
     # httptools callbacks
 
@@ -219,6 +241,12 @@ class ResponseRelay:
         elif not self.refused:
             self._check_going_on(status)
         self.status = status
+
+    def on_chunk_header(self) -> None:
+        self._between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        self._between_chunks = True
 
     def on_body(self, body: bytes) -> None:
         if not (self.complete or (self.refused and self._going_on)):
