@@ -61,6 +61,9 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         self.epochs = config.epochs
         if max_tokens is None and (config.normalize == "length" or config.overlong_buffer):
             raise ConfigError("rollout.max_tokens", "missing, but the algorithm divides by it", "Set it")
+        if max_tokens is not None and config.overlong_buffer > max_tokens:
+            problem = f"{config.overlong_buffer} is more than an answer has (rollout.max_tokens {max_tokens})"
+            raise ConfigError("algorithm.overlong_buffer", problem, "Lower it: shorter answers would be punished too")
         self.needs = self._needs()
 
     def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:

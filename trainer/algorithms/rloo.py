@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from trainer.algorithms.advantages import leave_one_out, normalized_by_sequence, over_group, sequence_mean
+from trainer.algorithms.advantages import leave_one_out, normalized_by_sequence, over_group
 from trainer.algorithms.base import ADVANTAGES
 from trainer.algorithms.policy import PolicyGradient
-from trainer.batch import Fields, Sequence, sequence_sum, to_tokens
+from trainer.batch import MASK, Fields, Sequence, sequence_sum, to_tokens
 from trainer.config import RlooConfig
 from trainer.data.records import Record
 from trainer.rollout import Group
@@ -40,15 +40,15 @@ class Rloo(PolicyGradient[RlooConfig]):
         for group in groups:
             number = float(next(self._number) % _EXACT)
             sampled = super().sequences([], [group], version)
-            result += [replace(s, per_token={**s.per_token, GROUP: [number] * len(s.continuation)}) for s in sampled]
+            result += [replace(s, per_sequence={GROUP: number}) for s in sampled]
         return result
 
     def prepare(self, fields: Fields) -> Fields:
         advantages = fields[ADVANTAGES]
         if GROUP in fields:
-            groups, count = sequence_mean(fields[GROUP], fields)
+            real = sequence_sum(fields[MASK], fields) > 0
             penalties = sequence_sum(self._kl_penalty(fields), fields)
-            advantages = advantages - to_tokens(over_group(penalties, groups, count > 0), fields)
+            advantages = advantages - to_tokens(over_group(penalties, fields[GROUP], real), fields)
         if self.config.normalize_advantages:
             advantages = normalized_by_sequence(advantages, fields)
         return super().prepare(fields | {ADVANTAGES: advantages})

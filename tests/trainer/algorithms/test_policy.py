@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 from tests.trainer.algorithms import reference as plain
 from tests.trainer.algorithms.batches import LONGEST, Trial, groups
 from trainer.algorithms import ActorCritic, Grpo, PolicyGradient, Ppo, Reinforce, Rloo, build_algorithm
-from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES
-from trainer.batch import MASK
+from trainer.algorithms.base import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES
+from trainer.batch import MASK, lay_out
 from trainer.config import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -261,6 +262,24 @@ def test_groups_are_told_apart_whoever_hands_them_in() -> None:
     assert apart.loss().total.item() == pytest.approx(whole.loss().total.item(), rel=1e-9)
 
 
+def test_groups_are_told_apart_late_in_a_run_and_in_long_answers() -> None:
+    """In single precision the mean of a large number over many tokens is another number, and which one depends on how
+    many there are."""
+
+    def advantages(first: int) -> torch.Tensor:
+        algorithm = Rloo(RlooConfig(kl_coef=0.3))
+        algorithm._number = itertools.count(first)
+        fields = lay_out(algorithm.sequences([], batch), [[i] for i in range(4)], packed=False)
+        given = torch.Generator().manual_seed(0)
+        for name in (OLD_LOGPROBS, REFERENCE_LOGPROBS):
+            fields[name] = torch.randn(fields[MASK].shape, generator=given) * fields[MASK]
+        return algorithm.prepare(fields)[ADVANTAGES]
+
+    answers = [Sample((1,) * n, (-1.0,) * n, "stop", ()) for n in (700, 1400, 900, 2000)]
+    batch = [Group((1,), tuple(answers[i : i + 2]), (Score(0.0), Score(1.0))) for i in (0, 2)]
+    torch.testing.assert_close(advantages(5_000_001), advantages(0))
+
+
 def test_an_empty_answer_is_no_sequence() -> None:
     empty, full = Sample((), (), "stop", ()), Sample((1, 2), (-1.0, -1.0), "stop", ())
     group = Group((1,), (empty, full), (Score(0.0), Score(1.0)))
@@ -294,6 +313,12 @@ def test_a_batch_of_rejected_tokens_moves_nothing() -> None:
 def test_what_counts_on_the_answers_limit_must_know_it(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="max_tokens"):
         Grpo(GrpoConfig(**changes))
+
+
+def test_a_buffer_longer_than_any_answer_is_refused() -> None:
+    assert Grpo(GrpoConfig(overlong_buffer=LONGEST), LONGEST)
+    with pytest.raises(ConfigError, match="overlong_buffer"):
+        Grpo(GrpoConfig(overlong_buffer=LONGEST + 1), LONGEST)
 
 
 @pytest.mark.parametrize(
