@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from tests.trainer.faults.runs import wait_until
 from trainer.config import CallableReward, ExactMatchReward, FormatReward, RegexReward, RewardConfig
-from trainer.errors import ConfigError, RewardError
+from trainer.errors import ConfigError, RewardError, RewardWorkerDied
 from trainer.rewards import Reward, RewardRequest, Score, Scorer, build_scorer
+from trainer.rewards.pool import WorkerPool
+from trainer.rewards.process import WorkerProcess, start_worker
 
 HERE = "tests.trainer.rewards.functions"
 
@@ -32,6 +37,13 @@ def score(configs: Sequence[RewardConfig], answer: str, expected: str = "07") ->
         return ask(scorer, answer, expected=expected)[0]
     finally:
         scorer.close()
+
+
+def is_gone(pid: int) -> bool:
+    """Or dead and not yet taken away by whoever has it now."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    return True
 
 
 @pytest.mark.parametrize(("answer", "value"), [("07", 1.0), (" 07\n", 1.0), ("7", 0.0), ("", 0.0), ("077", 0.0)])
@@ -122,9 +134,7 @@ def test_a_reward_that_fails_gives_its_configured_value_and_the_next_is_served(t
         assert "took over 1 s" in reasons[2]
         assert "status 3" in reasons[3]
         assert "took over 1 s" in reasons[4]
-        assert (
-            not psutil.pid_exists(int(left.read_text())) or psutil.Process(int(left.read_text())).status() == "zombie"
-        )
+        wait_until(lambda: is_gone(int(left.read_text())), "what the worker left is killed")
         assert scorer.stats()["reward_failures/callable"] == 5
         ask(scorer, bad[-1])
         assert [s.total for s in ask(scorer, *["fine"] * 8)] == [1.0] * 8
@@ -161,6 +171,85 @@ def test_a_sample_waits_no_longer_than_its_deadline() -> None:
     scorer.close()
     assert [s.total for s in scores] == [0.0] * 3
     assert "within 0.5 s" in scores[1].failures["callable"]
+
+
+def test_who_gives_up_waiting_leaves_the_next_one_a_worker_that_is_free() -> None:
+    """The deadline ends a sample's wait in the middle of its evaluation; the worker is busy for longer."""
+    config = CallableReward(target=f"{HERE}:misbehaves", timeout_s=3.0, deadline_s=2.0, workers=1)
+    scorer = build_scorer([config])
+    try:
+        assert "within 2 s" in ask(scorer, "hang")[0].failures["callable"]
+        # One second later the worker is killed; a sample that was sent there meanwhile would be taken for the culprit.
+        deadline = time.monotonic() + 60
+        while why := ask(scorer, "fine")[0].failures.get("callable", ""):
+            assert "took over" not in why
+            assert time.monotonic() < deadline
+    finally:
+        scorer.close()
+
+
+def test_workers_that_died_at_rest_are_replaced() -> None:
+    before = {p.pid for p in psutil.Process().children()}
+    scorer = build_scorer([CallableReward(target=f"{HERE}:length", workers=2)])
+    try:
+        for worker in psutil.Process().children():
+            if worker.pid not in before:
+                worker.kill()
+        scores = ask(scorer, *["four"] * 6)
+        assert [s.total for s in scores[2:]] == [4.0] * 4  # the news of a death may come after the first request
+        assert ask(scorer, "four")[0].total == 4.0
+    finally:
+        scorer.close()
+
+
+async def test_a_worker_is_replaced_even_when_the_one_who_found_it_dead_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = WorkerPool({"job": "callable", "target": f"{HERE}:misbehaves"}, 1, 60.0)
+    await pool.open()
+    request = {"prompt": "", "answer": "die", "expected": "", "extra": {}}
+    began, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slowly(job: Mapping[str, Any]) -> WorkerProcess:
+        began.set()
+        await go_on.wait()
+        return await start_worker(job)
+
+    monkeypatch.setattr("trainer.rewards.pool.start_worker", slowly)
+    try:
+        asking = asyncio.create_task(pool.ask(request))
+        await asyncio.wait_for(began.wait(), 60)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        go_on.set()
+        assert await asyncio.wait_for(pool.ask(request | {"answer": "fine"}), 60) == 1.0
+    finally:
+        await pool.close()
+
+
+async def test_without_workers_a_reward_fails_at_once_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = WorkerPool({"job": "callable", "target": f"{HERE}:misbehaves"}, 1, 60.0)
+    await pool.open()
+
+    async def refused(_: Mapping[str, Any]) -> WorkerProcess:
+        raise OSError("no more processes")
+
+    request = {"prompt": "", "answer": "fine", "expected": "", "extra": {}}
+    with monkeypatch.context() as patched:
+        patched.setattr("trainer.rewards.pool.start_worker", refused)
+        with pytest.raises(RewardWorkerDied, match="status 3"):
+            await pool.ask(request | {"answer": "die"})
+        with pytest.raises(RewardWorkerDied, match="no more processes"):
+            await asyncio.wait_for(pool.ask(request), 60)
+    async with asyncio.timeout(60):  # it is tried again and again
+        while True:
+            with contextlib.suppress(RewardWorkerDied):
+                assert await pool.ask(request) == 1.0
+                break
+            await asyncio.sleep(0.1)
+    await pool.close()
+    with pytest.raises(RewardWorkerDied, match="closed"):
+        await pool.ask(request)
 
 
 def test_nothing_is_left_when_it_is_closed() -> None:
