@@ -36,7 +36,8 @@ class Case:
     def passed(self, outcome: dict[str, Any]) -> bool:
         """Whether the outcome is the expected one. A value comes as its repr; only literals can be equal."""
         if "input" in self.asked:
-            return _lines(base64.b64decode(outcome.get("output", "")).decode(errors="replace")) == _lines(self.expected)
+            said = outcome.get("output")  # none when it took too long or said too much, which is not an empty one
+            return said is not None and _lines(base64.b64decode(said).decode(errors="replace")) == _lines(self.expected)
         try:
             value = ast.literal_eval(outcome["value"])
         except (KeyError, ValueError, SyntaxError, MemoryError, RecursionError, TypeError):

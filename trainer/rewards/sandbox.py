@@ -12,24 +12,26 @@ import contextlib
 import itertools
 import os
 import platform
-import shutil
+import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
+import psutil
 
 from trainer.errors import RewardError, RewardTimeout, SandboxUnavailable
+from trainer.rewards import bubblewrap
 from trainer.rewards.calls import call_filter
 
 RUNNER = Path(__file__).with_name("sandboxed.py")
 ADVICE = "Install bubblewrap and allow user namespaces, or set the reward's sandbox to none where nothing can be lost."
 _FIRST_UID, _UIDS = 2_000_000_000, 100_000  # nobody's; one for each sandbox, as processes are counted by user
-_STARTED = itertools.count()
+_STARTED = itertools.count(secrets.randbelow(_UIDS))  # another trainer on this host begins elsewhere
+A_MOMENT_S, LEAVE_S = 0.05, 1.0  # for a sandbox to end by itself: after its last word, and once all in it was killed
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Sandbox:
         """Raises SandboxUnavailable where programs cannot be isolated."""
         if not self._isolated:
             return
-        if _bubblewrap() is None:
+        if bubblewrap.binary() is None:
             raise SandboxUnavailable(f"there is no bubblewrap (`bwrap`) on PATH. {ADVICE}")
         if call_filter() is None:
             raise SandboxUnavailable(f"the system calls of {platform.machine()} are not known here. {ADVICE}")
@@ -72,7 +74,7 @@ class Sandbox:
         with contextlib.ExitStack() as stack:
             environment = {"PATH": os.environ.get("PATH", "/usr/bin")}
             directory = "/tmp" if self._isolated else stack.enter_context(tempfile.TemporaryDirectory())  # noqa: S108
-            calls = stack.enter_context(_filter_file()) if self._isolated else None
+            calls = stack.enter_context(bubblewrap.filter_file()) if self._isolated else None
             process = await asyncio.create_subprocess_exec(
                 *self._command(calls), pass_fds=() if calls is None else (calls,),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -84,9 +86,7 @@ class Sandbox:
             except TimeoutError:
                 raise RewardTimeout(f"the program took over {self._limits.timeout_s:g} s and was killed.") from None
             finally:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+                await _end(process, isolated=self._isolated)
         outcomes = _outcomes(said)
         if not outcomes and complaint:
             raise RewardError(f"the sandbox did not start: {complaint.decode(errors='replace').strip()[:300]}.")
@@ -128,58 +128,32 @@ class Sandbox:
         python = [str(Path(sys.base_prefix) / "bin" / "python3"), "-I", "-S"]
         if calls is None:
             return [*python, str(RUNNER)]
-        size = str(self._limits.disk_bytes)
-        return [
-            _bubblewrap() or "bwrap", "--die-with-parent", "--new-session", "--seccomp", str(calls), *self._identity(),
-            "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",
-            *_system(), "--ro-bind", str(RUNNER), "/runner.py",
-            "--proc", "/proc", "--dev", "/dev", "--size", size, "--perms", "1777", "--tmpfs", "/tmp",  # noqa: S108
-            "--size", "4096", "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/",  # noqa: S108
-            "--clearenv", "--setenv", "LC_ALL", "C.UTF-8", *python, "/runner.py",
-        ]  # fmt: skip
-
-    def _identity(self) -> list[str]:
-        """Root mounts as itself and steps down inside (the kernel does not count root's processes); others get a user
-        namespace."""
-        if self._as_root:
-            return ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        return ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
+        options = bubblewrap.options(calls, RUNNER, self._limits.disk_bytes, as_root=self._as_root)
+        return [*options, *python, bubblewrap.INSIDE]
 
 
-@contextlib.contextmanager
-def _filter_file() -> Iterator[int]:
-    """A descriptor to read the filter of system calls from."""
-    calls = call_filter()
-    assert calls is not None  # check() refuses such machines
-    descriptor = os.memfd_create("seccomp")
-    try:
-        os.write(descriptor, calls)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        yield descriptor
-    finally:
-        os.close(descriptor)
+async def _end(process: asyncio.subprocess.Process, *, isolated: bool) -> None:
+    """Kill what has not ended by itself. Bubblewrap from the inside: it waits for its child and then ends. Killed first
+    itself, it would leave a dead process to the host's number one, which in a container may be this trainer, and nobody
+    would ever take it away."""
+    if not await _has_ended(process, A_MOMENT_S):
+        with contextlib.suppress(psutil.Error):
+            inside = psutil.Process(process.pid).children(recursive=True)
+            if not isolated:
+                process.kill()  # or it would go on with the next test
+            for child in inside:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+        await _has_ended(process, LEAVE_S)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
 
 
-def _bubblewrap() -> str | None:
-    """On PATH, or beside this Python (scripts/bubblewrap.sh)."""
-    return shutil.which("bwrap") or shutil.which("bwrap", path=str(Path(sys.executable).parent))
-
-
-def _system() -> list[str]:
-    """Read-only binds of the system's libraries and of this Python."""
-    binds = ["--ro-bind", "/usr", "/usr"]
-    for name in ("/bin", "/lib", "/lib32", "/lib64"):
-        path = Path(name)
-        if path.is_symlink():
-            binds += ["--symlink", os.readlink(path), name]
-        elif path.exists():
-            binds += ["--ro-bind", name, name]
-    prefix = Path(sys.base_prefix)
-    if prefix.is_relative_to("/usr"):
-        return binds
-    for parent in reversed(prefix.parents[:-1]):  # bubblewrap would make them for root alone
-        binds += ["--perms", "0755", "--dir", str(parent)]
-    return [*binds, "--ro-bind", str(prefix), str(prefix)]
+async def _has_ended(process: asyncio.subprocess.Process, within_s: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), within_s)
+    return process.returncode is not None
 
 
 def _outcomes(said: bytes) -> list[dict[str, Any]]:

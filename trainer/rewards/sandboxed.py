@@ -29,8 +29,11 @@ def main() -> None:
         os.setgroups([])
         os.setresgid(job["uid"], job["uid"], job["uid"])
         os.setresuid(job["uid"], job["uid"], job["uid"])
-    set_dumpable = 4  # with 0, programs of the same user cannot open our descriptors under /proc
-    ctypes.CDLL(None).prctl(set_dumpable, 0, 0, 0, 0)
+    set_pdeathsig, set_dumpable = 1, 4
+    prctl = ctypes.CDLL(None).prctl
+    prctl(set_pdeathsig, signal.SIGKILL, 0, 0, 0)  # again: the kernel forgets it with the user
+    prctl(set_dumpable, 0, 0, 0, 0)  # programs of the same user cannot open our descriptors under /proc
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # number one gets no signal from inside that it has no handler for
     os.chdir(job["directory"])
     for number, case in enumerate(job["cases"]):
         outcome = run_case(job, case)
@@ -74,11 +77,14 @@ def collect(source: int, seconds: float, limit: int) -> tuple[bytes, str]:
 
 
 def end(child: int, *, alone: bool) -> None:
-    """Kill what the case has left: in a process namespace of our own, everybody else."""
+    """Kill what the case has left, and wait for it: in a process namespace of our own, where we are number one,
+    everybody else. The dead count as processes until then."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(-1, signal.SIGKILL) if alone else os.killpg(child, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         os.waitpid(child, 0)
+        while alone:
+            os.waitpid(-1, 0)
 
 
 def run_program(job: dict[str, Any], case: dict[str, Any], channel: int) -> None:

@@ -8,6 +8,8 @@ import os
 import platform
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +71,44 @@ def test_forms_of_tests(scorer: Scorer, program: str, tests: list[Any], value: f
     result = judge(scorer, program, tests)
     assert result.failures == {}
     assert result.total == value
+
+
+def test_a_program_that_is_to_print_nothing_must_end_in_time(scorer: Scorer) -> None:
+    silent = [{"input": "", "output": ""}]
+    assert judge(scorer, "pass", silent).total == 1.0
+    assert judge(scorer, "while True: pass", silent).total == 0.0
+
+
+def test_what_one_test_has_started_is_not_counted_against_the_next(scorer: Scorer) -> None:
+    """Five orphans a test, of eight processes that there may be at a time."""
+    program = """
+import os, time
+for _ in range(5):
+    if os.fork() == 0:
+        os.setsid(); os.closerange(0, 64); time.sleep(600)
+f = lambda x: 2 * x"""
+    assert judge(scorer, program, ["assert f(2) == 4"] * 5).total == 1.0
+
+
+def test_a_program_leaves_no_dead_process_behind_however_it_ends() -> None:
+    """Number one of a container may be a trainer, which waits for its own children only."""
+    script = """
+import asyncio, ctypes, psutil
+from trainer.errors import RewardTimeout
+from trainer.rewards.sandbox import Limits, Sandbox
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become ours, as they do number one's
+case = {"setup": "import time; time.sleep(600)", "expression": "1"}
+sandbox = Sandbox(Limits(case_timeout_s=60.0, timeout_s=1.0))
+asyncio.run(Sandbox(Limits()).check())
+try:
+    asyncio.run(sandbox.run("", [case]))
+except RewardTimeout:
+    print([child.name() for child in psutil.Process().children(recursive=True)])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    if "SandboxUnavailable" in done.stderr and os.environ.get("CI") != "true":
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
 def test_the_last_fenced_block_is_the_program(scorer: Scorer) -> None:
@@ -242,7 +282,7 @@ def test_nothing_is_left_behind(scorer: Scorer) -> None:
 
 
 def test_without_bubblewrap_it_is_refused_unless_the_user_opts_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.rewards.sandbox._bubblewrap", lambda: None)
+    monkeypatch.setattr("trainer.rewards.bubblewrap.binary", lambda: None)
     with pytest.raises(SandboxUnavailable, match="sandbox to none"):
         build_scorer([CodeReward()])
     scorer = build_scorer([CodeReward(sandbox="none", case_timeout_s=1.0)])
@@ -253,6 +293,6 @@ def test_without_bubblewrap_it_is_refused_unless_the_user_opts_out(monkeypatch: 
 
 
 def test_namespaces_that_are_refused_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.rewards.sandbox._bubblewrap", lambda: "/bin/false")
+    monkeypatch.setattr("trainer.rewards.bubblewrap.binary", lambda: "/bin/false")
     with pytest.raises(SandboxUnavailable, match="allow user namespaces"):
         build_scorer([CodeReward()])
