@@ -110,11 +110,13 @@ class CheckpointDir:
             return str(error)
 
     def steps(self) -> list[Path]:
-        """Checkpoint directories, newest first: the one `latest` names, then by falling step."""
-        found = sorted(self.path.glob("step-*"), reverse=True)
+        """Checkpoint directories, newest first: the one `latest` names, those before it by falling step, and last those
+        after it: the run has been there and had to go back, or it was another one's."""
+        found = [path for path in self.path.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
         pointer = self.path / "latest"
         named = pointer.read_text().strip() if pointer.exists() else ""
-        return sorted(found, key=lambda p: p.name != named)
+        falling = sorted(found, reverse=True)
+        return sorted(falling, key=lambda path: (path.name != named, path.name > named))
 
     def _drop_old(self) -> None:
         found = {int(path.name.removeprefix("step-")): path for path in self.steps()}

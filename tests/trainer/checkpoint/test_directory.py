@@ -39,6 +39,23 @@ def test_the_newest_is_found_and_the_oldest_dropped(directory: CheckpointDir) ->
     assert [path.name for path in directory.steps()] == ["step-00000004", "step-00000003", "step-00000002"]
 
 
+def test_what_lies_after_the_newest_goes_first_and_is_used_last(directory: CheckpointDir) -> None:
+    """A run that had to go back, or another one in the same place, must not lose its own for those it left behind."""
+    for step in (7, 9):
+        write(directory, step)
+    (directory.path / "latest").write_text("step-00000003")  # as if 7 and 9 had been torn, and the run resumed from 3
+    assert [int(path.name[5:]) for path in directory.steps()] == [3, 9, 7]
+    write(directory, 4)
+    assert [int(path.name[5:]) for path in directory.steps()] == [4, 3, 9]
+    assert newest_step(directory) == 4
+
+
+def test_what_has_another_name_is_left_alone(directory: CheckpointDir) -> None:
+    (directory.path / "step-best").mkdir()
+    write(directory, 4)
+    assert (directory.path / "step-best").is_dir()
+
+
 def test_nothing_there_is_not_an_error(tmp_path: Path) -> None:
     assert CheckpointDir(tmp_path / "none").newest() is None
 
