@@ -81,6 +81,7 @@ def test_overrides_reach_into_sections_that_are_not_there(tmp_path: Path) -> Non
         ({"data": {"kind": "arithmetic", "noise": 2}}, "data.noise", "range"),
         ({"parallel": {"tensor": 0}}, "parallel.tensor", "positive"),
         ({"publish": {"model": "m"}}, "publish.store", "HOTSWAP_STORE"),
+        ({"save_to": "m/../m"}, "save_to", "Name another directory"),
         ({"checkpoint": {"path": "c", "resume": "maybe"}}, "checkpoint.resume", "one of auto, must, never"),
     ],
 )

@@ -126,9 +126,12 @@ def _write_shard(directory: Path, shard: dict[str, Any], part: int, number: int)
 
 def finish_checkpoint(directory: str | Path, written: list[tuple[str, str, int]], like: str | Path, dtype: str) -> None:
     """Complete a directory that holds its shards: index (or the usual single file name), and config and tokenizer of
-    `like`."""
+    `like`. Weights that were there before are removed: a loader would take `model.safetensors` for the whole model."""
     target, source = Path(directory), Path(like)
     files = {file for _, file, _ in written}
+    for stale in {path.name for path in target.glob("*.safetensors")} | {INDEX}:
+        if stale not in files:
+            (target / stale).unlink(missing_ok=True)
     if len(files) == 1:
         (target / files.pop()).replace(target / "model.safetensors")
     else:
