@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Any, Protocol, TextIO
 import orjson
 
 log = logging.getLogger(__name__)
+BLOCK = 1 << 16
 
 
 class MetricsWriter(Protocol):
@@ -24,12 +26,14 @@ class MetricsWriter(Protocol):
 
 
 class JsonLines:
-    """Appends events to a file, or prints them for the path `-`. Each line is flushed."""
+    """Appends events to a file, or prints them for the path `-`. Each line is flushed. Half a line, left by a run that
+    was killed while it wrote, is cut off: the next event would make it a line that is none."""
 
     def __init__(self, path: str) -> None:
         self._stream: TextIO = sys.stdout
         if path != "-":
             Path(path).parent.mkdir(parents=True, exist_ok=True)
+            _cut_torn_line(Path(path))
             self._stream = Path(path).open("a")  # noqa: SIM115 - closed in close()
 
     def write(self, event: str, values: dict[str, Any]) -> None:
@@ -42,6 +46,21 @@ class JsonLines:
     def close(self) -> None:
         if self._stream is not sys.stdout:
             self._stream.close()
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.is_file():  # there is none yet, or it is a pipe
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        kept, block = end, b""
+        while kept and b"\n" not in block:
+            start = max(kept - BLOCK, 0)
+            file.seek(start)
+            block = file.read(kept - start)
+            kept = start + block.rfind(b"\n") + 1  # of the block, nothing is kept if it has none
+        if kept < end:
+            file.truncate(kept)
 
 
 class Tee:

@@ -27,7 +27,7 @@ class Panel:
 PANELS = (
     Panel("accuracy", ("eval/accuracy", "eval/pass_any"), "of held-out prompts", share=True),
     Panel("reward", ("reward_mean", "full_reward", "reward/*"), "reward of training rollouts"),
-    Panel("loss", ("loss", "policy_loss", "value_loss"), "loss"),
+    Panel("loss", ("loss", "critic_loss"), "loss"),
     Panel("gradient", ("grad_norm",), "gradient norm", log=True),
     Panel("groups", ("zero_std_groups", "truncated"), "share", share=True),
     Panel("length", ("answer_tokens_mean", "answer_tokens_max"), "tokens an answer"),

@@ -196,6 +196,17 @@ def test_json_lines_append_and_flush_each_line(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("whole", [0, 1, 3])
+def test_a_run_that_was_killed_while_it_wrote_leaves_no_half_line(tmp_path: Path, whole: int) -> None:
+    """However long the half; the run that goes on begins a line of its own, and a report can be made."""
+    path, line = tmp_path / "m.jsonl", json.dumps({"event": "step", "step": 1, "x": "y" * 100_000})
+    path.write_text("".join(f"{line}\n" for _ in range(whole)) + line[:-1])
+    writer = JsonLines(str(path))
+    writer.write("step", {"step": 2})
+    writer.close()
+    assert [json.loads(found)["step"] for found in path.read_text().splitlines()] == [1] * whole + [2]
+
+
 def test_the_watch_adds_up_phases_and_knows_the_whole() -> None:
     watch = Stopwatch()
     for _ in range(2):
