@@ -4,13 +4,15 @@ ACCEL ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PYTHON ?= python3
+JOBS ?= 2
 
 .PHONY: demo test soak check lint types setup native clean
 demo: setup
 	$(PY) -m loadtest.demo $(if $(KEEP),--keep) $(DEMO_ARGS)
 
+# JOBS files at a time. An engine takes some 2 GB; JOBS=0 runs one test after the other, in this process.
 test: setup
-	$(PY) -m pytest tests -m "not gpu and not soak"
+	$(PY) -m pytest tests -m "not gpu and not soak" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # About an hour: ten thousand swaps under load, and an hour of random schedules.
 soak: setup

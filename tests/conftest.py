@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,7 +21,10 @@ os.environ.pop("HOTSWAP_PURE")
 from loadtest.checkpoints import make_checkpoint, make_constant_checkpoint  # noqa: E402 - see above
 from tests.live import LiveServer  # noqa: E402
 
-WITH_PROCESSES = {"chaos", "hosts", "k8s", "loadtest", "peer", "server", "trainer", "transport"}
+WITH_PROCESSES = {"chaos", "hosts", "k8s", "loadtest", "server", "trainer", "weightsync"}
+
+settings.register_profile("shared machine", deadline=None)  # how long an example takes says nothing of the code
+settings.load_profile("shared machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
