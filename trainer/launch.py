@@ -46,6 +46,8 @@ def launch(arguments: list[str], parallel: ParallelConfig, faults: FaultsConfig)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from trainer.rendezvous import register
+
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     keep_to_loopback()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -54,8 +56,7 @@ def launch(arguments: list[str], parallel: ParallelConfig, faults: FaultsConfig)
         max_nodes=1,
         run_id=uuid.uuid4().hex,
         nproc_per_node=parallel.world_size,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=register(),
         max_restarts=faults.max_restarts,
         monitor_interval=0.2,
         shutdown_timeout=math.ceil(faults.grace_s) + 5,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import signal
 import subprocess
@@ -46,6 +47,10 @@ def test_faults_of_ranks(config: dict[str, Any], tmp_path: Path) -> None:
     run = start(config, tmp_path)
 
     wait_until(run, lambda: len(curve(path)) > 50 and bool(events(path, "checkpoint")), "there is a checkpoint")
+    listening = {c.laddr.ip for p in (psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True))
+                 for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}  # fmt: skip
+    assert listening
+    assert all(ipaddress.ip_address(ip).is_loopback for ip in listening), listening
     stopped = rank_process(run.pid, 1)
     stopped.suspend()
     wait_until(run, lambda: len(events(path, "start")) == 2, "the ranks are started again")
