@@ -8,8 +8,10 @@ and stays if anything fails.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 import weightsync
 from trainer.config import PublishConfig
-from trainer.errors import PublishError
+from trainer.errors import ConfigError, PublishError
 from trainer.megatron.engine import Engine
 from trainer.megatron.parallel import broadcast_json, gather_json, lead
 from weightsync.errors import StalePublisher, WeightSyncError
@@ -37,9 +39,12 @@ class WeightPublisher:
     """Holds the lineage (rank 0) for as long as the run lasts. All methods are collective."""
 
     def __init__(self, config: PublishConfig, engine: Engine) -> None:
+        """Raises PublishError when the store does not let it, ConfigError for ranks on several hosts."""
         self._config, self._engine = config, engine
         self._schema = engine.shape.schema(config.dtype)
         self._shapes = {name: shape for name, _, shape in self._schema}
+        boots = gather_json(_boot())
+        lead(lambda: check_one_host(boots))
         self._publisher: Any = lead(self._open)
 
     def publish(self, step: int) -> Published:
@@ -94,6 +99,21 @@ class WeightPublisher:
             "write_ms": round((committed - began) * 1e3, 3),
             "swap_ms": round((swapped - committed) * 1e3, 3),
         }
+
+
+def check_one_host(boots: Sequence[str]) -> None:
+    """By which start of which kernel each rank runs. Raises ConfigError unless it is the same for all."""
+    for rank, boot in enumerate(boots):
+        if boot != boots[0]:
+            problem = f"rank {rank} is on another host than rank 0, but all write into one slot in shared memory"
+            raise ConfigError("publish", problem, "Start all ranks on one host, or leave publish out")
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def _typed(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from pathlib import Path
@@ -10,15 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import trainer.errors
 from tests.trainer.batches import random_batch
 from tests.trainer.cases import engine
 from trainer.batch import MASK
 from trainer.checkpoint.checkpoints import Checkpoints
-from trainer.config import CheckpointConfig
-from trainer.errors import CheckpointError
+from trainer.config import CheckpointConfig, FaultsConfig
+from trainer.errors import CheckpointError, TrainerError
+from trainer.faults.faults import Faults
 from trainer.megatron import state
 from trainer.megatron.engine import Engine
 from trainer.megatron.state import StagedEngine
+from trainer.publish import check_one_host
 
 
 def _steps(built: Engine, first: int, last: int) -> list[list[float]]:
@@ -108,6 +112,26 @@ def disk_full(path: str, parallel: dict[str, int], directory: str) -> list[Any]:
                 StagedEngine.write = original  # type: ignore[method-assign]
             seen += [[name, values["step"]] for name, values in checkpoints.events()]
     return seen
+
+
+def left_with(errors: list[str]) -> list[str]:
+    """What the other ranks would hear of one that leaves with these errors, one after the other."""
+    heard = []
+    for name in errors:
+        faults = Faults(FaultsConfig(heartbeat_s=0.01, heartbeat_timeout_s=60.0))
+        with contextlib.suppress(TrainerError), faults:
+            raise getattr(trainer.errors, name)("it is over")
+        heard.append(faults._board.fault())
+    return heard
+
+
+def publishes_from(boots: list[str]) -> str:
+    """What is said of ranks that run on hosts which were started with these identities."""
+    try:
+        check_one_host(boots)
+    except TrainerError as error:
+        return str(error)
+    return ""
 
 
 def saved_synchronously(path: str, parallel: dict[str, int], directory: str) -> list[list[float]]:

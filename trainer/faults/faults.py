@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import FaultsConfig
-from trainer.errors import RankFailed, RankLost
+from trainer.errors import Preempted, RankFailed, RankLost
 from trainer.faults.board import Beat, Board, LocalBoard, StoreBoard
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.progress import here
@@ -51,18 +51,18 @@ class Faults:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, RankFailed):
-            lost = isinstance(error, RuntimeError) and is_lost_contact(error)
-            said: Any = RankLost(f"{self._lost()} during {here()} ({_first_line(error)}).") if lost else error
-            self._heartbeat.failed(f"{type(said).__name__}: {said}")
+        # RankFailed was said elsewhere; Preempted is every rank's, and the others must not be ended while they close.
+        if error is None or isinstance(error, RankFailed | Preempted):
             self._close()
-            if lost:
-                raise said from None
-        else:
-            self._close()
+            return
+        lost = isinstance(error, RuntimeError) and is_lost_contact(error)
+        said: Any = RankLost(f"{self._lost()} during {here()} ({_first_line(error)}).") if lost else error
+        self._close(f"{type(said).__name__}: {said}")
+        if lost:
+            raise said from None
 
-    def _close(self) -> None:
-        self._heartbeat.stop()
+    def _close(self, fault: str = "") -> None:
+        self._heartbeat.stop(fault)
         if self._stopping is not None:
             self._stopping.close()
 

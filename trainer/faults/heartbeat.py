@@ -41,10 +41,13 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """No more beats, and none are to be missed: the run is at its end."""
+    def stop(self, fault: str = "") -> None:
+        """No more beats, and none are to be missed: the run is at its end, or `fault` is why this rank leaves it. (Told
+        last: the thread would end this process for it.)"""
         self._stopped.set()
         self._thread.join()
+        if fault:
+            self.failed(fault)
         with contextlib.suppress(OSError, RuntimeError):
             self._board.beat(replace(self._beat(time.monotonic()), phase=DONE))
 

@@ -16,6 +16,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests.trainer.faults.runs import wait_until
+from tests.trainer.ranks import Ranks as Cases
 
 RANK = """
 import os, signal, sys, threading, time
@@ -107,6 +108,12 @@ def test_a_reported_fault_ends_the_others_and_one_that_is_done_is_not_missed(tmp
     end.append(ranks := Ranks(tmp_path, 2, "done"))
     assert [process.wait(30) for process in ranks.processes] == [0, 0]
     assert json.loads(ranks.store.get("hotswap/0/beat/1"))["phase"] == "done"
+
+
+def test_leaving_on_request_is_no_fault_and_a_fault_is_told_when_the_watch_has_ended(one_rank: Cases) -> None:
+    """The others would end themselves for it, in the middle of closing; and a rank does not end itself for its own."""
+    told = one_rank.call("left_with", errors=["Preempted", "RankFailed", "DataError"])
+    assert told == [["", "", "DataError: it is over"]]
 
 
 STOPPING = """
