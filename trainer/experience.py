@@ -91,6 +91,12 @@ class Experience:
         minibatches = self._algorithm.minibatches
         return assemble(self._sequences, c.packing, ranks=c.parallel.data, minibatches=minibatches)
 
+    def skip_to(self, drawn: int) -> None:
+        """Use no record before number `drawn` any more, nor what was sampled for one."""
+        self.feed.drawn = drawn
+        if self.schedule is not None:
+            self.schedule.load_state_dict({"drawn": drawn, "pending": []})
+
     def metrics(self) -> dict[str, float]:
         """About the step's rollouts."""
         if self.schedule is None or self._rollouts is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from trainer.errors import Diverged
 from trainer.metrics import Stopwatch
-from trainer.run import Run, TrainState
+from trainer.run import Run
+from trainer.state import TrainState
 
 
 def train(run: Run) -> TrainState:
@@ -16,7 +17,7 @@ def train(run: Run) -> TrainState:
     while state.step < run.config.steps:
         run.may_leave(state)
         watch = Stopwatch()
-        batch = run.sample(state, watch)
+        batch = run.sampling.step(state, watch)
         try:
             with watch("train"):
                 stats = run.train(batch)

@@ -12,7 +12,8 @@ from trainer.faults.serving import roll_back_serving
 from trainer.megatron.parallel import broadcast_json, is_lead, lead
 
 if TYPE_CHECKING:
-    from trainer.run import Run, TrainState
+    from trainer.run import Run
+    from trainer.state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +40,10 @@ class Rollback:
             raise Diverged(f"{error} It was so after {self._done} rollbacks too (faults.max_rollbacks).") from error
         self._done += 1
         self._strikes[bad.step] += 1
-        drawn = run.drawn
+        drawn = run.sampling.drawn
         good = dataclasses.replace(bad, **run.checkpoints.restore())
         if skip := self._strikes[bad.step] > 1:
-            lead(lambda: run.skip_to(drawn))
+            run.sampling.skip_to(drawn)
             good = dataclasses.replace(good, consumed=drawn)
         good = self._serve(good, bad)
         if is_lead():

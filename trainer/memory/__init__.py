@@ -4,6 +4,7 @@ components.py  the protocol and the life of a component     storages.py  compone
 serving.py     the fleet as a component                      vault.py     where offloaded bytes lie
 ledger.py      what is held, and the budget                  plan.py      what each phase needs, what makes room
 manager.py     phase switches, on all ranks together         build.py     the components of a run
+phases.py      what the loop sees of it
 """
 
 import importlib

@@ -1,0 +1,58 @@
+"""What rank 0 alone has of a run: the data set, the rewards, the rollouts, and what is made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.algorithms import Algorithm
+from trainer.checkpoint.parts import Part
+from trainer.config import TrainerConfig
+from trainer.data import Tokenizer, build_dataset, summary
+from trainer.errors import ConfigError, DataError
+from trainer.evaluation import evaluate
+from trainer.experience import Experience
+from trainer.megatron.hf_config import ModelShape
+from trainer.rewards import Scorer, build_scorer
+from trainer.rollout import Rollouts
+
+
+class Lead:
+    """Opened on rank 0; close it at the end. `scorer` is None for a run that samples nothing."""
+
+    def __init__(self, config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) -> None:
+        """Raises ConfigError, DataError, SandboxUnavailable for what the user must correct."""
+        self._config = config
+        tokenizer = Tokenizer(config.model.path)
+        if tokenizer.size > shape.vocab:
+            problem = f"the tokenizer has {tokenizer.size} tokens, the model {shape.vocab}"
+            raise DataError(f"{config.model.path}: {problem}. Put the model's own tokenizer.json there.")
+        self._dataset = build_dataset(config.data, tokenizer, config.seed)
+        if config.eval is not None and not self._dataset.held_out:
+            raise ConfigError("eval", "there are no held-out records", "Set data.eval_path or data.held_out")
+        self.scorer: Scorer | None = None
+        self._rollouts: Rollouts | None = None
+        if config.gateway is not None:
+            self.scorer = build_scorer(config.rewards, config.gateway)
+            self._rollouts = Rollouts(config.gateway, config.rollout, self.scorer, tokenizer, config.seed)
+        self.experience = Experience(config, algorithm, self._dataset, self._rollouts, shape.max_positions)
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """What a checkpoint keeps of it."""
+        kept: dict[str, Part] = {"data": self.experience.feed}
+        return kept if self.experience.schedule is None else kept | {"rollouts": self.experience.schedule}
+
+    def summary(self) -> dict[str, Any]:
+        """About the data set, for the `start` event."""
+        return summary(self._dataset)
+
+    def evaluate(self) -> dict[str, Any]:
+        """Answers to the held-out records, for an `eval` event. The configuration has a section `eval`."""
+        assert self._config.eval is not None
+        assert self._rollouts is not None
+        return evaluate(self._rollouts, self._dataset.held_out, self._config.eval)
+
+    def close(self) -> None:
+        """End what is being sampled, and the rewards."""
+        if self._rollouts is not None:
+            self._rollouts.close()
