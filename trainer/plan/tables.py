@@ -48,20 +48,19 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Economy:
-    """What is given up for memory, and about how much of the speed is left."""
+    """What is given up for memory; each costs more of the speed than the one before."""
 
     shard: Shard
     recompute: Recompute
     offload: bool
-    speed: float
     told: str
 
 
 ECONOMIES = (
-    Economy("optimizer", "none", False, 1.0, "optimizer states sharded (ZeRO-1)"),
-    Economy("optimizer", "full", False, 0.75, "and activations recomputed"),
-    Economy("full", "full", False, 0.65, "everything sharded (ZeRO-3), activations recomputed"),
-    Economy("optimizer", "full", True, 0.5, "ZeRO-1, activations recomputed, optimizer states in host memory"),
+    Economy("optimizer", "none", False, "optimizer states sharded (ZeRO-1)"),
+    Economy("optimizer", "full", False, "and activations recomputed"),
+    Economy("full", "full", False, "everything sharded (ZeRO-3), activations recomputed"),
+    Economy("optimizer", "full", True, "ZeRO-1, activations recomputed, optimizer states in host memory"),
 )
 
 
