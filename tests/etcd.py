@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,14 +24,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from loadtest.hosts.etcd import MISSING, binary
+
 MIN_LEASE_S = 2.0  # what etcd makes of a shorter one, with its default election time-out
-MISSING = "no etcd: run scripts/etcd.sh (`make setup` does), or install Debian's etcd-server"
-
-
-def binary() -> str | None:
-    """etcd from PATH, or where scripts/etcd.sh unpacks it."""
-    unpacked = Path(sys.prefix) / "etcd/usr/bin/etcd"
-    return shutil.which("etcd") or (str(unpacked) if unpacked.exists() else None)
 
 
 def require() -> str:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from loadtest.hosts.etcd import MISSING, binary
 from loadtest.store_latency import own_etcd
 from weightsync.board import Board
 from weightsync.errors import StoreError
@@ -30,23 +29,17 @@ VALUE = b"x" * 400  # an instance record
 TXN_LIMIT = 128  # etcd's --max-txn-ops, unless it was told otherwise
 
 
-def etcd_binary() -> str | None:
-    """From PATH, or where scripts/etcd.sh unpacks it."""
-    unpacked = Path(sys.prefix) / "etcd/usr/bin/etcd"
-    return shutil.which("etcd") or (str(unpacked) if unpacked.exists() else None)
-
-
 def measure(writes: int = WRITES, watchers: int = WATCHERS) -> dict[str, Any]:
     """{"skipped": why} without etcd."""
-    binary = etcd_binary()
-    if binary is None:
-        return {"skipped": "no etcd: run scripts/etcd.sh, or install Debian's etcd-server"}
-    return asyncio.run(_measure(binary, writes, watchers))
+    found = binary()
+    if found is None:
+        return {"skipped": MISSING}
+    return asyncio.run(_measure(found, writes, watchers))
 
 
-async def _measure(binary: str, writes: int, watchers: int) -> dict[str, Any]:
+async def _measure(executable: str, writes: int, watchers: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="hotswap-scale-") as directory:
-        async with own_etcd(binary, Path(directory)) as url:
+        async with own_etcd(executable, Path(directory)) as url:
             process = _etcd_process()
             async with contextlib.aclosing(_Stores(url, 1 + watchers)) as stores:
                 store = stores.all[0]

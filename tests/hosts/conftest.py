@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.cluster import Etcd, Program
-from tests.hosts.namespaces import Hosts, require
+from loadtest.hosts.etcd import Etcd
+from loadtest.hosts.programs import Program
+from tests.etcd import require as require_etcd
+from tests.hosts.require import Hosts, require
 
 COUNT = 3
 
@@ -34,7 +36,7 @@ def hosts(_hosts: Hosts) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="session")
 def _etcd(_hosts: Hosts) -> Iterator[Etcd]:
-    etcd = Etcd(_hosts)
+    etcd = Etcd(_hosts, require_etcd())
     yield etcd
     etcd.close()
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.iproute import NAMED, ip, remove_leftovers
-from tests.hosts.namespaces import ROOT, Hosts, reaches, until
+from loadtest.hosts.iproute import NAMED, ip, remove_leftovers
+from loadtest.hosts.namespaces import ROOT, Hosts, reaches, until
 
 PORT = 5000
 TAKES = """
@@ -93,7 +93,7 @@ def test_a_bad_link_loses_datagrams_and_no_byte_of_a_stream(hosts: Hosts, server
 
 CRASHES = """
 import os, sys
-from tests.hosts.namespaces import Hosts
+from loadtest.hosts.namespaces import Hosts
 hosts = Hosts(2)
 hosts.run(0, ["sleep", "600"], stdout=-3, stderr=-3)
 print(hosts._prefix, flush=True)

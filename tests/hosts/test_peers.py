@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loadtest.hosts.etcd import Etcd
+from loadtest.hosts.namespaces import Hosts
 from tests.cluster_tls import Authority
-from tests.hosts.cluster import Etcd
-from tests.hosts.namespaces import Hosts
 from tests.weightsync.fleet import KEYS, MODEL, Fleet, running_fleet
 from weightsync import SlotReader
 from weightsync.errors import StoreUnavailable

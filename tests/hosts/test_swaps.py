@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.hosts.cluster import Etcd, Program
-from tests.hosts.namespaces import Hosts
+from loadtest.hosts.etcd import Etcd
+from loadtest.hosts.namespaces import Hosts
+from loadtest.hosts.programs import Program
 from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet, running_fleet, until
 from tests.weightsync.tensors import model
 from weightsync import Coordinator, Publisher

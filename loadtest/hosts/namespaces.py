@@ -18,29 +18,35 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import pytest
-
-from tests.hosts.iproute import free_network, has_netem, ip, new_prefix, remove, remove_leftovers
+from loadtest.hosts.iproute import free_network, has_netem, ip, new_prefix, remove, remove_leftovers
 
 ROOT = Path(__file__).parents[2]
 TUN = Path("/dev/net/tun")
+NO_IP = "there is no `ip`; run scripts/iproute2.sh, or install Debian's iproute2"
 
 
-def require() -> None:
-    """Skips the test where no namespaces can be made; that the tools are missing is a failure in CI."""
+def obstacle() -> str | None:
+    """Why no hosts can be made here; None if they can."""
     if os.geteuid() != 0:
-        pytest.skip("network namespaces: only root may make them and plug them together")
+        return "only root may make network namespaces and plug them together"
     if shutil.which("ip") is None:
-        said = "network namespaces: no `ip`; run scripts/iproute2.sh, or install Debian's iproute2"
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(said)
+        return NO_IP
     try:
         Hosts(1).close()
     except (RuntimeError, OSError) as error:
-        pytest.skip(f"network namespaces cannot be made here: {error}")
+        return f"network namespaces cannot be made here: {error}"
+    return None
+
+
+class CannotShape(RuntimeError):
+    """This machine has nothing that delays or loses what goes over a link."""
+
+    def __init__(self) -> None:
+        super().__init__(f"links cannot be shaped: this kernel has no netem (tc), and there is no {TUN}")
 
 
 class Hosts:
@@ -96,8 +102,7 @@ class Hosts:
     def shape(self, host: int, *, delay_ms: float = 0.0, loss: float = 0.0, mbit: float = 0.0) -> None:
         """Every frame from or to the host arrives `delay_ms` later, or not at all (`loss`: a share, 0 to 1).
 
-        `mbit`: at most so many 10^6 bits a second in each direction; 0: no limit. Skips the test where links cannot be
-        shaped.
+        `mbit`: at most so many 10^6 bits a second in each direction; 0: no limit. Raises CannotShape.
         """
         if self._wire is not None:
             assert self._wire.stdin is not None
@@ -106,7 +111,7 @@ class Hosts:
             self._answer()
             return
         if not self._netem:
-            pytest.skip(f"shaped links: this kernel has no netem (tc), and there is no {TUN}")
+            raise CannotShape
         settings = ["delay", f"{delay_ms}ms", "loss", f"{loss:.4%}"]
         settings += ["rate", f"{mbit}mbit"] if mbit else []
         for namespace, device in ((self._switch, f"port{host}"), (self._name(host), "eth0")):
@@ -146,7 +151,7 @@ class Hosts:
     def _spanned_wire(self) -> subprocess.Popen[str]:
         """The process between pairs of TAP devices; when it has answered once, they are there."""
         names = [self._name(host) for host in range(self._count)]
-        command = [sys.executable, "-m", "tests.hosts.wire", self._switch, *names]
+        command = [sys.executable, "-m", "loadtest.hosts.wire", self._switch, *names]
         self._wire = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         self._answer()
         return self._wire
@@ -167,9 +172,10 @@ def reaches(address: str, port: int, timeout_s: float = 1.0) -> bool:
     return True
 
 
-def until(condition: Any, timeout_s: float = 60.0) -> None:
-    """Waits for something another process brings about."""
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Waits for something another process brings about. Raises TimeoutError."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout_s:g} s in vain")
         time.sleep(0.02)

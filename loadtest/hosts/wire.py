@@ -1,4 +1,4 @@
-"""Cables that delay, lose and throttle, for kernels without netem: `python -m tests.hosts.wire SWITCH HOST...`.
+"""Cables that delay, lose and throttle, for kernels without netem: `python -m loadtest.hosts.wire SWITCH HOST...`.
 
 Each cable is two TAP devices, `eth0` in the namespace HOST and `portN` in SWITCH, and this process carries frames
 from one to the other. TAP devices have no offloads, so the kernel hands over whole frames with their checksums.

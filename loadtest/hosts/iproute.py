@@ -49,7 +49,7 @@ def has_netem() -> bool:
 
 
 def remove_leftovers() -> None:
-    """Removes the hosts of test processes that are dead."""
+    """Removes the hosts of processes that are dead."""
     for path in NAMED.glob("ht*"):
         found = OURS.fullmatch(path.name)
         if found is not None and not Path(f"/proc/{found[1]}").exists():
