@@ -29,15 +29,16 @@ def main() -> None:
         os.setgroups([])
         os.setresgid(job["uid"], job["uid"], job["uid"])
         os.setresuid(job["uid"], job["uid"], job["uid"])
-    set_pdeathsig, set_dumpable = 1, 4
-    prctl = ctypes.CDLL(None).prctl
-    prctl(set_pdeathsig, signal.SIGKILL, 0, 0, 0)  # again: the kernel forgets it with the user
-    prctl(set_dumpable, 0, 0, 0, 0)  # programs of the same user cannot open our descriptors under /proc
+    set_dumpable = 4  # with 0, programs of the same user cannot open our descriptors under /proc
+    ctypes.CDLL(None).prctl(set_dumpable, 0, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # number one gets no signal from inside that it has no handler for
     os.chdir(job["directory"])
     for number, case in enumerate(job["cases"]):
         outcome = run_case(job, case)
-        os.write(job["replies"], json.dumps({"case": number, **outcome}).encode() + b"\n")
+        try:
+            os.write(job["replies"], json.dumps({"case": number, **outcome}).encode() + b"\n")
+        except BrokenPipeError:
+            return  # whoever asked has died
 
 
 def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
         os.close(read_end)
         run_program(job, case, write_end)
     os.close(write_end)
-    data, problem = collect(read_end, job["case_timeout_s"], job["output_bytes"])
+    data, problem = collect(read_end, job["case_timeout_s"], job["output_bytes"], job["replies"])
     os.close(read_end)
     end(child, alone=job["alone"])
     if problem:
@@ -59,14 +60,19 @@ def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     return {"value": text[1:]} if text.startswith("v") else {"error": text[1:] or "it ended without a result"}
 
 
-def collect(source: int, seconds: float, limit: int) -> tuple[bytes, str]:
+def collect(source: int, seconds: float, limit: int, replies: int) -> tuple[bytes, str]:
     """What comes from a pipe until its end, and what was wrong with it."""
     pieces: list[bytes] = []
     size, deadline = 0, time.monotonic() + seconds
+    ready = select.poll()
+    ready.register(source, select.POLLIN)
+    ready.register(replies, 0)  # an error there is that nobody reads them any more
     while True:
-        ready, _, _ = select.select([source], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
+        found = dict(ready.poll(max(0.0, deadline - time.monotonic()) * 1e3))
+        if not found:
             return b"", f"it took over {seconds:g} s"
+        if replies in found:
+            return b"", "whoever asked has died"
         piece = os.read(source, CHUNK)
         if not piece:
             return b"".join(pieces), ""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 PATIENCE_S = 90.0
@@ -37,3 +39,10 @@ def wait_until(true: Callable[[], bool], what: str) -> None:
     while not true():
         assert time.monotonic() < deadline, f"waited in vain until {what}"
         time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    """Or dead and not yet taken away by whoever has it now."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    return True

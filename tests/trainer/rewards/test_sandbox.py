@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.trainer.faults.runs import is_gone, wait_until
 from trainer.config import CodeReward
 from trainer.errors import RewardError, SandboxUnavailable
 from trainer.rewards import RewardRequest, Score, Scorer, build_scorer
@@ -109,6 +110,26 @@ except RewardTimeout:
     if "SandboxUnavailable" in done.stderr and os.environ.get("CI") != "true":
         pytest.skip(done.stderr.splitlines()[-1])
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+def test_a_sandbox_ends_with_whoever_asked(scorer: Scorer) -> None:
+    script = """
+import asyncio
+from trainer.rewards.sandbox import Limits, Sandbox
+limits = Limits(case_timeout_s=600.0, timeout_s=600.0)
+asyncio.run(Sandbox(limits).run("", [{"setup": "import time; time.sleep(600)", "expression": "1"}]))
+"""
+    asking = subprocess.Popen([sys.executable, "-c", script])
+    started: set[int] = set()
+
+    def is_running() -> bool:
+        started.update(child.pid for child in psutil.Process(asking.pid).children(recursive=True))
+        return len(started) >= 3  # bubblewrap, the runner, the program
+
+    wait_until(is_running, "the program runs")
+    asking.kill()
+    asking.wait()
+    wait_until(lambda: all(map(is_gone, started)), "all of it is gone")
 
 
 def test_the_last_fenced_block_is_the_program(scorer: Scorer) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.trainer.faults.runs import wait_until
+from tests.trainer.faults.runs import is_gone, wait_until
 from trainer.config import CallableReward, ExactMatchReward, FormatReward, RegexReward, RewardConfig
 from trainer.errors import ConfigError, RewardError, RewardWorkerDied
 from trainer.rewards import Reward, RewardRequest, Score, Scorer, build_scorer
@@ -37,13 +37,6 @@ def score(configs: Sequence[RewardConfig], answer: str, expected: str = "07") ->
         return ask(scorer, answer, expected=expected)[0]
     finally:
         scorer.close()
-
-
-def is_gone(pid: int) -> bool:
-    """Or dead and not yet taken away by whoever has it now."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    return True
 
 
 @pytest.mark.parametrize(("answer", "value"), [("07", 1.0), (" 07\n", 1.0), ("7", 0.0), ("", 0.0), ("077", 0.0)])
