@@ -72,6 +72,15 @@ def soak(
 
 
 @app.command()
+def upgrade(json: Json = None) -> None:
+    """Gateways and instances replaced one by one under load: failed requests (status 1 if any), token gaps, seconds."""
+    from loadtest.upgrade.bench import failures, run
+
+    if failures(run(json)):
+        raise typer.Exit(1)
+
+
+@app.command()
 def gateway(
     json: Json = None,
     rounds: Annotated[int, typer.Option(help="how often each contender is asked in every way")] = 3,

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +53,28 @@ async def ask(port: int, raw: bytes) -> Answer:
         writer.close()
 
 
+class Kept:
+    """A connection that its client goes on using."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def __aenter__(self) -> Kept:
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writer.close()
+
+    async def ask(self, raw: bytes) -> Answer:
+        self._writer.write(raw)
+        return await asyncio.wait_for(read_answer(self._reader), 60)
+
+    async def closed(self) -> bool:
+        """Whether the gateway closes it, having sent nothing more."""
+        return await asyncio.wait_for(self._reader.read(1), 60) == b""
+
+
 async def ready(port: int) -> tuple[int, str]:
     answer = await ask(port, get("/readyz"))
     body = orjson.loads(answer.body)
@@ -84,24 +106,32 @@ async def test_a_gateway_is_unready_first_and_stops_when_its_streams_have_ended(
         await link.chunk(b"data: two\n\n")
         await link.end()
 
-    async with upstream(stream) as up:
+    async with upstream(stream) as up, AsyncExitStack() as stack:
         store = SyncStore(f"sqlite://{tmp_path}/store.db")
         record = InstanceRecord("i0", up.address, "SERVING", active_version=1, active_epoch=1)
         store.put(KEYS.instance("i0"), record.to_json())
         store.close()
         with gateway_process(tmp_path, "--leave", "300") as (process, port):
             await until_ready(port, (200, "ready"))
-            streaming = asyncio.create_task(ask(port, post(body=b'{"stream": true}')))
+            kept = await stack.enter_async_context(Kept(port))
+            streaming = asyncio.create_task(kept.ask(post(body=b'{"stream": true}')))
             await eventually(lambda: any(b"stream" in r.body for r in up.requests))
             process.send_signal(signal.SIGTERM)
             await until_ready(port, (503, "leaving"))
-            assert (await ask(port, post())).status == 200, "who has not noticed yet is still served"
+            async with Kept(port) as late:
+                served = await late.ask(post())
+                assert (served.status, served.headers["connection"]) == (200, "close"), "served, and sent elsewhere"
+                assert await late.closed()
             process.send_signal(signal.SIGTERM)  # a second one ends the wait
             await until_ready(port, None)
             assert process.poll() is None
             release.set()
             answer = await streaming
             assert (answer.complete, answer.body) == (True, b"data: one\n\ndata: two\n\n")
+            assert "connection" not in answer.headers
+            last = await kept.ask(post())
+            assert (last.status, last.headers["connection"]) == (200, "close"), "nothing had told it to go elsewhere"
+            assert await kept.closed()
             await asyncio.to_thread(process.wait, 60)
 
 

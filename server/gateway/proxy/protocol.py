@@ -7,6 +7,7 @@ instance's answer back. Everything else goes to the FastAPI app as uvicorn does 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import httptools
@@ -23,6 +24,8 @@ from server.gateway.proxy.outbox import MANY
 from server.gateway.proxy.request import Request
 from server.gateway.proxy.routes import Target, find, for_console
 
+FAREWELL_S = 1.0  # for a request that was sent before its client could know that the gateway stops
+
 
 class GatewayProtocol(GuardedProtocol):
     """One client connection."""
@@ -34,6 +37,7 @@ class GatewayProtocol(GuardedProtocol):
         self._principal = ANONYMOUS
         self._body: list[bytes] = []
         self._on_admin_port = False
+        self._stopping = False  # told to shut down while a client had reason to think that the connection stays
 
     # transport
 
@@ -64,8 +68,9 @@ class GatewayProtocol(GuardedProtocol):
             self.exchange.resume()
 
     def shutdown(self) -> None:
-        if self.exchange is not None:
-            self._close_after = True
+        """What is in hand is answered, and what the client sends at once because that answer did not say `close`."""
+        if self.exchange is not None or self._reading:
+            self._stopping = True
         else:
             self.gateway.outbox.flush()
             super().shutdown()
@@ -116,7 +121,8 @@ class GatewayProtocol(GuardedProtocol):
             super().on_message_complete()
             return
         self._reading = False
-        self._keep_alive = self.parser.should_keep_alive()
+        # A gateway that is about to stop says so in its answers: clients then go to another one before this one closes.
+        self._keep_alive = self.parser.should_keep_alive() and not (self.gateway.leaving or self._stopping)
         self.deadline = None
         try:
             self._forward(self._target)
@@ -196,10 +202,12 @@ class GatewayProtocol(GuardedProtocol):
         self.exchange = None
         self.body_done()
         self.server_state.total_requests += 1
-        if keep_alive and not self._close_after:
-            self.rest()
-        else:
+        if not keep_alive or self._close_after:
             self.close()
+        elif self._stopping:
+            self.deadline = time.monotonic() + FAREWELL_S
+        else:
+            self.rest()
 
     def refuse(self, error: HttpError) -> None:
         """The gateway's own answer to a request that was read whole."""

@@ -1,0 +1,131 @@
+"""Parts of the upgrade benchmark: the Service, answers as clients read them, the sums, and the chart's times."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+import yaml
+
+from loadtest.upgrade import pods, service
+from loadtest.upgrade.bench import Step, Upgrade, failures, summed_up
+from loadtest.upgrade.clients import KINDS, Answer, Client, Failed, Seen
+from loadtest.upgrade.service import Endpoint, Service
+from loadtest.upgrade.swaps import Swap
+from tests.server.gateway_upstream import Link, Received, upstream
+
+PROBE = r"readinessProbe:\n.*\n\s*periodSeconds: (\d+)\n\s*timeoutSeconds: (\d+)\n\s*failureThreshold: (\d+)"
+
+
+def test_the_times_are_those_of_the_chart() -> None:
+    values = yaml.safe_load((pods.CHART / "values.yaml").read_text())
+    assert values["gateway"]["leave"] == pods.LEAVE_S
+    gateway = (pods.CHART / "templates" / "gateway.yaml").read_text()
+    probe = re.search(PROBE, gateway)
+    assert probe is not None
+    assert [float(n) for n in probe.groups()] == [service.PERIOD_S, service.TIMEOUT_S, service.FAILURES]
+    assert f"minReadySeconds: {pods.SETTLED_S['gateway']:g}\n" in gateway
+    grace = re.search(r"terminationGracePeriodSeconds: {{ add \$g.leave (\d+) (\d+) }}", gateway)
+    assert grace is not None
+    assert pods.LEAVE_S + sum(map(float, grace.groups())) == pods.GRACE_S["gateway"]
+    assert f"minReadySeconds: {pods.SETTLED_S['instance']:g} " in (pods.CHART / "templates/rollout.yaml").read_text()
+    rollout = (pods.CHART / "templates" / "_rollout.tpl").read_text()
+    assert re.search(rf"terminationGracePeriodSeconds: .* {pods.GRACE_S['instance']:g} \$colocated", rollout)
+
+
+def test_a_gateway_is_ready_after_one_probe_and_unready_after_two() -> None:
+    endpoint, seen = Endpoint(1), []
+    for well in (False, True, False, True, False, False, False, True):
+        endpoint.probed(well)
+        seen.append(endpoint.ready)
+    assert seen == [False, True, True, True, True, False, False, True]
+
+
+async def test_connections_go_to_ready_gateways_alone_and_stay_while_they_are_open() -> None:
+    balanced, seen, stop, asked = Service(), Seen(), asyncio.Event(), list[str]()
+    leaving = False
+
+    def gateway(name: str) -> Any:
+        async def answer(link: Link, received: Received) -> None:
+            asked.append(name)
+            length = int(orjson.loads(received.body)["max_tokens"])
+            choice = {"token_ids": [101] * length, "weight_versions": [{"version": 5, "start": 0, "end": length}]}
+            extra = b"connection: close\r\n" if leaving else b""
+            await link.json(orjson.dumps({"choices": [choice]}), extra=extra)
+            if name == "b":
+                stop.set()
+
+        return answer
+
+    async def more(of: str, than: int) -> None:
+        async with asyncio.timeout(60):
+            while asked.count(of) <= than:  # noqa: ASYNC110 - another task's list
+                await asyncio.sleep(0.01)
+
+    with pytest.raises(OSError, match="no gateway is ready"):
+        await balanced.resolve("gateway")
+    async with upstream(gateway("a")) as a, upstream(gateway("b")) as b:
+        balanced.show("a", a.port)
+        client = asyncio.create_task(Client("whole", 0, seen, 100, 4).run(balanced, stop))
+        await more("a", 2)
+        balanced.show("b", b.port)
+        balanced.show("a", None)
+        await more("a", asked.count("a") + 3)
+        assert (balanced.connections, "b" in asked) == (1, False)
+        leaving = True
+        await client
+    assert (a.connections, b.connections, balanced.connections) == (1, 1, 2)
+    assert seen.tally.answers == seen.requests["whole"] == len(asked)
+    assert seen.tally.wrong == seen.tally.mislabelled == 0
+    assert seen.failures == []
+
+
+def event(**payload: Any) -> bytes:
+    return b"data: " + orjson.dumps(payload) + b"\n"
+
+
+def test_streams_of_both_routes_are_read() -> None:
+    spans = [{"version": 1, "start": 0, "end": 2}, {"version": 2, "start": 2, "end": 3}]
+    answer = Answer()
+    lines = [
+        b": ping\n", event(object="x", choices=[{"token_ids": [5, 5], "weight_versions": spans[:1]}]), b"\n",
+        event(object="x", choices=[{"token_ids": [6], "weight_versions": spans, "resumed_at": [2]}]),
+        event(object="x", choices=[]), b"data: [DONE]\n",
+    ]  # fmt: skip
+    assert [answer.line(line) for line in lines] == [False, True, False, True, False, False]
+    assert answer == Answer([5, 5, 6], spans, [2], over=True)
+
+    answer = Answer()
+    answer.line(b"event: token\n")
+    assert answer.line(event(token_ids=[5, 5], weight_version=1))
+    assert answer.line(event(token_ids=[6], weight_version=2, weight_versions=spans))
+    assert not answer.over
+    assert not answer.line(event(id="g", choices=[{"weight_versions": spans}]))
+    assert answer == Answer([5, 5, 6], spans, [], over=True)
+    with pytest.raises(Failed, match="upstream_died"):
+        answer.line(event(error={"code": "upstream_died"}))
+
+
+def test_what_was_seen_is_laid_over_what_was_done() -> None:
+    seen = Seen(requests=dict.fromkeys(KINDS, 3), resumed=1, versions={1}, connections=4)
+    seen.failures.append((13.0, "whole", "Failed()"))
+    seen.tally.failed = 1
+    arrivals = [None, 10.0, 10.1, 12.0, 12.5, None, 15.0, 15.2]
+    upgrade = Upgrade(None, None, None)  # type: ignore[arg-type]
+    upgrade.quiet = [(9.0, 10.5)]
+    upgrade.steps = [Step("gateway-0", (11.0, 12.1), 1.0, 1.0), Step("instance-0", (12.2, 13.0), 1.0, 1.0)]
+    told = {"arrivals": [arrivals], "tally": vars(seen.tally)}
+    told |= {name: getattr(seen, name) for name in ("requests", "failures", "resumed", "versions", "connections")}
+    upgrade.swaps = SimpleNamespace(done=[Swap("rolling", "it", (15.0, 16.0), "")])  # type: ignore[assignment]
+    report = summed_up(told, upgrade, 7.04)
+    assert {name: round(found["max"]) for name, found in report["gap_ms"].items()} == {
+        "nothing": 1900, "gateways replaced": 1900, "instances replaced": 500, "swaps": 200,
+    }  # fmt: skip
+    assert report["failures"] == [{"at_s": 4.0, "kind": "whole", "what": "Failed()"}]
+    assert report["steps"][0]["window"] == [2.0, 3.1]
+    assert failures(report) == 1
+    assert failures(report | {"failed": 0, "checked": report["checked"] | {"wrong": 2}}) == 2
