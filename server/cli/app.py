@@ -95,6 +95,9 @@ def instance(
     ] = None,
     instance_id: Annotated[str | None, typer.Option(help="default: host name and process id")] = None,
     kv_cache_gib: Annotated[float, typer.Option(help="KV cache on CPU, GiB")] = 1.0,
+    headless: Annotated[
+        bool, typer.Option("--headless", help="the workers of this host alone, for an instance that another host leads")
+    ] = False,
 ) -> None:
     """Run one vLLM instance. Further options go to vLLM as they are."""
     from server.instance.config import InstanceConfig, default_instance_id
@@ -110,6 +113,7 @@ def instance(
             advertise=advertise,
             cluster_tls=cluster_tls,
             kv_cache_gib=kv_cache_gib,
+            headless=headless,
             vllm_args=tuple(context.args),
             instance_id=instance_id or default_instance_id(),
         )

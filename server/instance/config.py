@@ -24,7 +24,8 @@ class InstanceConfig:
     which gateways reach it, if that is not `host`. Raises ConfigError.
 
     `vllm_args` are passed to vLLM as they are. `kv_cache_gib` bounds the KV cache on CPU, where vLLM would otherwise
-    take, and zero-fill, most of the machine's memory.
+    take, and zero-fill, most of the machine's memory. `headless`: vLLM's workers of this host alone, for an instance
+    that another host leads.
     """
 
     model_dir: Path
@@ -37,6 +38,7 @@ class InstanceConfig:
     cluster_tls: Path | None = None
     kv_cache_gib: float = 1.0
     stage_timeout_s: float = 600.0
+    headless: bool = False
     drain_s: float = 25.0  # for streams to end after SIGTERM; Kubernetes kills after 30 s
     vllm_args: tuple[str, ...] = ()
 
@@ -67,6 +69,7 @@ class InstanceConfig:
         argv += ["--weight-transfer-config", '{"backend": "hotswap"}']
         argv += ["--worker-extension-cls", "weightsync.vllm_engine.backend.WorkerMethods"]
         argv += ["--disable-uvicorn-access-log", "--scheduling-policy", "priority"]
+        argv += ["--headless"] if self.headless else []
         if cpu:
             argv += ["--enforce-eager"]
             if "--kv-cache-memory-bytes" not in self.vllm_args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, TypeVar
 
 from weightsync.errors import WeightSyncError
@@ -15,7 +15,9 @@ from weightsync.records import VersionRecord
 from .adapters import Adapters
 from .config import InstanceConfig
 from .inflight import Inflight
+from .places import Places, check_hosts, placed
 from .provenance import pooled, traced
+from .tether import Tethers
 
 T = TypeVar("T")
 WATCH_S = 0.1
@@ -37,11 +39,15 @@ class EngineDied(WeightSyncError):
 
 
 class Engine:
-    """vLLM's `AsyncLLM` with the swap calls. `active` is (version, epoch) of the last commit, or None before it."""
+    """vLLM's `AsyncLLM` with the swap calls. `active` is (version, epoch) of the last commit, or None before it.
 
-    def __init__(self, client: Any) -> None:
-        self.client = client
+    `hosts`: the name of each rank's host, "" where there is one; `tethers` says when one of the others has ended.
+    """
+
+    def __init__(self, client: Any, tethers: Tethers) -> None:
+        self.client, self.tethers = client, tethers
         self.active: tuple[int, int] | None = None
+        self.hosts: tuple[str, ...] = ("",)
         self.adapters = Adapters()
         self.inflight = Inflight()
         client.generate = traced(client.generate, self.inflight)
@@ -55,19 +61,30 @@ class Engine:
         runs: int = scheduler.max_num_active_seqs or scheduler.max_num_seqs
         return runs * int(config.parallel_config.data_parallel_size)
 
+    @property
+    def dead(self) -> bool:
+        """Whether it can serve no more: a process of it has ended, here or on another host."""
+        return bool(self.client.errored) or self.tethers.lost is not None
+
     def active_version(self) -> int | None:
         return self.active[0] if self.active else None
 
-    async def prepare(self, schema: list[list[Any]]) -> None:
-        """Build the staging side in every worker. `schema`: [name, dtype, shape] of each tensor a version must have."""
-        await self._answer(self.client.collective_rpc("init_weight_transfer_engine", args=({"schema": schema},)))
-        await self._answer(self.client.collective_rpc("hotswap_attach"))
+    async def prepare(self, schema: list[list[Any]], tether: Mapping[str, object]) -> None:
+        """Build the staging side in every worker. `schema`: [name, dtype, shape] of each tensor a version must have.
 
-    async def stage(self, version: VersionRecord, timeout_s: float) -> dict[str, Any]:
+        `tether`: what workers on other hosts connect to, {} where there are none. Raises ConfigError when the hosts
+        cannot be told apart, EngineDied.
+        """
+        await self._answer(self.client.collective_rpc("init_weight_transfer_engine", args=({"schema": schema},)))
+        attach = self.client.collective_rpc("hotswap_attach", args=(tether,))
+        self.hosts = tuple(await self._answer(attach))
+        check_hosts(self.hosts, int(self.client.vllm_config.parallel_config.nnodes))
+
+    async def stage(self, version: VersionRecord, timeout_s: float, places: Places | None = None) -> dict[str, Any]:
         """Stage base and parts on every worker while decoding goes on; the slowest worker's report.
 
-        Its "fingerprint" is that of what all workers built ("" if they cannot say). Raises StagingFailed with the
-        tensor to blame when a worker refuses the version.
+        `places`: where `version` is on each host. "fingerprint" in the report is that of what all workers built ("" if
+        they cannot say). Raises StagingFailed with the tensor to blame when a worker refuses the version.
         """
         order = {
             "version": version.version,
@@ -76,6 +93,8 @@ class Engine:
             "base_version": version.base_version or version.version,
             "parts": self.adapters.orders(version),
         }
+        if places is not None and len(places) > 1:
+            order = placed(order, places)
         reports = await self._answer(self.client.collective_rpc("hotswap_stage", args=(order,)))
         deadline = time.monotonic() + timeout_s
         while any(r["running"] for r in reports):
@@ -83,9 +102,9 @@ class Engine:
                 raise StagingFailed(f"staging version {version.version} took longer than {timeout_s:.0f} s")
             await asyncio.sleep(0.002)
             reports = await self._answer(self.client.collective_rpc("hotswap_report"))
-        for report in reports:
+        for rank, report in enumerate(reports):
             if error := report["error"]:
-                raise StagingFailed(error["message"], error["code"], error["tensor"])
+                raise StagingFailed(self._of(rank) + error["message"], error["code"], error["tensor"])
         slowest: dict[str, Any] = max(reports, key=lambda r: r["stage_ms"])
         return {**slowest, "fingerprint": await asyncio.to_thread(combined, reports)}
 
@@ -132,8 +151,11 @@ class Engine:
 
     async def died(self) -> None:
         """Return when the engine has ended behind our back."""
-        while not self.client.errored:  # noqa: ASYNC110 - vLLM has a flag, and no event
+        while not self.dead:  # noqa: ASYNC110 - vLLM has a flag, and no event
             await asyncio.sleep(WATCH_S)
+
+    def _of(self, rank: int) -> str:
+        return f"rank {rank} on host {self.hosts[rank]}: " if len(set(self.hosts)) > 1 else ""
 
     async def _answer(self, call: Awaitable[T], timeout_s: float = float("inf")) -> T:
         """What the engine answers. Raises EngineDied: vLLM leaves the calls of a dead engine waiting for ever."""
@@ -141,8 +163,10 @@ class Engine:
         deadline = time.monotonic() + timeout_s
         while not task.done():
             await asyncio.wait({task}, timeout=WATCH_S)
-            if not task.done() and (self.client.errored or time.monotonic() > deadline):
+            if not task.done() and (self.dead or time.monotonic() > deadline):
                 task.cancel()
+                if (lost := self.tethers.lost) is not None:
+                    raise EngineDied(f"{lost} has ended, and with it this instance; see the log there")
                 raise EngineDied(f"the engine has ended, or has not answered for {timeout_s:g} s; see this log above")
         return task.result()
 
@@ -160,12 +184,12 @@ def parse_vllm_args(config: InstanceConfig, port: int) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def start_engine(args: Any) -> AsyncIterator[Engine]:
+async def start_engine(args: Any, tethers: Tethers) -> AsyncIterator[Engine]:
     """vLLM's engine, started; shut down with all its processes on exit."""
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 
     async with build_async_engine_client(args) as client:
-        yield Engine(client)
+        yield Engine(client, tethers)
 
 
 async def build_vllm_app(engine: Engine, args: Any) -> Any:

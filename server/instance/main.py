@@ -15,13 +15,14 @@ from weightsync.tls import ClusterTls
 
 from .admission import Admission
 from .config import InstanceConfig
+from .nodes import check_nodes, run_follower
 from .rest import rest, start_over
 
 
 def run_instance(config: InstanceConfig) -> None:
     """Serve until SIGTERM, which lets requests in flight end, or SIGINT; between, sleep as ordered (rest.py).
 
-    Raises TlsUnavailable.
+    Headless: the workers of this host alone (nodes.py). Raises TlsUnavailable, ConfigError.
     """
     if config.cluster_tls is not None:
         ClusterTls(config.cluster_tls)  # what cannot work is said before seconds are spent on imports
@@ -29,6 +30,8 @@ def run_instance(config: InstanceConfig) -> None:
     prepare_environment()
     if not config.spans_hosts:
         keep_to_loopback()
+    if config.headless:
+        run_follower(config)
     import uvloop
 
     uvloop.run(rest(config))
@@ -48,12 +51,13 @@ def prepare_environment() -> None:
 async def serve(config: InstanceConfig) -> bool:
     """The engine, vLLM's routes and ours on one socket, and the sidecar that takes part in swaps.
 
-    Returns whether it ended in order to sleep. Raises TlsUnavailable.
+    Returns whether it ended in order to sleep. Raises TlsUnavailable, ConfigError.
     """
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
     from .engine import parse_vllm_args, start_engine
     from .sidecar import Sidecar
+    from .tether import Tethers
 
     cli_env_setup()
     tls = ClusterTls(config.cluster_tls) if config.cluster_tls is not None else None
@@ -61,10 +65,12 @@ async def serve(config: InstanceConfig) -> bool:
     listener = socket.create_server((config.host, config.port), family=family)
     port = int(listener.getsockname()[1])
     args = parse_vllm_args(config, port)
-    async with start_engine(args) as engine:
-        app = Admission(await build_app(engine, args, config), dead=lambda: engine.client.errored)
+    check_nodes(args, headless=False)
+    tethers = Tethers()
+    async with tethers.listening(args.nnodes, tls) as tether, start_engine(args, tethers) as engine:
+        app = Admission(await build_app(engine, args, config), dead=lambda: engine.dead)
         await warm_up(app, config.model)
-        sidecar = Sidecar(config, engine, app, address=config.address(port))
+        sidecar = Sidecar(config, engine, app, address=config.address(port), tether=tether)
         server = LeavingServer(_uvicorn_config(app, tls), sidecar.leave)
         sidecar.end = lambda: setattr(server, "should_exit", True)
         async with sidecar.running():
@@ -88,7 +94,7 @@ async def build_app(engine: Any, args: Any, config: InstanceConfig) -> Any:
     # A parser of reasoning or tool calls has a state that depends on how its text was cut into deltas.
     parsed = getattr(app.state.openai_serving_chat, "parser_cls", None) is not None
     resumable = ROUTES - {"/v1/chat/completions"} if parsed else ROUTES
-    return ProvenanceMiddleware(app, engine.active_version, lambda: bool(engine.client.errored), resumable)
+    return ProvenanceMiddleware(app, engine.active_version, lambda: engine.dead, resumable)
 
 
 async def warm_up(app: Any, model: str) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from server.sleeping import SleepOrder, ordered, stay_asleep
 from weightsync.checkpoint import Checkpoint
 from weightsync.errors import CheckpointError, StoreError, StoreUnavailable
 from weightsync.hosts import this_host
-from weightsync.peer.locate import localized
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.store import Store, open_store
 from weightsync.swap.agent import CommitResult, Participant, StageResult
@@ -27,6 +26,7 @@ from weightsync.swap.agent_state import same
 from .admission import Admission
 from .config import InstanceConfig
 from .engine import Engine
+from .places import located
 from .rest import sleeper
 
 log = logging.getLogger("hotswap.instance")
@@ -43,8 +43,17 @@ TORN_LINGER_S = 1.0
 class Sidecar:
     """Connects one engine to the swap transactions of its model."""
 
-    def __init__(self, config: InstanceConfig, engine: Engine, admission: Admission, address: str) -> None:
+    def __init__(
+        self,
+        config: InstanceConfig,
+        engine: Engine,
+        admission: Admission,
+        address: str,
+        tether: Mapping[str, object] | None = None,
+    ) -> None:
+        """`tether`: what workers on other hosts connect to (tether.py), {} where there are none."""
         self._config, self._engine, self._admission = config, engine, admission
+        self._tether = dict(tether or {})
         self._keys, self._host = Keys(config.model), this_host()
         self._participant: Participant | None = None
         self._suspect: int | None = None  # the version built last, or one that was not as published
@@ -57,7 +66,7 @@ class Sidecar:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Take part while the context is open; leave the fleet before it closes."""
-        await self._engine.prepare(reference_schema(self._config.model_dir))
+        await self._engine.prepare(reference_schema(self._config.model_dir), self._tether)
         store = open_store(self._config.store)
         self._participant = self._new_participant(store, replace(self._record, max_num_seqs=self._engine.max_num_seqs))
         self._admission.admits = lambda: self._participant is not None and self._participant.admits
@@ -76,7 +85,7 @@ class Sidecar:
         """On SIGTERM: no new requests, and the fleet is told; returns when those in flight have ended, or after
         `drain_s`. False, and at once, when they cannot end: the engine is dead, or what it runs is unknown."""
         participant = self._participant
-        if participant is None or self._engine.client.errored or participant.record.state == "TORN":
+        if participant is None or self._engine.dead or participant.record.state == "TORN":
             return False
         with contextlib.suppress(StoreError, TimeoutError):  # then they are refused here, and the gateway asks others
             async with asyncio.timeout(TELL_S):
@@ -143,8 +152,9 @@ class Sidecar:
         os.kill(os.getpid(), signal.SIGTERM)
 
     async def _stage(self, store: Store, version: VersionRecord) -> StageResult:
-        here = await localized(store, self._keys, version, self._host, self._config.stage_timeout_s)
-        report = await self._engine.stage(here, self._config.stage_timeout_s)
+        timeout_s = self._config.stage_timeout_s
+        places = await located(store, self._keys, version, {self._host, *self._engine.hosts}, timeout_s)
+        report = await self._engine.stage(places[self._host], timeout_s, places)
         STAGE_SECONDS.set(report["stage_ms"] / 1e3)
         fingerprint = report.get("fingerprint") or None
         if report["path"] != "retained" or not same(fingerprint, version.fingerprint):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -65,8 +66,8 @@ def gateway_config(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> GatewayConfig:
     return config_from(parser().parse_args(args))
 
 
-def instance_config(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> InstanceConfig:
-    context = parsed(pod.container("instance"), monkeypatch)
+def instance_config(pod: Pod, monkeypatch: pytest.MonkeyPatch, container: str = "instance") -> InstanceConfig:
+    context = parsed(pod.container(container), monkeypatch)
     made: list[InstanceConfig] = []
     monkeypatch.setattr(instance_main, "run_instance", made.append)
     with context:
@@ -176,27 +177,17 @@ def test_the_trainer_takes_its_configuration(monkeypatch: pytest.MonkeyPatch, tm
         assert grace > config.faults.grace_s
 
 
-def test_followers_start_the_engine_that_their_leader_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    leader, follower = list(release("leaderworkerset").pods())[-2:]
-    mine = instance_config(leader, monkeypatch).vllm_argv(cpu=False, port=8001)
-    command, sub, model, *options = arguments(follower.container("follower"))
-    assert (command, sub) == ("vllm", "serve")
-    own = {"--model", "--served-model-name", "--host", "--port", "--disable-uvicorn-access-log", "--headless"}
-    assert as_options(options) - {("--headless", ""), ("--node-rank", "1")} == {
-        (name, value) for name, value in as_options(mine) if name not in own
-    } - {("--node-rank", "0")}
-    assert ("--model", model) in as_options(mine)
-
-
-def as_options(argv: list[str]) -> set[tuple[str, str]]:
-    """`--name=value` and `--name value` alike."""
-    found, words = set(), list(argv)
-    while words:
-        name, equals, value = words.pop(0).partition("=")
-        if not equals and words and not words[0].startswith("--"):
-            value = words.pop(0)
-        found.add((name, value))
-    return found
+def test_the_pods_of_an_instance_take_the_same_options_but_for_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pods = list(release("leaderworkerset").pods())[-2:]
+    leader, follower = (instance_config(p, monkeypatch, c) for p, c in zip(pods, ("instance", "follower"), strict=True))
+    assert (leader.headless, follower.headless) == (False, True)
+    ranks = [[a for a in config.vllm_args if a.startswith("--node-rank")] for config in (leader, follower)]
+    assert ranks == [["--node-rank=0"], ["--node-rank=1"]]
+    assert "--nnodes=2" in leader.vllm_args
+    assert [a.replace("rank=1", "rank=0") for a in follower.vllm_args] == list(leader.vllm_args)
+    assert "--headless" in follower.vllm_argv(cpu=False, port=1)
+    same = {"headless": False, "vllm_args": (), "instance_id": ""}
+    assert replace(follower, **same) == replace(leader, **same)
 
 
 def test_the_autoscaler_looks_at_a_metric_of_the_gateway() -> None:

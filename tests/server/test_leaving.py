@@ -245,7 +245,7 @@ class Idle(Admission):
 
 
 def sidecar(participant: Told | None, admission: Admission, *, dead: bool = False) -> Sidecar:
-    engine: Any = SimpleNamespace(client=SimpleNamespace(errored=dead))
+    engine: Any = SimpleNamespace(dead=dead)
     config = InstanceConfig(model_dir=Path(os.devnull), model="m", store="sqlite:///unused.db", instance_id="i")
     made = Sidecar(config, engine, admission, address="http://127.0.0.1:1")
     made._participant = participant  # type: ignore[assignment]

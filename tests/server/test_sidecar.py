@@ -13,6 +13,7 @@ import pytest
 from server.instance import sidecar
 from server.instance.admission import Admission
 from server.instance.config import InstanceConfig
+from server.instance.places import Places
 from server.instance.sidecar import Sidecar, reference_schema
 from weightsync.records import ActiveRecord, VersionRecord
 
@@ -49,11 +50,13 @@ def test_schema_comes_from_the_checkpoint_and_is_empty_without_weights(
 class StagingEngine:
     """Says `path` and `fingerprint` of what it stages; notes what it is told to drop."""
 
+    hosts = ("",)
+
     def __init__(self) -> None:
         self.path, self.fingerprint = "pointer", "f2"
         self.dropped: list[tuple[int, bool]] = []
 
-    async def stage(self, version: VersionRecord, timeout_s: float) -> dict[str, Any]:
+    async def stage(self, version: VersionRecord, timeout_s: float, places: Places) -> dict[str, Any]:
         return {"stage_ms": 1.0, "staging_gbps": 1.0, "path": self.path, "fingerprint": self.fingerprint}
 
     async def drop(self, version: int, *, previous: bool) -> None:

@@ -161,16 +161,17 @@ class SleepyEngine:
     """An engine with or without sleep mode; `log` is what it was told."""
 
     max_num_seqs = 4
+    hosts = ("",)
 
     def __init__(self, sleeps_in_place: bool) -> None:
         self.sleeps_in_place, self.log = sleeps_in_place, list[str]()
 
-    async def prepare(self, schema: object) -> None: ...
+    async def prepare(self, schema: object, tether: object) -> None: ...
 
     async def died(self) -> None:
         await asyncio.Event().wait()
 
-    async def stage(self, version: VersionRecord, timeout_s: float) -> dict[str, Any]:
+    async def stage(self, version: VersionRecord, timeout_s: float, places: object) -> dict[str, Any]:
         self.log.append(f"stage {version.version}")
         return {"stage_ms": 1.0, "staging_gbps": 1.0, "path": "pointer", "fingerprint": version.fingerprint}
 

@@ -18,11 +18,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from weightsync.hosts import this_host
 from weightsync.manifest import schema_of
 
 from .bundle import BASE, Bundle, PartOrder, Shelf
 from .bundle_stager import BundleReport, BundleStager
 from .stager import Garbage, Stager
+from .tether import Tether, hold
 
 
 class NotStagedError(RuntimeError):
@@ -40,19 +42,21 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """One published version: the slot file of its base model and the digest of its manifest; the same of its parts.
 
-    `base_version` published the base (0: `version` did). `parts`: {"name", "version", "slot", "manifest_digest",
-    "lora_id"} each.
+    `base_version` published the base (0: `version` did). `places`: {host: path of the base's slot there}, empty on one
+    host. `parts`: {"name", "version", "slot", "manifest_digest", "lora_id", "places"} each.
     """
 
     version: int = 0
     slot: str = ""
     manifest_digest: str = ""
     base_version: int = 0
+    places: dict[str, str] = field(default_factory=dict)
     parts: list[dict[str, Any]] = field(default_factory=list)
 
     def orders(self) -> list[PartOrder]:
         """The base first."""
-        base = PartOrder(BASE, self.base_version or self.version, self.slot, self.manifest_digest)
+        version = self.base_version or self.version
+        base = PartOrder(BASE, version, self.slot, self.manifest_digest, places=self.places)
         return [base, *(PartOrder(**part) for part in self.parts)]
 
 
@@ -161,9 +165,15 @@ class WorkerMethods:
 
     weight_transfer_engine: HotswapWeightTransferEngine
     model_runner: Any
+    rank: int
 
-    def hotswap_attach(self) -> None:
+    def hotswap_attach(self, tether: dict[str, Any]) -> str:
+        """`tether`: the leader's end of it, {} on one host. Returns the name of this worker's host, "" for the one."""
         self.weight_transfer_engine.attach(self.model_runner)
+        host = this_host()
+        if tether and host != tether["host"]:
+            hold(Tether(**tether), self.rank, host)
+        return host
 
     def hotswap_stage(self, info: dict[str, Any]) -> dict[str, Any]:
         engine = self.weight_transfer_engine

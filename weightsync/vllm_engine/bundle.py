@@ -32,13 +32,17 @@ class Flippable(Protocol):
 
 @dataclass(frozen=True)
 class PartOrder:
-    """One part to stage: BASE, "draft" or "lora/NAME"; `version` published it. `lora_id` is vLLM's for an adapter."""
+    """One part to stage: BASE, "draft" or "lora/NAME"; `version` published it. `lora_id` is vLLM's for an adapter.
+
+    `places`: the path of the slot on each host, if the instance has workers on several; `slot` is then the leader's.
+    """
 
     name: str
     version: int
     slot: str
     manifest_digest: str
     lora_id: int = 0
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

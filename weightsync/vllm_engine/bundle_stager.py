@@ -17,6 +17,7 @@ from weightsync.parts import BASE, DRAFT, LORA
 from .bundle import Bundle, Flippable, PartOrder, Piece
 from .drafts import draft_stager
 from .lora import LoraHost
+from .places import on_this_host
 from .stager import Garbage, StageOrder, Stager, StageReport, describe, use_one_core
 
 
@@ -112,7 +113,7 @@ class BundleStager:
             for order in orders:
                 piece = next((p for b in held if (p := b.find(order)) is not None), None)
                 if piece is None:
-                    piece = self._build(order, schema if order.name == BASE else None)
+                    piece = self._build(on_this_host(order), schema if order.name == BASE else None)
                     fresh.add(order.name)
                 bundle.pieces[order.name] = piece
         except Exception as error:  # reported to the coordinator: the old version goes on serving

@@ -40,7 +40,8 @@ timeoutSeconds: 10
     - --model={{ .root.Values.model.name }}
     - --listen=$(POD_IP):8003  # where others reach it, also for the data: transports tell it on
     - --advertise=$(POD_IP):8003
-    - --transport={{ .root.Values.peer.transport }}
+    - --transport={{ include "hotswap.peerTransport" .root }}
+    - --data-port={{ .root.Values.peer.dataPort }}
     {{- range .root.Values.peer.extraArgs }}
     - {{ . | quote }}
     {{- end }}
@@ -52,6 +53,7 @@ timeoutSeconds: 10
     {{- end }}
   ports:
     - {name: peer, containerPort: 8003}
+    - {name: peer-data, containerPort: {{ .root.Values.peer.dataPort }}}
   startupProbe:
     {{- include "hotswap.exec" (dict "what" "started" "port" 8003 "path" "/healthz") | nindent 4 }}
     periodSeconds: 2
@@ -124,6 +126,21 @@ timeoutSeconds: 10
 {{- end }}
 {{- end }}
 
+{{/* The same in all pods of one instance, but for the rank. (dict "root" $ "rank" N) */}}
+{{- define "hotswap.instanceArgs" -}}
+{{- $v := .root.Values -}}
+- --model={{ $v.model.path }}
+- --name={{ $v.model.name }}
+- --host=0.0.0.0
+- --advertise=$(POD_IP)
+- --port=8001
+- --kv-cache-gib={{ $v.rollout.kvCacheGib }}
+{{- include "hotswap.groupArgs" . }}
+{{- range $v.rollout.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+
 {{/* The first instance of all makes the checkpoint the first version, in the memory it will run from. (root) */}}
 {{- define "hotswap.publish" -}}
 - name: publish
@@ -160,16 +177,7 @@ timeoutSeconds: 10
   {{- include "hotswap.image" . | nindent 2 }}
   args:
     - instance
-    - --model={{ .Values.model.path }}
-    - --name={{ .Values.model.name }}
-    - --host=0.0.0.0
-    - --advertise=$(POD_IP)
-    - --port=8001
-    - --kv-cache-gib={{ $r.kvCacheGib }}
-    {{- include "hotswap.groupArgs" (dict "root" . "rank" 0) | nindent 4 }}
-    {{- range $r.extraArgs }}
-    - {{ . | quote }}
-    {{- end }}
+    {{- include "hotswap.instanceArgs" (dict "root" . "rank" 0) | nindent 4 }}
   env:
     {{- include "hotswap.instanceEnv" . | nindent 4 }}
   ports:
@@ -194,23 +202,14 @@ timeoutSeconds: 10
   volumeMounts: {{- include "hotswap.instanceMounts" . | nindent 4 }}
 {{- end }}
 
-{{/* Pods 1 and up of an instance over several: vLLM's workers alone. Its options are those of InstanceConfig.vllm_argv. */}}
+{{/* Pods 1 and up of an instance over several: vLLM's workers alone, with the options of the leader (docs/multinode.md). */}}
 {{- define "hotswap.follower" -}}
-{{- $r := .Values.rollout -}}
 - name: follower
   {{- include "hotswap.image" . | nindent 2 }}
-  command: [vllm, serve]
   args:
-    - {{ .Values.model.path }}
+    - instance
     - --headless
-    - --load-format=dummy
-    - '--weight-transfer-config={"backend": "hotswap"}'
-    - --worker-extension-cls=weightsync.vllm_engine.backend.WorkerMethods
-    - --scheduling-policy=priority
-    {{- include "hotswap.groupArgs" (dict "root" . "rank" "$(LWS_WORKER_INDEX)") | nindent 4 }}
-    {{- range $r.extraArgs }}
-    - {{ . | quote }}
-    {{- end }}
+    {{- include "hotswap.instanceArgs" (dict "root" . "rank" "$(LWS_WORKER_INDEX)") | nindent 4 }}
   env:
     {{- include "hotswap.instanceEnv" . | nindent 4 }}
   resources: {{- include "hotswap.instanceResources" . | nindent 4 }}

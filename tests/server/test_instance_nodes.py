@@ -1,0 +1,282 @@
+"""An instance on several hosts, without an engine: what it refuses, where it looks for versions, who has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from server.errors import ConfigError
+from server.instance.engine import Engine, EngineDied, StagingFailed
+from server.instance.nodes import check_nodes
+from server.instance.places import check_hosts, located, placed
+from server.instance.tether import Tethers
+from tests.cluster_tls import Authority
+from weightsync import Store, open_store
+from weightsync.errors import CopyUnavailable
+from weightsync.records import CopyRecord, ErrorInfo, Keys, PartRecord, VersionRecord
+from weightsync.tls import ClusterTls
+from weightsync.vllm_engine.tether import HELD, PROBES, watch_for_loss
+
+KEYS = Keys("demo")
+DIGEST = "0123456789abcdef0123456789abcdef"
+ADAPTER = "fedcba9876543210fedcba9876543210"
+PART = PartRecord("lora/x", 1, "//a/arena/adapter", ADAPTER, 1, "")
+VERSION = VersionRecord(2, "ready", "//a/arena/base", 1, DIGEST, None, None, "p", 1, 0.0, "", 1, parts=(PART,))
+WAIT_S = 30.0
+WORKER = """
+import json, sys
+from weightsync.vllm_engine.tether import Tether, hold
+hold(Tether(**json.loads(sys.argv[1])), 1, "b")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+# options -------------------------------------------------------------------------------------------------------------
+
+
+def vllm(**options: Any) -> Namespace:
+    return Namespace(**{"nnodes": 1, "node_rank": 0, "data_parallel_size": 1} | options)
+
+
+def test_options_of_leader_and_followers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOTSWAP_HOST", raising=False)
+    check_nodes(vllm(), headless=False)
+    with pytest.raises(ConfigError, match="set HOTSWAP_HOST on each host"):
+        check_nodes(vllm(nnodes=2), headless=False)
+    monkeypatch.setenv("HOTSWAP_HOST", "a")
+    check_nodes(vllm(nnodes=2), headless=False)
+    check_nodes(vllm(nnodes=2, node_rank=1), headless=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "headless", "says"),
+    [
+        ({}, True, "--node-rank R from 1 on"),
+        ({"nnodes": 2}, True, "--node-rank R from 1 on"),
+        ({"nnodes": 2, "node_rank": 1}, False, "--node-rank 1: .* give --headless"),
+        ({"nnodes": 2, "data_parallel_size": 2}, False, "run an instance for each"),
+    ],
+)
+def test_options_that_make_no_instance(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], headless: bool, says: str
+) -> None:
+    monkeypatch.setenv("HOTSWAP_HOST", "a")
+    with pytest.raises(ConfigError, match=says):
+        check_nodes(vllm(**options), headless=headless)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes"), [(["", ""], 1), (["a"], 1), (["a", "a"], 1), (["a", "b"], 2), (["a", "a", "b", "b"], 2),
+                         (["a", "b"], 1)],
+)  # fmt: skip
+def test_hosts_that_can_be_told_apart(hosts: list[str], nodes: int) -> None:
+    check_hosts(hosts, nodes)
+
+
+@pytest.mark.parametrize(("hosts", "nodes"), [(["", ""], 2), (["a", "a"], 2), (["a", ""], 2), (["a", ""], 1)])
+def test_hosts_that_cannot(hosts: list[str], nodes: int) -> None:
+    with pytest.raises(ConfigError, match=rf"rank 1: {hosts[1] or '.no name.'}.*set HOTSWAP_HOST on each"):
+        check_hosts(hosts, nodes)
+
+
+# where versions are --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    opened = open_store(f"sqlite://{tmp_path / 'store.db'}")
+    await opened.put(KEYS.version(2), VERSION.to_json())
+    yield opened
+    await opened.close()
+
+
+async def say(store: Store, host: str, state: str = "ready", error: ErrorInfo | None = None) -> None:
+    for digest, name in ((DIGEST, "base"), (ADAPTER, "adapter")):
+        slot = f"//{host}/on-{host}/{name}"
+        copy = CopyRecord(host, slot, digest, 1, state, "x:1", 1.0, error)  # type: ignore[arg-type]
+        await store.put(KEYS.copy(digest, host), copy.to_json())
+
+
+async def test_a_version_is_waited_for_on_every_host_that_has_workers(store: Store) -> None:
+    await say(store, "a")
+    await say(store, "b", "fetching")
+    waiting = asyncio.create_task(located(store, KEYS, VERSION, ("a", "b", "b"), WAIT_S))
+    done, _ = await asyncio.wait({waiting}, timeout=0.2)
+    assert not done
+    await say(store, "b")
+    places = await asyncio.wait_for(waiting, WAIT_S)
+    order = placed({"version": 2, "slot": "/on-a/base", "parts": [{"name": "lora/x", "slot": "/on-a/adapter"}]}, places)
+    assert order["places"] == {"a": "/on-a/base", "b": "/on-b/base"}
+    (part,) = order["parts"]
+    assert part == {
+        "name": "lora/x", "slot": "/on-a/adapter", "places": {"a": "/on-a/adapter", "b": "/on-b/adapter"}
+    }  # fmt: skip
+
+
+async def test_the_host_whose_peer_cannot_fetch_it_is_named_at_once(store: Store) -> None:
+    await say(store, "a", "fetching")
+    await say(store, "b", "failed", ErrorInfo("arena_full", "a slot needs more than there is"))
+    with pytest.raises(CopyUnavailable, match=r"version 2 is not on host b: .* a slot needs more"):
+        await asyncio.wait_for(located(store, KEYS, VERSION, ("a", "b"), 10 * WAIT_S), WAIT_S)
+
+
+async def test_a_host_without_a_peer_is_named_when_the_time_is_up(store: Store) -> None:
+    await say(store, "a")
+    with pytest.raises(CopyUnavailable, match=r"not on host b: .* is `hotswap peer` running there\?"):
+        await located(store, KEYS, VERSION, ("a", "b"), 0.2)
+
+
+# the engine ----------------------------------------------------------------------------------------------------------
+
+
+class Client:
+    """vLLM's `AsyncLLM` with workers that answer as they are told, or never."""
+
+    def __init__(self, hosts: list[str], reports: list[dict[str, Any]] | None = None) -> None:
+        self.errored, self.orders, self._hosts, self._reports = False, list[Any](), hosts, reports
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(nnodes=len(set(hosts))))
+        self.generate = self.encode = None
+        self.engine_core = SimpleNamespace(call_utility_async=self._never)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> Any:
+        if method == "hotswap_attach":
+            return self._hosts
+        if method == "hotswap_stage":
+            self.orders.append(args[0])
+        if method.startswith("hotswap"):
+            return self._reports if self._reports is not None else await self._never()
+        return [None]
+
+    async def _never(self, *_: object) -> Any:
+        await asyncio.Event().wait()
+
+
+def report(**fields: Any) -> dict[str, Any]:
+    return {"running": False, "error": None, "stage_ms": 1.0, "sums": {}, "parts": {}} | fields
+
+
+async def test_workers_are_told_of_places_only_if_there_are_several_hosts() -> None:
+    for hosts in (["", ""], ["a", "b"]):
+        client = Client(hosts, [report(), report()])
+        engine = Engine(client, Tethers())
+        await engine.prepare([], {})
+        await engine.stage(VERSION, WAIT_S, dict.fromkeys(hosts, VERSION))
+        (order,) = client.orders
+        assert ("places" in order) == ("places" in order["parts"][0]) == ("a" in hosts)
+
+
+async def test_a_rank_that_refuses_a_version_is_named_with_its_host() -> None:
+    error = {"code": "digest_mismatch", "message": "its bytes changed", "tensor": "t"}
+    engine = Engine(Client(["a", "b"], [report(), report(error=error)]), Tethers())
+    await engine.prepare([], {})
+    with pytest.raises(StagingFailed, match="rank 1 on host b: its bytes changed") as caught:
+        await engine.stage(VERSION, WAIT_S, {"a": VERSION, "b": VERSION})
+    assert (caught.value.code, caught.value.tensor) == ("digest_mismatch", "t")
+
+
+# the tether ----------------------------------------------------------------------------------------------------------
+
+
+def worker(end: dict[str, object], **environment: str) -> subprocess.Popen[str]:
+    """A process that holds the other end, as vLLM's worker of rank 1 on host b does."""
+    command = [sys.executable, "-c", WORKER, json.dumps(end)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment or None)
+
+
+async def held(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert await asyncio.to_thread(process.stdout.readline) == "held\n", await asyncio.to_thread(process.communicate)
+
+
+@pytest.fixture(autouse=True)
+def leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSWAP_HOST", "a")
+    monkeypatch.setattr("server.instance.tether.own_address", lambda: "127.0.0.1")
+
+
+@pytest.mark.parametrize("call", ["flip", "stage"])
+async def test_a_worker_that_ends_is_named_by_whoever_waits_for_it(call: str) -> None:
+    tethers = Tethers()
+    engine = Engine(Client(["a", "b"]), tethers)
+    async with tethers.listening(2, None) as end:
+        process = worker(end)
+        await held(process)
+        waiting = asyncio.create_task(engine.commit(2, 2) if call == "flip" else engine.drop(2, previous=True))
+        process.kill()
+        with pytest.raises(EngineDied, match="rank 1 on host b has ended"):
+            await asyncio.wait_for(waiting, WAIT_S)
+        assert engine.dead
+        await asyncio.wait_for(engine.died(), WAIT_S)
+    process.communicate()
+
+
+async def test_a_worker_ends_with_its_leader_and_over_mutual_tls_as_well(tmp_path: Path) -> None:
+    directory = Authority(tmp_path / "authority").mount(tmp_path / "tls")
+    for tls, environment in ((None, {}), (ClusterTls(directory), {"HOTSWAP_CLUSTER_TLS": str(directory)})):
+        tethers = Tethers()
+        async with tethers.listening(2, tls) as end:
+            process = worker(end, **environment)
+            await held(process)
+        assert await asyncio.to_thread(process.wait, WAIT_S) != 0
+        assert tethers.lost is None
+        process.communicate()
+
+
+async def test_nobody_else_gets_hold_of_the_leader(tmp_path: Path) -> None:
+    tethers = Tethers()
+    async with tethers.listening(2, None) as end:
+        for said in (b"", b"GET / HTTP/1.1\r\n", b"[]\n", b'{"token": "guessed", "rank": 1, "host": "b"}\n'):
+            reader, writer = await asyncio.open_connection(str(end["address"]), int(str(end["port"])))
+            writer.write(said)
+            writer.write_eof()
+            assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+            writer.close()
+    assert not tethers.held
+    assert tethers.lost is None
+    directory = Authority(tmp_path / "authority").mount(tmp_path / "tls")
+    async with tethers.listening(2, ClusterTls(directory)) as end:
+        assert end["tls"]
+        stranger = ssl.create_default_context(cafile=str(directory / "ca.crt"))
+        assert await asyncio.to_thread(say_hello, end, stranger) == b""
+    assert tethers.lost is None
+
+
+def say_hello(end: dict[str, object], context: ssl.SSLContext) -> bytes:
+    """The leader's answer to one who has the token, and no certificate; b"" if it hangs up, as it may by an alert."""
+    said = json.dumps({"token": end["token"], "rank": 1, "host": "b"}).encode() + b"\n"
+    with socket.create_connection((str(end["address"]), int(str(end["port"]))), timeout=WAIT_S) as plain:
+        try:
+            connection = context.wrap_socket(plain, server_hostname=ClusterTls.NAME)
+            connection.sendall(said)
+            return connection.recv(len(HELD))
+        except OSError:
+            return b""
+
+
+async def test_beyond_loopback_it_listens_to_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.instance.tether.own_address", lambda: "10.0.0.7")
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.7, beyond loopback: give --cluster-tls"):
+        async with Tethers().listening(2, None):
+            pass
+    async with Tethers().listening(1, None) as end:
+        assert end == {}
+
+
+def test_the_kernel_notices_a_host_that_is_gone() -> None:
+    with socket.socket() as found:
+        watch_for_loss(found)
+        for name, value in PROBES.items():
+            assert found.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value
