@@ -81,6 +81,20 @@ def upgrade(json: Json = None) -> None:
 
 
 @app.command()
+def chaos(
+    json: Json = None,
+    minutes: Annotated[float, typer.Option(help="how long")] = 30.0,
+    seed: Annotated[int, typer.Option(help="of what breaks, in which order, and of the questions")] = 0,
+    clients: Annotated[int, typer.Option(help="that ask all the time")] = 4,
+) -> None:
+    """Processes killed and frozen, links cut and made bad on three hosts under load: what clients see, what heals."""
+    from loadtest.chaos.bench import run
+
+    if run(json, minutes=minutes, seed=seed, clients=clients)["violations"]:
+        raise typer.Exit(1)
+
+
+@app.command()
 def gateway(
     json: Json = None,
     rounds: Annotated[int, typer.Option(help="how often each contender is asked in every way")] = 3,

@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """In the child, before exec: a parent killed with SIGKILL cannot clean up, so the kernel does."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -38,7 +38,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env=self._env,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     @property

@@ -1,0 +1,111 @@
+"""Chaos on three hosts: `hotswap bench chaos [--minutes N] [--seed N] [--json FILE]`. Exit status 1 if a promise broke.
+
+What is done, and what it is held to, is in docs/chaos.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json as jsonlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+
+from loadtest.chaos import report
+from loadtest.chaos.layout import COUNT, MODEL, PUBLISHER, Layout
+from loadtest.chaos.run import START_S, Run, windows
+from loadtest.chaos.schedule import schedule
+from loadtest.chaos.verdict import verdict
+from loadtest.chaos.watch import Watch
+from loadtest.hosts import etcd
+from loadtest.hosts.namespaces import CannotShape, Hosts, obstacle, until
+from loadtest.machine import machine
+from server.cli import interrupts
+from server.cli.processes import die_with_parent
+
+STOP_S = 120.0
+LOAD_S = 5.0
+console = Console(stderr=True)
+
+
+def run(json: Path | None = None, *, minutes: float = 30.0, seed: int = 0, clients: int = 4) -> dict[str, Any]:
+    """Breaks things for so long, prints what came of it, writes `json`; returns the figures. Raises SystemExit."""
+    binary = _tools()
+    work = Path("runs/chaos").resolve() / f"{time.strftime('%m%d-%H%M%S')}-{seed}"
+    console.print(f"seed {seed}, {minutes:g} minutes; logs in {work}")
+    try:
+        with Hosts(COUNT, shaped=True) as hosts:
+            if not hosts.can_shape:
+                raise SystemExit(f"hotswap bench chaos: {CannotShape()}")
+            layout = Layout(hosts, binary, work, seed)
+            with contextlib.closing(layout):
+                found = _run(layout, work, minutes, seed, clients)
+    finally:
+        interrupts.ignore()
+    found = {"machine": machine(), "seed": seed, "minutes": minutes, "hosts": COUNT, "clients": clients, **found}
+    report.show(console, found)
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
+        json.write_text(jsonlib.dumps(found, indent=1))
+    return found
+
+
+def _tools() -> str:
+    """The path of etcd."""
+    if (said := obstacle()) is not None:
+        raise SystemExit(f"hotswap bench chaos: {said}")
+    if (binary := etcd.binary()) is None:
+        raise SystemExit(f"hotswap bench chaos: {etcd.MISSING}")
+    return binary
+
+
+def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int) -> dict[str, Any]:
+    layout.start_stores()
+    until(lambda: layout.etcd.listen() and layout.etcd.agreed())
+    layout.start_rest()
+    with Watch(layout.store, MODEL) as watch:
+        doing = Run(layout, watch, console.print)
+        if not doing.until_whole(START_S):
+            raise SystemExit(f"the fleet did not start: {doing.missing()}; see {work / 'logs'}")
+        answers = work / "attempts.jsonl"
+        with _load(layout.gateways, seed, clients, answers) as load:
+            time.sleep(LOAD_S)
+            began, since = time.monotonic(), time.time()
+            doing.faults(schedule(seed, COUNT, PUBLISHER), began + 60 * minutes)
+            ended = time.monotonic()
+            load.communicate("stop\n", timeout=STOP_S)
+        fetches = report.fetches(layout.peers, layout.tls)
+    attempts = [orjson.loads(line) for line in answers.read_bytes().splitlines()]
+    found = verdict(attempts, windows(doing.done, ended), began, ended)
+    swaps = report.swaps(watch.past, watch.late, since)
+    return {
+        "seconds": round(ended - began, 1),
+        "faults": report.faults(doing.done),
+        "requests": report.requests(found),
+        "swaps": swaps,
+        "fetches": fetches,
+        "ended by themselves": {name: p.own_ends for name, p in layout.processes.items() if p.own_ends},
+        "violations": report.violations(found, swaps, doing.done),
+        "journal": report.journal(doing.done, began),
+    }
+
+
+@contextlib.contextmanager
+def _load(urls: list[str], seed: int, clients: int, file: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "loadtest.chaos.clients", MODEL, str(seed), str(clients), str(file), *urls]
+    with interrupts.held():
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, text=True, env=os.environ, preexec_fn=die_with_parent
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()

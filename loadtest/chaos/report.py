@@ -1,0 +1,133 @@
+"""What a run came to: figures for JSON, tables to look at."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.chaos.run import Broken
+from loadtest.chaos.verdict import VIOLATIONS, Verdict
+from weightsync.records import PastSwapRecord
+from weightsync.tls import ClusterTls
+
+STUCK_S = 30.0  # after a swap should have ended: time for a new leader, and for stores to be back
+EXAMPLES = 20
+
+
+def faults(done: Sequence[Broken]) -> dict[str, Any]:
+    """By kind: how often, and how long after the fault's end the fleet was whole, of those that came alone."""
+    found = {}
+    for name in sorted({broken.fault.name for broken in done}):
+        mine = [broken for broken in done if broken.fault.name == name]
+        took = [b.recovery_s for b in mine if b.alone and b.recovery_s is not None]
+        found[name] = {"count": len(mine), "hosts": sorted({b.fault.host for b in mine}), "alone": len(took)}
+        if took:
+            found[name] |= {"recovery_s": round(statistics.median(took), 1), "longest_s": round(max(took), 1)}
+    return found
+
+
+def journal(done: Sequence[Broken], began: float) -> list[dict[str, Any]]:
+    """Every fault in order, with its time since the beginning of the run."""
+    return [
+        {"at_s": round(b.began - began, 1), **_rounded(asdict(b.fault)), "alone": b.alone}
+        | {"recovery_s": None if b.recovery_s is None else round(b.recovery_s, 1)}
+        | ({"missing": b.missing} if b.missing else {})
+        for b in done
+    ]
+
+
+def swaps(past: Mapping[str, PastSwapRecord], late: Mapping[str, float], since: float) -> dict[str, Any]:
+    """Those that ended after the time `since` (unix). `late_s`: by how much the worst exceeded its time."""
+    found = [record for record in past.values() if record.ended_at >= since]
+    done, aborted = ([r for r in found if r.outcome == outcome] for outcome in ("done", "aborted"))
+    return {
+        "done": len(done),
+        "done by mode": dict(Counter(r.mode for r in done)),
+        "done with a remark": dict(Counter(_reason(r.reason) for r in done if r.reason).most_common()),
+        "aborted": dict(Counter(_reason(r.reason) for r in aborted).most_common()),
+        "not as published": sum(r.verified is False for r in done),
+        "longest_s": round(max((r.ended_at - r.opened_at for r in found), default=0.0), 1),
+        "late_s": round(max(late.values(), default=0.0), 1),
+        "stuck": sum(seconds > STUCK_S for seconds in late.values()),
+    }
+
+
+def fetches(peers: Sequence[str], tls: Path) -> dict[str, int]:
+    """How versions came to hosts, of each peer since it was started last."""
+    counted: Counter[str] = Counter()
+    for peer in peers:
+        with contextlib.suppress(httpx.TransportError):
+            page = httpx.get(f"{peer}/metrics", verify=ClusterTls(tls).client_context(), timeout=10.0).text
+            for how, count in re.findall(
+                r'^hotswap_peer_fetch_seconds_count\{how="(\w+)"\} (\S+)$', page, re.MULTILINE
+            ):
+                counted[how] += int(float(count))
+    return dict(counted)
+
+
+def requests(found: Verdict) -> dict[str, Any]:
+    return {
+        **found.totals,
+        "attempts": dict(found.judged),
+        "failed by code": dict(found.refusals.most_common()),
+        "wrong tokens": found.problems["wrong"],
+        "mixed answers": found.problems["mixed"],
+        "mislabelled answers": found.problems["mislabelled"],
+        "longest time without an answer, s": round(found.silence_s, 1),
+        "longest a question took, s": round(found.longest_s, 1),
+        "examples": found.examples[:EXAMPLES],
+    }
+
+
+def violations(found: Verdict, swap_figures: Mapping[str, Any], done: Sequence[Broken]) -> list[str]:
+    """What broke a promise, in words."""
+    said = [f"{count} x {kind}" for kind, count in found.problems.items() if count]
+    said += [f"{found.judged[kind]} failed requests: {kind}" for kind in VIOLATIONS if found.judged[kind]]
+    said += [f"{swap_figures['stuck']} stuck swaps"] if swap_figures["stuck"] else []
+    said += [f"{swap_figures['not as published']} commits not as published"] if swap_figures["not as published"] else []
+    return said + [f"not whole after {b.fault.name} on host {b.fault.host}: {b.missing}" for b in done if b.missing]
+
+
+def show(console: Console, report: Mapping[str, Any]) -> None:
+    table = Table("fault", "times", "whole again after s (median)", "longest", title="faults")
+    for name, of in report["faults"].items():
+        table.add_row(name, str(of["count"]), str(of.get("recovery_s", "")), str(of.get("longest_s", "")))
+    console.print(table)
+    for title in ("requests", "swaps"):
+        table = Table(title, "")
+        for name, value in report[title].items():
+            if name != "examples":
+                table.add_row(name, _text(value))
+        console.print(table)
+    console.print(f"ended by themselves: {_text(report['ended by themselves'])}")
+    console.print(f"versions fetched, since each peer's last start: {_text(report['fetches'])}")
+    for said in report["violations"] or ["no violation"]:
+        console.print(said, style="red" if report["violations"] else "green")
+    for example in report["requests"]["examples"]:
+        console.print(example, highlight=False)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return "\n".join(f"{count} {name}" for name, count in value.items()) or "none"
+    return str(value)
+
+
+def _reason(reason: str | None) -> str:
+    """Reasons that differ in numbers and names only are one."""
+    shorter = re.sub(r"\binstance-\d\b(, instance-\d\b)*", "an instance", (reason or "").partition("(")[0])
+    return re.sub(r"\d+(\.\d+)?", "N", shorter).replace("instance an instance", "an instance").strip()[:100]
+
+
+def _rounded(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in fields.items()}

@@ -1,0 +1,150 @@
+"""The run itself: fault after fault, each until its time is over and the fleet is whole again."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import httpx
+
+from loadtest.chaos.layout import COUNT, Layout
+from loadtest.chaos.schedule import LINK, Fault
+from loadtest.chaos.verdict import Window, breaks_gateways
+from loadtest.chaos.watch import Watch
+
+HEAL_S = 240.0  # on two busy cores a vLLM instance alone takes a minute to start
+START_S = 420.0
+STEP_S = 0.1
+READY_TIMEOUT_S = 2.0
+FRESH_S = 3.0
+ENGINE = "EngineCore"
+INSTANCES = [f"instance-{host}" for host in range(COUNT)]
+
+
+@dataclass
+class Broken:
+    """A fault that was done; times are monotonic seconds, `healed` is when the fleet was whole again (None: never)."""
+
+    fault: Fault
+    began: float
+    ended: float
+    alone: bool = True
+    healed: float | None = None
+    missing: str = ""
+
+    @property
+    def recovery_s(self) -> float | None:
+        """From when it was over; a process that is killed is broken in an instant."""
+        return None if self.healed is None else self.healed - self.ended
+
+    def window(self, end: float) -> Window:
+        return Window(self.fault.host, self.began, self.healed if self.healed is not None else end)
+
+
+class Run:
+    """Breaks things in a layout. `say` takes lines for whoever looks on."""
+
+    def __init__(self, layout: Layout, watch: Watch, say: Callable[[str], None]) -> None:
+        self.done: list[Broken] = []
+        self._layout, self._watch, self._say = layout, watch, say
+        self._open: list[Broken] = []
+        self._overdue: list[tuple[float, Callable[[], None]]] = []
+
+    def until_whole(self, seconds: float, since: float = 0.0) -> bool:
+        """Waits until nothing is missing, and all instances went through a swap that began after `since` (unix)."""
+        return self._wait(lambda: not self.missing(since), seconds)
+
+    def faults(self, schedule: Iterable[Fault], until: float) -> None:
+        """One after the other until the time (monotonic); what is broken then is waited for."""
+        for fault in schedule:
+            if not (fault.overlaps and self._open):
+                self._heal()
+            if time.monotonic() >= until:
+                break
+            self._wait(lambda: False, fault.pause_s)
+            self._break(fault)
+        self._heal()
+
+    def missing(self, since: float = 0.0) -> list[str]:
+        """What the fleet lacks now; the cheap looks first, since the others take time while something is cut off."""
+        stopped = [f"{name} does not run" for name, p in self._layout.processes.items() if not p.runs]
+        now = self._watch.now
+        if self._overdue or stopped or now.at is None or time.monotonic() - now.at > FRESH_S:
+            return stopped or ["a fault lasts, or the store is not read"]
+        if behind := now.behind(INSTANCES):
+            return behind
+        if not self._watch.whole_swaps(COUNT, since):
+            return ["no swap by all instances since"]
+        return [f"{url} is not ready" for url in self._layout.gateways if not _ready(url)]
+
+    def _break(self, fault: Fault) -> None:
+        began = time.monotonic()
+        self._overdue += [(began + fault.seconds, end) for end in self._ends(fault)]
+        broken = Broken(fault, began, began + fault.seconds, alone=not self._open)
+        if self._open:
+            self._open[0].alone = False
+        self._open.append(broken)
+        self.done.append(broken)
+        lasts = f" for {fault.seconds:.1f} s" if fault.seconds else ""
+        self._say(f"{fault.name} on host {fault.host}{lasts}{'' if broken.alone else ', beside the one before'}")
+
+    def _ends(self, fault: Fault) -> list[Callable[[], None]]:
+        """Does it; what ends it."""
+        hosts, host = self._layout.hosts, fault.host
+        if fault.kind == "cut":
+            hosts.cut(host)
+            return [lambda: hosts.heal(host)]
+        if fault.what == LINK:
+            hosts.shape(host, loss=fault.loss)
+            return [lambda: hosts.shape(host)]
+        process = self._layout.processes[f"{'instance' if fault.what == 'engine' else fault.what}-{host}"]
+        part = ENGINE if fault.what == "engine" else ""
+        if fault.kind == "kill":
+            process.kill(part)
+            return []
+        process.freeze(part)
+        return [process.thaw]
+
+    def _heal(self) -> None:
+        """Waits until every fault is over and the fleet whole, and notes how long that took."""
+        if not self._open:
+            return
+        self._wait(lambda: not self._overdue, HEAL_S)
+        since = time.time()
+        whole = self.until_whole(HEAL_S, since)
+        for broken in self._open:
+            broken.healed = time.monotonic() if whole else None
+            broken.missing = "" if whole else "; ".join(self.missing(since))
+        took = max(broken.recovery_s or HEAL_S for broken in self._open)
+        self._say(f"  whole again after {took:.1f} s" if whole else f"  NOT whole: {self._open[0].missing}")
+        self._open.clear()
+
+    def _wait(self, holds: Callable[[], bool], seconds: float) -> bool:
+        """Whether it came to hold in time. Meanwhile processes are started again and faults end."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self._tend()
+            if holds():
+                return True
+            time.sleep(STEP_S)
+        return False
+
+    def _tend(self) -> None:
+        self._layout.tend()
+        now = time.monotonic()
+        for item in [item for item in self._overdue if item[0] <= now]:
+            item[1]()
+            self._overdue.remove(item)
+
+
+def windows(done: Iterable[Broken], end: float) -> list[Window]:
+    """When each gateway could not be counted on; `end`: of the run."""
+    return [broken.window(end) for broken in done if breaks_gateways(broken.fault.what)]
+
+
+def _ready(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/readyz", timeout=READY_TIMEOUT_S).status_code == 200
+    return False

@@ -1,0 +1,151 @@
+"""The judges of `hotswap bench chaos`: what they let pass and what they do not. Nothing is started here."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+import pytest
+
+from loadtest.chaos.answers import Answer, Wish, problems, token_of
+from loadtest.chaos.attempts import Attempt, Question, attempt
+from loadtest.chaos.report import swaps
+from loadtest.chaos.schedule import schedule
+from loadtest.chaos.verdict import AFTER_S, Window, judge, verdict
+from loadtest.chaos.watch import Snapshot, must_end
+from weightsync.records import ActiveRecord, InstanceRecord, PastSwapRecord, SwapRecord
+from weightsync.swap.state import CONFIRM_S
+
+SPANS = [{"version": 4, "start": 0, "end": 2}, {"version": 5, "start": 2, "end": 3}]
+KEEP = Wish()
+
+
+def answer(*tokens: int, spans: list[dict[str, int]] | None = None) -> Answer:
+    return Answer(list(tokens), [], spans)
+
+
+def kinds(found: Answer, length: int, wish: Wish) -> list[str]:
+    return [kind for kind, _ in problems(found, length, wish)]
+
+
+def test_the_same_seed_breaks_the_same_things_and_everything_breaks_once_before_anything_twice() -> None:
+    one, again, other = (list(itertools.islice(schedule(seed, 3), 38)) for seed in (7, 7, 8))
+    assert one == again != other
+    places = [(fault.name, fault.host) for fault in one]
+    assert len(set(places)) == len(places) == 38
+    assert {("kill engine", 2), ("freeze etcd", 1), ("cut link", 0), ("loss link", 2), ("kill publisher", 0)} <= {
+        *places
+    }
+
+
+def test_an_answer_that_crosses_a_swap_is_right_where_its_tokens_are() -> None:
+    crossed = answer(token_of(4), token_of(4), token_of(5), spans=SPANS)
+    assert problems(crossed, 3, KEEP) == []
+    assert kinds(answer(token_of(4), token_of(5), token_of(5), spans=SPANS), 3, KEEP) == ["wrong"]
+
+
+def test_an_answer_for_one_version_must_be_of_one_and_so_must_its_prompt() -> None:
+    crossed = answer(token_of(4), token_of(4), token_of(5), spans=SPANS)
+    for wish in (Wish("finish"), Wish("abort"), Wish("finish", version=4)):
+        assert kinds(crossed, 3, wish) == ["mixed"]
+    whole = answer(token_of(5), spans=[{"version": 5, "start": 0, "end": 1}])
+    assert problems(whole, 1, Wish("finish", version=5)) == []
+    assert kinds(whole, 1, Wish("finish", version=4)) == ["mixed"]
+    assert kinds(whole, 1, Wish(min_version=6)) == ["mixed"]
+    whole.prompt_spans = [{"version": 4, "start": 0, "end": 9}]
+    assert problems(whole, 1, KEEP) == []
+    assert kinds(whole, 1, Wish("abort")) == ["mixed"]
+
+
+def test_what_arrived_of_a_broken_stream_is_judged_too() -> None:
+    part = Answer()
+    part.take([token_of(4)], 4)
+    part.take([token_of(4), token_of(5)], 5)
+    assert problems(part, 9, KEEP) == []
+    assert kinds(part, 9, Wish("finish")) == ["mixed"]
+    part.take([token_of(5)], 6)
+    assert kinds(part, 9, KEEP) == ["wrong"]
+
+
+@pytest.mark.parametrize("spans", [SPANS[:1], [SPANS[0], {"version": 5, "start": 1, "end": 3}]])
+def test_labels_must_cover_a_whole_answer(spans: list[dict[str, int]]) -> None:
+    assert "mislabelled" in kinds(answer(token_of(4), token_of(4), token_of(5), spans=spans), 3, KEEP)
+
+
+def made(**fields: Any) -> dict[str, Any]:
+    return asdict(Attempt(1, 10.0, "/generate", True, "keep", False, 10.0, ended=12.0)) | fields
+
+
+def test_failures_are_typed_and_may_be_repeated_or_count() -> None:
+    assert judge(made(), []) == "answered"
+    assert judge(made(outcome="refused", code="upstream_died"), []) == "refused"
+    assert judge(made(outcome="refused", code="something_new", retry_after=1.0), []) == "refused"
+    assert judge(made(outcome="refused", code="something_new"), []) == "not retryable"
+    assert judge(made(outcome="untyped", status=500), []) == "untyped"
+
+
+def test_a_broken_connection_is_excused_by_its_own_gateway_at_that_time_alone() -> None:
+    broken = made(outcome="cut", code="ReadError")
+    assert judge(broken, [Window(1, 11.0, 11.5)]) == "gateway's"
+    assert judge(broken, [Window(1, 2.0, 10.0 - AFTER_S)]) == "gateway's"
+    assert judge(broken, [Window(0, 11.0, 11.5), Window(1, 12.5, 13.0), Window(1, 2.0, 9.0 - AFTER_S)]) == "cut"
+
+
+def test_a_run_counts_what_is_against_the_promise_and_the_longest_silence() -> None:
+    attempts = [
+        made(tokens=8),
+        made(ended=30.0, problems=[("mixed", "...")]),
+        made(outcome="cut", code="ReadError", tokens=3),
+        made(outcome="refused", code="no_instance", retry_after=1.0),
+    ]
+    found = verdict(attempts, [], 10.0, 33.0)
+    assert (found.violations, len(found.examples), found.totals["tokens checked"]) == (2, 2, 11)
+    assert (found.silence_s, found.longest_s) == (18.0, 20.0)
+
+
+QUESTION = Question("/generate", True, 3, (5, 6), KEEP)
+TOKEN = 'event: token\ndata: {{"token_ids": [{}], "weight_version": 4}}\n\n'
+ERROR = '{"error": {"message": "m", "type": "server_error", "code": "upstream_died"}}'
+DONE = 'event: done\ndata: {"choices": [{"weight_versions": [{"version": 4, "start": 0, "end": 3}]}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "outcome", "code"),
+    [
+        (200, 3 * TOKEN.format(token_of(4)) + DONE, "answered", ""),
+        (200, TOKEN.format(token_of(4)), "cut", "Incomplete"),
+        (200, TOKEN.format(token_of(4)) + f"event: error\ndata: {ERROR}\n\n", "refused", "upstream_died"),
+        (502, ERROR, "refused", "upstream_died"),
+        (500, "Internal Server Error", "untyped", ""),
+        (500, '{"error": {"message": "m", "type": "t", "code": 500}}', "untyped", ""),
+    ],
+)
+async def test_what_came_of_an_attempt(status: int, body: str, outcome: str, code: str) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(status, content=body))
+    async with httpx.AsyncClient(base_url="http://gateway", transport=transport) as http:
+        found = await attempt(http, 0, "m", QUESTION, 0.0)
+    assert (found.outcome, found.code, found.problems) == (outcome, code, [])
+
+
+def test_an_instance_that_does_not_run_what_is_committed_is_behind() -> None:
+    active = ActiveRecord(5, 9, 4, "s", 0.0)
+    follows = InstanceRecord("a", "http://a", "STAGING", active_version=5, active_epoch=9)
+    late = InstanceRecord("b", "http://b", "SERVING", active_version=5, active_epoch=8)
+    torn = InstanceRecord("c", "http://c", "TORN", active_version=5, active_epoch=9)
+    now = Snapshot(0.0, active, None, {record.id: record for record in (follows, late, torn)})
+    assert [said.split()[0] for said in now.behind(["a", "b", "c", "d"])] == ["b", "c", "d"]
+
+
+def test_a_swap_is_stuck_when_it_is_long_past_its_time() -> None:
+    swap = SwapRecord("s", 5, "prepare", ("a",), deadline=100.0, opened_at=80.0)
+    assert must_end(swap, None) == 100.0
+    committed = SwapRecord("s", 5, "commit", ("a",), deadline=100.0, opened_at=80.0)
+    assert must_end(committed, ActiveRecord(5, 2, 4, "s", 95.0)) == 95.0 + CONFIRM_S
+    past = {
+        "x": PastSwapRecord("x", 6, "aborted", "rolling", 0.0, 9.0, reason="instance instance-2 is gone"),
+        "y": PastSwapRecord("y", 7, "aborted", "rolling", 0.0, 9.0, reason="instance instance-0 is gone"),
+    }
+    found = swaps(past, {"s": 31.0, "x": 2.0}, since=5.0)
+    assert (found["stuck"], found["aborted"]) == (1, {"an instance is gone": 2})
