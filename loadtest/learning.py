@@ -138,14 +138,10 @@ def run(
     )
     bench = Bench(work, seed, server, console)
     found: dict[str, Any] = {"machine": machine(), "seed": seed, "least_gain": LEAST_GAIN, "tasks": {}}
-    try:
-        server.start()
-        server.wait_ready()
+    with server:
         for task in (t for t in TASKS if not tasks or t.name in tasks):
             found["tasks"][task.name] = _task(bench, task, ways)
             _save(found, json, docs)  # what was measured is kept, whatever becomes of the rest
-    finally:
-        server.stop()
     console.print(table(found), highlight=False, markup=False, soft_wrap=True)
     return found
 

@@ -92,13 +92,8 @@ def _measure(root: Path, model: Path, steps: int, level: int | None) -> dict[str
     config = UpConfig(
         model=str(model), name=MODEL, port=0, state_dir=root / "state", kv_cache_gib=KV_CACHE_GIB, vllm_args=vllm
     )
-    server = Server(config)
-    try:
-        server.start()
-        server.wait_ready()
+    with Server(config) as server:
         resident = _train(server, _configuration(root, model, server, steps, level))
-    finally:
-        server.stop()
     events = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     return _figures([e for e in events if e["event"] == "step"], resident)
 

@@ -14,8 +14,6 @@ import asyncio
 import itertools
 import json as jsonlib
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,8 @@ from rich.table import Table
 
 from loadtest.checkpoints import make_checkpoint
 from loadtest.machine import machine
+from server.cli.admin import AdminClient
 from server.cli.up import Server, UpConfig
-from server.cli.weights import AdminClient
 
 MODEL = "cache"
 SYSTEM_TOKENS, OWN_TOKENS, SESSIONS = 256, 288, 16  # blocks have 128 tokens on CPU
@@ -119,16 +117,8 @@ async def _measure(server: Server, other: Path, rollbacks: int) -> dict[str, Any
     return {"hit_rate": rounds.rates, "prompts": shape, **streams}
 
 
-@contextmanager
-def _server(model: Path, state: Path) -> Iterator[Server]:
-    config = UpConfig(model=str(model), name=MODEL, port=0, state_dir=state, kv_cache_gib=0.25, vllm_args=ARGS)
-    server = Server(config)
-    try:
-        server.start()
-        server.wait_ready()
-        yield server
-    finally:
-        server.stop()
+def _server(model: Path, state: Path) -> Server:
+    return Server(UpConfig(model=str(model), name=MODEL, port=0, state_dir=state, kv_cache_gib=0.25, vllm_args=ARGS))
 
 
 def _print(figures: dict[str, Any]) -> None:

@@ -23,8 +23,8 @@ from rich.console import Console
 from loadtest.checkpoints import make_constant_checkpoint
 from loadtest.machine import machine
 from server.cli import interrupts
+from server.cli.admin import AdminClient
 from server.cli.up import Server, UpConfig
-from server.cli.weights import AdminClient
 from weightsync import Publisher
 
 MODEL, CHECKPOINTS = "soak", 4
@@ -53,13 +53,8 @@ def run(
     config = UpConfig(
         model=str(models[1]), name=MODEL, port=0, state_dir=work / "state", instances=instances, vllm_args=VLLM_ARGS
     )
-    server = Server(config)
-    try:
-        server.start()
-        server.wait_ready()
+    with Server(config) as server:
         report = _soak(server, models, swaps, clients, minutes)
-    finally:
-        server.stop()
     report |= {"machine": machine(), "instances": instances, "clients": clients}
     Console().print_json(data=report)
     if json is not None:

@@ -28,10 +28,10 @@ from loadtest.cpu import cpu_seconds
 from loadtest.gaps import Gaps, Window, summary
 from loadtest.machine import machine, memcpy_gbps
 from server.cli import interrupts
+from server.cli.admin import AdminClient
 from server.cli.cores import BIND_ENV
 from server.cli.errors import RequestFailed
 from server.cli.up import Server, UpConfig
-from server.cli.weights import AdminClient
 
 FLEET_SHAPE: dict[str, Any] = {
     "hidden_size": 512,
@@ -163,13 +163,10 @@ def _server(case: Case, model: Path, work: Path) -> Iterator[Server]:
     config = UpConfig(
         model=str(model), name="fleet", port=0, state_dir=state, instances=case.instances, vllm_args=tuple(args)
     )
-    server = Server(config)
     try:
-        server.start()
-        server.wait_ready()
-        yield server
+        with Server(config) as server:
+            yield server
     finally:
-        server.stop()
         if case.tensor_parallel > 1:
             del os.environ[BIND_ENV]
 

@@ -26,8 +26,8 @@ from loadtest.gaps import Gaps, Window, summary
 from loadtest.machine import machine, memcpy_gbps
 from loadtest.stock_vllm import StockVllm
 from server.cli import interrupts
+from server.cli.admin import AdminClient
 from server.cli.up import Server, UpConfig
-from server.cli.weights import AdminClient
 
 SETTLE_S = 1.0
 WARM_UP = 4
@@ -73,11 +73,9 @@ def _checkpoints(work: Path, small: bool) -> list[Path]:
 
 
 def _hotswap(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[Gaps, Windows, dict[str, int]]:
-    server = Server(UpConfig(model=str(models[0]), name="bench", port=0, state_dir=work / "state", vllm_args=VLLM_ARGS))
+    config = UpConfig(model=str(models[0]), name="bench", port=0, state_dir=work / "state", vllm_args=VLLM_ARGS)
     windows = Windows()
-    try:
-        server.start()
-        server.wait_ready()
+    with Server(config) as server:
         admin = AdminClient(server.state_dir)
         with publishing(server.store, "bench", models) as publish:
 
@@ -96,8 +94,6 @@ def _hotswap(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[
             for figures in (windows.publish_ms, windows.commit_ms, windows.staging_gbps, windows.stage_ms):
                 figures.clear()
             gaps, lost = _drive(server.url, "bench", streams, swaps, swap, windows)
-    finally:
-        server.stop()
     return gaps, windows, lost
 
 

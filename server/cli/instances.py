@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from server.cli.admin import AdminClient, KeyFile, StateDir, Url
 from server.cli.errors import RequestFailed
-from server.cli.weights import AdminClient, KeyFile, StateDir, Url
 
 app = typer.Typer(no_args_is_help=True)
 POLL_S = 0.25

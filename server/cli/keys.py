@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from server.cli.admin import AdminClient, AsJson, KeyFile, StateDir, Url
 from server.cli.errors import CliError
-from server.cli.weights import AdminClient, AsJson, KeyFile, StateDir, Url
 
 app = typer.Typer(no_args_is_help=True)
 

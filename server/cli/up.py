@@ -27,6 +27,7 @@ from weightsync.errors import StoreError
 
 READY_TIMEOUT_S = 600.0
 RESTART_PAUSE_S = 2.0
+LEAVES_S, TRAINER_LEAVES_S = 10.0, 130.0  # after SIGTERM; a trainer saves first, within its faults.grace_s (120 s)
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,19 @@ class Server:
         self.admin_key_file = config.admin_key_file or self.state_dir / "admin.key"
         self.children: dict[str, Child] = {}
         self._restart_at: dict[str, float] = {}
+
+    def __enter__(self) -> Server:
+        """Started and ready; stopped when the context ends."""
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def start(self) -> None:
         """Start every process; returns at once. Raises CliError."""
@@ -137,7 +151,7 @@ class Server:
     def stop(self) -> None:
         """Stop every process and free the shared memory."""
         for child in reversed(self.children.values()):
-            child.stop()
+            child.stop(TRAINER_LEAVES_S if child.name == "trainer" else LEAVES_S)
         (self.state_dir / "server.json").unlink(missing_ok=True)
         shutil.rmtree(self.arena, ignore_errors=True)
 

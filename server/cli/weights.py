@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from server.cli.admin_tls import admin_tls
-from server.cli.errors import CliError, RequestFailed
+from server.cli.admin import AdminClient, AsJson, KeyFile, StateDir, Url
+from server.cli.errors import CliError
 from server.cli.paths import ServerInfo, default_state_dir
 from server.cli.weights_report import show_diff, show_report
 from weightsync.errors import WeightSyncError
@@ -27,12 +25,7 @@ class SwapMode(StrEnum):
     rolling = "rolling"
 
 
-SWAP_TIMEOUT_S = 900.0  # a push reads a whole checkpoint
 app = typer.Typer(no_args_is_help=True)
-StateDir = Annotated[Path | None, typer.Option(help="state directory of `up`; default: the latest server started here")]
-Url = Annotated[
-    str | None, typer.Option(envvar="HOTSWAP_ADMIN_URL", help="admin port; default: from the state directory")
-]
 
 
 class OnLost(StrEnum):
@@ -46,34 +39,6 @@ Lost = Annotated[OnLost, typer.Option("--on-lost", help="an instance dies before
 Mode = Annotated[SwapMode, typer.Option(help="the whole fleet at once, or one instance after the other")]
 Drain = Annotated[float | None, typer.Option(help="rolling: seconds an instance may wait for its streams to end")]
 Deadline = Annotated[float | None, typer.Option(help="seconds to stage everywhere; default: the gateway's")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
-KeyFile = Annotated[Path | None, typer.Option(envvar="HOTSWAP_ADMIN_KEY_FILE", help="file with the admin key")]
-
-
-class AdminClient:
-    """The gateway's /admin routes with the admin key of a running server."""
-
-    def __init__(self, state_dir: Path | None, url: str | None = None, key_file: Path | None = None) -> None:
-        if url is None or key_file is None:
-            info = ServerInfo.read(state_dir or default_state_dir(None))
-            url, key_file = url or info.admin_url, key_file or Path(info.admin_key_file)
-        try:
-            key = os.environ.get("HOTSWAP_ADMIN_KEY") or key_file.read_text().strip()
-        except OSError as error:
-            raise RequestFailed(f"the admin key file {key_file} cannot be read ({error.strerror})") from error
-        headers, checks = {"authorization": f"Bearer {key}"}, admin_tls(url)
-        self._http = httpx.Client(base_url=url, headers=headers, verify=checks, timeout=SWAP_TIMEOUT_S)
-
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON answer; RequestFailed carries the gateway's own message."""
-        try:
-            answer = self._http.request(method, path, json=body)
-        except httpx.TransportError as error:
-            raise RequestFailed(f"no answer from {self._http.base_url}: {error}; is `hotswap up` running?") from error
-        payload = answer.json() if answer.content else {}
-        if answer.is_error:
-            raise RequestFailed(payload.get("error", {}).get("message") or f"{path}: HTTP {answer.status_code}")
-        return payload
 
 
 @app.command()

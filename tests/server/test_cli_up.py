@@ -17,6 +17,7 @@ from server.cli.cores import share_of_cores
 from server.cli.errors import CliError
 from server.cli.paths import ServerInfo
 from server.cli.up import Server, UpConfig, draft_dir, free_port
+from trainer.config import FaultsConfig
 from weightsync import ensure_arena, open_store
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 
@@ -106,8 +107,9 @@ class Process:
         self.name, self.alive, self.process, self.calls = name, True, self, list[str]()
         self.returncode = -9
 
-    def stop(self) -> None:
+    def stop(self, grace_s: float = 0.0) -> None:
         self.calls.append("stop")
+        self.grace_s = grace_s
 
     def start(self) -> None:
         self.calls.append("start")
@@ -123,6 +125,14 @@ def server(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield server
     server.stop()
     assert not server.arena.exists()
+
+
+def test_a_trainer_is_given_the_time_that_it_takes_to_save(server: Server) -> None:
+    server.start()
+    server.train(Path("run.yaml"))
+    server.stop()
+    given = {name: child.grace_s for name, child in server.children.items()}  # type: ignore[attr-defined]
+    assert given.pop("trainer") > FaultsConfig().grace_s > max(given.values())
 
 
 def test_what_ends_is_started_again_after_a_pause_of_its_own(

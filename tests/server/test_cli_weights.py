@@ -6,17 +6,19 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from server.cli.admin import AdminClient
 from server.cli.app import app
-from server.cli.errors import CliError
+from server.cli.errors import CliError, RequestFailed
 from server.cli.paths import ServerInfo
-from server.cli.weights import AdminClient
 from weightsync import Publisher, SlotReader, SyncStore
 
 
@@ -123,3 +125,34 @@ def test_how_a_fleet_takes_a_version_is_passed_on(
         {**body, "mode": "rolling", "drain_s": 5.0, "deadline_s": 60.0, "on_lost": "abort"},
     )
     assert run(*arguments, "--mode", "sideways", "--state-dir", state_dir)[0] == 2
+
+
+@pytest.fixture
+def page() -> Iterator[str]:
+    """A server that is no gateway's admin port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(502)
+            self.end_headers()
+            self.wfile.write(b"<html>Bad Gateway</html>")
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_url_and_a_key_are_enough_where_no_server_was_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, page: str
+) -> None:
+    monkeypatch.setenv("HOTSWAP_STATE_DIR", str(tmp_path))
+    monkeypatch.delenv("HOTSWAP_ADMIN_KEY", raising=False)
+    with pytest.raises(CliError, match="no server was started"):
+        AdminClient(None, page)
+    monkeypatch.setenv("HOTSWAP_ADMIN_KEY", "secret")
+    with pytest.raises(RequestFailed, match="HTTP 502 and no JSON; is that the admin port"):
+        AdminClient(None, page).call("GET", "/admin/keys")

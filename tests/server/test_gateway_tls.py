@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from server.cli.admin import AdminClient
 from server.cli.errors import RequestFailed
-from server.cli.weights import AdminClient
 from server.errors import ConfigError
 from server.gateway import GatewayConfig, HealthSettings, UpstreamSettings
 from server.gateway.admin.probe_file import ProbePrompt

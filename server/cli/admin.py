@@ -1,0 +1,60 @@
+"""The admin port of a running gateway, as commands reach it: where it is, and the key to it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from server.cli.admin_tls import admin_tls
+from server.cli.errors import RequestFailed
+from server.cli.paths import ServerInfo, default_state_dir
+
+TIMEOUT_S = 900.0  # a push reads a whole checkpoint
+KEY_ENV = "HOTSWAP_ADMIN_KEY"
+
+StateDir = Annotated[Path | None, typer.Option(help="state directory of `up`; default: the latest server started here")]
+Url = Annotated[
+    str | None, typer.Option(envvar="HOTSWAP_ADMIN_URL", help="admin port; default: from the state directory")
+]
+KeyFile = Annotated[Path | None, typer.Option(envvar="HOTSWAP_ADMIN_KEY_FILE", help="file with the admin key")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+
+
+class AdminClient:
+    """The gateway's /admin routes. What the command line and the environment leave out is read from the state
+    directory of a server that was started here. Raises CliError."""
+
+    def __init__(self, state_dir: Path | None, url: str | None = None, key_file: Path | None = None) -> None:
+        key = os.environ.get(KEY_ENV)
+        if url is None or (key_file is None and not key):
+            info = ServerInfo.read(state_dir or default_state_dir(None))
+            url, key_file = url or info.admin_url, key_file or Path(info.admin_key_file)
+        headers = {"authorization": f"Bearer {key or _key_in(key_file)}"}
+        self._http = httpx.Client(base_url=url, headers=headers, verify=admin_tls(url), timeout=TIMEOUT_S)
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON answer; RequestFailed carries the gateway's own message."""
+        try:
+            answer = self._http.request(method, path, json=body)
+        except httpx.TransportError as error:
+            raise RequestFailed(f"no answer from {self._http.base_url}: {error}; is `hotswap up` running?") from error
+        try:
+            payload = answer.json() if answer.content else {}
+        except ValueError:
+            problem = f"{self._http.base_url} answers HTTP {answer.status_code} and no JSON"
+            raise RequestFailed(f"{problem}; is that the admin port of a gateway?") from None
+        if answer.is_error:
+            raise RequestFailed(payload.get("error", {}).get("message") or f"{path}: HTTP {answer.status_code}")
+        return payload
+
+
+def _key_in(file: Path | None) -> str:
+    assert file is not None  # else there is one in the environment
+    try:
+        return file.read_text().strip()
+    except OSError as error:
+        raise RequestFailed(f"the admin key file {file} cannot be read ({error.strerror})") from error
