@@ -55,7 +55,8 @@ def test_the_last_stage_runs_hotswap_without_privileges(accel: str) -> None:
     image = chain(accel, name)
     assert of(image, "USER") == ["10001:10001"]
     assert any("useradd --uid 10001 " in run for run in of(image, "RUN"))
-    assert of(image, "ENTRYPOINT") == ['["hotswap"]']
+    assert of(image, "ENTRYPOINT") == ['["tini", "--", "hotswap"]']
+    assert {"tini", "bubblewrap"} <= set(" ".join(of(image, "RUN")).split())
     assert of(image, "COPY") == ["--from=build /opt/venv /opt/venv"]
     assert stages(accel)[name][0] == f"runtime-{accel}"
 

@@ -41,7 +41,7 @@ def test_certificates_of_the_cluster_are_what_its_members_expect() -> None:
     cluster, front = made["hotswap-cluster-tls"], made["hotswap-gateway-tls"]
     assert cluster["dnsNames"] == [ClusterTls.NAME]
     assert set(cluster["usages"]) == {"server auth", "client auth"}
-    assert {"hotswap-gateway", "hotswap-gateway.serving.svc", "llm.example.com"} <= set(front["dnsNames"])
+    assert {"localhost", "hotswap-gateway", "hotswap-gateway.serving.svc", "llm.example.com"} <= set(front["dnsNames"])
     issuers = [spec["issuerRef"]["name"] for spec in (cluster, front, made["hotswap-etcd-tls"])]
     assert len(set(issuers)) == 3  # what signs the members' certificates signs nothing else
     monitor: dict[str, Any] = r.of("PodMonitor")[0]["spec"]["podMetricsEndpoints"][0]

@@ -3,8 +3,8 @@
 {{- $t := .root.Values.trainer -}}
 - name: trainer
   {{- include "hotswap.image" .root | nindent 2 }}
-  # Not `hotswap train`, which would stand between the kubelet's SIGTERM and the ranks that save on it.
-  command: [python, {{ if .once }}/etc/hotswap/scripts/run_once.py, python, {{ end }}-m, trainer.main]
+  # tini passes the kubelet's SIGTERM on, on which the ranks save, and takes away what rewards' dead processes leave.
+  command: [tini, --, python, {{ if .once }}/etc/hotswap/scripts/run_once.py, python, {{ end }}-m, trainer.main]
   args: [--config=/etc/hotswap/trainer/config.yaml]
   env:
     {{- include "hotswap.env" (dict "root" .root "role" "trainer") | nindent 4 }}
@@ -57,5 +57,6 @@
     secretName: {{ include "hotswap.gatewayTlsSecret" . }}
     defaultMode: 0440
     items: [{key: ca.crt, path: ca.crt}]
+    optional: true  # a secret of your own may be without it, where a public authority has signed
 {{- end }}
 {{- end }}
