@@ -82,7 +82,8 @@ def test_nothing_is_in_it_that_mypyc_would_change(source: Path) -> None:
     assert "slots=True" not in text
 
 
+@pytest.mark.timeout(900)
 def test_it_does_what_the_sources_do() -> None:
     files = [str(HERE / f"test_gateway_{name}.py") for name in SAME]
-    said = run("-m", "pytest", *files, "-m", "not engine and not slow", HOTSWAP_PURE="0")
+    said = run("-m", "pytest", *files, "-m", "not engine and not slow", timeout_s=850, HOTSWAP_PURE="0")
     assert " passed" in said or "100%" in said
