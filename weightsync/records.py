@@ -106,9 +106,13 @@ class Keys:
     def pause(self, pause_id: str) -> str:
         return f"{self.pauses}{pause_id}"
 
+    def copies_of(self, digest: str) -> str:
+        """All hosts' copies of one slot."""
+        return f"{self.copies}{digest}/"
+
     def copy(self, digest: str, host: str) -> str:
         """A host's copy of the slot whose manifest has `digest`; under the lease of that host's peer."""
-        return f"{self.copies}{digest}/{host}"
+        return f"{self.copies_of(digest)}{host}"
 
     def past_swap(self, number: int) -> str:
         return f"{self.history}{number:010d}"
@@ -246,7 +250,7 @@ class CopyRecord(Record):
 
     `slot` is its slot name, `digest` that of its manifest, `nbytes` the size of the whole slot, `since` unix seconds.
     A copy that is `fetching` serves the chunks it has; `error` says what holds it up. `delta_of`: the peer also has the
-    difference of this slot from the one with that manifest digest.
+    difference of this slot from the one with that manifest digest. `rack`: where the host is, None if it was not told.
     """
 
     host: str
@@ -258,6 +262,7 @@ class CopyRecord(Record):
     since: float
     error: ErrorInfo | None = None
     delta_of: str | None = None
+    rack: str | None = None
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Iterable, Mapping
 
+from weightsync.errors import RecordError
 from weightsync.lease import LeaseKeeper
 from weightsync.peer.copies import parse_key
 from weightsync.peer.messages import Key
 from weightsync.records import CopyRecord, Keys
-from weightsync.store.protocol import Store
+from weightsync.store.protocol import KeyValue, Store
+
+log = logging.getLogger("hotswap.peer")
 
 
 class Announcer:
@@ -20,22 +24,26 @@ class Announcer:
     def __init__(self, store: Store, keys: Keys, host: str, lease_ttl_s: float) -> None:
         self._store, self._keys, self._host, self._lease_ttl_s = store, keys, host, lease_ttl_s
         self._said: dict[str, bytes] = {}
+        self._is_first = True
         self.lease: LeaseKeeper | None = None
 
     async def begin(self) -> LeaseKeeper:
-        """Under a new lease everything is said again; what an earlier process of this host said is taken back."""
+        """Under a new lease everything is said again; what hangs on the one before goes with it."""
         former, self.lease = self.lease, await LeaseKeeper.grant(self._store, self._lease_ttl_s)
-        found, _ = await self._store.list(self._keys.copies)
-        mine = [kv.key for kv in found if (parse_key(self._keys, kv.key) or ("", ""))[1] == self._host]
-        self._said = dict.fromkeys(mine, b"")
+        self._said, self._is_first = {}, True
         if former is not None:
-            await former.stop()  # its keys are written under the new one before it ends
+            await former.stop()
         return self.lease
 
-    async def say(self, records: Iterable[CopyRecord]) -> None:
-        """Have the store say just this of this host."""
+    async def say(self, records: Iterable[CopyRecord], alive: Iterable[str]) -> None:
+        """Have the store say just this of this host. Of the digests that are `alive` an earlier process of this host
+        may have said more; it is taken back at first.
+        """
         assert self.lease is not None, "begin first"
         wanted = {self._keys.copy(record.digest, self._host): record.to_json() for record in records}
+        if self._is_first:
+            self._said |= {self._keys.copy(digest, self._host): b"" for digest in alive}
+            self._is_first = False
         for key, value in wanted.items():
             if self._said.get(key) != value:
                 await self._store.put(key, value, self.lease.id)
@@ -51,38 +59,75 @@ class Announcer:
 
 
 class CopyBoard:
-    """The copies of a model on all hosts, followed by a watch."""
+    """The copies on other hosts of the slots that this one is to fetch, each followed by a watch of its own: what is
+    here already wakes nobody.
+    """
 
     def __init__(self, keys: Keys, host: str) -> None:
         self._keys, self._host = keys, host
-        self._records: dict[str, CopyRecord] = {}
+        self._records: dict[str, dict[str, CopyRecord]] = {}  # by digest and key
+        self._wanted: set[str] = set()
+        self._asked = asyncio.Event()
         self.changed = asyncio.Event()
 
+    def keep_to(self, digests: set[str]) -> None:
+        """Follow these, and no others."""
+        if digests != self._wanted:
+            self._wanted = digests
+            self._asked.set()
+
     async def follow(self, store: Store) -> None:
-        """For ever. Raises StoreUnavailable, RecordError."""
-        found, revision = await store.list(self._keys.copies)
-        self._records = {kv.key: CopyRecord.from_json(kv.value) for kv in found if self._is_ours(kv.key)}
+        """For ever. Raises an ExceptionGroup of StoreUnavailable, WatchCompacted."""
+        following: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                self._asked.clear()
+                for digest in following.keys() - self._wanted:
+                    following.pop(digest).cancel()
+                    self._records.pop(digest, None)
+                for digest in self._wanted - following.keys():
+                    following[digest] = tasks.create_task(self._follow(store, digest))
+                await self._asked.wait()
+
+    async def _follow(self, store: Store, digest: str) -> None:
+        prefix = self._keys.copies_of(digest)
+        found, revision = await store.list(prefix)
+        records = self._records[digest] = {kv.key: r for kv in found if (r := self._read(kv)) is not None}
         self.changed.set()
-        async with contextlib.aclosing(store.watch(self._keys.copies, revision + 1)) as events:
+        async with contextlib.aclosing(store.watch(prefix, revision + 1)) as events:
             async for event in events:
-                if not self._is_ours(event.kv.key):
-                    continue
-                if event.kind == "put":
-                    self._records[event.kv.key] = CopyRecord.from_json(event.kv.value)
-                else:
-                    self._records.pop(event.kv.key, None)
+                records.pop(event.kv.key, None)
+                if event.kind == "put" and (record := self._read(event.kv)) is not None:
+                    records[event.kv.key] = record
                 self.changed.set()
 
     def offered(self, key: Key) -> list[CopyRecord]:
         """Who else can be asked for it."""
-        return [r for r in self.others() if r.digest == key.digest and key.delta_of in ("", r.delta_of)]
+        records = self._records.get(key.digest, {}).values()
+        return [r for r in records if r.slot and key.delta_of in ("", r.delta_of)]
 
-    def others(self) -> list[CopyRecord]:
-        """What other hosts have."""
-        return [record for record in self._records.values() if record.host != self._host and record.slot]
+    def _read(self, kv: KeyValue) -> CopyRecord | None:
+        """None for this host's own, and for what cannot be read: another release may have written it."""
+        return other_copy(self._keys, kv, self._host)
 
-    def _is_ours(self, key: str) -> bool:
-        return parse_key(self._keys, key) is not None
+
+async def copies_elsewhere(store: Store, keys: Keys, digests: Iterable[str], host: str) -> list[CopyRecord]:
+    """What hosts other than `host` have of these slots, as of now. Raises StoreUnavailable."""
+    found = [kv for digest in digests for kv in (await store.list(keys.copies_of(digest)))[0]]
+    return [record for kv in found if (record := other_copy(keys, kv, host)) is not None and record.slot]
+
+
+def other_copy(keys: Keys, kv: KeyValue, host: str) -> CopyRecord | None:
+    """The record, unless it is that of `host` or does not say what its key says."""
+    named = parse_key(keys, kv.key)
+    if named is None or named[1] == host:
+        return None
+    try:
+        record = CopyRecord.from_json(kv.value)
+    except RecordError as error:
+        log.warning("%s is passed over: %s", kv.key, error)
+        return None
+    return record if (record.digest, record.host) == named else None
 
 
 class Since:

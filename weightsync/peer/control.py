@@ -16,13 +16,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weightsync.errors import PeerRefused, TransportUnavailable
-from weightsync.peer.messages import Close, Open, Refusal
+from weightsync.peer.messages import Ask, Close, Open, Refusal
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.tickets import Tickets
 from weightsync.tls import ClusterTls
 from weightsync.transport.addresses import Address
 
-MAX_BODY = 64 << 10
+MAX_BODY = 256 << 10  # a bitmap of MAX_CHUNKS chunks
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Control:
         self.app = Starlette(
             routes=[
                 Route("/v1/open", _answering(self._open), methods=["POST"]),
-                Route("/v1/have/{ticket}", _answering(self._have)),
+                Route("/v1/have/{ticket}", _answering(self._have), methods=["POST"]),
                 Route("/v1/manifest/{ticket}", _answering(self._manifest)),
                 Route("/v1/close/{ticket}", _answering(self._close), methods=["POST"]),
                 Route("/metrics", self._tell),
@@ -47,13 +47,14 @@ class Control:
         return _json(await self._tickets.open(await _body(request, Open)))
 
     async def _have(self, request: Request) -> Response:
-        return _json(self._tickets.have(request.path_params["ticket"]))
+        return _json(self._tickets.have(request.path_params["ticket"], (await _body(request, Ask)).taken))
 
     async def _manifest(self, request: Request) -> Response:
         return Response(self._tickets.manifest(request.path_params["ticket"]), media_type="application/json")
 
     async def _close(self, request: Request) -> Response:
-        self._tickets.close(request.path_params["ticket"], max(0, (await _body(request, Close)).nbytes))
+        said = await _body(request, Close)
+        self._tickets.close(request.path_params["ticket"], max(0, said.nbytes), said.bytes_per_s)
         return _json({})
 
     async def _tell(self, _: Request) -> Response:
@@ -94,6 +95,8 @@ async def serving(app: Starlette, listener: socket.socket, tls: ClusterTls | Non
     try:
         while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn has a flag, and no event
             await asyncio.sleep(0.005)
+        if task.done():
+            raise TransportUnavailable("control", "its server has not started", "Look at the log") from task.exception()
         yield
     finally:
         server.should_exit = True

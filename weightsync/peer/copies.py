@@ -35,7 +35,9 @@ async def own_copies(store: Store, keys: Keys, host: str) -> dict[str, CopyRecor
     """The copies on `host` by manifest digest; without a name there are none, and the store is not asked."""
     if not host:
         return {}
-    return {copy.digest: copy for copy in parsed(keys, (await store.list(keys.copies))[0]) if copy.host == host}
+    found = (await store.list(keys.copies))[0]
+    mine = [kv for kv in found if (parse_key(keys, kv.key) or ("", ""))[1] == host]  # others' may be of another release
+    return {copy.digest: copy for copy in parsed(keys, mine)}
 
 
 def pieces(record: VersionRecord) -> list[PartRecord]:

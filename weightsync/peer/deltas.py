@@ -16,8 +16,9 @@ from weightsync.delta.format import Base, DeltaHeader, DeltaReader
 from weightsync.errors import DigestMismatch, ManifestError
 from weightsync.peer.chunks import Head, Shape, digests_of
 from weightsync.peer.copies import pieces
+from weightsync.peer.holdings import Copy
 from weightsync.peer.messages import Key
-from weightsync.peer.shelf import Copy, Shelf
+from weightsync.peer.shelf import Shelf
 from weightsync.receiver import SlotReader
 from weightsync.records import CopyRecord, PartRecord, VersionRecord
 from weightsync.slot import clear_gaps

@@ -1,7 +1,8 @@
 """Reads one slot, or delta, from several holders at once into a slot of this host, chunk by chunk, each checked.
 
 first    wait until a holder answers: how large it is, the digests of its chunks, the manifest
-run      what the planner says, until all chunks are here; a holder that dies, stalls or sends wrong bytes is left out
+run      what the planner says, until all chunks are here; a holder that dies, stalls or sends wrong bytes is left out,
+         and one that stalled is tried again when nobody else has what is missing
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from weightsync.errors import PeerError, TransferError, TransferFailed, TransferTimedOut, WeightSyncError
-from weightsync.peer.client import OPEN_S
+from weightsync.errors import TransferError, TransferTimedOut
+from weightsync.peer.bitmap import Bitmap
+from weightsync.peer.ending import to_the_end
+from weightsync.peer.holdings import Copy
+from weightsync.peer.left_out import LOST_S, WRONG_S
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.plan import Assignment, Planner
-from weightsync.peer.shelf import Copy
-from weightsync.peer.sources import LOST_S, STALLED_S, WRONG_S, Source, Sources
+from weightsync.peer.source import Source
+from weightsync.peer.sources import Sources
 from weightsync.transport import Piece
 
 log = logging.getLogger("hotswap.peer")
 
 LOOK_S = 0.05  # between looks at what holders have
-SILENT_S = 3.0  # without a holder that has what is missing
 
 
 class ChunkMismatch(TransferError):
@@ -62,22 +65,11 @@ class Throttle:
         await asyncio.sleep(turn - now)
 
 
-class NoHolder(PeerError):
-    """Nobody who has what is missing can be read from now."""
-
-    code = "no_holder"
-
-    def __init__(self, digest: str, why: WeightSyncError | None) -> None:
-        reason = f"the last one: {why}" if why is not None else "is `hotswap peer` running where it was published?"
-        super().__init__(f"no host that has {digest} can be read from; {reason}")
-
-
 async def first_answer(sources: Sources) -> Source:
-    """The first holder that answers. Raises NoHolder."""
-    since = time.monotonic()
+    """The first holder that answers. Raises as `Sources.check`."""
+    sources.begin()
     while not sources.open:
-        if time.monotonic() - since > (SILENT_S if not sources.asking else OPEN_S):
-            raise NoHolder(sources.key.digest, sources.problem)
+        sources.check()
         sources.refresh()
         await asyncio.sleep(LOOK_S)
     return next(iter(sources.open.values()))
@@ -93,30 +85,32 @@ class Fetch:
         self._planner = Planner(copy.shape.chunks, seed, pace.per_holder, pace.total)
         self._throttle = Throttle(pace.limit_bytes_per_s)
         self._preamble = copy.head.preamble if copy.head is not None else b""
+        self._reads: dict[asyncio.Task[None], tuple[Assignment, Source]] = {}
         self._threads: set[asyncio.Future[None]] = set()
+        self._began_at: float | None = None
         self.read_from: set[str] = set()
+        self.nbytes, self.seconds = 0, 0.0  # that were read, from the first read's beginning to the last one's end
 
     async def run(self) -> None:
-        """Return when every chunk is here. Raises NoHolder when nothing came for a while."""
-        done, reads = self._copy.journal.done, dict[asyncio.Task[None], Assignment]()
+        """Return when every chunk is here. Raises as `Sources.check`."""
+        done = self._copy.journal.done
+        self._sources.begin()
         keeping = asyncio.create_task(self._sources.keep_fresh())
-        moved_at = time.monotonic()
         try:
             while not done.complete:
-                for begun in self._planner.next(self._sources.holders(), done, list(reads.values())):
-                    reads[asyncio.create_task(self._read(begun))] = begun
-                ended = await self._next(list(reads))
-                for task in ended:
-                    self._take(reads.pop(task), task)
-                if reads:
-                    moved_at = time.monotonic()
-                elif time.monotonic() - moved_at > SILENT_S:
-                    raise NoHolder(self._copy.key.digest, self._sources.problem)
+                self._begin(done)
+                for task in await self._ended():
+                    self._take(task)
+                if keeping.done():
+                    keeping.result()
+                if self._reads:
+                    self._sources.moved()
+                self._sources.check()
         finally:
             keeping.cancel()
-            for task in reads:
+            for task in self._reads:
                 task.cancel()
-            await asyncio.shield(self._settle())
+            await to_the_end(self._settle())
 
     async def _settle(self) -> None:
         """Close the links, so that reads in flight end, and wait for their threads: they write into the slot."""
@@ -124,27 +118,35 @@ class Fetch:
         if self._threads:
             await asyncio.wait(self._threads)
 
-    async def _next(self, reads: list[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-        if not reads:
+    def _begin(self, done: Bitmap) -> None:
+        """What the planner says."""
+        taken, flying = done.bits, [read for read, _ in self._reads.values()]
+        begun = self._planner.next(self._sources.holders(), done, flying)
+        for read in begun:
+            source = self._sources.open[read.host]
+            source.reads += 1
+            self._reads[asyncio.create_task(self._read(read.chunk, source))] = read, source
+        for read in flying + begun:
+            taken |= 1 << read.chunk
+        self._sources.taken = taken
+
+    async def _ended(self) -> set[asyncio.Task[None]]:
+        if not self._reads:
             await asyncio.sleep(LOOK_S)
             return set()
-        ended, _ = await asyncio.wait(reads, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait(self._reads, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
         return ended
 
-    async def _read(self, begun: Assignment) -> None:
+    async def _read(self, chunk: int, source: Source) -> None:
         """Raises TransferError."""
-        source = self._sources.open.get(begun.host)
-        start, end = self._copy.shape.bounds(begun.chunk)
+        start, end = self._copy.shape.bounds(chunk)
         await self._throttle.take(end - start)
-        if source is None:
-            raise TransferFailed(begun.host, "it was left before the read began")
+        self._began_at = self._began_at or time.monotonic()
         loop = asyncio.get_running_loop()
-        thread = loop.run_in_executor(self._pool, self._read_now, source, begun.chunk)
+        thread = loop.run_in_executor(self._pool, self._read_now, source, chunk)
         self._threads.add(thread)
         thread.add_done_callback(self._threads.discard)
         await asyncio.shield(thread)
-        source.nbytes += end - start
-        self._metrics.received.labels(begun.host).inc(end - start)
 
     def _read_now(self, source: Source, chunk: int) -> None:
         """In a thread. The first bytes of a slot stay as they are: they come last."""
@@ -156,26 +158,36 @@ class Fetch:
         if not self._copy.shape.is_right(self._copy.mapped.view, chunk, self._preamble):
             raise ChunkMismatch(source.host, chunk)
 
-    def _take(self, read: Assignment, task: asyncio.Task[None]) -> None:
+    def _take(self, task: asyncio.Task[None]) -> None:
+        read, source = self._reads.pop(task)
+        source.reads -= 1
         error = task.exception()
         if error is None:
-            self.read_from.add(read.host)
-            return self._copy.journal.add(read.chunk)
+            return self._came(read.chunk, source)
         if not isinstance(error, TransferError):
             raise error
-        source = self._sources.open.get(read.host)
+        if self._sources.open.get(read.host) is source:  # else it was left, which ended this read
+            self._lost(read, source, error)
+        return None
+
+    def _came(self, chunk: int, source: Source) -> None:
+        start, end = self._copy.shape.bounds(chunk)
+        self._copy.journal.add(chunk)
+        self._metrics.received.labels(source.host).inc(end - start)
+        self._sources.came(source, end - start)
+        self.read_from.add(source.host)
+        self.nbytes += end - start
+        self.seconds = time.monotonic() - (self._began_at or 0.0)
+        self._sources.bytes_per_s = self.nbytes / max(self.seconds, 1e-6)
+
+    def _lost(self, read: Assignment, source: Source, error: TransferError) -> None:
         self._metrics.refetched.labels(_reason(error), read.host).inc()
         self._sources.problem = error
         log.warning("chunk %d of %s: %s", read.chunk, self._copy.key.digest, error)
-        if source is not None:
-            self._sources.leave(source, _seconds_out(error))
-        return None
-
-
-def _seconds_out(error: TransferError) -> float:
-    if isinstance(error, ChunkMismatch):
-        return WRONG_S
-    return STALLED_S if isinstance(error, TransferTimedOut) else LOST_S
+        if isinstance(error, TransferTimedOut):
+            self._sources.stalled(source)
+        else:
+            self._sources.leave(source, WRONG_S if isinstance(error, ChunkMismatch) else LOST_S)
 
 
 def _reason(error: TransferError) -> str:

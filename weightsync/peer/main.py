@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from weightsync.arena import Arena
 from weightsync.errors import HostNameError, WeightSyncError
@@ -25,6 +26,7 @@ from weightsync.peer.control import listen
 from weightsync.peer.fetch import Pace
 from weightsync.peer.service import Peer, running
 from weightsync.peer.settings import PeerSettings
+from weightsync.peer.speeds import Deltas
 from weightsync.publisher import STORE_ENV
 from weightsync.store import open_store
 from weightsync.tls import ENVIRONMENT as TLS_ENV
@@ -34,6 +36,7 @@ from weightsync.transport.addresses import Address
 
 log = logging.getLogger("hotswap.peer")
 
+DATA_PORT_ENV, RACK_ENV = "HOTSWAP_PEER_DATA_PORT", "HOTSWAP_RACK"
 STANDBY_S = 0.2
 
 
@@ -66,7 +69,8 @@ async def serve(settings: PeerSettings) -> None:
             return
         listener = listen(address, tls)
         port = int(listener.getsockname()[1])
-        with open_transport(settings.transport, listen=address.host, tls=tls) as transport:
+        data = Address(address.host, settings.data_port)
+        with open_transport(settings.transport, listen=str(data), tls=tls) as transport:
             async with PeerClient(settings.model, settings.host, transport.name, tls) as client:
                 reached = advertised(settings.advertise, Address(address.reachable, port))
                 peer = Peer(settings, store, arena, transport, client, reached)
@@ -122,9 +126,18 @@ def _settings(options: argparse.Namespace) -> PeerSettings:
         chunk_nbytes=options.chunk,
         readers=options.readers,
         lease_ttl_s=options.lease_ttl,
-        deltas=not options.no_deltas,
+        deltas=options.deltas,
+        data_port=options.data_port,
+        rack=options.rack,
         pace=Pace(options.reads_per_holder, options.reads, options.read_timeout, limit),
     )
+
+
+def _port(text: str) -> int:
+    """Raises ValueError, which argparse tells."""
+    if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
+        raise ValueError(text)
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,6 +153,11 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--advertise", metavar="HOST[:PORT]", help="where others reach it (default: the address listened on)"
     )
+    p.add_argument(
+        "--data-port", type=_port, default=os.environ.get(DATA_PORT_ENV, "0"), metavar="PORT",
+        help=f"of the same address, for the data of the TCP transport; 0 is any (default: ${DATA_PORT_ENV}, or 0)",
+    )  # fmt: skip
+    p.add_argument("--rack", default=os.environ.get(RACK_ENV, ""), help=f"where the host is (default: ${RACK_ENV})")
     p.add_argument("--transport", choices=("auto", *NAMES), default=defaults.transport, help="what carries the bytes")
     p.add_argument(
         "--cluster-tls", type=Path, default=Path(tls) if tls else None, metavar="DIR",
@@ -151,7 +169,11 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--reads-per-holder", type=int, default=pace.per_holder, help="of them from one host")
     p.add_argument("--read-timeout", type=float, default=pace.read_timeout_s, help="for one chunk, seconds")
     p.add_argument("--limit-gbps", type=float, help="Gbit/s this host reads at most (default: no limit)")
-    p.add_argument("--no-deltas", action="store_true", help="neither make differences between versions nor read them")
+    p.add_argument(
+        "--deltas", choices=get_args(Deltas), default=defaults.deltas,
+        help="differences between versions; auto: where they were found to be sooner there (default: %(default)s)",
+    )  # fmt: skip
+    p.add_argument("--no-deltas", action="store_const", dest="deltas", const="never", help="the same as --deltas never")
     p.add_argument("--lease-ttl", type=float, default=defaults.lease_ttl_s, help="until a dead peer is forgotten, s")
     p.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     return p

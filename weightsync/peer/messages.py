@@ -1,7 +1,7 @@
 """What peers say to each other over the control channel: small JSON bodies, refused unless they are just these.
 
 POST /v1/open              Open -> Opened        a ticket: the slot is held for the reader until it is closed
-GET  /v1/have/{ticket}     -> Have               what can be read by now; also keeps the ticket
+POST /v1/have/{ticket}     Ask -> Have           what can be read by now; also keeps the ticket
 GET  /v1/manifest/{ticket} -> canonical JSON     its digest is the one that was asked for
 POST /v1/close/{ticket}    Close -> {}
 
@@ -40,7 +40,10 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """`digests`: xxh3_128 of each chunk; `have`: ALL or a bitmap in base64; `active`: readers there now."""
+    """`digests`: xxh3_128 of each chunk; `have`: ALL or a bitmap in base64; `active`: readers there now.
+
+    `lent`: a bitmap of what the holder's readers told it they have or are reading; "" before the first has.
+    """
 
     nbytes: int
     chunk_nbytes: int
@@ -51,6 +54,13 @@ class Opened(msgspec.Struct, frozen=True):
     endpoint: bytes
     region: bytes
     ticket: str
+    lent: str = ""
+
+
+class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`taken`: a bitmap of what the reader has or is reading, from whomever; the holder cannot see one-sided reads."""
+
+    taken: str
 
 
 class Have(msgspec.Struct, frozen=True):
@@ -58,12 +68,16 @@ class Have(msgspec.Struct, frozen=True):
 
     have: str
     active: int
+    lent: str = ""
 
 
 class Close(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`nbytes`: how much was read on the ticket, for the holder's own account: it does not see one-sided reads."""
+    """`nbytes`: how much was read on the ticket; `bytes_per_s`: how fast the reader reads from all together, 0 if it
+    does not know. For the holder's own account: it does not see one-sided reads.
+    """
 
     nbytes: int
+    bytes_per_s: float = 0.0
 
 
 class Refusal(msgspec.Struct, frozen=True):

@@ -48,7 +48,8 @@ class Planner:
         self._seed = xxh3_64_intdigest(seed.encode())
 
     def next(self, holders: Sequence[Holder], done: Bitmap, in_flight: Collection[Assignment]) -> list[Assignment]:
-        """What to begin now, besides what is `in_flight`: the rarest chunk first, from the nearest, least busy host.
+        """What to begin now, besides what is `in_flight`: the rarest chunk first, from the nearest, least busy host; of
+        equally rare ones those that a near host has.
 
         `holders` are those that can be read from, each once; `done` is what is here, or is not wanted here. A read that
         failed is simply in flight no more. Empty means: wait for a read to end, or for a holder to have more.
@@ -61,7 +62,7 @@ class Planner:
         begun: list[Assignment] = []
         while len(in_flight) + len(begun) < self.total and (offered := places.offered(wanted)):
             turn = len(done) + len(in_flight) + len(begun)
-            chunk = self._rotated(rarity.rarest(offered), turn)
+            chunk = self._rotated(places.near(rarity.rarest(offered)), turn)
             begun.append(Assignment(chunk, places.take(chunk)))
             wanted &= ~(1 << chunk)
         return begun
@@ -91,6 +92,17 @@ class _Places:
                 return wanted
             offered |= holder.have.bits
         return offered & wanted
+
+    def near(self, offered: int) -> int:
+        """Those of `offered` that the nearest holder that has any, and others as near, have."""
+        found, distance = 0, 0
+        for holder in self._open:
+            has = offered if holder.have is None else holder.have.bits & offered
+            if has and (not found or holder.distance < distance):
+                found, distance = has, holder.distance
+            elif holder.distance == distance:
+                found |= has
+        return found
 
     def take(self, chunk: int) -> str:
         """Give the read of `chunk`, which is offered, to the best holder."""

@@ -10,27 +10,30 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from weightsync.arena import Arena
 from weightsync.board import Board
-from weightsync.errors import LeaseLost, StoreError, WeightSyncError
-from weightsync.hosts import local_path, slot_name
+from weightsync.errors import LeaseLost, StoreError
+from weightsync.hosts import slot_name
 from weightsync.peer.announce import Announcer, CopyBoard, Since
+from weightsync.peer.bring import Bring
 from weightsync.peer.client import PeerClient
 from weightsync.peer.control import Control, serving
 from weightsync.peer.copies import pieces
-from weightsync.peer.deltas import base_for, make
+from weightsync.peer.holdings import Copy, Published
 from weightsync.peer.messages import Key
 from weightsync.peer.metrics import PeerMetrics
+from weightsync.peer.offers import Offers
 from weightsync.peer.regions import Regions
 from weightsync.peer.settings import PeerSettings
-from weightsync.peer.shelf import Copy, Published, Shelf
+from weightsync.peer.shelf import Shelf
+from weightsync.peer.speeds import Speeds
 from weightsync.peer.supply import Supply
 from weightsync.peer.tickets import Tickets
 from weightsync.peer.wants import ready_versions, wanted_slots
-from weightsync.records import CopyRecord, CopyState, Keys, PartRecord, VersionRecord
+from weightsync.records import CopyRecord, CopyState, Keys
 from weightsync.store.protocol import Store
 from weightsync.tls import ClusterTls
 from weightsync.transport import Transport
@@ -57,22 +60,24 @@ class Peer:
     ) -> None:
         self._store, self._keys, self._host, self._address = store, Keys(settings.model), settings.host, address
         self.metrics = PeerMetrics()
+        self._speeds = Speeds(settings.deltas)
         self._shelf = Shelf(arena, settings.model, Regions(transport))
         self._pool = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="peer-digest")
         self._tickets = Tickets(
             settings.host, self._shelf, transport, self.metrics, self._pool,
-            chunk_nbytes=settings.chunk_nbytes, most=settings.readers,
+            chunk_nbytes=settings.chunk_nbytes, most=settings.readers, told=self._speeds.told,
         )  # fmt: skip
+        self._shelf.dropping = self._tickets.close_all
         self.control = Control(self._tickets, self.metrics)
         self._copies = CopyBoard(self._keys, settings.host)
         self._announcer = Announcer(store, self._keys, settings.host, settings.lease_ttl_s)
         self._since = Since()
-        self._supply = Supply(
-            settings.host, self._shelf, client, transport, self._copies, self.metrics, settings.pace,
-            self._copies.changed.set, deltas=settings.deltas,
-        )  # fmt: skip
+        bring = Bring(settings, self._shelf, client, transport, self._copies, self.metrics, self._speeds)
+        self._supply = Supply(self._shelf, bring, self.metrics, self._copies.changed.set)
         self._settings = settings
-        self._preparing: dict[Key, asyncio.Task[None]] = {}  # published here, and not announced before they end
+        self._offers = Offers(
+            settings, store, self._shelf, self._tickets, self._speeds, self._pool, self._copies.changed.set
+        )
 
     async def run(self) -> None:
         """For ever; the slots are let go of, and the records taken back, when it is cancelled."""
@@ -82,12 +87,12 @@ class Peer:
             await self._follow()
         finally:
             sweeping.cancel()
-            for task in self._preparing.values():
-                task.cancel()
-            await self._supply.stop()
+            self._offers.stop()
+            await self._supply.end()
             await self._announcer.end()
             self._tickets.close_all()
             self._shelf.close()
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _follow(self) -> None:
         delay = FIRST_RETRY_S
@@ -96,7 +101,7 @@ class Peer:
             try:
                 await self._session()
             except* StoreError as errors:
-                log.warning("goes on without the store: %s", errors.exceptions[0])
+                log.warning("goes on without the store: %s", "; ".join(map(str, _leaves(errors))))
             delay = FIRST_RETRY_S if time.monotonic() - started > LAST_RETRY_S else min(2 * delay, LAST_RETRY_S)
             await asyncio.sleep(delay)
 
@@ -120,60 +125,39 @@ class Peer:
         await self._supply.keep_to(alive)
         self._drop_all_but(alive)
         for version in versions:
-            await self._offer(version, versions)
-        await self._supply.steer(wanted_slots(board))
+            await self._offers.offer(version, versions)
+        wanted = wanted_slots(board)
+        missing = [part.manifest_digest for part in wanted if not self._shelf.has(Key(part.manifest_digest))]
+        self._copies.keep_to(set(missing))
+        await self._supply.steer(wanted)
         records = list(self._records())
         self._since.keep({Key(record.digest): record for record in records})
-        await self._announcer.say(records)
+        await self._announcer.say(records, [key.digest for key in alive])
         for state in STATES:
             self.metrics.copies.labels(state).set(sum(record.state == state for record in records))
 
     def _drop_all_but(self, alive: set[Key]) -> None:
         for key in [key for key in list(self._shelf.copies) if Key(key.digest) not in alive]:
-            self._tickets.close_all(key)
             self._shelf.drop(key)
         for key in self._shelf.published.keys() - alive:
             self._tickets.close_all(key)
             del self._shelf.published[key]
         self._shelf.forget(alive)
 
-    async def _offer(self, version: VersionRecord, versions: list[VersionRecord]) -> None:
-        """What was published on this host; made ready for others beforehand where there are any."""
-        for part in pieces(version):
-            key, path = Key(part.manifest_digest), local_path(part.slot, self._host)
-            if path is None or key in self._shelf.published or not path.exists():
-                continue
-            if await asyncio.to_thread(self._shelf.publish, key, path) and self._copies.others():
-                self._preparing[key] = asyncio.create_task(self._prepare(key, part, versions))
-
-    async def _prepare(self, key: Key, part: PartRecord, versions: list[VersionRecord]) -> None:
-        """Its difference from the version of before, if that is worthwhile, and the digests of its chunks."""
-        base = base_for(part, versions, self._shelf, self._copies.others()) if self._settings.deltas else None
-        try:
-            if base is not None:
-                await asyncio.to_thread(make, self._shelf, part, base, self._settings.chunk_nbytes, self._pool)
-                self._shelf.drop_deltas(part.name, key.digest)
-            await self._tickets.digest(key)
-        except (WeightSyncError, OSError) as error:  # reused meanwhile, or no room
-            log.info("%s is offered in full only: %s", key.digest, error)
-        finally:
-            del self._preparing[key]
-            self._copies.changed.set()
-
     def _records(self) -> list[CopyRecord]:
         """What this host has, and what it is fetching or cannot fetch."""
         found: dict[str, CopyRecord] = {}
         for key in {**self._shelf.published, **self._shelf.copies}:
             here = self._shelf.find(key)
-            if here is not None and not key.delta_of and key not in self._preparing:
+            if here is not None and not key.delta_of and key not in self._offers.preparing:
                 found[key.digest] = self._record(key, here)
-        for key in self._supply.problems.keys() - self._shelf.copies.keys():
+        for key in self._supply.turns.problems.keys() - self._shelf.copies.keys():
             found.setdefault(key.digest, self._record(key, None))
         return list(found.values())
 
     def _record(self, key: Key, here: Copy | Published | None) -> CopyRecord:
-        problem = self._supply.problems.get(key)
-        state: CopyState = "failed" if key in self._supply.failed else "fetching"
+        problem = self._supply.turns.problems.get(key)
+        state: CopyState = "failed" if key in self._supply.turns.failed else "fetching"
         if here is not None and here.have is None:
             state, problem = "ready", None
         return CopyRecord(
@@ -186,7 +170,16 @@ class Peer:
             since=self._since.of(key, state),
             error=problem,
             delta_of=self._shelf.delta_to(key),
+            rack=self._settings.rack or None,
         )
+
+
+def _leaves(group: BaseExceptionGroup[StoreError]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
 
 
 async def _raise_when_lost(lost: asyncio.Event, lease: int) -> None:

@@ -7,14 +7,16 @@ from pathlib import Path
 
 from weightsync.peer.chunks import DEFAULT_CHUNK
 from weightsync.peer.fetch import Pace
+from weightsync.peer.speeds import Deltas
 
 
 @dataclass(frozen=True)
 class PeerSettings:
     """One peer: `host` is its name in the records; it listens on `listen` and is reached at `advertise`.
 
-    Both are ADDRESS:PORT; `advertise` may lack the port, and without it the address listened on is used. Chunks must be
-    of the same size everywhere. `readers` is how many other hosts may read here at a time.
+    Both are ADDRESS:PORT; `advertise` may lack the port, and without it the address listened on is used. The data of
+    the TCP transport comes from the same address and `data_port` (0: any). Chunks must be of the same size everywhere.
+    `readers` is how many other hosts may read here at a time; `rack` is where the host is ("": not known).
     """
 
     store: str
@@ -27,5 +29,7 @@ class PeerSettings:
     chunk_nbytes: int = DEFAULT_CHUNK
     readers: int = 8
     lease_ttl_s: float = 5.0
-    deltas: bool = True
+    deltas: Deltas = "auto"
+    data_port: int = 0
+    rack: str = ""
     pace: Pace = field(default_factory=Pace)

@@ -9,64 +9,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from weightsync.arena import Arena, SlotLock
 from weightsync.errors import ManifestError, SlotBusy
 from weightsync.peer.bitmap import Bitmap
 from weightsync.peer.chunks import Head, Shape, manifest_of
+from weightsync.peer.holdings import Copy, Published
 from weightsync.peer.journal import PREFIX, Journal
 from weightsync.peer.messages import Key
-from weightsync.peer.regions import Mapped, Regions
+from weightsync.peer.regions import Regions
 
 log = logging.getLogger("hotswap.peer")
-
-
-@dataclass
-class Published:
-    """A slot that a publisher of this host wrote. `shape` is known once its chunks were digested."""
-
-    key: Key
-    path: Path
-    mapped: Mapped
-    shape: Shape | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.mapped.view)
-
-    @property
-    def have(self) -> Bitmap | None:
-        """None: everything."""
-        return None
-
-
-@dataclass
-class Copy:
-    """A slot or delta that was, or is being, fetched; `whole` once all of it is there and was verified.
-
-    `head` is known of a slot that this process fetched: its manifest is not in the slot before it is whole.
-    """
-
-    key: Key
-    part: str
-    path: Path
-    lock: SlotLock
-    mapped: Mapped
-    shape: Shape
-    journal: Journal
-    head: Head | None = None
-    whole: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.nbytes
-
-    @property
-    def have(self) -> Bitmap | None:
-        return None if self.whole else self.journal.done
 
 
 class Shelf:
@@ -76,6 +31,7 @@ class Shelf:
         self.arena, self.model, self.regions = arena, model, regions
         self.copies: dict[Key, Copy] = {}
         self.published: dict[Key, Published] = {}
+        self.dropping: Callable[[Key], None] = lambda key: None  # called before a copy's slot is given back
         self._left: dict[Key, Journal] = {}  # what an earlier process began
         self._claiming = threading.Lock()
 
@@ -96,19 +52,36 @@ class Shelf:
     def adopt(self) -> None:
         """Take over what an earlier peer of this host left: whole copies as they are, others to be gone on with."""
         for journal in Journal.all_in(self.arena.directory, self.model):
-            lock = SlotLock.try_exclusive(journal.slot) if journal.slot.exists() else None
-            if lock is None or lock.nbytes < journal.shape.nbytes:
+            if not self._adopt_whole(journal) and not self._adopt_part(journal):
                 journal.remove()  # reused or gone
-                continue
+
+    def _adopt_whole(self, journal: Journal) -> bool:
+        """Instances of this host may have it mapped, and locked, since the peer before."""
+        try:
+            lock = SlotLock.shared(journal.slot)
+        except SlotBusy:
+            return False
+        if lock.nbytes >= journal.shape.nbytes:
             mapped = self.regions.of(lock.path, lock.fd, writable=True)
             if _is_whole(mapped.view, journal):
-                lock.share()
                 self.copies[journal.key] = Copy(
                     journal.key, journal.part, lock.path, lock, mapped, journal.shape, journal, whole=True
                 )
-            else:
-                lock.release()
-                self._left[journal.key] = journal
+                return True
+        lock.release()
+        return False
+
+    def _adopt_part(self, journal: Journal) -> bool:
+        lock = SlotLock.try_exclusive(journal.slot)
+        if lock is None:
+            return False
+        try:
+            if lock.nbytes < journal.shape.nbytes:
+                return False
+            self._left[journal.key] = journal
+            return True
+        finally:
+            lock.release()
 
     def claim(self, key: Key, part: str, shape: Shape, head: Head | None) -> tuple[Copy, int]:
         """A slot to fetch into, and how many of its chunks are there from an earlier attempt. Raises ArenaError.
@@ -138,9 +111,10 @@ class Shelf:
             raise
 
     def drop(self, key: Key) -> None:
-        """Give a copy's slot back."""
-        copy = self.copies.pop(key, None)
-        if copy is not None:
+        """Give a copy's slot back; who reads it is turned away first."""
+        if key in self.copies:
+            self.dropping(key)
+            copy = self.copies.pop(key)
             copy.journal.remove()
             copy.lock.release()
 
@@ -152,13 +126,15 @@ class Shelf:
 
     def forget(self, wanted: Iterable[Key]) -> None:
         """Give up what an earlier process began and nobody wants any more."""
-        for key in self._left.keys() - set(wanted):
-            if (left := self._left.pop(key, None)) is not None:
-                left.remove()
+        kept = set(wanted)
+        for key in list(self._left):
+            slot = Key(key.digest)
+            if slot not in kept or (key.delta_of and self.has(slot)):
+                self._left.pop(key).remove()
 
     def close(self) -> None:
         """Let go of the slots; what is in them stays for the next process."""
-        for copy in self.copies.values():
+        for copy in list(self.copies.values()):
             copy.lock.release()
         self.copies.clear()
 

@@ -3,56 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
 from typing import Any
 
-from weightsync.errors import ManifestError, PeerRefused, PeerUnreachable, WeightSyncError
+from weightsync.errors import PeerError, PeerRefused, PeerUnreachable, WeightSyncError
 from weightsync.peer.bitmap import BadBitmap, Bitmap
-from weightsync.peer.chunks import Shape
-from weightsync.peer.client import PeerClient
-from weightsync.peer.messages import ALL, Key, Opened
+from weightsync.peer.client import OPEN_S, PeerClient
+from weightsync.peer.ending import Background
+from weightsync.peer.left_out import BUSY_S, LOST_S, WRONG_S, LeftOut
+from weightsync.peer.messages import Key
+from weightsync.peer.opener import Opener, OtherChunks
+from weightsync.peer.patience import Patience
 from weightsync.peer.plan import Holder, choose
+from weightsync.peer.source import Source, bitmap_of, known_holder
 from weightsync.records import CopyRecord
-from weightsync.transport import Link, Transport
+from weightsync.transport import Transport
 
 log = logging.getLogger("hotswap.peer")
 
 REFRESH_S = 0.2
-PING_S = 5.0  # keeps the ticket of a holder that has everything
 OPEN_AT_ONCE = 6
-BUSY_S, LOST_S, STALLED_S, WRONG_S = 0.3, 2.0, 30.0, 60.0  # how long a holder is left out
-DISTANCES_S = (0.003, 0.015, 0.06)  # round trips: one rack, one site, one region; farther
+OPENING_S = 3.0  # who has not answered for so long takes no other's place
+IDLE_S = 1.0  # a holder that had nothing new is not opened again before
+SILENT_S = 3.0  # without anybody to read from
 
 
-@dataclass
-class Source:
-    """A holder with a ticket there. `have` None: everything."""
+class NoHolder(PeerError):
+    """Nobody who has what is missing can be read from now."""
 
-    record: CopyRecord
-    opened: Opened
-    shape: Shape
-    link: Link
-    have: Bitmap | None
-    active: int
-    round_trip_s: float = 0.0
-    asked_at: float = 0.0
-    nbytes: int = 0
+    code = "no_holder"
 
-    @property
-    def host(self) -> str:
-        return self.record.host
-
-    def holder(self) -> Holder:
-        distance = sum(self.round_trip_s > limit for limit in DISTANCES_S)
-        return Holder(self.host, distance, self.have, max(0, self.active - 1))
+    def __init__(self, digest: str, why: WeightSyncError | None) -> None:
+        reason = f"the last one: {why}" if why is not None else "is `hotswap peer` running where it was published?"
+        super().__init__(f"no host that has {digest} can be read from; {reason}")
 
 
 class Sources:
-    """Those of one key. `offered` gives the records of now; `left_out` is kept by the caller from fetch to fetch."""
+    """Those of one key, for the host `seed`. `offered` gives the records of now; `left_out` and `background` are the
+    caller's, who keeps them from fetch to fetch. The `patient` wait for as long as the store knows of a holder.
+    """
 
     def __init__(
         self,
@@ -60,25 +51,34 @@ class Sources:
         transport: Transport,
         key: Key,
         offered: Callable[[], Iterable[CopyRecord]],
+        left_out: LeftOut,
+        background: Background,
+        *,
         seed: str,
-        left_out: dict[str, float],
+        rack: str = "",
+        patient: bool = True,
     ) -> None:
-        self._client, self._transport, self.key, self._offered = client, transport, key, offered
-        self._seed, self._left_out, self._turn = seed, left_out, 0
+        self._client, self._opener, self.key, self._offered = (
+            client,
+            Opener(client, transport, key, background),
+            key,
+            offered,
+        )
+        self._seed, self._rack, self._left_out, self._patient = seed, rack, left_out, patient
+        self._turn, self._patience = 0, Patience()
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._opening: dict[str, float] = {}  # since when; those are in `_asking` too
+        self._seen_at = self._moved_at = time.monotonic()
+        self.has_moved = False
+        self._disagreed = False  # another holder said other digests
+        self.taken = 0  # bits of the chunks that are here or being read
+        self.bytes_per_s = 0.0  # as holders are told when they are left
         self.open: dict[str, Source] = {}
-        self.shape: Shape | None = None
         self.problem: WeightSyncError | None = None  # the last one that kept a holder from being read
-
-    @property
-    def asking(self) -> bool:
-        """Whether a holder has not answered yet."""
-        return bool(self._asking)
 
     def holders(self) -> list[Holder]:
         """What the planner chooses from."""
-        return [source.holder() for source in self.open.values()]
+        return [source.holder(self._rack) for source in self.open.values()]
 
     async def keep_fresh(self) -> None:
         """Look after them for ever."""
@@ -89,27 +89,55 @@ class Sources:
     def refresh(self) -> None:
         """Begin to open new holders where there is room, and to ask those that are open what they have by now."""
         offered = {record.host: record for record in self._offered()}
+        if offered:
+            self._seen_at = time.monotonic()
         for source in list(self.open.values()):
-            if source.host not in offered:  # its lease has ended
+            if source.host in offered:
+                self._begin(source.host, self._ask(source))
+            else:  # its lease has ended
                 self.leave(source, LOST_S)
-        now = time.monotonic()
-        able = [Holder(host) for host in offered if self._left_out.get(host, 0.0) < now]
-        self._turn += len(self.open) < min(len(able), OPEN_AT_ONCE)
-        chosen = choose(able, self._seed, OPEN_AT_ONCE, self._turn)
-        for source in self.open.values():
-            self._begin(source.host, self._ask(source))
-        fresh = [offered[h.host] for h in chosen if h.host not in self.open]
-        for record in fresh[: max(0, OPEN_AT_ONCE - len(self.open))]:
-            self._begin(record.host, self._open(record))
+        needed, busy = self._needs_another(), self.open.keys() | self._asking.keys()
+        able = [r for h, r in offered.items() if h not in busy and self._left_out.is_able(h, needed=needed)]
+        if able:
+            self._open_some(able)
+
+    def begin(self) -> None:
+        """What went before does not count as silence."""
+        self._seen_at = self._moved_at = time.monotonic()
+
+    def moved(self) -> None:
+        """Something is being read."""
+        self._moved_at, self.has_moved = time.monotonic(), True
+
+    def came(self, source: Source, nbytes: int) -> None:
+        """A chunk, from `source`."""
+        source.nbytes += nbytes
+        self._left_out.came(source.host)
+        self._patience.came()
+
+    def held_up(self) -> NoHolder | None:
+        """Why nothing has been read for a while; None: something has."""
+        silent = time.monotonic() - self._moved_at
+        return NoHolder(self.key.digest, self.problem) if silent > (OPEN_S if self._opening else SILENT_S) else None
+
+    def check(self) -> None:
+        """Raises NoHolder when the store has known of no holder for a while; as `held_up` for the impatient, and where
+        the first holder said of the chunks what others do not: another fetch may begin with one of them.
+        """
+        gone = time.monotonic() - max(self._seen_at, self._moved_at) > SILENT_S
+        problem = self.held_up()
+        if gone or (problem is not None and (self._disagreed or not self._patient)):
+            raise problem or NoHolder(self.key.digest, self.problem)
 
     def leave(self, source: Source, seconds: float) -> None:
         """Read no more from it for so long; what is in flight fails."""
-        self._left_out[source.host] = time.monotonic() + seconds
-        if self.open.get(source.host) is source:
-            del self.open[source.host]
-            task = asyncio.create_task(self._end(source))
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+        self._left_out.leave(source.host, seconds)
+        self._end(source)
+
+    def stalled(self, source: Source) -> None:
+        """As `leave`, but sooner tried again if nobody else has what is missing."""
+        self._left_out.stalled(source.host)
+        self._end(source)
 
     async def close(self) -> None:
         """Leave all; reads in flight fail. They are told in the background: one of them may not answer."""
@@ -118,64 +146,77 @@ class Sources:
         await asyncio.gather(*self._asking.values(), return_exceptions=True)
         sources = list(self.open.values())
         for source in sources:
-            self.leave(source, 0.0)
+            self._end(source)
         await asyncio.gather(*(asyncio.to_thread(source.link.close) for source in sources))
+
+    def _needs_another(self) -> bool:
+        """Whether no open holder has anything that is neither here nor on its way."""
+        shape = self._opener.shape
+        if shape is None or not self.open:
+            return True
+        wanted = Bitmap.full(shape.chunks).bits & ~self.taken
+        offers = any(source.have is None or source.have.bits & wanted for source in self.open.values())
+        return wanted != 0 and not offers
+
+    def _open_some(self, able: list[CopyRecord]) -> None:
+        since = time.monotonic() - OPENING_S
+        room = OPEN_AT_ONCE - len(self.open) - sum(begun > since for begun in self._opening.values())
+        if room <= 0 and (idle := self._patience.exhausted([s.host for s in self.open.values() if s.reads])):
+            self.leave(self.open[idle], IDLE_S)
+            room = 1
+        if room <= 0:
+            return
+        self._turn += 1
+        records = {record.host: record for record in able}
+        for holder in choose([known_holder(r, self._rack) for r in able], self._seed, room, self._turn):
+            self._opening[holder.host] = time.monotonic()
+            self._begin(holder.host, self._open(records[holder.host]))
 
     def _begin(self, host: str, work: Coroutine[Any, Any, None]) -> None:
         """One question at a time to each, and none waits for another's answer."""
         if host in self._asking:
             return work.close()
         task = self._asking[host] = asyncio.create_task(work)
-        return task.add_done_callback(lambda _: self._asking.pop(host, None))
+        return task.add_done_callback(lambda task: self._answered(host, task))
+
+    def _answered(self, host: str, task: asyncio.Task[None]) -> None:
+        self._asking.pop(host, None)
+        self._opening.pop(host, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("host %s could not be asked", host, exc_info=error)
+            self._left_out.leave(host, WRONG_S)
 
     async def _open(self, record: CopyRecord) -> None:
         host = record.host
         try:
-            opened = await self._client.open(host, record.address, self.key)
-            shape = Shape(opened.nbytes, opened.chunk_nbytes, opened.digests)
-            have = _bitmap(opened.have, shape.chunks)
-            self._require_same(host, shape)
-            link = await asyncio.to_thread(self._transport.connect, opened.endpoint)
-        except (PeerRefused, PeerUnreachable, ManifestError, BadBitmap, ValueError) as error:
+            self.open[host] = await self._opener.open(record)
+        except (PeerRefused, PeerUnreachable, OtherChunks, BadBitmap, ValueError) as error:
             passing = isinstance(error, PeerRefused) and error.status == 503
-            seconds = BUSY_S if passing else WRONG_S if isinstance(error, ManifestError | BadBitmap) else LOST_S
-            self._left_out[host] = time.monotonic() + seconds
+            seconds = BUSY_S if passing else WRONG_S if isinstance(error, OtherChunks | BadBitmap) else LOST_S
+            self._left_out.leave(host, seconds)
             self.problem = error if isinstance(error, WeightSyncError) else PeerRefused(host, 200, "bad", str(error))
+            self._disagreed |= isinstance(error, OtherChunks)
             if not passing:
                 log.info("%s is not read from host %s: %s", self.key.digest, host, error)
-            return
-        self.shape = self.shape or shape
-        self.open[host] = Source(record, opened, shape, link, have, opened.active, asked_at=time.monotonic())
-
-    def _require_same(self, host: str, shape: Shape) -> None:
-        """Every byte of a slot follows from its manifest, so two hosts that say different digests: one is wrong."""
-        if self.shape is not None and shape != self.shape:
-            raise ManifestError(
-                f"host {host} says other digests for the chunks of {self.key.digest} than hosts before it: look at "
-                "the memory of both, and start all peers with the same --chunk"
-            )
 
     async def _ask(self, source: Source) -> None:
-        now = time.monotonic()
-        if source.have is None and now - source.asked_at < PING_S:
-            return None
+        chunks = source.shape.chunks
+        taken = Bitmap(chunks, self.taken)
         try:
-            found, seconds = await self._client.have(source.host, source.record.address, source.opened.ticket)
-            source.have = _bitmap(found.have, source.shape.chunks)
+            found, seconds = await self._client.have(source.host, source.record.address, source.opened.ticket, taken)
+            source.have = bitmap_of(found.have, chunks)
+            source.lent = Bitmap.decoded(found.lent, chunks) if found.lent else None
         except (PeerRefused, PeerUnreachable, BadBitmap) as error:
             self.problem = error
-            return self.leave(source, 0.0 if isinstance(error, PeerRefused) else LOST_S)
-        first = source.round_trip_s == 0.0
-        source.round_trip_s = seconds if first else min(seconds, source.round_trip_s)
-        source.active, source.asked_at = found.active, now
-        return None
+            ended = isinstance(error, PeerRefused) and error.status == 404
+            return self.leave(source, 0.0 if ended else LOST_S)
+        source.active = found.active
+        source.round_trip_s = min(seconds, source.round_trip_s or seconds)
+        offers = source.have is None or bool(source.have.bits & ~self.taken)
+        return self._patience.saw(source.host, offers=offers)
 
-    async def _end(self, source: Source) -> None:
-        await asyncio.to_thread(source.link.close)
-        with contextlib.suppress(PeerRefused, PeerUnreachable):
-            await self._client.close(source.host, source.record.address, source.opened.ticket, source.nbytes)
-
-
-def _bitmap(have: str, chunks: int) -> Bitmap | None:
-    """Raises BadBitmap."""
-    return None if have == ALL else Bitmap.decoded(have, chunks)
+    def _end(self, source: Source) -> None:
+        if self.open.get(source.host) is source:
+            del self.open[source.host]
+            self._patience.forget(source.host)
+            self._opener.leave(source, self.bytes_per_s)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from weightsync.arena import SlotLock
-from weightsync.errors import ManifestError, PeerRefused, SlotBusy
+from weightsync.errors import HostNameError, ManifestError, PeerRefused, SlotBusy, TransportUnavailable
+from weightsync.hosts import check_host
+from weightsync.peer.bitmap import BadBitmap
 from weightsync.peer.chunks import Shape, digests_of, manifest_of
+from weightsync.peer.holdings import Copy, Published
+from weightsync.peer.lent import Lent
 from weightsync.peer.messages import ALL, Have, Key, Open, Opened
 from weightsync.peer.metrics import PeerMetrics
-from weightsync.peer.shelf import Copy, Published, Shelf
+from weightsync.peer.shelf import Shelf
 from weightsync.transport import Transport
 
 UNUSED_S = 30.0
@@ -45,15 +50,20 @@ class Tickets:
         chunk_nbytes: int,
         most: int,
         unused_s: float = UNUSED_S,
+        told: Callable[[str, float], None] = lambda reader, bytes_per_s: None,
     ) -> None:
+        """`told` is called with a reader and how fast it says that it reads."""
         self._host, self._shelf, self._transport, self._metrics, self._pool = host, shelf, transport, metrics, pool
-        self._chunk_nbytes, self._most, self._unused_s = chunk_nbytes, most, unused_s
+        self._chunk_nbytes, self._most, self._unused_s, self._told = chunk_nbytes, most, unused_s, told
         self._open: dict[str, Ticket] = {}
+        self._lent = Lent()
         self._opening = 0
         self._digesting: dict[Key, asyncio.Lock] = {}
 
     async def open(self, wish: Open) -> Opened:
         """Raises PeerRefused."""
+        if not _is_host(wish.reader):
+            raise self._refusal(400, "bad_request", f"{wish.reader[:64]!r} is no name of a host; give it HOTSWAP_HOST")
         found = self._shelf.find(wish.key) if wish.model == self._shelf.model else None
         if found is None:
             raise self._refusal(404, "unknown_copy", f"{wish.digest} is not here; ask another host")
@@ -66,17 +76,19 @@ class Tickets:
             raise self._refusal(503, "busy", f"{self._most} readers are here already; ask another host, or later")
         self._opening += 1
         try:
-            ticket = await self._admit(wish, found)
+            return await self._admit(wish, found)
         finally:
             self._opening -= 1
-        self._open[ticket.id] = ticket
-        self._metrics.readers.set(len(self._open))
-        return self._opened(ticket)
 
-    def have(self, ticket_id: str) -> Have:
-        """Raises PeerRefused."""
+    def have(self, ticket_id: str, taken: str) -> Have:
+        """`taken` is a bitmap of what the reader has or is reading. Raises PeerRefused."""
         ticket = self._used(ticket_id)
-        return Have(_encoded(ticket.found), len(self._open))
+        key, chunks = ticket.found.key, _shape_of(ticket.found).chunks
+        try:
+            self._lent.add(key, taken, chunks)
+        except BadBitmap as error:
+            raise self._refusal(400, "bad_request", str(error)) from error
+        return Have(_encoded(ticket.found), len(self._open), self._lent.told(key, chunks))
 
     def manifest(self, ticket_id: str) -> bytes:
         """Of the slot, or of the one that a delta leads to. Raises PeerRefused."""
@@ -85,11 +97,15 @@ class Tickets:
         except ManifestError as error:
             raise self._refusal(404, "unknown_copy", str(error)) from error
 
-    def close(self, ticket_id: str, nbytes: int = 0) -> None:
+    def close(self, ticket_id: str, nbytes: int = 0, bytes_per_s: float = 0.0) -> None:
         """`nbytes` were read on it. An unknown one does no harm: it ended by itself."""
         ticket = self._open.pop(ticket_id, None)
         if ticket is None:
             return
+        key = ticket.found.key
+        if all(other.found.key != key for other in self._open.values()):
+            self._lent.forget(key)
+        self._told(ticket.reader, bytes_per_s)
         self._metrics.readers.set(len(self._open))
         self._metrics.sent.labels(ticket.reader).inc(nbytes)
         if ticket.lock is not None:
@@ -118,17 +134,33 @@ class Tickets:
             if found.shape is None:
                 lock = self._held(found)
                 try:
-                    found.shape = await asyncio.to_thread(self._shape_of, found.mapped.view)
+                    found.shape = await asyncio.to_thread(self._digested, found.mapped.view)
                 finally:
                     lock.release()
         self._digesting.pop(key, None)
 
-    async def _admit(self, wish: Open, found: Copy | Published) -> Ticket:
+    async def _admit(self, wish: Open, found: Copy | Published) -> Opened:
         lock = None
         if isinstance(found, Published):
             await self.digest(found.key)
             lock = self._held(found)
-        return Ticket(secrets.token_urlsafe(16), wish.reader, found, lock)
+        try:
+            # In a thread: a library whose process has ended is started anew for it.
+            endpoint, region = await asyncio.to_thread(
+                lambda: (self._transport.endpoint, found.mapped.region.descriptor)
+            )
+            if self._shelf.find(wish.key) is not found:
+                raise self._refusal(404, "unknown_copy", f"{wish.digest} has just been dropped here; ask another host")
+        except BaseException as error:
+            if lock is not None:
+                lock.release()
+            if isinstance(error, TransportUnavailable):
+                raise self._refusal(503, "busy", str(error)) from error
+            raise
+        ticket = Ticket(secrets.token_urlsafe(16), wish.reader, found, lock)
+        self._open[ticket.id] = ticket
+        self._metrics.readers.set(len(self._open))
+        return self._opened(ticket, endpoint, region)
 
     def _held(self, found: Published) -> SlotLock:
         """Raises PeerRefused."""
@@ -145,12 +177,11 @@ class Tickets:
                 raise self._refusal(404, "unknown_copy", str(error)) from error
             raise
 
-    def _shape_of(self, view: memoryview) -> Shape:
+    def _digested(self, view: memoryview) -> Shape:
         return Shape(len(view), self._chunk_nbytes, digests_of(view, self._chunk_nbytes, self._pool))
 
-    def _opened(self, ticket: Ticket) -> Opened:
-        shape = ticket.found.shape
-        assert shape is not None
+    def _opened(self, ticket: Ticket, endpoint: bytes, region: bytes) -> Opened:
+        shape = _shape_of(ticket.found)
         return Opened(
             nbytes=shape.nbytes,
             chunk_nbytes=shape.chunk_nbytes,
@@ -158,9 +189,10 @@ class Tickets:
             have=_encoded(ticket.found),
             active=len(self._open),
             transport=self._transport.name,
-            endpoint=self._transport.endpoint,
-            region=ticket.found.mapped.region.descriptor,
+            endpoint=endpoint,
+            region=region,
             ticket=ticket.id,
+            lent=self._lent.told(ticket.found.key, shape.chunks),
         )
 
     def _used(self, ticket_id: str) -> Ticket:
@@ -177,3 +209,16 @@ class Tickets:
 
 def _encoded(found: Copy | Published) -> str:
     return ALL if found.have is None else found.have.encoded()
+
+
+def _shape_of(found: Copy | Published) -> Shape:
+    assert found.shape is not None, "digested before it is opened"
+    return found.shape
+
+
+def _is_host(name: str) -> bool:
+    """Readers get series of their own in the metrics."""
+    try:
+        return bool(check_host(name))
+    except HostNameError:
+        return False

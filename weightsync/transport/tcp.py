@@ -6,6 +6,7 @@ knows; the endpoint goes over an authenticated channel.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import weakref
 from types import TracebackType
@@ -86,6 +87,8 @@ class TcpTransport:
             found = msgspec.msgpack.decode(endpoint, type=TcpEndpoint)
         except msgspec.DecodeError as error:
             raise PeerUnreachable("?", "its endpoint is of another transport") from error
+        if not (_is_address(found.host) and 0 < found.port < 1 << 16):  # a name might take long to look up
+            raise PeerUnreachable(f"{found.host[:64]}:{found.port}", "its endpoint is no address")
         if found.tls != (self._tls is not None):
             mine, its = ("TLS", "none") if self._tls else ("no TLS", "it")
             raise PeerUnreachable(f"{found.host}:{found.port}", f"this host uses {mine}, the peer {its}")
@@ -109,3 +112,10 @@ class TcpTransport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_address(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False

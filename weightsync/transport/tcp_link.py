@@ -77,7 +77,7 @@ class TcpLink:
         self._lock = threading.Lock()
         try:
             self._idle = [dialer.dial(Deadline(HANDSHAKE_TIMEOUT_S))]
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:  # the last two: what is no host name, and no port
             raise PeerUnreachable(dialer.peer, str(error)) from error
 
     def read(self, into: Region, remote: bytes, pieces: Sequence[Piece], timeout_s: float) -> None:
@@ -117,16 +117,19 @@ class TcpLink:
             threading.Thread(target=self._read_stripe, args=(job, view, key, part, deadline), daemon=True)
             for part in parts[1:]
         ]
-        for thread in threads:
-            thread.start()
+        started: list[threading.Thread] = []
         try:
+            for thread in threads:
+                thread.start()
+                started.append(thread)
             if parts:
                 self._read_stripe(job, view, key, parts[0], deadline)
-        except BaseException:  # an interrupt
-            job.fail(ConnectionAbortedError("interrupted"))
-            raise
+        except BaseException as error:  # an interrupt, or there can be no more threads
+            job.fail(ConnectionAbortedError(f"interrupted ({error})"))
+            if not isinstance(error, RuntimeError):
+                raise
         finally:
-            for thread in threads:
+            for thread in started:
                 thread.join()
 
     def _read_stripe(self, job: _Job, view: memoryview, key: bytes, part: list[Piece], deadline: Deadline) -> None:
@@ -137,7 +140,7 @@ class TcpLink:
                 for start in range(0, len(part), WINDOW):
                     _exchange(connection, view, key, part[start : start + WINDOW], deadline)
             self._keep(connection)
-        except (OSError, ValueError, TransferError) as error:  # ValueError: ssl's, of a connection that was cut
+        except Exception as error:  # whatever it is: a stripe that is not there must not pass for one that is
             job.fail(error)
             if connection is not None:
                 connection.close()

@@ -88,7 +88,15 @@ class Server:
                 connection.close()
                 log.warning("more than %d connections: one was turned away", MAX_CONNECTIONS)
                 continue
+            self._begin(connection)
+
+    def _begin(self, connection: socket.socket) -> None:
+        try:
             threading.Thread(target=self._serve, args=(connection,), name="transport-serve", daemon=True).start()
+        except RuntimeError as error:  # no more threads: that passes, and others must still be accepted
+            connection.close()
+            self._places.release()
+            log.warning("a connection was turned away: %s", error)
 
     def _serve(self, connection: socket.socket) -> None:
         try:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
+import socket
 import ssl
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -16,62 +14,22 @@ import pytest
 
 from tests.cluster_tls import Authority
 from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, bytes_of, newest, path_of, random_model, until
-from weightsync import Publisher
-from weightsync.arena import Arena
+from tests.weightsync.peer.served import Served, slot_served
 from weightsync.errors import PeerRefused, PeerUnreachable, TransportUnavailable
-from weightsync.hosts import local_path
 from weightsync.manifest import digest_of
 from weightsync.peer import main
+from weightsync.peer.bitmap import Bitmap
 from weightsync.peer.client import PeerClient
-from weightsync.peer.control import Control, listen, serving
+from weightsync.peer.control import listen, serving
 from weightsync.peer.copies import parsed
 from weightsync.peer.messages import ALL, Key
-from weightsync.peer.metrics import PeerMetrics
-from weightsync.peer.regions import Regions
-from weightsync.peer.shelf import Shelf
-from weightsync.peer.tickets import Tickets
-from weightsync.records import VersionRecord
-from weightsync.transport import open_transport
 from weightsync.transport.addresses import Address
-
-
-class Served:
-    """A control server with one published slot, and a client."""
-
-    def __init__(self, tickets: Tickets, address: str, record: VersionRecord, path: Path, client: PeerClient) -> None:
-        self.tickets, self.address, self.record, self.path, self.client = tickets, address, record, path, client
-        self.key = Key(record.manifest_digest)
-
-    def is_held(self) -> bool:
-        fd = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-        return False
 
 
 @pytest.fixture
 async def served(store_url: str, arena_directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
-    monkeypatch.setenv("HOTSWAP_HOST", "a")
-    with Publisher(store_url, model=MODEL) as publisher:
-        publisher.publish(random_model(1, 256 << 10), wait=False)
-        record = newest(publisher)
-    path = local_path(record.slot, "a")
-    assert path is not None
-    metrics, listener = PeerMetrics(), listen(Address("127.0.0.1"), None)
-    address = f"127.0.0.1:{listener.getsockname()[1]}"
-    with open_transport("tcp", listen="127.0.0.1", tls=None) as transport, ThreadPoolExecutor(1) as pool:
-        shelf = Shelf(Arena(arena_directory), MODEL, Regions(transport))
-        assert shelf.publish(Key(record.manifest_digest), path)
-        tickets = Tickets("a", shelf, transport, metrics, pool, chunk_nbytes=64 << 10, most=2, unused_s=0.2)
-        async with (
-            serving(Control(tickets, metrics).app, listener, None),
-            PeerClient(MODEL, "b", "tcp", None) as client,
-        ):
-            yield Served(tickets, address, record, path, client)
+    async with slot_served(store_url, arena_directory, monkeypatch, unused_s=0.2) as found:
+        yield found
 
 
 async def test_a_ticket_holds_the_slot_until_it_is_closed(served: Served) -> None:
@@ -85,7 +43,7 @@ async def test_a_ticket_holds_the_slot_until_it_is_closed(served: Served) -> Non
     await served.client.close("a", served.address, opened.ticket, 5)
     assert not served.is_held()
     with pytest.raises(PeerRefused) as caught:
-        await served.client.have("a", served.address, opened.ticket)
+        await served.client.have("a", served.address, opened.ticket, Bitmap(5))
     assert (caught.value.status, caught.value.reason) == (404, "unknown_ticket")
 
 
@@ -122,7 +80,63 @@ async def test_refusals(served: Served, transport: str, model: str, digest: str 
     assert (caught.value.status, caught.value.reason) == (status, code)
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b"[1]", b'{"model":1}', b"x" * (65 << 10), b"\xff"])
+async def test_readers_are_told_what_others_have_taken(served: Served) -> None:
+    one = await served.client.open("a", served.address, served.key)
+    assert one.lent == ""
+    chunks = len(one.digests)
+    found, _ = await served.client.have("a", served.address, one.ticket, Bitmap(chunks, 0b101))
+    assert Bitmap.decoded(found.lent, chunks) == Bitmap(chunks, 0b101)
+    other = await served.client.open("a", served.address, served.key)
+    assert Bitmap.decoded(other.lent, chunks) == Bitmap(chunks, 0b101)
+    found, _ = await served.client.have("a", served.address, other.ticket, Bitmap(chunks, 0b010))
+    assert Bitmap.decoded(found.lent, chunks) == Bitmap(chunks, 0b111)
+    with pytest.raises(PeerRefused) as caught:
+        await served.client.have("a", served.address, one.ticket, Bitmap(chunks + 8))
+    assert caught.value.status == 400
+    for ticket in (one.ticket, other.ticket):
+        await served.client.close("a", served.address, ticket, 5, 1e6)
+    assert served.rates == {"b": 1e6}
+    assert (await served.client.open("a", served.address, served.key)).lent == ""  # nobody reads it any more
+
+
+async def test_a_reader_must_have_the_name_of_a_host(served: Served) -> None:
+    async with PeerClient(MODEL, 'b",x="1', "tcp", None) as client:
+        with pytest.raises(PeerRefused, match="no name of a host"):
+            await client.open("a", served.address, served.key)
+    assert b"x=" not in served.metrics.generate()
+
+
+async def test_an_answer_that_is_too_long_or_does_not_end_is_given_up(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsync.peer.client.MAX_ANSWER", 100)
+    with pytest.raises(PeerRefused, match="more than 100 bytes"):
+        await served.client.open("a", served.address, served.key)
+    monkeypatch.setattr("weightsync.peer.client.ANSWER_S", 0.3)
+
+    async def dribble(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n")
+        while not writer.is_closing():
+            writer.write(b" ")
+            await asyncio.sleep(0.01)  # 90 bytes in all: more than the time there is
+
+    async with await asyncio.start_server(dribble, "127.0.0.1", 0) as server, asyncio.timeout(30):
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(PeerUnreachable):
+            await served.client.have("a", address, "ticket", Bitmap(5))
+
+
+async def test_a_server_that_does_not_start_is_said_so() -> None:
+    closed = listen(Address("127.0.0.1"), None)
+    closed.close()
+    from starlette.applications import Starlette
+
+    with pytest.raises(TransportUnavailable, match="has not started"):
+        async with serving(Starlette(), closed, None):
+            pytest.fail("nobody is served")
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"[1]", b'{"model":1}', b"x" * (257 << 10), b"\xff"])
 async def test_bad_bodies(served: Served, body: bytes) -> None:
     async with httpx.AsyncClient() as client:
         answer = await client.post(f"http://{served.address}/v1/open", content=body)
@@ -176,15 +190,38 @@ def test_the_address_that_others_are_told(wish: str | None, reached: str) -> Non
     assert main.advertised(wish, Address("10.0.0.1", 7)) == reached
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.parametrize(("said", "port"), [(None, 0), ("8004", 8004)])
+def test_the_data_port_and_the_rack_may_come_from_the_environment(
+    said: str | None, port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if said is not None:
+        monkeypatch.setenv("HOTSWAP_PEER_DATA_PORT", said)
+        monkeypatch.setenv("HOTSWAP_RACK", "r1")
+    asked = ["--store", "sqlite:///x", "--model", MODEL, "--host-id", "a"]
+    settings = main._settings(main._parser().parse_args(asked))
+    assert (settings.data_port, settings.rack, settings.deltas) == (port, "r1" if said else "", "auto")
+    assert main._settings(main._parser().parse_args([*asked, "--no-deltas"])).deltas == "never"
+    with pytest.raises(SystemExit):
+        main._parser().parse_args([*asked, "--data-port", "70000"])
+    assert "--data-port" in capsys.readouterr().err
+
+
 def test_members_read_over_tls_and_strangers_do_not(hosts: Hosts, tmp_path: Path) -> None:
-    authority = Authority(tmp_path / "authority")
+    authority, port = Authority(tmp_path / "authority"), free_port()
     for host in "ab":
-        hosts.start(host, "--cluster-tls", authority.mount(tmp_path / host))
+        own = ("--data-port", port) if host == "a" else ()
+        hosts.start(host, "--cluster-tls", authority.mount(tmp_path / host), *own)
     publisher = hosts.publisher("a")
     publisher.publish(random_model(1, 256 << 10), wait=False)
     record = newest(publisher)
     copy = hosts.wait_copy("b", record.manifest_digest)
     assert bytes_of(copy) == path_of(hosts.copies(record.manifest_digest)["a"]).read_bytes()
+    socket.create_connection(("127.0.0.1", port), 30).close()  # where its data was asked to come from
     stranger = ssl.create_default_context()
     stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
     with pytest.raises(httpx.TransportError):

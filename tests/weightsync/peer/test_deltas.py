@@ -6,6 +6,8 @@ import numpy as np
 
 from tests.weightsync.peer.hosts import Hosts, bytes_of, newest, random_model, until
 
+ALWAYS = ("--deltas", "always")
+
 
 def stepped(tensors: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
     """A few elements of each tensor changed a little."""
@@ -18,13 +20,16 @@ def stepped(tensors: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
 
 
 def test_a_small_step_travels_as_a_difference(hosts: Hosts) -> None:
-    """b has the version of before; c, which comes later, has none; all end with the same bytes."""
+    """b has the version of before; c, which comes later, has none; all end with the same bytes. b is slow enough for
+    a difference to pay, says so to a, and a makes one.
+    """
     hosts.start("a")
-    hosts.start("b")
+    hosts.start("b", "--limit-gbps", 0.02)
     publisher = hosts.publisher("a")
     first = random_model(1)
     publisher.publish(first, wait=False)
     base = hosts.wait_copy("b", newest(publisher).manifest_digest)
+    until(lambda: hosts.metric("a", "hotswap_peer_sent_bytes_total", reader="b") == base.nbytes)  # told when it leaves
     before = hosts.metric("b", "hotswap_peer_received_bytes_total")
     publisher.publish(stepped(first, 2), wait=False)
     record = newest(publisher)
@@ -39,9 +44,9 @@ def test_a_small_step_travels_as_a_difference(hosts: Hosts) -> None:
 
 
 def test_another_model_travels_in_full(hosts: Hosts) -> None:
-    """The difference would be no smaller; nor is one made where a peer is told not to."""
-    hosts.start("a")
-    hosts.start("b")
+    """The difference would be no smaller."""
+    hosts.start("a", *ALWAYS)
+    hosts.start("b", *ALWAYS)
     publisher = hosts.publisher("a")
     publisher.publish(random_model(1), wait=False)
     hosts.wait_copy("b", newest(publisher).manifest_digest)
@@ -55,8 +60,8 @@ def test_another_model_travels_in_full(hosts: Hosts) -> None:
 
 def test_a_damaged_difference_is_not_applied(hosts: Hosts) -> None:
     """The base at b has changed since it was fetched: the version comes in full."""
-    hosts.start("a")
-    hosts.start("b")
+    hosts.start("a", *ALWAYS)
+    hosts.start("b", *ALWAYS)
     publisher = hosts.publisher("a")
     first = random_model(1)
     publisher.publish(first, wait=False)

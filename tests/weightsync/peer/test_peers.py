@@ -10,6 +10,7 @@ import pytest
 
 from tests.weightsync.peer.hosts import CHUNK, KEYS, Hosts, bytes_of, newest, path_of, random_model, until
 from tests.weightsync.transport.peers import require
+from weightsync import SlotReader
 
 SLOW = ("--limit-gbps", 0.008)  # 1 MB/s: time to do something while it fetches
 
@@ -173,7 +174,8 @@ def test_a_second_peer_takes_over_from_the_first(hosts: Hosts) -> None:
     hosts.wait_copy("b", record.manifest_digest)
     hosts.start("b")
     until(lambda: "standing by" in hosts.log("b"))
-    address = hosts.copies(record.manifest_digest)["b"].address
+    whole = hosts.copies(record.manifest_digest)["b"]
+    address, in_use = whole.address, SlotReader.open(path_of(whole))  # as an instance has it
     first.kill()
     first.wait()
 
@@ -182,5 +184,7 @@ def test_a_second_peer_takes_over_from_the_first(hosts: Hosts) -> None:
         return copy is not None and copy.state == "ready" and copy.address != address
 
     until(taken_over)
+    in_use.close()
+    assert hosts.copies(record.manifest_digest)["b"].slot == whole.slot
     assert hosts.metric("b", "hotswap_peer_received_bytes_total") == 0
     bytes_of(hosts.copies(record.manifest_digest)["b"])

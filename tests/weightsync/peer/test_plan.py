@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.peer.bitmap import BadBitmap, Bitmap
+from weightsync.peer.patience import LOOKS, MOST_LOOKS, Patience
 from weightsync.peer.plan import Assignment, Holder, Planner, choose
 
 CHUNKS = st.integers(1, 40)
@@ -194,3 +195,31 @@ def test_busier_holders_come_later() -> None:
     assert {read.host for read in reads} == {"idle"}
     reads = Planner(64, "me", 8, 4).next([replace(holders[0], distance=1), holders[1]], Bitmap(64), [])
     assert {read.host for read in reads} == {"idle"}
+
+
+def test_of_equally_rare_chunks_those_that_are_near_come_first() -> None:
+    near, far = Holder("near", 0, Bitmap(64, 0xFF)), Holder("far", 1, Bitmap(64, 0xFF00))
+    reads = Planner(64, "me", 8, 8).next([far, near], Bitmap(64), [])
+    assert {read.host for read in reads} == {"near"}
+    rare = Holder("rare", 2, Bitmap(64, 1 << 63))
+    common = [replace(holder, have=Bitmap(64, 0xFFFF)) for holder in (near, far)]
+    assert Planner(64, "me", 8, 1).next([*common, rare], Bitmap(64), []) == [Assignment(63, "rare")]
+
+
+def test_a_holder_that_has_nothing_new_is_left_for_another_after_a_while() -> None:
+    patience = Patience()
+    for look in range(LOOKS):
+        assert patience.exhausted([]) is None, look
+        patience.saw("idle", offers=False)
+        patience.saw("useful", offers=look % 2 == 0)
+    assert patience.exhausted(["idle"]) is None  # it is being read from
+    assert patience.exhausted([]) == "idle"
+    assert patience.exhausted([]) is None  # twice as long for the next
+    patience.saw("complete", offers=False, grows=False)
+    assert MOST_LOOKS >= 2 * LOOKS
+    assert patience.exhausted(["idle"]) == "complete"
+    patience.came()
+    patience.forget("complete")
+    assert patience.exhausted([]) == "idle"
+    patience.forget("idle")
+    assert patience.exhausted([]) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import threading
 from pathlib import Path
 
 import msgspec
@@ -13,11 +14,11 @@ from tests.cluster_tls import Authority
 from tests.weightsync.transport.peers import LISTEN, MIB, READ_TIMEOUT_S, Peer, buffer, content, read_all, whole
 from weightsync.errors import PeerUnreachable, TransferFailed, TransportUnavailable
 from weightsync.tls import ClusterTls
-from weightsync.transport import Piece, open_transport
+from weightsync.transport import Piece, open_transport, tcp_link
 from weightsync.transport.addresses import Address
 from weightsync.transport.stripes import MIN_STRIPE, stripes
 from weightsync.transport.tcp import TcpEndpoint, TcpTransport
-from weightsync.transport.tcp_wire import HELLO, TOKEN_NBYTES
+from weightsync.transport.tcp_wire import HELLO, TOKEN_NBYTES, Deadline
 
 
 @pytest.fixture
@@ -127,6 +128,68 @@ def test_idle_connections_that_the_peer_has_closed_are_replaced() -> None:
         target = buffer(MIB)
         link.read(transport.register(target, writable=True), peer.region, [whole(peer)], READ_TIMEOUT_S)
         assert target[:] == peer.content
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70000), ("127.0.0.1", 0), ("peer.example", 9), ("\0", 9)])
+def test_an_endpoint_that_no_peer_can_mean_is_refused(host: str, port: int) -> None:
+    with open_transport("tcp", listen=LISTEN, tls=None) as transport:
+        endpoint = TcpEndpoint(host, port, bytes(TOKEN_NBYTES), tls=False)
+        with pytest.raises(PeerUnreachable):
+            transport.connect(msgspec.msgpack.encode(endpoint))
+
+
+def test_a_read_that_gets_no_thread_fails_when_the_others_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Peer("tcp", nbytes=4 * MIB) as peer, TcpTransport(Address(LISTEN), None, streams=4) as transport:
+        target, link = buffer(4 * MIB), transport.connect(peer.endpoint)
+        into, started = transport.register(target, writable=True), list[threading.Thread]()
+        start = threading.Thread.start
+
+        def second_fails(thread: threading.Thread) -> None:
+            if started:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", second_fails)
+        with pytest.raises(TransferFailed, match="new thread"):
+            link.read(into, peer.region, [whole(peer)], READ_TIMEOUT_S)
+        assert not started[0].is_alive()
+        monkeypatch.undo()
+        link.read(into, peer.region, [whole(peer)], READ_TIMEOUT_S)
+        assert target[:] == peer.content
+
+
+def test_a_part_that_breaks_in_any_way_does_not_pass_for_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Peer("tcp", nbytes=2 * MIB) as peer, TcpTransport(Address(LISTEN), None, streams=2) as transport:
+        link, into = transport.connect(peer.endpoint), transport.register(buffer(2 * MIB), writable=True)
+        exchange = tcp_link._exchange
+
+        def broken(connection: socket.socket, view: memoryview, key: bytes, part: list[Piece], until: Deadline) -> None:
+            if part[0].local_offset:
+                raise MemoryError("no room")
+            exchange(connection, view, key, part, until)
+
+        monkeypatch.setattr(tcp_link, "_exchange", broken)
+        with pytest.raises(TransferFailed, match="no room"):
+            link.read(into, peer.region, [whole(peer)], READ_TIMEOUT_S)
+
+
+def test_a_server_that_once_got_no_thread_still_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_transport("tcp", listen=LISTEN, tls=None) as owner:
+        endpoint = msgspec.msgpack.decode(owner.endpoint, type=TcpEndpoint)
+        start = threading.Thread.start
+
+        def refused(thread: threading.Thread) -> None:
+            if thread.name == "transport-serve":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refused)
+            with socket.create_connection((endpoint.host, endpoint.port)) as connection:
+                assert answer(connection, HELLO + endpoint.token) == b""
+        with open_transport("tcp", listen=LISTEN, tls=None) as reader:
+            reader.connect(owner.endpoint).close()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])

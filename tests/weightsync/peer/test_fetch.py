@@ -1,0 +1,302 @@
+"""A fetch beside holders that stall, go and come, and what it leaves behind at them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.weightsync.peer.hosts import MODEL
+from tests.weightsync.peer.served import Served, slot_served
+from weightsync.arena import Arena
+from weightsync.errors import PeerUnreachable, TransferTimedOut
+from weightsync.peer import left_out, sources
+from weightsync.peer.ending import Background, to_the_end
+from weightsync.peer.fetch import Fetch, Pace, first_answer
+from weightsync.peer.holdings import Copy
+from weightsync.peer.left_out import LeftOut
+from weightsync.peer.metrics import PeerMetrics
+from weightsync.peer.regions import Regions
+from weightsync.peer.shelf import Shelf
+from weightsync.peer.sources import OPEN_AT_ONCE, NoHolder, Sources
+from weightsync.records import CopyRecord
+from weightsync.transport import Link, Piece, Region, Transport, open_transport
+
+GUARD_S = 60.0
+FOR_EVER_S = 3600.0
+
+
+@pytest.fixture
+async def served(store_url: str, arena_directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
+    async with slot_served(store_url, arena_directory, monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
+def transport() -> Iterator[Transport]:
+    with open_transport("tcp", listen="127.0.0.1", tls=None) as opened:
+        yield opened
+
+
+class Wrapped:
+    """A transport whose links, and the way to them, a test may break."""
+
+    def __init__(self, inner: Transport, connect: Callable[[], None] = lambda: None, stalls: int = 0) -> None:
+        self._inner, self._connect, self.stalls = inner, connect, stalls
+        self.closed: list[Link] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def connect(self, endpoint: bytes) -> Link:
+        self._connect()
+        return WrappedLink(self, self._inner.connect(endpoint))
+
+
+class WrappedLink:
+    def __init__(self, owner: Wrapped, inner: Link) -> None:
+        self._owner, self._inner = owner, inner
+
+    def read(self, into: Region, remote: bytes, pieces: Sequence[Piece], timeout_s: float) -> None:
+        if self._owner.stalls > 0:
+            self._owner.stalls -= 1
+            raise TransferTimedOut("a", timeout_s)
+        self._inner.read(into, remote, pieces, timeout_s)
+
+    def close(self) -> None:
+        self._owner.closed.append(self)
+        self._inner.close()
+
+
+class Reader:
+    """Host `b`. `offered` is what the store says."""
+
+    def __init__(self, served: Served, transport: Transport, directory: Path, wrapped: Wrapped | None = None) -> None:
+        self.served, self.offered = served, [served.copy]
+        self.shelf, self._pool = Shelf(Arena(directory), MODEL, Regions(transport)), ThreadPoolExecutor(4)
+        self.left_out, self.background = LeftOut(), Background()
+        carrier: Transport = wrapped or transport  # type: ignore[assignment]
+        self.sources = Sources(
+            served.client,
+            carrier,
+            served.key,
+            lambda: self.offered,
+            self.left_out,
+            self.background,
+            seed="b",
+            patient=True,
+        )
+
+    async def claim(self) -> Copy:
+        first = await first_answer(self.sources)
+        return self.shelf.claim(self.served.key, "", first.shape, None)[0]
+
+    def fetch(self, copy: Copy) -> Fetch:
+        return Fetch(copy, self.sources, PeerMetrics(), self._pool, Pace(), "b")
+
+
+@pytest.fixture
+def reader(served: Served, transport: Transport, tmp_path: Path) -> Reader:
+    return Reader(served, transport, tmp_path / "arena")
+
+
+async def nobody_reads(served: Served) -> None:
+    async with asyncio.timeout(GUARD_S):
+        while served.readers():  # noqa: ASYNC110 - the server is another's
+            await asyncio.sleep(0.01)
+
+
+async def test_the_only_holder_is_tried_again_though_it_stalled(
+    served: Served, transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(left_out, "STALLED_S", FOR_EVER_S)
+    monkeypatch.setattr(left_out, "FIRST_TRY_S", 0.01)
+    wrapped = Wrapped(transport, stalls=4)
+    reader = Reader(served, transport, tmp_path / "arena", wrapped)
+    async with asyncio.timeout(GUARD_S):
+        copy = await reader.claim()
+        await reader.fetch(copy).run()
+    assert wrapped.stalls == 0
+    assert bytes(copy.mapped.view) == served.path.read_bytes()
+    await nobody_reads(served)
+    assert served.rates["b"] > 0
+
+
+def test_a_holder_that_stalled_is_left_out_while_others_have_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("weightsync.peer.left_out.time.monotonic", lambda: now)
+    out, tried = LeftOut(), list[float]()
+    out.stalled("a")
+    while now < 400:
+        now += 0.5
+        if out.is_able("a", needed=True):
+            tried.append(now)
+            out.stalled("a")
+    assert [b - a for a, b in zip([100.0, *tried], tried, strict=False)] == [1, 2, 4, 8, 16, *[30] * (len(tried) - 5)]
+    assert not out.is_able("a", needed=False)
+    out.came("a")
+    assert out.is_able("a", needed=False)
+    out.leave("a", 60)  # for wrong bytes: however much it is needed
+    now += 59
+    assert not out.is_able("a", needed=True)
+
+
+async def test_a_fetch_waits_while_the_store_knows_of_a_holder_and_fails_when_it_does_not(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "SILENT_S", 0.1)
+    reader.offered = [replace(reader.served.copy, address="127.0.0.1:1")]
+    waiting = asyncio.create_task(first_answer(reader.sources))
+    async with asyncio.timeout(GUARD_S):
+        while (problem := reader.sources.held_up()) is None:  # noqa: ASYNC110 - of the clock's
+            await asyncio.sleep(0.01)
+    assert isinstance(problem, NoHolder)
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    reader.offered = []
+    with pytest.raises(NoHolder, match="cannot be reached"):
+        await asyncio.wait_for(waiting, GUARD_S)
+    await reader.sources.close()
+
+
+async def test_what_cannot_be_connected_to_is_given_its_ticket_back(
+    served: Served, transport: Transport, tmp_path: Path
+) -> None:
+    """Its data port may be closed to this host: it would soon have no place left for others."""
+
+    def refuse() -> None:
+        raise PeerUnreachable("a", "as told")
+
+    reader = Reader(served, transport, tmp_path / "arena", Wrapped(transport, refuse))
+    waiting = asyncio.create_task(first_answer(reader.sources))
+    async with asyncio.timeout(GUARD_S):
+        while reader.sources.problem is None:  # noqa: ASYNC110 - of another task
+            await asyncio.sleep(0.01)
+    await nobody_reads(served)
+    waiting.cancel()
+    await reader.sources.close()
+
+
+async def test_who_is_stopped_while_it_connects_leaves_nothing_open(
+    served: Served, transport: Transport, tmp_path: Path
+) -> None:
+    connecting, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        connecting.set()
+        go_on.wait(GUARD_S)
+
+    wrapped = Wrapped(transport, wait)
+    reader = Reader(served, transport, tmp_path / "arena", wrapped)
+    reader.sources.refresh()
+    assert await asyncio.to_thread(connecting.wait, GUARD_S)
+    await reader.sources.close()
+    go_on.set()
+    await nobody_reads(served)
+    async with asyncio.timeout(GUARD_S):
+        while not wrapped.closed:  # noqa: ASYNC110 - by a thread
+            await asyncio.sleep(0.01)
+
+
+async def test_slow_answers_do_not_make_it_open_ever_more_holders(reader: Reader) -> None:
+    asked = list[int]()
+
+    async def silent(incoming: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(1)
+        await incoming.read()
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server, asyncio.timeout(GUARD_S):
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        reader.offered = [replace(reader.served.copy, host=f"h{n}", address=address) for n in range(30)]
+        for _ in range(10):
+            reader.sources.refresh()
+        while len(asked) < OPEN_AT_ONCE:  # noqa: ASYNC110 - the server's
+            await asyncio.sleep(0.01)
+        for _ in range(10):
+            reader.sources.refresh()
+            await asyncio.sleep(0.01)
+        assert len(asked) == OPEN_AT_ONCE
+        await reader.sources.close()
+
+
+async def test_nothing_is_written_after_a_fetch_that_was_cancelled_twice(
+    served: Served, transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the store is lost while it is being stopped."""
+    reading, go_on = threading.Event(), threading.Event()
+    reader = Reader(served, transport, tmp_path / "arena")
+    copy = await asyncio.wait_for(reader.claim(), GUARD_S)
+    fetch = reader.fetch(copy)
+    inner = Fetch._read_now
+
+    def slow(self: Fetch, *read: object) -> None:
+        reading.set()
+        go_on.wait(GUARD_S)
+        inner(self, *read)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Fetch, "_read_now", slow)
+    task = asyncio.create_task(fetch.run())
+    assert await asyncio.to_thread(reading.wait, GUARD_S)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0.05)
+        assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, GUARD_S)
+    assert not fetch._threads
+
+
+async def test_work_that_must_end_ends_before_its_cancelled_caller() -> None:
+    go_on, ended = asyncio.Event(), list[str]()
+
+    async def work() -> int:
+        await go_on.wait()
+        ended.append("work")
+        return 7
+
+    async def caller() -> None:
+        try:
+            await to_the_end(work())
+        finally:
+            ended.append("caller")
+
+    task = asyncio.create_task(caller())
+    for _ in range(3):
+        await asyncio.sleep(0)
+        task.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == ["work", "caller"]
+    assert await to_the_end(work()) == 7
+
+
+async def test_near_holders_are_known_by_their_racks(reader: Reader) -> None:
+    from weightsync.peer.source import distance, known_holder
+
+    near, far = (replace(reader.served.copy, rack=rack) for rack in ("r1", "r2"))
+    assert [distance(near, "r1", s) for s in (0.0, 0.05)] == [0, 0]
+    assert [distance(far, "r1", s) for s in (0.0, 0.004, 0.05)] == [1, 1, 2]
+    assert [distance(far, "", s) for s in (0.0, 0.05)] == [0, 2]  # by the round trip, where racks are not known
+    fetching: CopyRecord = replace(far, state="fetching")
+    assert known_holder(near, "r1").have is None
+    assert known_holder(fetching, "r1").have is not None
+
+
+async def test_holders_are_told_before_a_peer_ends(served: Served, reader: Reader) -> None:
+    await asyncio.wait_for(reader.claim(), GUARD_S)
+    assert served.readers() == 1
+    await reader.sources.close()
+    await reader.background.end(GUARD_S)
+    assert served.readers() == 0
+    go_on = asyncio.Event()
+    reader.background.begin(asyncio.wait_for(go_on.wait(), FOR_EVER_S))  # type: ignore[arg-type]
+    await reader.background.end(0.01)  # one that does not answer
+    assert not reader.background._tasks

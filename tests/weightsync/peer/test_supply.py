@@ -1,0 +1,79 @@
+"""A peer's parts together, without its process: what is dropped is read no more, what breaks is said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from tests.weightsync.peer.hosts import MODEL
+from tests.weightsync.peer.test_journal import CHUNK, CONTENT, KEY, SHAPE
+from weightsync import Store
+from weightsync.arena import Arena
+from weightsync.errors import PeerRefused
+from weightsync.peer.bitmap import Bitmap
+from weightsync.peer.client import PeerClient
+from weightsync.peer.messages import Key, Open
+from weightsync.peer.metrics import PeerMetrics
+from weightsync.peer.service import Peer
+from weightsync.peer.settings import PeerSettings
+from weightsync.peer.supply import Supply
+from weightsync.records import PartRecord
+from weightsync.transport import open_transport
+
+GUARD_S = 60.0
+PART = PartRecord("", 1, "//a/slot", "d" * 32, 1)
+
+
+@pytest.fixture
+async def peer(store: Store, arena_directory: Path) -> AsyncIterator[Peer]:
+    settings = PeerSettings(store.url, MODEL, "me", chunk_nbytes=CHUNK)
+    with open_transport("tcp", listen="127.0.0.1", tls=None) as transport:
+        async with PeerClient(MODEL, "me", "tcp", None) as client:
+            yield Peer(settings, store, Arena(arena_directory), transport, client, "127.0.0.1:1")
+
+
+async def test_a_copy_that_is_dropped_is_read_no_more(peer: Peer) -> None:
+    """Its slot takes another version next, and its readers would blame this host for wrong bytes."""
+    copy, _ = peer._shelf.claim(KEY, "", SHAPE, None)
+    copy.mapped.view[:] = CONTENT
+    copy.whole = True
+    opened = await peer._tickets.open(Open(MODEL, KEY.digest, "b", ("tcp",), KEY.delta_of))
+    assert peer._tickets.have(opened.ticket, Bitmap(SHAPE.chunks).encoded()).have == "all"
+    peer._shelf.drop(KEY)
+    with pytest.raises(PeerRefused, match="ticket has ended"):
+        peer._tickets.have(opened.ticket, Bitmap(SHAPE.chunks).encoded())
+
+
+class Breaking:
+    """In place of Bring: with a fault that nobody thought of."""
+
+    waiting = None
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def slot(self, key: Key, part: PartRecord, begun: Callable[[], None]) -> str:
+        self.asked += 1
+        raise KeyError("no such thing")
+
+    def keep_to(self, wanted: set[Key]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def test_a_fault_of_the_peers_own_is_said_and_not_tried_again_at_once(peer: Peer) -> None:
+    broken = Breaking()
+    supply = Supply(peer._shelf, broken, PeerMetrics(), lambda: None)  # type: ignore[arg-type]
+    async with asyncio.timeout(GUARD_S):
+        while not supply.turns.failed:
+            await supply.steer([PART])
+            await asyncio.sleep(0)
+    assert supply.turns.problems[Key(PART.manifest_digest)].code == "internal_error"
+    for _ in range(3):
+        await supply.steer([PART])
+        await asyncio.sleep(0)
+    assert broken.asked == 1
+    await supply.end()
