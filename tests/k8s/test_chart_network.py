@@ -7,6 +7,8 @@ import pytest
 from tests.k8s.helm import SETS, Object, Pod, matches, release
 
 NAMES = ["defaults", *SETS]
+PORTS = (8000, 8001, 8002, 8003, 8004, 2379, 2380)
+BY_TCP = {"defaults", "minimal", "colocated"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -14,16 +16,11 @@ def test_network_policies_let_through_what_is_meant_and_nothing_else(name: str) 
     r = release(name)
     pods = {p.labels["app.kubernetes.io/component"]: p for p in r.pods()}
     assert all(len(policies(r.objects, pod)) >= 2 for pod in pods.values())  # to deny, and to allow
-    lets = {
-        (a, b, port)
-        for a in pods
-        for b in pods
-        for port in (8000, 8001, 8002, 8003, 2379, 2380)
-        if passes(r.objects, pods[a], pods[b], port)
-    }
+    lets = {(a, b, port) for a in pods for b in pods for port in PORTS if passes(r.objects, pods[a], pods[b], port)}
     fleet, peers = {"gateway", "rollout", "trainer"}, {"rollout", "trainer"}
     wanted = {(a, "gateway", 8000) for a in peers} | {("gateway", "rollout", 8001)}
-    wanted |= {(a, b, port) for a in peers for b in peers for port in (8000, 8001, 8002, 8003, 2379, 2380)}
+    # Two ports are enough for TCP; RDMA's connections, and those of an instance over several pods, choose theirs.
+    wanted |= {(a, b, port) for a in peers for b in peers for port in ((8003, 8004) if name in BY_TCP else PORTS)}
     wanted |= {(a, "etcd", 2379) for a in fleet | {"etcd-users"}} | {("etcd", "etcd", 2380)}
     admin = {(a, "gateway", 8002) for a in peers}
     wanted = {w for w in wanted if w[0] in pods and w[1] in pods}
@@ -58,3 +55,13 @@ def passes(objects: list[Object], source: Pod, target: Pod, port: int) -> bool:
 def is_meant(peer: Object, pod: Pod) -> bool:
     """Whether a NetworkPolicy's peer is `pod`, which is in the release's own namespace."""
     return "podSelector" in peer and "namespaceSelector" not in peer and matches(peer["podSelector"], pod.labels)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_data_of_a_peer_comes_from_the_port_that_is_let_through(name: str) -> None:
+    for pod in release(name).pods():
+        if "hotswap-peer" in pod.labels:
+            options = dict(a.split("=", 1) for a in pod.container("peer")["args"] if a.startswith("--"))
+            assert options["--data-port"] == "8004"
+            assert pod.ports()["peer-data"] == 8004
+            assert (options["--transport"] == "tcp") == (name in BY_TCP)

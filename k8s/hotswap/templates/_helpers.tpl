@@ -183,3 +183,17 @@ etcd://{{ include "hotswap.etcdHosts" .root }}/{{ ternary "hotswap" $e.namespace
   valueFrom:
     secretKeyRef: {name: {{ include "hotswap.adminSecret" . }}, key: {{ .Values.adminKey.key }}}
 {{- end }}
+
+{{/* What carries versions between pods. Without RDMA devices `auto` is tcp, whatever devices of the host a pod may see. */}}
+{{- define "hotswap.peerTransport" -}}
+{{- $v := .Values -}}
+{{- $rdma := or (ne (toString $v.rollout.rdma) "0") (ne (toString $v.trainer.rdma) "0") -}}
+{{- if and (eq $v.peer.transport "auto") (not $rdma) }}tcp{{ else }}{{ $v.peer.transport }}{{ end -}}
+{{- end }}
+
+{{/* The ports that pods with a peer use with each other: those of the peer, if nothing chooses its own. Else nothing. */}}
+{{- define "hotswap.peerPorts" -}}
+{{- if and (eq (include "hotswap.peerTransport" .) "tcp") (eq (int .Values.rollout.groupSize) 1) -}}
+ports: [{port: 8003}, {port: {{ .Values.peer.dataPort }}}]
+{{- end -}}
+{{- end }}
