@@ -14,7 +14,7 @@ FEW = Scenario(hosts=8, params=8e9, nic_gbit=100)
 SOME = Scenario(hosts=64, params=70e9, chunk_nbytes=128 * MIB)
 MANY = Scenario(hosts=1000, params=1e12, hosts_per_instance=4, chunk_nbytes=2 * GIB)
 WHOLE = replace(MANY, hosts=256, hosts_per_instance=1, chunk_nbytes=4 * GIB)
-PARTS = replace(MANY, sources=32, informed=True)
+PARTS = replace(MANY, sources=32)
 
 
 def standard(delta_of_raw: float) -> dict[str, dict[str, Scenario]]:
@@ -26,15 +26,12 @@ def standard(delta_of_raw: float) -> dict[str, dict[str, Scenario]]:
         "64 hosts, 70 B parameters, 400 Gbit/s": all_ways(SOME),
         "1,000 hosts, 1 T parameters, four hosts an instance, one publisher": all_ways(MANY),
         "the same, published by 32 hosts": {
-            "informed": PARTS,
-            "informed, wide": _wide(PARTS),
-            "informed, wide, uplinks 4:1": replace(_wide(PARTS), oversubscription=4.0),
+            "swarm": PARTS,
+            "swarm, wide": _wide(PARTS),
+            "swarm, wide, uplinks 4:1": replace(_wide(PARTS), oversubscription=4.0),
         },
-        "the same as a difference, one publisher": {"swarm": delta, "informed": replace(delta, informed=True)},
-        "256 hosts that need all of 1 T parameters, one publisher": {
-            "swarm": WHOLE,
-            "informed": replace(WHOLE, informed=True),
-        },
+        "the same as a difference, one publisher": _both(delta),
+        "256 hosts that need all of 1 T parameters, one publisher": _both(WHOLE),
         "chunk size: 128 hosts, 1 T parameters, four hosts an instance, one publisher": {
             f"swarm, {size} MiB": replace(fewer, chunk_nbytes=size * MIB) for size in (512, 1024, 2048, 4096)
         },
@@ -44,9 +41,14 @@ def standard(delta_of_raw: float) -> dict[str, dict[str, Scenario]]:
 def all_ways(scenario: Scenario) -> dict[str, Scenario]:
     """The planner and, where there is one source, what it is compared with; those hear of new chunks at once."""
     if scenario.sources > 1:
-        return {"informed": scenario}
+        return {"swarm": scenario}
     baselines = {way: replace(scenario, way=way, poll_s=0.0) for way in BASELINES}
-    return {"swarm": scenario, "informed": replace(scenario, informed=True)} | baselines
+    return _both(scenario) | baselines
+
+
+def _both(scenario: Scenario) -> dict[str, Scenario]:
+    """What peers do, and how it would be if they told each other nothing."""
+    return {"swarm": scenario, "uninformed": replace(scenario, informed=False)}
 
 
 def _wide(scenario: Scenario) -> Scenario:

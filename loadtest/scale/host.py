@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from loadtest.scale.network import Station
 from weightsync.peer.bitmap import Bitmap
+from weightsync.peer.patience import Patience
 from weightsync.peer.plan import Assignment, Holder, Planner
 
 
@@ -28,7 +29,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Host:
-    """A receiver of shard `shard`. `links`: the holders it has open, with how often in a row they offered nothing."""
+    """A receiver of shard `shard`. `links`: the holders it has open."""
 
     number: int
     shard: int
@@ -36,10 +37,10 @@ class Host:
     done: Bitmap
     reading: int = 0  # bits of the chunks in flight
     in_flight: dict[int, Assignment] = field(default_factory=dict)
-    links: dict[int, int] = field(default_factory=dict)
+    links: dict[int, None] = field(default_factory=dict)  # in the order in which they were opened
     refused: dict[int, float] = field(default_factory=dict)  # until when not to ask
     holders: list[Holder] = field(default_factory=list)
-    patience: int = 0
+    patience: Patience = field(default_factory=Patience)
     turn: int = 0
     done_at: float | None = None
 

@@ -8,10 +8,9 @@ from loadtest.scale.host import Host, Outcome
 from loadtest.scale.network import Network
 from loadtest.scale.scenario import Scenario
 from weightsync.peer.bitmap import Bitmap
+from weightsync.peer.left_out import BUSY_S
 from weightsync.peer.plan import Holder, choose
-
-PATIENCE, MAX_PATIENCE = 5, 20  # times that holders offer nothing before one of them is left for another
-REFUSED_S, INFORMED_REFUSED_S = 0.3, 2.0  # how long a holder that had no place is not asked again
+from weightsync.peer.sources import IDLE_S
 
 
 class Links:
@@ -34,11 +33,8 @@ class Links:
             self._open_more(host, now)
         host.holders = [self._ask(host, number) for number in host.links]
         for holder in host.holders:
-            number = int(holder.host)
-            if holder.have is None or holder.have.bits & ~host.done.bits:
-                host.links[number] = 0
-            else:  # a source gets no more than it has
-                host.links[number] += 1 if number in self._hosts else MAX_PATIENCE
+            offers = holder.have is None or bool(holder.have.bits & ~host.done.bits)
+            host.patience.saw(holder.host, offers=offers, grows=int(holder.host) in self._hosts)
 
     def close(self, host: Host) -> None:
         for number in list(host.links):
@@ -71,20 +67,21 @@ class Links:
         return None if host.done_at is not None else Bitmap(self._scenario.chunks, host.done.bits)
 
     def _open_more(self, host: Host, now: float) -> None:
-        flying = {int(read.host) for read in host.in_flight.values()}
-        idle = [number for number, times in host.links.items() if times >= host.patience and number not in flying]
-        if idle and self._scenario.informed:
-            self._leave(host, idle[0])
-            host.patience = min(2 * host.patience, MAX_PATIENCE)
-        lacking = self._scenario.holders - len(host.links)
-        if lacking <= 0:
+        known, room = self._known(host, now), self._scenario.holders - len(host.links)
+        if known and room <= 0 and self._scenario.informed:
+            idle = host.patience.exhausted({read.host for read in host.in_flight.values()})
+            if idle is not None:
+                self._leave(host, int(idle))
+                host.refused[int(idle)] = now + IDLE_S
+                room = 1
+        if not known or room <= 0:
             return
-        for holder in choose(self._known(host, now), f"{self._scenario.seed}/{host.number}", lacking, host.turn):
+        for holder in choose(known, f"{self._scenario.seed}/{host.number}", room, host.turn):
             number = int(holder.host)
             if len(self.readers(number, host.shard)) < self._scenario.readers:
                 self._enter(host, number)
             else:
-                host.refused[number] = now + (INFORMED_REFUSED_S if self._scenario.informed else REFUSED_S)
+                host.refused[number] = now + BUSY_S
                 self._outcome.refused += 1
         host.turn += 1
 
@@ -102,12 +99,13 @@ class Links:
 
     def _enter(self, host: Host, number: int) -> None:
         self.readers(number, host.shard).add(host.number)
-        host.links[number] = 0
+        host.links[number] = None
         self._outcome.opened += 1
 
     def _leave(self, host: Host, number: int) -> None:
         self.readers(number, host.shard).discard(host.number)
         del host.links[number]
+        host.patience.forget(str(number))
 
 
 def _part(scenario: Scenario, source: int, shard: int) -> Bitmap | None:

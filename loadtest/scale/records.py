@@ -64,19 +64,20 @@ def at_scale(flow: Flow, instances: int, hosts: int, gateways: int = 2) -> dict[
     """One swap of a fleet: writes, events and bytes of the store, and how many keys its commit compares.
 
     Everything under the root goes to every instance's agent, every peer, twice to every gateway (its view and its
-    coordinator) and to the publisher; every copy to every peer. An event carries the value before as well.
+    coordinator) and to the publisher. A copy goes to the peers that are still fetching the slot: `fetching` to all, at
+    worst, `ready` to those that are not done, half of them on the average. An event carries the value before as well.
     """
     written = flow.of(instances)
     followers = instances + hosts + 2 * gateways + 1
     copies, copy_nbytes = COPY_WRITES * hosts, COPY_WRITES * hosts * _copy_nbytes()
-    root_events, copy_events = written.root_writes * followers, copies * hosts
+    root_events, copy_events = written.root_writes * followers, hosts * hosts + hosts * (hosts - 1) // 2
     return {
         "writes": round(written.root_writes + written.other_writes + copies),
         "written_nbytes": round(written.root_nbytes + written.other_nbytes + copy_nbytes),
         "root_events": round(root_events),
         "copy_events": copy_events,
         "events": round(root_events) + copy_events,
-        "sent_nbytes": round(2 * (written.root_nbytes * followers + copy_nbytes * hosts)),
+        "sent_nbytes": round(2 * (written.root_nbytes * followers + copy_events * _copy_nbytes())),
         "compared_by_commit": _compared(instances),
         "keep_alives_per_s": round((instances + hosts) / (5.0 / 3)),
     }

@@ -22,9 +22,9 @@ class Scenario:
     same, and read it from each other. `rack` hosts have an uplink of rack x NIC / `oversubscription`; 0: links between
     racks are no limit.
 
-    `informed` receivers tell holders what they have and read (`Holder.lent`), know of hosts they have not opened which
-    racks they are in and who is only fetching, and leave holders that offer nothing new. weightsync/peer does none of
-    these; its figures are the defaults below. What several sources have in parts is found by the informed only.
+    `informed` receivers, as peers are, tell holders what they have and read (`Holder.lent`), know of hosts they have
+    not opened which racks they are in and who is only fetching, and leave holders that offer nothing new. The figures
+    below are the peers'. What several sources have in parts is found by the informed only; peers have no such sources.
     """
 
     hosts: int
@@ -43,7 +43,7 @@ class Scenario:
     per_holder: int = 2
     total: int = 8
     poll_s: float = 0.2  # how often a receiver asks what a holder has by now; 0: it is told at once
-    informed: bool = False
+    informed: bool = True
     seed: int = 0
     way: Way = "swarm"
 

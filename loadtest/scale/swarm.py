@@ -11,7 +11,7 @@ import random
 import time
 
 from loadtest.scale.host import Host, Outcome, Read
-from loadtest.scale.links import PATIENCE, Links
+from loadtest.scale.links import Links
 from loadtest.scale.network import Network
 from loadtest.scale.scenario import Scenario
 from weightsync.peer.bitmap import Bitmap
@@ -60,7 +60,7 @@ class Swarm:
         s = self.scenario
         planner = Planner(s.chunks, f"{s.seed}/host-{number}", s.per_holder, s.total)
         shard = (number - s.sources) % s.hosts_per_instance
-        return Host(number, shard, planner, Bitmap(s.chunks), patience=PATIENCE)
+        return Host(number, shard, planner, Bitmap(s.chunks))
 
     def _at(self, when: float, what: Read | Host) -> None:
         self._order += 1
@@ -100,7 +100,7 @@ class Swarm:
         host = read.reader
         self.outcome.reads += 1
         host.end(read.chunk)
-        host.patience = PATIENCE
+        host.patience.came()
         if host.done.complete:
             host.done_at = self.now
             self._links.close(host)

@@ -195,7 +195,7 @@ def scale(
     try:
         asked = Scenario(
             hosts, params, hosts_per_instance=hosts_per_instance, sources=sources, chunk_nbytes=chunk_mib << 20,
-            nic_gbit=nic_gbit, oversubscription=oversubscription, informed=sources > 1, seed=seed,
+            nic_gbit=nic_gbit, oversubscription=oversubscription, seed=seed,
         ) if hosts else None  # fmt: skip
     except ScenarioError as error:
         raise typer.BadParameter(str(error)) from error
