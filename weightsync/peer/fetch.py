@@ -145,8 +145,13 @@ class Fetch:
         loop = asyncio.get_running_loop()
         thread = loop.run_in_executor(self._pool, self._read_now, source, chunk)
         self._threads.add(thread)
-        thread.add_done_callback(self._threads.discard)
+        thread.add_done_callback(self._over)
         await asyncio.shield(thread)
+
+    def _over(self, thread: asyncio.Future[None]) -> None:
+        self._threads.discard(thread)
+        if not thread.cancelled():
+            thread.exception()  # of a read that was cancelled nobody else asks it
 
     def _read_now(self, source: Source, chunk: int) -> None:
         """In a thread. The first bytes of a slot stay as they are: they come last."""

@@ -89,8 +89,6 @@ class Sources:
     def refresh(self) -> None:
         """Begin to open new holders where there is room, and to ask those that are open what they have by now."""
         offered = {record.host: record for record in self._offered()}
-        if offered:
-            self._seen_at = time.monotonic()
         for source in list(self.open.values()):
             if source.host in offered:
                 self._begin(source.host, self._ask(source))
@@ -124,6 +122,8 @@ class Sources:
         """Raises NoHolder when the store has known of no holder for a while; as `held_up` for the impatient, and where
         the first holder said of the chunks what others do not: another fetch may begin with one of them.
         """
+        if any(True for _ in self._offered()):
+            self._seen_at = time.monotonic()
         gone = time.monotonic() - max(self._seen_at, self._moved_at) > SILENT_S
         problem = self.held_up()
         if gone or (problem is not None and (self._disagreed or not self._patient)):

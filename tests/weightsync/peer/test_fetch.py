@@ -203,7 +203,10 @@ async def test_who_is_stopped_while_it_connects_leaves_nothing_open(
             await asyncio.sleep(0.01)
 
 
-async def test_slow_answers_do_not_make_it_open_ever_more_holders(reader: Reader) -> None:
+async def test_slow_answers_do_not_make_it_open_ever_more_holders(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "OPENING_S", FOR_EVER_S)
     asked = list[int]()
 
     async def silent(incoming: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
