@@ -1,0 +1,115 @@
+"""One vLLM instance of two ranks on two hosts, each with an arena and a peer of its own; all real, on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from server.cli.up import free_port
+from tests.weightsync.fleet import running_fleet
+from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, newest, until
+from weightsync import Coordinator, Store
+from weightsync.records import InstanceRecord, VersionRecord
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+WAIT_S = 400.0  # a guard: five processes import vLLM, three of them one after the other
+PROMPT, TOKENS = [3, 4, 5, 6, 7], 12
+HOSTS = ("a", "b")
+
+
+@contextlib.contextmanager
+def instance(hosts: Hosts, model: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """The leader on host a and its follower on host b; in float32 no token hangs on how sums are split."""
+    port = free_port("127.0.0.1")
+    started = {}
+    for rank, host in enumerate(HOSTS):
+        command = [sys.executable, "-m", "server.cli", "instance", "--model", str(model), "--name", MODEL]
+        command += ["--instance-id", "i", "--kv-cache-gib", "0.06", "--max-model-len", "256", "--max-num-seqs", "4"]
+        command += ["--dtype", "float32", "--tensor-parallel-size", "2", "--nnodes", "2", "--node-rank", str(rank)]
+        command += ["--master-addr", "127.0.0.1", "--master-port", str(port), *(["--headless"] if rank else [])]
+        own = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        started[host] = subprocess.Popen(command, env={**os.environ, **hosts.environment(host), **own})
+    try:
+        yield started
+    finally:
+        for process in started.values():
+            process.terminate()
+        for process in started.values():
+            process.wait(WAIT_S)
+
+
+def expected(checkpoint: Path) -> list[int]:
+    """What a model of these weights says, computed by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    said = model.generate(torch.tensor([PROMPT]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
+    return [int(token) for token in said[0][len(PROMPT) :]]
+
+
+async def publish(hosts: Hosts, host: str, checkpoint: Path) -> VersionRecord:
+    """From a trainer on `host`; returns when it is active."""
+    publisher = hosts.publisher(host)
+    await asyncio.to_thread(publisher.publish, load_file(checkpoint / "model.safetensors"))
+    return newest(publisher)
+
+
+async def serving(store: Store, version: int) -> InstanceRecord:
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            found = await store.get(KEYS.instance("i"))
+            record = InstanceRecord.from_json(found.value) if found else None
+            if record is not None and record.state == "SERVING" and record.active_version == version:
+                return record
+            await asyncio.sleep(0.05)
+
+
+async def answer(store: Store, version: int) -> list[int]:
+    """Of the instance, once it serves that version."""
+    record = await serving(store, version)
+    body = {"prompt_token_ids": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": False}
+    async with httpx.AsyncClient(timeout=WAIT_S) as client:
+        said = (await client.post(f"{record.address}/generate", json=body)).raise_for_status().json()
+    (choice,) = said["choices"]
+    assert {span["version"] for span in choice["weight_versions"]} == {version}
+    return list(choice["token_ids"])
+
+
+async def test_ranks_on_two_hosts_swap_roll_back_and_end_together(
+    hosts: Hosts, store: Store, checkpoints: dict[str, Path]
+) -> None:
+    for host in HOSTS:
+        hosts.start(host)
+    with instance(hosts, checkpoints["a"]) as processes:
+        async with running_fleet(hosts.store_url) as fleet:
+            fleet.coordinator()
+            first = await publish(hosts, "a", checkpoints["a"])
+            assert await answer(store, first.version) == expected(checkpoints["a"])
+            second = await publish(hosts, "b", checkpoints["b"])
+            assert await answer(store, second.version) == expected(checkpoints["b"])
+            assert (await serving(store, second.version)).fingerprint == second.fingerprint
+            report = await Coordinator(fleet.store(), MODEL).activate(first.version, deadline_s=WAIT_S)
+            assert report.ok, report.reason
+            assert await answer(store, first.version) == expected(checkpoints["a"])
+            for host in HOSTS:  # each rank has built its own layouts in the memory of its own host
+                assert {path.name.split("-")[0] for path in hosts.arena(host).iterdir()} >= {"slot", "layout"}
+            kill_worker(processes["b"])
+            await asyncio.to_thread(until, lambda: hosts.store.get(KEYS.instance("i")) is None, WAIT_S)
+            statuses = [await asyncio.to_thread(process.wait, WAIT_S) for process in processes.values()]
+            assert all(status != 0 for status in statuses)
+
+
+def kill_worker(follower: subprocess.Popen[bytes]) -> None:
+    (worker,) = [p for p in psutil.Process(follower.pid).children(recursive=True) if "Worker" in " ".join(p.cmdline())]
+    worker.kill()
