@@ -11,7 +11,7 @@ import pytest
 
 from server.gateway import UpstreamSettings
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, get, post, running_gateway
-from tests.server.gateway_upstream import Answer, read_answer, upstream
+from tests.server.gateway_upstream import Answer, Link, Received, read_answer, upstream
 from weightsync.records import ActiveRecord, SwapRecord
 
 LONG = UpstreamSettings(scrape_interval_s=3600.0, hold_s=60.0, max_held=2)
@@ -109,6 +109,25 @@ async def test_a_connection_refused_is_held_for_who_comes_next(gateway: RunningG
         reader, writer = await held(gateway)
         gateway.register(up, "flipping")
         assert (await read_answer(reader)).status == 200
+        writer.close()
+
+
+async def test_held_after_a_refusal_which_leaves_its_connection_good(gateway: RunningGateway) -> None:
+    """The only instance has other weights than the gateway believes: the request waits until it says so itself."""
+    refusals = [b"x-hotswap-refused: version\r\n"]
+
+    async def refuses_once(link: Link, _: Received) -> None:
+        if refusals:
+            await link.json(b'{"error":{}}', b"409 Conflict", refusals.pop())
+        else:
+            await link.json()
+
+    async with upstream(refuses_once) as up:
+        gateway.register(up)
+        reader, writer = await held(gateway)
+        gateway.register(up, active_version=2, active_epoch=2)
+        assert (await read_answer(reader)).status == 200
+        assert (len(up.requests), up.connections) == (2, 1)
         writer.close()
 
 

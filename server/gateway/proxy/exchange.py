@@ -183,8 +183,9 @@ class Exchange(Placing):
 
     def _refused(self) -> None:
         """Its weights changed on the way there, or before this gateway knew: somebody else may have the right ones."""
-        assert self.instance is not None
-        self.instance.refusals += 1
+        refuser = self.instance  # in a name of its own: _try_next may leave nobody, and that is looked at below
+        assert refuser is not None
+        refuser.refusals += 1
         self._give_back()
         if self._continuation is not None:
             self._relay.go_on()
