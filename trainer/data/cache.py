@@ -18,6 +18,7 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,10 +155,20 @@ def _root(config: FileData) -> Path:
     except DataError:
         if chosen:
             raise
-        root = Path(tempfile.gettempdir()) / f"hotswap-{os.getuid()}" / "records"
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        root = _own(Path(tempfile.gettempdir()) / f"hotswap-{os.getuid()}") / "records"
+        root.mkdir(exist_ok=True)
         log.warning("%s cannot be written; tokenised records are kept in %s.", Path.home() / ".cache", root)
     return root
+
+
+def _own(directory: Path) -> Path:
+    """A directory where everybody may make one, and where records of somebody else's making must not be trained on."""
+    with writing(directory):
+        directory.mkdir(exist_ok=True, mode=0o700)
+        found = directory.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022 or not stat.S_ISDIR(found.st_mode):
+        raise DataError(f"{directory} may be written by others. Remove it, or set data.cache_dir.")
+    return directory
 
 
 @contextlib.contextmanager

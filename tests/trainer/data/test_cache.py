@@ -169,6 +169,9 @@ def test_without_a_home_it_is_kept_with_the_temporary_files(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     assert len(open_data(jsonl(tmp_path / "a.jsonl", problems(3)))) == 3
     assert list((tmp_path / "tmp").glob(f"hotswap-{os.getuid()}/records/*/MANIFEST"))
+    (tmp_path / "tmp" / f"hotswap-{os.getuid()}").chmod(0o777)
+    with pytest.raises(DataError, match=r"may be written by others. Remove it, or set data.cache_dir"):
+        open_data(jsonl(tmp_path / "b.jsonl", problems(3)))
 
 
 def test_a_file_ten_times_the_memory_it_needs(tmp_path: Path, tiny_model: str) -> None:
