@@ -26,7 +26,7 @@ PROBE = CHART / "files" / "probe.py"
 LEAVE_S = 15.0  # gateway.leave in values.yaml
 GRACE_S = {"gateway": LEAVE_S + 45.0, "instance": 90.0}  # terminationGracePeriodSeconds
 SETTLED_S = {"gateway": 5.0, "instance": 10.0}  # minReadySeconds
-START_S = 300.0
+START_S = 600.0
 VLLM_ARGS = ("--max-model-len", "2048", "--max-num-seqs", "16", "--kv-cache-memory-bytes", str(64 << 20))
 
 
