@@ -1,9 +1,11 @@
-"""CPU time of everything a benchmark has started, by what each process is."""
+"""CPU time of everything a benchmark has started, by what each process is; and on which cores it may run."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import defaultdict
+from collections.abc import Iterable
 
 import psutil
 
@@ -30,3 +32,12 @@ def cpu_seconds() -> dict[str, float]:
     own = psutil.Process().cpu_times()
     found["benchmark"] += own.user + own.system
     return dict(found)
+
+
+def pin(pid: int, cores: Iterable[int]) -> None:
+    """Keep a process, with all its threads and descendants, to these cores; what they start later inherits it."""
+    parent = psutil.Process(pid)
+    for process in (parent, *parent.children(recursive=True)):
+        for thread in process.threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, cores)

@@ -1,6 +1,8 @@
 """How fast a slot's bytes come from another process, by transport, and how fast to several hosts, by real peers.
 
-    python -m loadtest.transfer [--json FILE] [--small]
+    python -m loadtest.transfer [--json FILE] [--small] [--part reads|joiner|feeding]
+
+Also, with real instances (loadtest/feeding): a late joiner's first token, and what serving loses while it feeds.
 
 All ends are processes of this machine, on loopback, so that sender and receivers share its cores and its memory: the
 rates compare transports, and say nothing of a network. Rounds of the contenders alternate.
@@ -14,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.certificates import self_signed
+from loadtest.feeding.bench import PARTS as INSTANCE_PARTS
+from loadtest.feeding.bench import show as show_instances
+from loadtest.feeding.bench import with_instances
 from loadtest.machine import machine, memcpy_gbps
 from loadtest.transfer_hosts import by_hosts
 from loadtest.transfer_peer import RAW
@@ -30,6 +35,8 @@ from weightsync.transport import available
 
 ROUNDS = 5
 RECEIVERS = (1, 2, 4, 8)
+READS = "reads"
+PARTS = (READS, *INSTANCE_PARTS)
 TLS = "tcp, mutual TLS"
 
 
@@ -109,18 +116,23 @@ def _rates(contender: Contender, seconds: list[float]) -> dict[str, float]:
     return {"median_gbps": round(statistics.median(rates), 2), "best_gbps": round(max(rates), 2)}
 
 
-def run(json: Path | None, *, small: bool = False) -> dict[str, Any]:
-    """Measure, print the tables, and write the figures to `json`; returns them."""
+def reads(*, small: bool) -> dict[str, Any]:
+    """Between processes that do nothing else."""
     nbytes, rounds, counts = (8 << 20, 1, RECEIVERS[:2]) if small else (256 << 20, ROUNDS, RECEIVERS)
     with tempfile.TemporaryDirectory(prefix="hotswap-transfer-") as directory:
-        report = {
-            "machine": machine(),
+        return {
             "nbytes": nbytes,
             "memcpy_gbps": round(memcpy_gbps(nbytes), 2),
             "by_transport": by_transport(nbytes, rounds, str(self_signed(Path(directory) / "tls"))),
             "by_receivers": by_receivers(nbytes // 4, rounds, counts),
             "by_hosts": by_hosts(nbytes // 4, rounds, counts),
         }
+
+
+def run(json: Path | None, *, small: bool = False, parts: Sequence[str] = PARTS) -> dict[str, Any]:
+    """Measure those `parts`, print the tables, and write the figures to `json`; returns them."""
+    report = {"machine": machine()} | (reads(small=small) if READS in parts else {})
+    report |= with_instances(parts, small=small)
     show(report)
     if json is not None:
         json.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
@@ -128,6 +140,12 @@ def run(json: Path | None, *, small: bool = False) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
+    if "by_transport" in report:
+        show_reads(report)
+    show_instances(report)
+
+
+def show_reads(report: dict[str, Any]) -> None:
     memcpy = report["memcpy_gbps"]
     table = Table("one receiver, loopback", "GB/s, median", "best", "of memcpy", title=f"memcpy {memcpy:.1f} GB/s")
     for name, found in report["by_transport"].items():
@@ -146,8 +164,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
     parser.add_argument("--small", action="store_true", help="a few bytes: checks the benchmark, says nothing of speed")
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this one; may be repeated")
     options = parser.parse_args()
-    run(options.json, small=options.small)
+    run(options.json, small=options.small, parts=options.part or PARTS)
 
 
 if __name__ == "__main__":

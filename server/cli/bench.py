@@ -147,11 +147,18 @@ def stores(json: Json = None) -> None:
 
 
 @app.command()
-def transfer(json: Json = None, small: Small = False) -> None:
-    """Reads between processes by each transport beside memcpy and a raw socket, and by 1 to 8 receivers at once."""
-    from loadtest.transfer import run
+def transfer(
+    json: Json = None,
+    small: Small = False,
+    part: Annotated[list[str] | None, typer.Option(help="reads, joiner or feeding alone; may be repeated")] = None,
+) -> None:
+    """Reads by each transport beside memcpy and a raw socket, and by 1 to 8 receivers at once; a late joiner's first
+    token; what an instance loses while its host feeds another."""
+    from loadtest.transfer import PARTS, run
 
-    run(json, small=small)
+    if unknown := set(part or ()) - set(PARTS):
+        raise typer.BadParameter(f"{min(unknown)} is none of {', '.join(PARTS)}")
+    run(json, small=small, parts=part or PARTS)
 
 
 @app.command()
