@@ -2,6 +2,7 @@
 
     Publisher, Draft, join       write a version              SlotReader         read and verify one
     RemotePublisher              the same over HTTP
+    Share, Collector             a rank on another host
     Coordinator, Participant     the two sides of a swap      open_store, Store  where the records live
 
 Importing this package imports neither torch nor vLLM; each name is loaded when it is first used.
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from weightsync.parts import Adapter
     from weightsync.publisher import Publisher
     from weightsync.receiver import SlotReader
+    from weightsync.shares import Collector, Share
     from weightsync.store import Store, SyncStore, open_store
     from weightsync.swap.agent import CommitResult, Participant, StageResult
     from weightsync.swap.coordinator import Coordinator, SwapReport
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Adapter": "parts",
     "Arena": "arena",
+    "Collector": "shares",
     "CommitResult": "swap.agent",
     "Coordinator": "swap.coordinator",
     "Draft": "draft",
@@ -42,6 +45,7 @@ _HOME = {
     "Publisher": "publisher",
     "RemotePublisher": "delta.remote",
     "Schema": "manifest",
+    "Share": "shares",
     "SlotReader": "receiver",
     "SlotWriter": "writer",
     "StageResult": "swap.agent",
@@ -60,6 +64,7 @@ _HOME = {
 __all__ = [
     "Adapter",
     "Arena",
+    "Collector",
     "CommitResult",
     "Coordinator",
     "Draft",
@@ -71,6 +76,7 @@ __all__ = [
     "Publisher",
     "RemotePublisher",
     "Schema",
+    "Share",
     "SlotReader",
     "SlotWriter",
     "StageResult",

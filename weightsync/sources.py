@@ -49,9 +49,17 @@ class FilledTensor:
     chunk: int = CHUNK
 
 
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor whose bytes are `data` (uint8 [spec.nbytes], contiguous, writable)."""
+
+    spec: TensorSpec
+    data: memoryview
+
+
 def spec_of(name: str, tensor: Any) -> TensorSpec:
-    """Element type and shape of a torch tensor, numpy array, FileTensor or FilledTensor. Raises UnsupportedDtype."""
-    if isinstance(tensor, (FileTensor, FilledTensor)):
+    """Element type and shape of a torch tensor, numpy array or one of the classes above. Raises UnsupportedDtype."""
+    if isinstance(tensor, (FileTensor, FilledTensor, RawTensor)):
         return tensor.spec
     if isinstance(tensor, (np.ndarray, np.generic)):
         dtype = str(tensor.dtype)
@@ -75,13 +83,15 @@ def copy_sums(target: memoryview, tensor: Any, spec: TensorSpec) -> Sums:
         return _sum_chunks(target, spec, lambda chunk, start: _read_into(chunk, tensor, start))
     if isinstance(tensor, FilledTensor):
         return _sum_chunks(target, spec, tensor.fill, tensor.chunk)
+    if isinstance(tensor, RawTensor):
+        return copy_sums_address(target, _address_of(tensor.data), spec)
     array = np.ascontiguousarray(tensor)
     return copy_sums_address(target, array.ctypes.data, spec)
 
 
 def copy_sums_address(target: memoryview, source: int, spec: TensorSpec) -> Sums:
     """As `copy_sums`, from contiguous memory at the address `source`; releases the interpreter lock."""
-    address = ctypes.addressof(ctypes.c_char.from_buffer(target)) if len(target) else 0
+    address = _address_of(target)
     return _sum_chunks(target, spec, lambda chunk, start: ctypes.memmove(address + start, source + start, len(chunk)))
 
 
@@ -109,10 +119,24 @@ def copy_slice(target: memoryview, tensor: Any, shape: tuple[int, ...], dim: int
         from weightsync import tensors
 
         return tensors.copy_strided(target, tensor, shape, dim, start)
+    if isinstance(tensor, RawTensor):
+        return _copy_raw_slice(target, tensor, shape, dim, start)
     if tensor.size:
         whole = np.frombuffer(target, tensor.dtype).reshape(shape)
         np.copyto(whole[(slice(None),) * dim + (slice(start, start + tensor.shape[dim]),)], tensor)
     return None
+
+
+def _copy_raw_slice(target: memoryview, raw: RawTensor, shape: tuple[int, ...], dim: int, start: int) -> None:
+    row = TensorSpec(raw.spec.dtype, shape[dim + 1 :]).nbytes
+    if raw.spec.nbytes:
+        whole = np.frombuffer(target, np.uint8).reshape(-1, shape[dim] * row)
+        part = np.frombuffer(raw.data, np.uint8).reshape(len(whole), -1)
+        whole[:, start * row : start * row + part.shape[1]] = part
+
+
+def _address_of(target: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(target)) if len(target) else 0
 
 
 def _read_into(chunk: memoryview, stored: FileTensor, start: int) -> None:

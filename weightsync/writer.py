@@ -33,9 +33,7 @@ class SlotWriter:
 
         Raises UnexpectedTensor, ShapeMismatch, DtypeMismatch, UnsupportedDtype, DraftClosed.
         """
-        spec = self._expected(name)
-        if mismatch := check_spec(name, spec, spec_of(name, tensor)):
-            raise mismatch
+        spec = check_whole(self._unsealed(), name, tensor)
         self._sums[name] = sums = copy_sums(self._target(name, spec), tensor, spec)
         return sums.digest
 
@@ -44,13 +42,8 @@ class SlotWriter:
 
         The parts of all ranks must cover the tensor exactly once; `Draft.commit` checks that. Raises as `write`.
         """
-        spec, part = self._expected(name), spec_of(name, tensor)
-        room = spec.shape[dim] - start if 0 <= dim < len(spec.shape) else -1
-        fits = start >= 0 and len(part.shape) == len(spec.shape) and part.shape[dim] <= room
-        if not fits or _without(part.shape, dim) != _without(spec.shape, dim):
-            raise ShapeMismatch(name, spec.shape, part.shape)
-        if mismatch := check_spec(name, TensorSpec(spec.dtype, part.shape), part):
-            raise mismatch
+        part = check_slice(self._unsealed(), name, tensor, start, dim)
+        spec = self.schema.tensors[name]
         copy_slice(self._target(name, spec), tensor, spec.shape, dim, start)
         stride = TensorSpec(spec.dtype, spec.shape[dim + 1 :]).nbytes
         first = self.layout.offsets[name] + start * stride
@@ -71,13 +64,10 @@ class SlotWriter:
         self._view.release()
         self._lock.release()
 
-    def _expected(self, name: str) -> TensorSpec:
+    def _unsealed(self) -> Schema:
         if self._sealed:
             raise DraftClosed("this part of the version is sealed: begin another version to write more")
-        spec = self.schema.tensors.get(name)
-        if spec is None:
-            raise UnexpectedTensor(name)
-        return spec
+        return self.schema
 
     def _target(self, name: str, spec: TensorSpec) -> memoryview:
         offset = self.layout.offsets[name]
@@ -139,6 +129,32 @@ def _entry(
             raise MissingTensor(name, spec)
         sums = sums_of(slot[offset : offset + spec.nbytes], spec)
     return TensorEntry(spec.dtype, spec.shape, offset, spec.nbytes, *sums, tuple(pieces))
+
+
+def check_whole(schema: Schema, name: str, tensor: Any) -> TensorSpec:
+    """The spec of a tensor that is all of `name`. Raises TensorMismatch, UnsupportedDtype."""
+    spec = _expected(schema, name)
+    if mismatch := check_spec(name, spec, spec_of(name, tensor)):
+        raise mismatch
+    return spec
+
+
+def check_slice(schema: Schema, name: str, tensor: Any, start: int, dim: int) -> TensorSpec:
+    """The spec of a tensor that is the part of `name` from `start` on along `dim`. Raises as `check_whole`."""
+    spec, part = _expected(schema, name), spec_of(name, tensor)
+    room = spec.shape[dim] - start if 0 <= dim < len(spec.shape) else -1
+    fits = start >= 0 and len(part.shape) == len(spec.shape) and part.shape[dim] <= room
+    if not fits or _without(part.shape, dim) != _without(spec.shape, dim):
+        raise ShapeMismatch(name, spec.shape, part.shape)
+    if mismatch := check_spec(name, TensorSpec(spec.dtype, part.shape), part):
+        raise mismatch
+    return part
+
+
+def _expected(schema: Schema, name: str) -> TensorSpec:
+    if (spec := schema.tensors.get(name)) is None:
+        raise UnexpectedTensor(name)
+    return spec
 
 
 def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
