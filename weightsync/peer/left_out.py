@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 BUSY_S, LOST_S, STALLED_S, WRONG_S = 2.0, 2.0, 30.0, 60.0  # how long a holder is left out
 FIRST_TRY_S = 1.0  # after a stall, when nobody else has what is missing; then twice as long each time
+MOST_DOUBLINGS = 16  # beyond STALLED_S by far; a fetch may go on for days
 
 
 @dataclass
@@ -30,7 +31,7 @@ class LeftOut:
     def stalled(self, host: str) -> None:
         """It did not answer in time. It may be the only one that has a chunk, so it is tried again before long."""
         now, stalls = time.monotonic(), self._stalls(host)
-        pause = min(FIRST_TRY_S * 2**stalls, STALLED_S)
+        pause = min(FIRST_TRY_S * 2 ** min(stalls, MOST_DOUBLINGS), STALLED_S)
         self._hosts[host] = _Out(now + STALLED_S, now + pause, stalls + 1)
 
     def came(self, host: str) -> None:

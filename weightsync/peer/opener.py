@@ -34,7 +34,7 @@ class Opener:
 
     async def open(self, record: CopyRecord) -> Source:
         """Raises PeerRefused, PeerUnreachable, OtherChunks, BadBitmap, ValueError."""
-        opened = await self._client.open(record.host, record.address, self._key)
+        opened = await self._asked(record)
         try:
             source = await self._connected(record, opened)
         except BaseException:  # or the ticket would keep others out until it ends by itself
@@ -46,6 +46,18 @@ class Opener:
     def leave(self, source: Source, bytes_per_s: float) -> None:
         """In the background: it may not answer."""
         self._background.begin(self._say_goodbye(source, bytes_per_s))
+
+    async def _asked(self, record: CopyRecord) -> Opened:
+        """Who is cancelled meanwhile gives back the ticket that may come all the same."""
+        asking = asyncio.create_task(self._client.open(record.host, record.address, self._key))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            self._background.begin(self._give_back(record, asking))
+            raise
+
+    async def _give_back(self, record: CopyRecord, asking: asyncio.Task[Opened]) -> None:
+        await self._client.close(record.host, record.address, (await asking).ticket, 0)
 
     async def _connected(self, record: CopyRecord, opened: Opened) -> Source:
         shape = Shape(opened.nbytes, opened.chunk_nbytes, opened.digests)

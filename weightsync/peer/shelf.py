@@ -119,9 +119,12 @@ class Shelf:
             copy.lock.release()
 
     def drop_deltas(self, part: str, digest: str) -> None:
-        """Keep no difference of a part but the newest, to `digest`: the room is the publisher's."""
+        """Keep no difference of a part but the newest, to `digest`: the room is the publisher's.
+
+        Those that are not whole stay: a thread may be writing them.
+        """
         for copy in list(self.copies.values()):
-            if copy.key.delta_of and copy.part == part and copy.key.digest != digest:
+            if copy.key.delta_of and copy.part == part and copy.key.digest != digest and copy.whole:
                 self.drop(copy.key)
 
     def forget(self, wanted: Iterable[Key]) -> None:

@@ -108,9 +108,10 @@ class Sources:
         self._moved_at, self.has_moved = time.monotonic(), True
 
     def came(self, source: Source, nbytes: int) -> None:
-        """A chunk, from `source`."""
+        """A chunk, from `source`. One that was left meanwhile, for wrong bytes say, is not taken back for it."""
         source.nbytes += nbytes
-        self._left_out.came(source.host)
+        if self._is_open(source):
+            self._left_out.came(source.host)
         self._patience.came()
 
     def held_up(self) -> NoHolder | None:
@@ -207,16 +208,21 @@ class Sources:
             source.have = bitmap_of(found.have, chunks)
             source.lent = Bitmap.decoded(found.lent, chunks) if found.lent else None
         except (PeerRefused, PeerUnreachable, BadBitmap) as error:
+            if not self._is_open(source):
+                return None  # it was left meanwhile, for as long as its fault says
             self.problem = error
             ended = isinstance(error, PeerRefused) and error.status == 404
             return self.leave(source, 0.0 if ended else LOST_S)
         source.active = found.active
         source.round_trip_s = min(seconds, source.round_trip_s or seconds)
         offers = source.have is None or bool(source.have.bits & ~self.taken)
-        return self._patience.saw(source.host, offers=offers)
+        return self._patience.saw(source.host, offers=offers) if self._is_open(source) else None
+
+    def _is_open(self, source: Source) -> bool:
+        return self.open.get(source.host) is source
 
     def _end(self, source: Source) -> None:
-        if self.open.get(source.host) is source:
+        if self._is_open(source):
             del self.open[source.host]
             self._patience.forget(source.host)
             self._opener.leave(source, self.bytes_per_s)

@@ -47,6 +47,18 @@ async def test_a_copy_that_is_dropped_is_read_no_more(peer: Peer) -> None:
         peer._tickets.have(opened.ticket, Bitmap(SHAPE.chunks).encoded())
 
 
+async def test_a_difference_that_is_being_written_keeps_its_slot(peer: Peer) -> None:
+    """A newer one of the part is made meanwhile; the slot would be another's while a thread still writes there."""
+    copy, _ = peer._shelf.claim(KEY, "", SHAPE, None)
+    peer._shelf.drop_deltas("", "n" * 32)
+    assert peer._shelf.copies == {KEY: copy}
+    copy.whole = True
+    peer._shelf.drop_deltas("", KEY.digest)
+    assert peer._shelf.copies == {KEY: copy}
+    peer._shelf.drop_deltas("", "n" * 32)
+    assert peer._shelf.copies == {}
+
+
 class Breaking:
     """In place of Bring: with a fault that nobody thought of."""
 
