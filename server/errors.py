@@ -14,6 +14,7 @@
         ├── Unprocessable           422   well formed, but it cannot be served (a tensor of the wrong shape)
         ├── TooManyRequests         429   this key asks for more than it may; carries Retry-After
         ├── HeadersTooLarge         431
+        ├── Unsupported             501   a verb or field of another system that has no meaning here
         ├── BadUpstream             502   the instance answered what is not HTTP, or died before its first byte
         ├── Unavailable             503   no instance, or none that accepts connections; carries Retry-After
         ├── UpstreamTimeout         504   the instance was silent for too long

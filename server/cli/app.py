@@ -143,7 +143,7 @@ def train(
     context: typer.Context,
     config: Annotated[Path, typer.Option(help="trainer configuration (YAML)")],
 ) -> None:
-    """Run the trainer: this process becomes it, so that signals reach it."""
+    """Run the trainer: this process becomes it, so that signals reach it. --set, --plan and --report are its own."""
     import sys
 
     command = [sys.executable, "-m", "trainer.main", "--config", str(config), *context.args]

@@ -4,7 +4,7 @@
     apply_delta(DeltaReader(stream), base_slot, draft)
 
 Both ends stream: what they hold at a time is a few blocks a thread, never the model twice. Each block takes the
-smallest form that is worth its time (delta_codec.py), down to its plain bytes, so a delta of everything costs no more
+smallest form that is worth its time (codec.py), down to its plain bytes, so a delta of everything costs no more
 than the full version; `is_worthwhile` says beforehand whether a base helps at all.
 """
 

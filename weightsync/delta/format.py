@@ -5,7 +5,7 @@
 12  length of the header          u32
 16  digest of the header          32 hex characters (xxh3_128)
 48  header, canonical JSON        base, target's tensors with their digests, step, metadata, source
-.   blocks                        of every tensor in name order, BLOCK bytes of tensor each (delta_codec.py)
+.   blocks                        of every tensor in name order, BLOCK bytes of tensor each (codec.py)
 .   end    b"HSDELEND"            8 bytes, then the digest of everything before it (32 hex characters)
 
 A reader checks every length before it allocates, so what hostile bytes can cost is a header and a few blocks.

@@ -94,7 +94,7 @@ def _admin_digest(config: GatewayConfig) -> bytes:
     if hashed is not None:
         return bytes.fromhex(hashed[1])
     if len(key) < MIN_KEY_LENGTH:
-        raise ConfigError(f"--admin-key: use {MIN_KEY_LENGTH} characters or more, or leave it out to have one made.")
+        raise ConfigError(f"HOTSWAP_ADMIN_KEY: use {MIN_KEY_LENGTH} characters or more, or unset it to have one made.")
     return hashlib.sha256(key.encode()).digest()
 
 

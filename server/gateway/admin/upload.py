@@ -1,6 +1,6 @@
 """`POST /admin/weights/upload`: a version sent by a `RemotePublisher` on another host, as a delta or in full.
 
-The body (weightsync/delta_format.py) goes to an unnamed file in the arena, which the kernel frees with the last process
+The body (weightsync/delta/format.py) goes to an unnamed file in the arena, which the kernel frees with the last process
 that has it open: a connection lost half-way, or a gateway killed half-way, leaves nothing. Only when it has arrived
 whole does a publication begin, in a process of its own (push.py); it is checked there, not here.
 """
