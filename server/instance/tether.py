@@ -78,7 +78,7 @@ class Tethers:
             self.held.discard(who)
             log.error("%s has ended, or cannot be reached", who)
             self.lost = self.lost or who
-        except (TimeoutError, ValueError, OSError) as error:
+        except (TimeoutError, ValueError, OSError, RecursionError) as error:  # the last one: brackets without end
             log.warning("a connection that is no worker's was closed: %s", error or type(error).__name__)
         finally:
             writer.close()
@@ -86,7 +86,7 @@ class Tethers:
     def _name(self, line: bytes) -> str | None:
         """Who says `line`; None if it is nobody that was given the token. Raises ValueError."""
         said = json.loads(line or b"{}")
-        if not isinstance(said, dict) or not hmac.compare_digest(str(said.get("token")), self._token):
+        if not isinstance(said, dict) or not hmac.compare_digest(str(said.get("token")).encode(), self._token.encode()):
             return None
         return f"rank {said.get('rank')} on host {said.get('host')}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import ssl
@@ -235,15 +236,24 @@ async def test_a_worker_ends_with_its_leader_and_over_mutual_tls_as_well(tmp_pat
         process.communicate()
 
 
+STRANGERS = (
+    b"", b"GET / HTTP/1.1\r\n", b"[]\n", b'{"token": "guessed", "rank": 1, "host": "b"}\n',
+    '{"token": "gu\u00e9ssed"}\n'.encode(), b"[" * 60_000 + b"\n",
+)  # fmt: skip
+
+
 async def test_nobody_else_gets_hold_of_the_leader(tmp_path: Path) -> None:
-    tethers = Tethers()
+    tethers, faults = Tethers(), list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
     async with tethers.listening(2, None) as end:
-        for said in (b"", b"GET / HTTP/1.1\r\n", b"[]\n", b'{"token": "guessed", "rank": 1, "host": "b"}\n'):
+        for said in STRANGERS:
             reader, writer = await asyncio.open_connection(str(end["address"]), int(str(end["port"])))
             writer.write(said)
             writer.write_eof()
             assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
             writer.close()
+    gc.collect()
+    assert not faults
     assert not tethers.held
     assert tethers.lost is None
     directory = Authority(tmp_path / "authority").mount(tmp_path / "tls")

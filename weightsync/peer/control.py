@@ -54,7 +54,7 @@ class Control:
 
     async def _close(self, request: Request) -> Response:
         said = await _body(request, Close)
-        self._tickets.close(request.path_params["ticket"], max(0, said.nbytes), said.bytes_per_s)
+        self._tickets.close(request.path_params["ticket"], said.nbytes, said.bytes_per_s)
         return _json({})
 
     async def _tell(self, _: Request) -> Response:

@@ -11,7 +11,7 @@ Every refusal is a `Refusal` with its HTTP status: 404 unknown_copy, unknown_tic
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -76,7 +76,7 @@ class Close(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     does not know. For the holder's own account: it does not see one-sided reads.
     """
 
-    nbytes: int
+    nbytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     bytes_per_s: float = 0.0
 
 

@@ -144,6 +144,17 @@ async def test_bad_bodies(served: Served, body: bytes) -> None:
     assert msgspec.json.decode(answer.content)["code"] == "bad_request"
 
 
+@pytest.mark.parametrize("nbytes", [b"-5", b"1" + 400 * b"0", b"1.5"])
+async def test_a_reader_cannot_have_read_that_many_bytes(served: Served, nbytes: bytes) -> None:
+    opened = await served.client.open("a", served.address, served.key)
+    async with httpx.AsyncClient() as client:
+        body = b'{"nbytes": ' + nbytes + b"}"
+        answer = await client.post(f"http://{served.address}/v1/close/{opened.ticket}", content=body)
+    assert answer.status_code == 400
+    assert served.readers() == 1
+    await served.client.close("a", served.address, opened.ticket, 5)
+
+
 async def test_a_slot_that_was_reused_is_not_served(served: Served) -> None:
     with served.path.open("r+b") as slot:
         slot.write(bytes(64))
