@@ -69,7 +69,7 @@ class Attempt:
 class Refused(Exception):
     """The server's own word for why there is no answer, whole or from here on."""
 
-    def __init__(self, status: int, error: object, retry_after: str | None = None) -> None:
+    def __init__(self, status: int, error: object, retry_after: float | None = None) -> None:
         self.status, self.error, self.retry_after = status, error, retry_after
         super().__init__(str(error)[:300])
 
@@ -90,6 +90,8 @@ async def attempt(http: httpx.AsyncClient, gateway: int, model: str, question: Q
         _note_refusal(made, refusal)
     except (httpx.TransportError, Incomplete) as error:
         made.outcome, made.code, made.message = "cut", type(error).__name__, str(error)
+    except (ValueError, TypeError, LookupError) as error:  # neither an answer nor an error of the API
+        made.outcome, made.code, made.message = "untyped", type(error).__name__, f"not an answer: {error}"
     made.ended = time.monotonic()
     made.tokens, made.resumed = len(answer.tokens), answer.resumed
     made.crossed = len(set(answer.versions)) > 1
@@ -104,7 +106,7 @@ def _note_refusal(made: Attempt, refusal: Refused) -> None:
     made.status, made.message = refusal.status, str(refusal)
     made.outcome = "refused" if typed else "untyped"
     made.code = error["code"] if typed and isinstance(error, dict) else ""
-    made.retry_after = float(refusal.retry_after) if refusal.retry_after else None
+    made.retry_after = refusal.retry_after
 
 
 async def _ask(http: httpx.AsyncClient, question: Question, model: str, answer: Answer) -> None:
@@ -112,7 +114,8 @@ async def _ask(http: httpx.AsyncClient, question: Question, model: str, answer: 
         if response.status_code != 200:
             body = _parsed(await response.aread())
             error = body.get("error") if isinstance(body, dict) else body
-            raise Refused(response.status_code, error, response.headers.get("retry-after"))
+            after = response.headers.get("retry-after")
+            raise Refused(response.status_code, error, float(after) if after else None)
         if not question.stream:
             choice = orjson.loads(await response.aread())["choices"][0]
             answer.take(choice["token_ids"], None)

@@ -92,7 +92,7 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int) ->
         "swaps": swaps,
         "fetches": fetches,
         "ended by themselves": {name: p.own_ends for name, p in layout.processes.items() if p.own_ends},
-        "violations": report.violations(found, swaps, doing.done),
+        "violations": report.violations(found, swaps, doing.done, load.returncode),
         "journal": report.journal(doing.done, began),
     }
 

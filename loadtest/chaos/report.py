@@ -89,9 +89,12 @@ def requests(found: Verdict) -> dict[str, Any]:
     }
 
 
-def violations(found: Verdict, swap_figures: Mapping[str, Any], done: Sequence[Broken]) -> list[str]:
-    """What broke a promise, in words."""
-    said = [f"{count} x {kind}" for kind, count in found.problems.items() if count]
+def violations(
+    found: Verdict, swap_figures: Mapping[str, Any], done: Sequence[Broken], clients: int | None = 0
+) -> list[str]:
+    """What broke a promise, in words; `clients` is the exit status of the load: with it, nothing else is known."""
+    said = [f"the clients ended with status {clients}: see above"] if clients else []
+    said += [f"{count} x {kind}" for kind, count in found.problems.items() if count]
     said += [f"{found.judged[kind]} failed requests: {kind}" for kind in VIOLATIONS if found.judged[kind]]
     said += [f"{swap_figures['stuck']} stuck swaps"] if swap_figures["stuck"] else []
     said += [f"{swap_figures['not as published']} commits not as published"] if swap_figures["not as published"] else []

@@ -39,7 +39,7 @@ class Snapshot:
 
 
 class Watch:
-    """Use as a context. `late` is by how much each swap's end exceeded the time it had, seconds; 0 where it did not."""
+    """Use as a context. `late`: by how much a phase of each swap exceeded its time, at worst, seconds; 0: none did."""
 
     def __init__(self, store: str, model: str) -> None:
         self.now = Snapshot()
@@ -86,7 +86,7 @@ class Watch:
         swap = SwapRecord.from_json(found[keys.swap]) if keys.swap in found else None
         self.now = Snapshot(at, active, swap, {record.id: record for record in instances})
         if swap is not None and in_flight(swap):
-            self.late[swap.id] = max(0.0, time.time() - must_end(swap, active))
+            self.late[swap.id] = max(self.late.get(swap.id, 0.0), time.time() - must_end(swap, active))
 
     def _read_history(self, store: SyncStore) -> None:
         for kv in store.list(self._keys.history)[0]:

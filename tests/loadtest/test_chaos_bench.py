@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,11 +13,12 @@ import pytest
 
 from loadtest.chaos.answers import Answer, Wish, problems, token_of
 from loadtest.chaos.attempts import Attempt, Question, attempt
-from loadtest.chaos.report import swaps
+from loadtest.chaos.report import swaps, violations
 from loadtest.chaos.schedule import schedule
-from loadtest.chaos.verdict import AFTER_S, Window, judge, verdict
-from loadtest.chaos.watch import Snapshot, must_end
-from weightsync.records import ActiveRecord, InstanceRecord, PastSwapRecord, SwapRecord
+from loadtest.chaos.verdict import AFTER_S, Verdict, Window, judge, verdict
+from loadtest.chaos.watch import Snapshot, Watch, must_end
+from weightsync.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
+from weightsync.store.sync import SyncStore
 from weightsync.swap.state import CONFIRM_S
 
 SPANS = [{"version": 4, "start": 0, "end": 2}, {"version": 5, "start": 2, "end": 3}]
@@ -120,6 +123,9 @@ DONE = 'event: done\ndata: {"choices": [{"weight_versions": [{"version": 4, "sta
         (502, ERROR, "refused", "upstream_died"),
         (500, "Internal Server Error", "untyped", ""),
         (500, '{"error": {"message": "m", "type": "t", "code": 500}}', "untyped", ""),
+        (200, TOKEN.format(token_of(4)) + "event: token\ndata: {\n\n", "untyped", "JSONDecodeError"),
+        (200, 'event: token\ndata: {"weight_version": 4}\n\n', "untyped", "KeyError"),
+        (200, "event: token\ndata: 7\n\n", "untyped", "TypeError"),
     ],
 )
 async def test_what_came_of_an_attempt(status: int, body: str, outcome: str, code: str) -> None:
@@ -127,6 +133,12 @@ async def test_what_came_of_an_attempt(status: int, body: str, outcome: str, cod
     async with httpx.AsyncClient(base_url="http://gateway", transport=transport) as http:
         found = await attempt(http, 0, "m", QUESTION, 0.0)
     assert (found.outcome, found.code, found.problems) == (outcome, code, [])
+
+
+def test_a_load_that_broke_proves_nothing() -> None:
+    fine: dict[str, Any] = {"stuck": 0, "not as published": 0}
+    assert violations(Verdict(), fine, [], 0) == []
+    assert violations(Verdict(), fine, [], -9) == ["the clients ended with status -9: see above"]
 
 
 def test_an_instance_that_does_not_run_what_is_committed_is_behind() -> None:
@@ -149,3 +161,16 @@ def test_a_swap_is_stuck_when_it_is_long_past_its_time() -> None:
     }
     found = swaps(past, {"s": 31.0, "x": 2.0}, since=5.0)
     assert (found["stuck"], found["aborted"]) == (1, {"an instance is gone": 2})
+
+
+def test_a_swap_that_was_stuck_before_its_commit_was_stuck(tmp_path: Path) -> None:
+    keys, url = Keys("m"), f"sqlite://{tmp_path}/store.db"
+    watch, store, now = Watch(url, "m"), SyncStore(url), time.time()
+    swap = SwapRecord("s", 5, "prepare", ("a",), deadline=now - 40, opened_at=now - 60)
+    store.put(keys.swap, swap.to_json())
+    watch._look(store)
+    store.put(keys.swap, replace(swap, phase="commit").to_json())
+    store.put(keys.active, ActiveRecord(5, 2, 4, "s", now).to_json())
+    watch._look(store)
+    store.close()
+    assert watch.late["s"] >= 40
