@@ -17,10 +17,11 @@ import orjson
 import pytest
 
 from server.cli.up import free_port
+from server.gateway.config import Limits
 from server.instance.admission import Admission
 from server.instance.config import InstanceConfig
 from server.instance.sidecar import Sidecar
-from tests.server.gateway_harness import KEYS, MODEL, eventually, get, post
+from tests.server.gateway_harness import KEYS, MODEL, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Answer, Link, Received, read_answer, upstream
 from weightsync.errors import StoreUnavailable
 from weightsync.records import InstanceRecord
@@ -66,8 +67,11 @@ class Kept:
     async def __aexit__(self, *_: object) -> None:
         self._writer.close()
 
-    async def ask(self, raw: bytes) -> Answer:
+    def write(self, raw: bytes) -> None:
         self._writer.write(raw)
+
+    async def ask(self, raw: bytes) -> Answer:
+        self.write(raw)
         return await asyncio.wait_for(read_answer(self._reader), 60)
 
     async def closed(self) -> bool:
@@ -140,6 +144,34 @@ async def test_a_gateway_without_a_delay_just_stops(tmp_path: Path) -> None:
         await until_ready(port, (503, "no_instance"))
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 60) == 0
+
+
+async def test_answers_of_the_app_say_that_a_gateway_leaves_too(tmp_path: Path) -> None:
+    with running_gateway(tmp_path) as gateway:
+        async with Kept(gateway.port) as kept:
+            assert "connection" not in (await kept.ask(get("/healthz"))).headers
+            gateway.gateway.leaving = True
+            answer = await kept.ask(get("/healthz"))
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+            assert await kept.closed()
+
+
+@pytest.mark.parametrize(
+    "begun", [b"GET /healthz HT", b"POST /healthz HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\n\r\nx"]
+)
+async def test_a_request_to_the_app_that_was_arriving_does_not_hold_up_the_end(tmp_path: Path, begun: bytes) -> None:
+    with running_gateway(tmp_path, limits=Limits(keep_alive_s=600.0)) as gateway:
+        async with Kept(gateway.port) as kept:
+            kept.write(begun)
+            await eventually(lambda: any(client._reading for client in list(gateway.gateway.clients)))
+            gateway.stop()
+            await eventually(lambda: any(client._stopping for client in list(gateway.gateway.clients)))
+            assert (await kept.ask(b"TP/1.1\r\nHost: t\r\n\r\n" if begun.endswith(b"HT") else b"x")).status in (
+                200,
+                405,
+            )
+            async with asyncio.timeout(10):
+                assert await kept.closed()
 
 
 # any server

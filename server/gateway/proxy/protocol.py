@@ -110,6 +110,16 @@ class GatewayProtocol(GuardedProtocol):
         if head.expect_continue and (head.chunked or head.content_length):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
+    @property
+    def _leaves(self) -> bool:
+        """A gateway that is about to stop says so in its answers: clients then go to another one before it closes."""
+        return self.gateway.leaving or self._stopping
+
+    def _say_close(self) -> None:
+        """In an answer of the app, unless that has begun."""
+        if self._leaves and self.cycle is not None:
+            self.cycle.keep_alive = False
+
     def body_read(self, body: bytes) -> None:
         if self._target is not None:
             self._body.append(body)
@@ -118,11 +128,11 @@ class GatewayProtocol(GuardedProtocol):
 
     def on_message_complete(self) -> None:
         if self._target is None or self._deaf:
+            self._say_close()
             super().on_message_complete()
             return
         self._reading = False
-        # A gateway that is about to stop says so in its answers: clients then go to another one before this one closes.
-        self._keep_alive = self.parser.should_keep_alive() and not (self.gateway.leaving or self._stopping)
+        self._keep_alive = self.parser.should_keep_alive() and not self._leaves
         self.deadline = None
         try:
             self._forward(self._target)
@@ -138,6 +148,7 @@ class GatewayProtocol(GuardedProtocol):
             super().head_read(head)
         except (httptools.HttpParserInvalidURLError, UnicodeDecodeError) as exc:
             raise BadRequest("The request target is not a valid path.", code="malformed_request") from exc
+        self._say_close()
 
     def _forward(self, target: Target) -> None:
         assert self.head is not None
@@ -204,10 +215,14 @@ class GatewayProtocol(GuardedProtocol):
         self.server_state.total_requests += 1
         if not keep_alive or self._close_after:
             self.close()
-        elif self._stopping:
-            self.deadline = time.monotonic() + FAREWELL_S
         else:
             self.rest()
+
+    def rest(self) -> None:
+        if self._stopping:
+            self.deadline = time.monotonic() + FAREWELL_S
+        else:
+            super().rest()
 
     def refuse(self, error: HttpError) -> None:
         """The gateway's own answer to a request that was read whole."""
