@@ -1,17 +1,16 @@
 """Publishing the engine's weights as a version, by all ranks together.
 
 Rank 0 opens a draft; its ticket goes to the other ranks; every rank writes the slices it speaks for straight into the
-slot: each pipeline stage its layers, each expert-parallel rank its experts, one of the replicas of each. The digests
-come back to rank 0, which commits and activates. The old version goes on serving until the whole fleet has the new one,
+slot: each pipeline stage its layers, each expert-parallel rank its experts, one of the replicas of each. Ranks on other
+hosts keep theirs in memory, from where ranks beside the slot read it (trainer/several_hosts.py). The digests come back
+to rank 0, which commits and activates. The old version goes on serving until the whole fleet has the new one,
 and stays if anything fails.
 """
 
 from __future__ import annotations
 
-import socket
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ import torch.distributed as dist
 
 import weightsync
 from trainer.config import PublishConfig
-from trainer.errors import ConfigError, PublishError
+from trainer.errors import PublishError
 from trainer.megatron.engine import Engine
 from trainer.megatron.parallel import broadcast_json, gather_json, lead
+from trainer.several_hosts import SeveralHosts
 from weightsync.errors import StalePublisher, WeightSyncError
 
 
@@ -39,12 +39,11 @@ class WeightPublisher:
     """Holds the lineage (rank 0) for as long as the run lasts. All methods are collective."""
 
     def __init__(self, config: PublishConfig, engine: Engine) -> None:
-        """Raises PublishError when the store does not let it, ConfigError for ranks on several hosts."""
+        """Raises PublishError when the store does not let it, ConfigError for hosts that cannot reach each other."""
         self._config, self._engine = config, engine
         self._schema = engine.shape.schema(config.dtype)
         self._shapes = {name: shape for name, _, shape in self._schema}
-        boots = gather_json(_boot())
-        lead(lambda: check_one_host(boots))
+        self._hosts = SeveralHosts(config, weightsync.as_schema(self._schema))
         self._publisher: Any = lead(self._open)
 
     def publish(self, step: int) -> Published:
@@ -57,6 +56,7 @@ class WeightPublisher:
 
     def close(self) -> None:
         """Give the lineage up."""
+        self._hosts.close()
         if self._publisher is not None:
             self._publisher.close()
 
@@ -66,30 +66,41 @@ class WeightPublisher:
 
     def _write(self, draft: Any) -> dict[str, Any]:
         """This rank's share into the slot: what `seal` says of it, or what went wrong."""
-        alone, writer = dist.get_world_size() == 1, draft
+        alone, writer, problem = dist.get_world_size() == 1, draft, ""
         ticket: dict[str, Any] = {} if alone else broadcast_json(draft.ticket if draft is not None else None)
         slices = self._engine.slices(self._config.dtype)
         try:
-            if draft is None:
-                writer = weightsync.join(ticket | {"slot": Path(ticket["slot"])}, dist.get_rank())
+            writer = draft or self._writer(ticket)
             for name, tensor, dim, start in slices:
                 if tensor.shape == self._shapes[name]:
                     writer.write(name, tensor)
                 else:
                     writer.write_slice(name, tensor, start, dim)
-            return {"problem": "", "part": writer.seal() if draft is None else None}
         except WeightSyncError as error:
             deque(slices, maxlen=0)  # other ranks may be gathering with this one (see Engine.slices)
-            if draft is None and writer is not None:
-                writer.release()
-            return {"problem": str(error), "part": None}
+            problem = str(error)
+        if not self._hosts.one:
+            problem = self._hosts.bring(writer, problem)
+        return {"problem": problem, "part": self._sealed(writer, problem)}
+
+    def _writer(self, ticket: dict[str, Any]) -> Any:
+        if self._hosts.share is not None:
+            return self._hosts.share
+        return weightsync.join(ticket | {"slot": Path(ticket["slot"])}, dist.get_rank())
+
+    def _sealed(self, writer: Any, problem: str) -> Any:
+        """What a rank beside the slot wrote there, and lets go of; rank 0's draft stays open."""
+        if not isinstance(writer, weightsync.SlotWriter):
+            return None
+        return writer.release() if problem else writer.seal()
 
     def _commit(self, draft: Any, outcomes: list[dict[str, Any]], began: float) -> dict[str, Any]:
         for rank, outcome in enumerate(outcomes):
             if outcome["problem"]:
                 draft.abort()
                 raise PublishError(f"rank {rank} could not write its share: {outcome['problem']}")
-        parts, timeout_s = [outcome["part"] for outcome in outcomes[1:]], self._config.timeout_s
+        parts = [outcome["part"] for outcome in outcomes if outcome["part"] is not None]
+        timeout_s = self._config.timeout_s
         version = _typed(draft.commit, parts, activate=True, timeout_s=timeout_s)
         committed = time.perf_counter()
         _typed(self._publisher.wait_active, version, timeout_s)
@@ -99,21 +110,6 @@ class WeightPublisher:
             "write_ms": round((committed - began) * 1e3, 3),
             "swap_ms": round((swapped - committed) * 1e3, 3),
         }
-
-
-def check_one_host(boots: Sequence[str]) -> None:
-    """By which start of which kernel each rank runs. Raises ConfigError unless it is the same for all."""
-    for rank, boot in enumerate(boots):
-        if boot != boots[0]:
-            problem = f"rank {rank} is on another host than rank 0, but all write into one slot in shared memory"
-            raise ConfigError("publish", problem, "Start all ranks on one host, or leave publish out")
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def _typed(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from weightsync.ledger import ensure_arena
     from weightsync.manifest import Layout, Manifest, Schema, TensorEntry, TensorSpec, diff_schema
     from weightsync.parts import Adapter
-    from weightsync.publisher import Publisher
+    from weightsync.publisher import Publisher, as_schema
     from weightsync.receiver import SlotReader
     from weightsync.shares import Collector, Share
     from weightsync.store import Store, SyncStore, open_store
@@ -55,6 +55,7 @@ _HOME = {
     "TensorEntry": "manifest",
     "TensorSpec": "manifest",
     "WeightSyncError": "errors",
+    "as_schema": "publisher",
     "diff_schema": "manifest",
     "ensure_arena": "ledger",
     "join": "writer",
@@ -86,6 +87,7 @@ __all__ = [
     "TensorEntry",
     "TensorSpec",
     "WeightSyncError",
+    "as_schema",
     "diff_schema",
     "ensure_arena",
     "join",

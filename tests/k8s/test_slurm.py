@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,16 @@ from weightsync.hosts import check_host
 
 SCRIPT = ROOT / "k8s" / "slurm" / "trainer.sbatch"
 STAND_INS = {
-    "srun": 'while [ "$1" != python ]; do shift; done; exec "$@"',
+    "srun": """
+        for option; do
+            case $option in --nodes=*) nodes=${option#*=};; --ntasks-per-node=*) tasks=${option#*=};; esac
+        done
+        while [ "$1" != python ] && [ "$1" != bash ]; do shift; done
+        [ "$nodes" = 1 ] && exec "$@"
+        export SLURM_NTASKS=$((nodes * tasks))
+        for ((n = 0; n < SLURM_NTASKS; n++)); do SLURM_PROCID=$n SLURM_LOCALID=$((n % tasks)) "$@" & done
+        trap 'kill -TERM $(jobs -p)' TERM
+        while wait -n; [ -n "$(jobs -pr)" ]; do :; done""",
     "scontrol": 'echo "scontrol $*" >> "$TOLD"',
     "hotswap": """
         trap 'echo "peer stopped" >> "$TOLD"; exit 0' TERM
@@ -30,9 +39,11 @@ STAND_INS = {
         echo "hotswap $*" >> "$TOLD"; echo "peer $HOTSWAP_HOST $HOTSWAP_STORE" >> "$TOLD"
         while :; do sleep 0.05; done""",
     "python": """
-        trap 'exit 143' TERM
+        trap 'exit "${LEFT:-143}"' TERM
         while ! grep -q '^peer ' "$TOLD" 2>/dev/null; do sleep 0.05; done
-        echo "python $*" >> "$TOLD"; echo "admin key of $(printf %s "$HOTSWAP_ADMIN_KEY" | wc -c)" >> "$TOLD"
+        echo "python $*" >> "$TOLD"
+        echo "rank ${RANK:-} ${LOCAL_RANK:-} ${WORLD_SIZE:-} ${MASTER_ADDR:-} ${HOTSWAP_ADDRESS:-none}" >> "$TOLD"
+        echo "admin key of $(printf %s "$HOTSWAP_ADMIN_KEY" | wc -c)" >> "$TOLD"
         [ -n "${FOREVER:-}" ] || exit "$STATUS"
         while :; do sleep 0.05; done""",
 }
@@ -74,6 +85,13 @@ class Job:
         return next(line for line in self.told() if line.startswith(beginning))
 
 
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     made = Job(tmp_path)
@@ -91,6 +109,23 @@ def test_a_run_that_succeeds(job: Job) -> None:
     assert (dash, module) == ("-m", trainer.main.__name__)
     parsed = trainer.main._parser().parse_args(options)
     assert (parsed.config, parsed.set) == ("run.yaml", ["steps=3"])
+
+
+def test_on_several_nodes_each_task_is_a_rank(job: Job) -> None:
+    with job.started(SLURM_JOB_NUM_NODES="2", SLURM_GPUS_ON_NODE="3") as process:
+        assert process.wait(60) == 0
+    ranks = sorted(line.split()[1:] for line in job.told() if line.startswith("rank "))
+    assert ranks == [[str(n), str(n % 3), "6", "10.1.2.3", "none"] for n in range(6)]
+    commands = {line for line in job.told() if line.startswith("python")}
+    assert commands == {"python -m trainer.main --config run.yaml"}
+
+
+def test_ranks_of_several_nodes_save_and_go_on_later(job: Job) -> None:
+    with job.started(SLURM_JOB_NUM_NODES="2", RANKS_PER_NODE="1", FOREVER="yes", LEFT="0") as process:
+        until(lambda: sum(line.startswith("admin key") for line in job.told()) == 2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    assert "scontrol requeue 7" in job.told()
 
 
 def test_the_peer_takes_its_options(job: Job) -> None:
@@ -114,10 +149,7 @@ def test_a_run_that_fails_ends_the_job_with_its_status(job: Job) -> None:
 @pytest.mark.parametrize("again", ["yes", "no"])
 def test_a_run_out_of_time_saves_and_goes_on_later(job: Job, again: str) -> None:
     with job.started(FOREVER="yes", REQUEUE=again) as process:
-        deadline = time.monotonic() + 60
-        while not any(line.startswith("admin key") for line in job.told()):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: any(line.startswith("admin key") for line in job.told()))
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143
     assert ("scontrol requeue 7" in job.told()) == (again == "yes")

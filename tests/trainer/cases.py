@@ -191,6 +191,7 @@ def publish_taken_over(path: str, parallel: dict[str, int], store: str) -> list[
 from tests.trainer.cases_algorithms import *  # noqa: E402, F403
 from tests.trainer.cases_faults import *  # noqa: E402, F403
 from tests.trainer.cases_hostile import *  # noqa: E402, F403
+from tests.trainer.cases_hosts import *  # noqa: E402, F403
 from tests.trainer.cases_layouts import *  # noqa: E402, F403
 from tests.trainer.cases_memory import *  # noqa: E402, F403
 from tests.trainer.cases_packing import *  # noqa: E402, F403 - cases of their own file

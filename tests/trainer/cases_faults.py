@@ -22,7 +22,6 @@ from trainer.faults.faults import Faults
 from trainer.megatron import state
 from trainer.megatron.engine import Engine
 from trainer.megatron.state import StagedEngine
-from trainer.publish import check_one_host
 
 
 def _steps(built: Engine, first: int, last: int) -> list[list[float]]:
@@ -123,15 +122,6 @@ def left_with(errors: list[str]) -> list[str]:
             raise getattr(trainer.errors, name)("it is over")
         heard.append(faults._board.fault())
     return heard
-
-
-def publishes_from(boots: list[str]) -> str:
-    """What is said of ranks that run on hosts which were started with these identities."""
-    try:
-        check_one_host(boots)
-    except TrainerError as error:
-        return str(error)
-    return ""
 
 
 def saved_synchronously(path: str, parallel: dict[str, int], directory: str) -> list[list[float]]:

@@ -109,10 +109,3 @@ def test_no_store_says_what_to_do(one_rank: Ranks, small_models: dict[str, str],
     kind, message, _ = one_rank.call("publish_refused", **arguments)[0]
     assert kind == "PublishError"
     assert "hotswap up" in message
-
-
-def test_ranks_that_share_no_memory_are_refused_before_the_run(one_rank: Ranks) -> None:
-    assert one_rank.call("publishes_from", boots=["a", "a"]) == [""]
-    (said,) = one_rank.call("publishes_from", boots=["a", "a", "b"])
-    assert said.startswith("publish: rank 2 is on another host than rank 0")
-    assert "leave publish out" in said

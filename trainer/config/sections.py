@@ -157,7 +157,8 @@ class PublishConfig:
     """Where versions go and how often. `store` defaults to the environment variable HOTSWAP_STORE.
 
     `dtype` is the published one: it must be what the serving engine was started with. `max_failures` is how many
-    publishes in a row may fail (the old version goes on serving) before the run stops.
+    publishes in a row may fail (the old version goes on serving) before the run stops. `transport` brings shares of
+    ranks on other hosts to rank 0's: `auto`, `tcp`, `nixl` or `mooncake`.
     """
 
     model: str
@@ -167,6 +168,7 @@ class PublishConfig:
     dtype: Dtype = "bfloat16"
     timeout_s: float = 60.0
     max_failures: int = 0
+    transport: Literal["auto", "tcp", "nixl", "mooncake"] = "auto"
 
     def __post_init__(self) -> None:
         positive(self, "every", "timeout_s")

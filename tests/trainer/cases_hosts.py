@@ -1,0 +1,103 @@
+"""Ranks that are told that they are on several hosts, so that they share no memory, and publish together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+import trainer.several_hosts
+from tests.trainer.batches import random_batch
+from trainer.errors import TrainerError
+from weightsync import Share
+from weightsync.errors import PublishError
+from weightsync.shares.offer import Offer
+from weightsync.transport import open_transport
+
+
+@contextlib.contextmanager
+def on_hosts(hosts: list[str], **arguments: Any) -> Iterator[Any]:
+    """An engine and its publisher, on the host that is named for each rank."""
+    from tests.trainer.cases import publishing
+
+    os.environ["HOTSWAP_HOST"] = hosts[dist.get_rank()]
+    with publishing(dtype="float32", **arguments) as found:
+        yield found
+
+
+def publish_from_hosts(hosts: list[str], steps: int, **arguments: Any) -> dict[str, Any]:
+    """One version and one after each of `steps` steps; whether this rank has held a share, in which memory."""
+    with on_hosts(hosts, **arguments) as (built, publisher):
+        versions, regions = [publisher.publish(0).version], []
+        for step in range(steps):
+            built.step(random_batch(built.shape.vocab, seed=step))
+            versions.append(publisher.publish(step + 1).version)
+            regions.append([block.region.descriptor.hex() for block in _blocks(publisher)])
+        return {"versions": versions, "held": bool(_blocks(publisher)), "regions": regions}
+
+
+def _blocks(publisher: Any) -> list[Any]:
+    share = publisher._hosts.share
+    return share._blocks if share is not None else []
+
+
+def no_room(_share: Share, *_: Any) -> Any:
+    raise PublishError("made to have no memory")
+
+
+def unreachable(share: Share) -> dict[str, Any]:
+    """An offer whose holder has gone meanwhile."""
+    with open_transport("tcp", listen="127.0.0.1", tls=None) as gone:
+        endpoint = gone.endpoint
+    return msgspec.structs.replace(Offer.from_json(SEAL(share)), endpoint=endpoint).to_json()
+
+
+def other_bytes(share: Share) -> dict[str, Any]:
+    """An offer of what is not in the memory any more."""
+    offer = SEAL(share)
+    share._blocks[0].view[0] ^= 1
+    return offer
+
+
+SEAL = Share.seal
+BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
+    "memory": ("_place", no_room),
+    "holder": ("seal", unreachable),
+    "bytes": ("seal", other_bytes),
+}
+
+
+def publish_broken(broken: str, **arguments: Any) -> list[str]:
+    """The error of a version whose other half does not come, and then that the next one is published."""
+    name, instead = BROKEN[broken]
+    whole = getattr(Share, name)
+    with on_hosts(["", "b"], parallel={"tensor": 2}, **arguments) as (_, publisher):
+        setattr(Share, name, instead)
+        try:
+            publisher.publish(0)
+        except TrainerError as error:
+            said = [type(error).__name__, str(error)]
+        setattr(Share, name, whole)
+        return [*said, str(publisher.publish(1).version)]
+
+
+def publish_without_certificates(**arguments: Any) -> list[str]:
+    """The error of a run whose hosts reach each other beyond loopback."""
+    os.environ["HOTSWAP_ADDRESS"] = "0.0.0.0"
+    try:
+        with on_hosts(["", "b"], parallel={"data": 2}, **arguments):
+            return []
+    except TrainerError as error:
+        return [type(error).__name__, str(error)]
+
+
+def address_towards(master: str, told: str) -> str:
+    os.environ.pop("HOTSWAP_ADDRESS", None)
+    os.environ["MASTER_ADDR"] = master
+    if told:
+        os.environ["HOTSWAP_ADDRESS"] = told
+    return trainer.several_hosts.address()

@@ -1,0 +1,127 @@
+"""Ranks without common memory publish one version: the same bytes as ever, over a real transport, or a clear error."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.trainer.fleet import fleet
+from tests.trainer.ranks import Ranks
+from trainer.config import ParallelConfig
+
+TWO, FOUR = ["", "b"], ["", "b", "", "b"]
+CASES: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("llama-tied", {"tensor": 2}, TWO),
+    ("qwen2", {"pipeline": 2}, TWO),
+    ("qwen3", {"data": 2, "shard": "full"}, TWO),
+    ("qwen2", {"tensor": 2, "pipeline": 2}, FOUR),
+    ("qwen2", {"pipeline": 2, "data": 2}, ["", "b", "c", "c"]),
+]
+
+
+@pytest.mark.parametrize(("model", "parallel", "hosts"), CASES)
+def test_a_run_on_several_hosts_publishes_what_one_rank_does(
+    one_rank: Ranks,
+    small_models: dict[str, str],
+    tmp_path: Path,
+    model: str,
+    parallel: dict[str, Any],
+    hosts: list[str],
+) -> None:
+    path = small_models[model]
+    received: list[dict[str, torch.Tensor]] = []
+    with fleet(path, tmp_path) as running:
+        running.server.load = lambda tensors, version: received.append(tensors)  # type: ignore[method-assign]
+        ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
+        arguments = {"path": path, "store": running.store_url, "steps": 2, "parallel": parallel}
+        answers = ranks.call("publish_from_hosts", hosts=hosts, **arguments)
+        ranks.call("publish_from_hosts", hosts=[""] * len(hosts), **arguments)
+    assert len({tuple(answer["versions"]) for answer in answers}) == 1
+    for rank, answer in enumerate(answers):
+        assert not answer["held"] or hosts[rank] != ""
+        assert answer["regions"][0] == answer["regions"][1], "memory was registered twice"
+    assert any(answer["held"] for answer in answers) == (parallel.keys() != {"data", "shard"})  # rank 0 has it all
+    assert len(received) == 6
+    for apart, together in zip(received[:3], received[3:], strict=True):
+        assert apart.keys() == together.keys()
+        assert all(torch.equal(apart[name], together[name]) for name in apart), (model, parallel)
+    assert any(not torch.equal(received[0][name], received[2][name]) for name in received[0])
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("memory", "rank 1 could not write its share: made to have no memory"),
+        ("holder", "rank 0 could not write its share: .*cannot be reached"),
+        ("bytes", "rank 0 could not write its share: tensor .* has digest"),
+    ],
+)
+def test_a_share_that_does_not_come_costs_one_version(
+    two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path, broken: str, said: str
+) -> None:
+    with fleet(small_models["qwen2"], tmp_path) as running:
+        arguments = {"path": small_models["qwen2"], "store": running.store_url, "broken": broken}
+        lead, other = two_ranks.call("publish_broken", **arguments)
+        assert running.versions == [int(lead[2])]
+    assert (lead[0], other[0]) == ("PublishError", "RankFailed")
+    assert re.search(said, lead[1])
+
+
+def test_a_run_that_another_launcher_starts_on_two_hosts(small_models: dict[str, str], tmp_path: Path) -> None:
+    """Each rank is a process with a host's name of its own; each publishes after every step."""
+    with fleet(small_models["qwen2"], tmp_path) as running, socket.create_server(("127.0.0.1", 0)) as free:
+        config = {
+            "model": {"path": small_models["qwen2"]},
+            "data": {"kind": "arithmetic"},
+            "algorithm": {"name": "sft"},
+            "parallel": {"tensor": 2},
+            "steps": 2,
+            "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32"},
+        }
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+        free.close()
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "trainer.main", "--config", str(tmp_path / "run.yaml")],
+                env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": "0", "HOTSWAP_HOST": host},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, host in enumerate(TWO)
+        ]
+        try:
+            said = [rank.communicate(timeout=240) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        assert [rank.returncode for rank in ranks] == [0, 0], said
+        events = [json.loads(line) for line in said[0][0].splitlines()]
+        published = [event["version"] for event in events if event["event"] == "step"]
+        assert running.versions[-2:] == published, events
+
+
+def test_hosts_without_certificates_are_refused_before_the_run(
+    two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path
+) -> None:
+    arguments = {"path": small_models["qwen2"], "store": f"sqlite:///{tmp_path}/absent.db"}
+    lead, other = two_ranks.call("publish_without_certificates", **arguments)
+    assert (lead[0], other[0]) == ("ConfigError", "RankFailed")
+    assert lead[1].startswith("publish: rank 0, one of several hosts', cannot pass on its share")
+    assert "Set HOTSWAP_CLUSTER_TLS" in lead[1]
+
+
+def test_a_host_is_reached_where_it_reaches_the_first(one_rank: Ranks) -> None:
+    assert one_rank.call("address_towards", master="localhost", told="") == ["127.0.0.1"]
+    assert one_rank.call("address_towards", master="127.0.0.1", told="10.0.0.7") == ["10.0.0.7"]
