@@ -7,8 +7,9 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from pathlib import Path
 
-from weightsync.errors import WeightSyncError
+from weightsync.errors import TransferError, WeightSyncError
 from weightsync.hosts import local_path
 from weightsync.peer.announce import copies_elsewhere
 from weightsync.peer.copies import pieces
@@ -39,15 +40,16 @@ class Offers:
     ) -> None:
         self._settings, self._store, self._keys, self._shelf = settings, store, Keys(settings.model), shelf
         self._tickets, self._speeds, self._pool, self._changed = tickets, speeds, pool, changed
+        self._told: set[Key] = set()  # those that the log says cannot be opened
         self.preparing: dict[Key, asyncio.Task[None]] = {}
 
     async def offer(self, version: VersionRecord, versions: list[VersionRecord]) -> None:
         """The slots of `version` that were published here. Raises StoreUnavailable."""
         for part in pieces(version):
             key, path = Key(part.manifest_digest), local_path(part.slot, self._settings.host)
-            if path is None or key in self._shelf.published or not path.exists():
+            if path is None or key in self._shelf.published:
                 continue
-            if await asyncio.to_thread(self._shelf.publish, key, path):
+            if await self._published(key, path):
                 known = {p.manifest_digest for v in versions for p in pieces(v)} - {key.digest}
                 if others := await copies_elsewhere(self._store, self._keys, known, self._settings.host):
                     base = base_for(part, versions, self._shelf, others)
@@ -57,6 +59,18 @@ class Offers:
         """What a thread is busy with goes on, and nobody is told."""
         for task in self.preparing.values():
             task.cancel()
+
+    async def _published(self, key: Key, path: Path) -> bool:
+        """Whether it is there. What cannot be opened now is looked at again, and holds up nothing else."""
+        try:
+            there = await asyncio.to_thread(self._shelf.publish, key, path)
+        except (OSError, TransferError) as error:
+            if key not in self._told:
+                log.warning("%s is not offered as long as %s cannot be opened: %s", key.digest, path, error)
+                self._told.add(key)
+            return False
+        self._told.discard(key)
+        return there
 
     async def _prepare(self, key: Key, part: PartRecord, base: PartRecord | None) -> None:
         """Its difference from the version of before, if that is worthwhile, and the digests of its chunks."""

@@ -148,6 +148,8 @@ class Shelf:
         except SlotBusy:
             return False
         try:
+            if not lock.nbytes:  # whoever made it was killed before it had pages
+                return False
             mapped = self.regions.of(path, lock.fd, writable=False)
             manifest_of(mapped.view, key.digest)
         except ManifestError:

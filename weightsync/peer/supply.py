@@ -44,10 +44,14 @@ class Supply:
         self._bring.keep_to(set(parts))
         self._look_at_current()
         key = self.turns.next([key for key in parts if not self._shelf.has(key)])
-        if self._current is not None and (self._current.key != key or self._current.task.done()):
+        if self._current is not None and self._is_over(self._current, key):
             await self.stop()
         if key is not None and self._current is None:
             self._current = _Current(key, asyncio.create_task(self._get(key, parts[key]), name=f"fetch {key.digest}"))
+
+    def _is_over(self, current: _Current, key: Key | None) -> bool:
+        """Whether to end it, for `key`. What has just come whole is about to end by itself, and to say so."""
+        return current.task.done() or (current.key != key and not self._shelf.has(current.key))
 
     async def keep_to(self, alive: set[Key]) -> None:
         """End the fetch of what is not in `alive`: only then may its slot be let go."""

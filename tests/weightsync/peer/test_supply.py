@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests.weightsync.peer.test_journal import CHUNK, CONTENT, KEY, SHAPE
 from weightsync import Store
 from weightsync.arena import Arena
 from weightsync.errors import PeerRefused
+from weightsync.hosts import slot_name
 from weightsync.peer.bitmap import Bitmap
 from weightsync.peer.client import PeerClient
 from weightsync.peer.messages import Key, Open
@@ -20,7 +22,7 @@ from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.service import Peer
 from weightsync.peer.settings import PeerSettings
 from weightsync.peer.supply import Supply
-from weightsync.records import PartRecord
+from weightsync.records import PartRecord, VersionRecord
 from weightsync.transport import open_transport
 
 GUARD_S = 60.0
@@ -57,6 +59,58 @@ async def test_a_difference_that_is_being_written_keeps_its_slot(peer: Peer) -> 
     assert peer._shelf.copies == {KEY: copy}
     peer._shelf.drop_deltas("", "n" * 32)
     assert peer._shelf.copies == {}
+
+
+async def test_a_slot_that_cannot_be_opened_holds_up_nothing_else(
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = VersionRecord(1, "ready", slot_name(tmp_path, "me"), 1, "d" * 32, None, None, "p", 1, 0.0, "", 1)
+
+    def publish(key: Key, path: Path) -> bool:
+        raise OSError(errno.EMFILE, "as told")
+
+    monkeypatch.setattr(peer._shelf, "publish", publish)
+    await peer._offers.offer(version, [version])
+    assert not peer._offers.preparing
+
+
+async def test_a_slot_whose_publisher_was_killed_before_it_had_pages_is_not_offered(peer: Peer, tmp_path: Path) -> None:
+    empty = tmp_path / "slot-empty"
+    empty.touch()
+    assert not peer._shelf.publish(KEY, empty)
+
+
+class Coming:
+    """In place of Bring: what it brings is whole, and it has not said so yet."""
+
+    waiting = None
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer, self.go_on = peer, asyncio.Event()
+
+    async def slot(self, key: Key, part: PartRecord, begun: Callable[[], None]) -> str:
+        copy, _ = self._peer._shelf.claim(key, "", SHAPE, None)
+        copy.whole = True
+        await self.go_on.wait()
+        return "full"
+
+    def keep_to(self, wanted: set[Key]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def test_a_fetch_that_is_about_to_end_may_say_so(peer: Peer) -> None:
+    coming, metrics, said = Coming(peer), PeerMetrics(), asyncio.Event()
+    supply = Supply(peer._shelf, coming, metrics, said.set)  # type: ignore[arg-type]
+    async with asyncio.timeout(GUARD_S):
+        while not peer._shelf.has(Key(PART.manifest_digest)):
+            await supply.steer([PART])
+            await asyncio.sleep(0)
+        await supply.steer([PART])
+        coming.go_on.set()
+        await said.wait()
+    assert metrics.fetch_seconds.labels("full")._sum.get() > 0
+    await supply.end()
 
 
 class Breaking:
