@@ -14,10 +14,11 @@ from pathlib import Path
 import msgspec
 
 from weightsync.peer.bitmap import Bitmap
-from weightsync.peer.chunks import Shape
+from weightsync.peer.chunks import MAX_CHUNKS, Shape
 from weightsync.peer.messages import Key
 
 PREFIX = "fetch-"
+LONGEST_LINE = len(str(MAX_CHUNKS))  # Python takes no number of thousands of digits
 
 
 class _First(msgspec.Struct, frozen=True):
@@ -64,7 +65,7 @@ class Journal:
             return None
         done = Bitmap(shape.chunks)
         for line in lines[:-1]:
-            if line.isdigit() and int(line) < shape.chunks:
+            if line.isdigit() and len(line) <= LONGEST_LINE and int(line) < shape.chunks:
                 done.add(int(line))
         return cls(path, first.model, first.part, Key(first.digest, first.delta_of), shape, done)
 

@@ -24,9 +24,9 @@ class LeftOut:
         self._hosts: dict[str, _Out] = {}
 
     def leave(self, host: str, seconds: float) -> None:
-        """Not before so many seconds, whatever is missing."""
-        until = time.monotonic() + seconds
-        self._hosts[host] = _Out(until, until, self._stalls(host))
+        """Not before so many seconds, whatever is missing; nor sooner than it would have been before."""
+        until, known = time.monotonic() + seconds, self._hosts.get(host) or _Out(0.0, 0.0)
+        self._hosts[host] = _Out(max(until, known.until), max(until, known.again_at), known.stalls)
 
     def stalled(self, host: str) -> None:
         """It did not answer in time. It may be the only one that has a chunk, so it is tried again before long."""

@@ -49,7 +49,7 @@ def test_chunks_are_remembered(tmp_path: Path) -> None:
     assert found(tmp_path) is None
 
 
-@pytest.mark.parametrize("end", [b"5", b"99\n", b"x\n", b"-1\n", b"\n\n"])
+@pytest.mark.parametrize("end", [b"5", b"99\n", b"x\n", b"-1\n", b"\n\n", 5000 * b"1" + b"\n"])
 def test_a_line_that_is_cut_short_or_wrong_counts_for_nothing(tmp_path: Path, end: bytes) -> None:
     journal = Journal.begin(tmp_path / "slot-1", "demo", "", KEY, SHAPE)
     journal.add(2)

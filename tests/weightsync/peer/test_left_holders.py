@@ -12,7 +12,7 @@ from tests.weightsync.peer.served import Served, slot_served
 from tests.weightsync.peer.test_fetch import GUARD_S, Reader, nobody_reads
 from weightsync.errors import PeerRefused, PeerUnreachable, WeightSyncError
 from weightsync.peer.fetch import first_answer
-from weightsync.peer.left_out import WRONG_S, LeftOut
+from weightsync.peer.left_out import BUSY_S, FIRST_TRY_S, STALLED_S, WRONG_S, LeftOut
 from weightsync.peer.messages import ALL, Have, Open, Opened
 from weightsync.transport import Transport, open_transport
 
@@ -103,3 +103,17 @@ def test_a_holder_may_stall_for_days(monkeypatch: pytest.MonkeyPatch) -> None:
         out.stalled("a")
     now += 30
     assert out.is_able("a", needed=True)
+
+
+def test_a_holder_that_stalled_and_is_busy_now_is_left_out_no_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("weightsync.peer.left_out.time.monotonic", lambda: now)
+    out = LeftOut()
+    out.stalled("a")
+    now += FIRST_TRY_S  # nobody else had what was missing
+    out.leave("a", BUSY_S)
+    now += BUSY_S
+    assert out.is_able("a", needed=True)
+    assert not out.is_able("a", needed=False)
+    now += STALLED_S
+    assert out.is_able("a", needed=False)
