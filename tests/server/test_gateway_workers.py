@@ -30,7 +30,7 @@ from server.gateway.__main__ import config_from, parser
 from server.gateway.access.records import INFER, KEYS_PREFIX, KeyLimits, KeyRecord, digest_of
 from server.gateway.workers.pages import Pages, merged
 from server.gateway.workers.place import VARIABLE, Place
-from server.gateway.workers.supervisor import WRONG_SETTINGS, Supervisor
+from server.gateway.workers.supervisor import MAX_DELAY_S, WRONG_SETTINGS, Supervisor, pause_after
 from weightsync.store.sync import SyncStore
 
 Sample = tuple[str, frozenset[tuple[str, str]], float]
@@ -130,6 +130,11 @@ async def test_wrong_settings_end_all() -> None:
         script = f"import os, sys, time; '\"index\":1' in os.environ['{VARIABLE}'] and sys.exit(2); time.sleep(60)"
         supervisor._command = [sys.executable, "-c", script]
         assert await asyncio.wait_for(supervisor.run(1.0), 20) == WRONG_SETTINGS
+
+
+def test_a_worker_that_dies_for_days_is_started_anew_all_the_same() -> None:
+    assert [pause_after(deaths) for deaths in (1, 2, 3)] == [0.1, 0.2, 0.4]
+    assert pause_after(8) == pause_after(10_000) == MAX_DELAY_S
 
 
 # real processes

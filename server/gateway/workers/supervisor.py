@@ -63,7 +63,7 @@ class Supervisor:
                 self._stopping.set()
                 return
             deaths = 1 if time.monotonic() - begun > STEADY_S else deaths + 1
-            delay = min(MAX_DELAY_S, 0.1 * 2 ** (deaths - 1))
+            delay = pause_after(deaths)
             log.error("worker %d ended (status %s); another starts in %.1f s", index, process.returncode, delay)
             await self._or_stopping(asyncio.sleep(delay))
 
@@ -97,3 +97,8 @@ class Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def pause_after(deaths: int) -> float:
+    """Seconds before a worker that died so many times in a row is started anew; it may die for days."""
+    return min(MAX_DELAY_S, 0.1 * 2 ** min(deaths - 1, 10))
