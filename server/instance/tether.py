@@ -47,9 +47,7 @@ class Tethers:
                 f"workers on other hosts reach this one at {address}, beyond loopback: give --cluster-tls DIR on every "
                 "host of the instance (docs/multinode.md)."
             )
-        server = await asyncio.start_server(
-            self._accept, address, 0, ssl=tls.server_context() if tls is not None else None
-        )
+        server = await self._listen(address, tls)
         try:
             port = int(server.sockets[0].getsockname()[1])
             yield asdict(Tether(this_host(), address, port, tls is not None, self._token))
@@ -58,6 +56,17 @@ class Tethers:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _listen(self, address: str, tls: ClusterTls | None) -> asyncio.Server:
+        """Raises ConfigError."""
+        context = tls.server_context() if tls is not None else None
+        try:
+            return await asyncio.start_server(self._accept, address, 0, ssl=context)
+        except OSError as error:
+            raise ConfigError(
+                f"workers on other hosts could not reach this one at {address} ({error.strerror or error}): set "
+                "VLLM_HOST_IP to an address of this host (docs/multinode.md)."
+            ) from error
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.ensure_future(self._hold(reader, writer))

@@ -285,6 +285,14 @@ async def test_beyond_loopback_it_listens_to_members_alone(monkeypatch: pytest.M
         assert end == {}
 
 
+async def test_an_address_of_another_host_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("server.instance.tether.own_address", lambda: "192.0.2.1")
+    tls = ClusterTls(Authority(tmp_path / "authority").mount(tmp_path / "tls"))
+    with pytest.raises(ConfigError, match=r"at 192\.0\.2\.1 .*: set VLLM_HOST_IP"):
+        async with Tethers().listening(2, tls):
+            pass
+
+
 def test_the_kernel_notices_a_host_that_is_gone() -> None:
     with socket.socket() as found:
         watch_for_loss(found)
