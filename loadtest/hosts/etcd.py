@@ -75,8 +75,13 @@ class Etcd(Members):
     def __init__(self, hosts: Hosts, binary: str, on: Sequence[int] = (0, 1, 2)) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="hotswap-etcd-", dir="/dev/shm"))
         super().__init__(hosts, binary, self.directory, on)
-        self._processes = [self._start(host) for host in self.on]
-        until(self.listen)
+        self._processes: list[subprocess.Popen[Any]] = []
+        try:
+            self._processes += [self._start(host) for host in self.on]
+            until(self.listen)
+        except BaseException:
+            self.close()
+            raise
 
     def settle(self) -> None:
         """Waits until all members agree."""
