@@ -55,18 +55,36 @@ def test_kernels_agree(bias: bool) -> None:
 
 
 def test_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsync.vllm_engine.kernels import choose_kernel
+    from weightsync.vllm_engine.kernels import choose_kernel, onednn_takes
 
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    fast = "packed" if torch.cpu._is_avx512_bf16_supported() else "onednn"
+    general = "onednn" if onednn_takes(bf16) else "plain"  # on a CPU without AVX-512
+    fast = "packed" if torch.cpu._is_avx512_bf16_supported() else general
     assert choose_kernel((64, 64), bf16, cpu) == fast
-    assert choose_kernel((64, 63), bf16, cpu) == "onednn"
+    assert choose_kernel((64, 63), bf16, cpu) == general
     assert choose_kernel((64, 64), torch.float32, cpu) == "onednn"
     assert choose_kernel((64, 64), bf16, torch.device("cuda")) == "plain"
     monkeypatch.setenv("HOTSWAP_LINEAR_KERNEL", "onednn")
-    assert choose_kernel((64, 64), bf16, cpu) == "onednn"
+    assert choose_kernel((64, 64), bf16, cpu) == general
     monkeypatch.setenv("HOTSWAP_LINEAR_KERNEL", "plain")
     assert choose_kernel((64, 64), bf16, cpu) == "plain"
+
+
+def test_a_cpu_for_which_onednn_has_no_kernel_multiplies_as_vllm_then_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import _custom_ops as ops
+
+    from weightsync.vllm_engine.kernels import choose_kernel, onednn_takes
+
+    def refuses(*_: object) -> None:
+        raise RuntimeError("could not create a primitive descriptor for the matmul primitive")
+
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(ops, "create_onednn_mm", refuses)
+    onednn_takes.cache_clear()
+    try:
+        assert choose_kernel((64, 64), torch.bfloat16, torch.device("cpu")) == "plain"
+    finally:
+        onednn_takes.cache_clear()
 
 
 def test_groups_follow_decoder_layers() -> None:

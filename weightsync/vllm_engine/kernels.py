@@ -3,11 +3,13 @@
 `packed`: vLLM's VNNI-packed GEMM. Its weight is a plain tensor, so it can lie in shared memory and be swapped by
           changing a pointer. Needs AVX512-BF16 and bf16 weights.
 `onednn`: vLLM's default on CPU. The packed bytes are private to C++, so each instance builds its own.
-`plain`:  the checkpoint's own layout, as accelerators and unpackable layers want it.
+`plain`:  the checkpoint's own layout, as accelerators and unpackable layers want it, and CPUs for whose instructions
+          oneDNN has no kernel of the weight's type (bf16 without AVX-512, say); vLLM then uses torch, too.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Literal
@@ -30,7 +32,17 @@ def choose_kernel(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     bf16 = dtype is torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
     if limit == "packed" and bf16 and out % 16 == 0 and inner % 32 == 0:
         return "packed"
-    return "plain" if limit == "plain" else "onednn"
+    return "onednn" if limit != "plain" and onednn_takes(dtype) else "plain"
+
+
+@functools.cache
+def onednn_takes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies by weights of this type on this CPU. It says so only when it is asked for a kernel."""
+    try:
+        onednn_linear(torch.zeros(BLOCK_ROWS, BLOCK_ROWS, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
 
 
 def pack_into(target: torch.Tensor, weight: torch.Tensor) -> None:
