@@ -99,7 +99,7 @@ class Shelf:
             lock.release()
         if left is not None:
             left.remove()
-        reserved = {str(journal.slot) for journal in self._left.values()}
+        reserved = {str(journal.slot) for journal in list(self._left.values())}
         lock = self.arena.claim(
             self._pool(key, part), shape.nbytes, reserved | {str(copy.path) for copy in list(self.copies.values())}
         )
@@ -132,8 +132,9 @@ class Shelf:
         kept = set(wanted)
         for key in list(self._left):
             slot = Key(key.digest)
-            if slot not in kept or (key.delta_of and self.has(slot)):
-                self._left.pop(key).remove()
+            unwanted = slot not in kept or (key.delta_of and self.has(slot))
+            if unwanted and (left := self._left.pop(key, None)) is not None:  # None: a thread is claiming it
+                left.remove()
 
     def close(self) -> None:
         """Let go of the slots; what is in them stays for the next process."""

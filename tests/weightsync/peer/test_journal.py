@@ -103,6 +103,24 @@ def test_what_is_left_of_something_else_is_given_up(tmp_path: Path) -> None:
         assert not list((tmp_path / "arena").glob("fetch-*"))
 
 
+def test_what_is_claimed_while_it_is_given_up_stays_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_transport("tcp", listen="127.0.0.1", tls=None) as transport:
+        first = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
+        first.claim(KEY, "", SHAPE, None)[0].journal.add(0)
+        first.close()
+        second = Shelf(Arena(tmp_path / "arena"), "demo", Regions(transport))
+        second.adopt()
+
+        def claimed(_: Key) -> bool:
+            """The slot is here, so the difference is not wanted; but another thread makes it anew just now."""
+            second.claim(KEY, "", SHAPE, None)
+            return True
+
+        monkeypatch.setattr(second, "has", claimed)
+        second.forget({Key(KEY.digest)})
+        assert second.copies[KEY].journal.path.exists()
+
+
 @pytest.mark.parametrize(
     ("nbytes", "chunk", "digests"), [(0, 4096, 0), (4096, 0, 1), (4096, 512, 8), (8192, 4096, 1), (-1, 4096, 0)]
 )
