@@ -84,7 +84,8 @@ class CopyBoard:
                 self._asked.clear()
                 for digest in following.keys() - self._wanted:
                     following.pop(digest).cancel()
-                    self._records.pop(digest, None)
+                for digest in self._records.keys() - self._wanted:  # also what was known before the store was away
+                    del self._records[digest]
                 for digest in self._wanted - following.keys():
                     following[digest] = tasks.create_task(self._follow(store, digest))
                 await self._asked.wait()

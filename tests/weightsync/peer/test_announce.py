@@ -58,6 +58,24 @@ async def test_the_board_follows_what_is_fetched_and_nothing_else(store: Store) 
     following.cancel()
 
 
+async def test_what_is_not_wanted_any_more_when_the_store_is_back_is_forgotten(store: Store) -> None:
+    board = CopyBoard(KEYS, "me")
+    await put(store, copy("a"))
+    following = asyncio.create_task(board.follow(store))
+    board.keep_to({X})
+    await seen(board, lambda: hosts(board, X) == {"a"})
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    assert hosts(board, X) == {"a"}  # what is being read goes on without the store
+    board.keep_to(set())
+    following = asyncio.create_task(board.follow(store))
+    async with asyncio.timeout(GUARD_S):
+        while board._asked.is_set():  # noqa: ASYNC110 - of another task
+            await asyncio.sleep(0)
+    assert hosts(board, X) == set()
+    following.cancel()
+
+
 async def test_a_record_that_cannot_be_read_keeps_nobody_from_the_others(store: Store) -> None:
     """Another release has a field more, and somebody writes another's name."""
     newer = json.dumps(json.loads(copy("newer").to_json()) | {"moon": "full"}).encode()
