@@ -21,9 +21,9 @@ Name = Annotated[str, typer.Argument(help="id of the instance, as `hotswap insta
 
 
 @app.command("list")
-def list_(state_dir: StateDir = None, url: Url = None, key_file: KeyFile = None) -> None:
+def list_(state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
     """Every instance with its state, versions, load and last swap times."""
-    show_instances(state_dir, url, key_file)
+    show_instances(state_dir, url, admin_key_file)
 
 
 @app.command()
@@ -32,10 +32,10 @@ def drain(
     wait: Annotated[float, typer.Option(help="seconds to wait until it has no request of any gateway's")] = 0.0,
     state_dir: StateDir = None,
     url: Url = None,
-    key_file: KeyFile = None,
+    admin_key_file: KeyFile = None,
 ) -> None:
     """Send it no new requests, at any gateway, until `resume` or until it is started anew."""
-    client = AdminClient(state_dir, url, key_file)
+    client = AdminClient(state_dir, url, admin_key_file)
     client.call("POST", f"/admin/instances/{name}/drain")
     if wait:
         _wait_until_idle(client, name, wait)
@@ -43,9 +43,9 @@ def drain(
 
 
 @app.command()
-def resume(name: Name, state_dir: StateDir = None, url: Url = None, key_file: KeyFile = None) -> None:
+def resume(name: Name, state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
     """Send it requests again."""
-    answer = AdminClient(state_dir, url, key_file).call("POST", f"/admin/instances/{name}/resume")
+    answer = AdminClient(state_dir, url, admin_key_file).call("POST", f"/admin/instances/{name}/resume")
     Console().print(f"{name} " + ("is about to stop by itself" if answer["draining"] else "gets requests again"))
 
 
@@ -57,11 +57,11 @@ def sleep(
     wait: Annotated[float, typer.Option(help="seconds to wait until its memory is free")] = 60.0,
     state_dir: StateDir = None,
     url: Url = None,
-    key_file: KeyFile = None,
+    admin_key_file: KeyFile = None,
 ) -> None:
     """Have it give its memory back, until `wake`."""
     body = {"level": level, "drain_s": drain, "requested_by": "hotswap", "wait_s": 0.0}
-    client = AdminClient(state_dir, url, key_file)
+    client = AdminClient(state_dir, url, admin_key_file)
     client.call("POST", f"/admin/instances/{name}/sleep", body)
     asleep = _wait_for(lambda: name in {r["id"] for r in client.call("GET", "/admin/sleep")["asleep"]}, wait)
     Console().print(f"{name} " + ("sleeps" if asleep else "is falling asleep"))
@@ -73,18 +73,18 @@ def wake(
     wait: Annotated[float, typer.Option(help="seconds to wait until it serves")] = 120.0,
     state_dir: StateDir = None,
     url: Url = None,
-    key_file: KeyFile = None,
+    admin_key_file: KeyFile = None,
 ) -> None:
     """End its sleep."""
-    client = AdminClient(state_dir, url, key_file)
+    client = AdminClient(state_dir, url, admin_key_file)
     client.call("POST", f"/admin/instances/{name}/wake", {"wait_s": 0.0})
     serves = _wait_for(lambda: name in _eligible(client), wait)
     Console().print(f"{name} " + ("serves" if serves else "is waking"))
 
 
-def show_instances(state_dir: Path | None, url: str | None = None, key_file: Path | None = None) -> None:
+def show_instances(state_dir: Path | None, url: str | None = None, admin_key_file: Path | None = None) -> None:
     """Print every instance with its state, versions and last swap times."""
-    rows = AdminClient(state_dir, url, key_file).call("GET", "/admin/instances")["instances"]
+    rows = AdminClient(state_dir, url, admin_key_file).call("GET", "/admin/instances")["instances"]
     table = Table("instance", "state", "version", "epoch", "weights", "load", "circuit", "stage, flip ms", "error")
     for r in rows:
         times = " ".join(f"{r[k]:.2f}" for k in ("stage_ms", "commit_ms") if r.get(k))

@@ -38,6 +38,10 @@ class OnLost(StrEnum):
 Lost = Annotated[OnLost, typer.Option("--on-lost", help="an instance dies before the commit: abort, or go on without")]
 Mode = Annotated[SwapMode, typer.Option(help="the whole fleet at once, or one instance after the other")]
 Drain = Annotated[float | None, typer.Option(help="rolling: seconds an instance may wait for its streams to end")]
+StoreUrl = Annotated[
+    str | None, typer.Option(envvar="HOTSWAP_STORE", help="URL of the records; default: from the state directory")
+]
+Name = Annotated[str | None, typer.Option(help="the model's served name; needed with --store")]
 Deadline = Annotated[float | None, typer.Option(help="seconds to stage everywhere; default: the gateway's")]
 
 
@@ -121,13 +125,15 @@ def verify(
     version: Annotated[int | None, typer.Argument(help="default: the active one")] = None,
     as_json: AsJson = False,
     state_dir: StateDir = None,
+    store: StoreUrl = None,
+    name: Name = None,
 ) -> None:
     """Read every byte of a version on this host again, and compare what each instance runs. Status 1 on a mismatch."""
     from weightsync.digests.verify import verify as verify_version
 
-    server = ServerInfo.read(state_dir or default_state_dir(None))
+    where = _records(state_dir, store, name)
     try:
-        report = verify_version(server.store, server.model, version)
+        report = verify_version(*where, version)
     except WeightSyncError as error:
         raise CliError(str(error)) from error
     show_report(report, as_json=as_json)
@@ -141,16 +147,28 @@ def diff(
     b: Annotated[int, typer.Argument(help="another one")],
     as_json: AsJson = False,
     state_dir: StateDir = None,
+    store: StoreUrl = None,
+    name: Name = None,
 ) -> None:
     """Show which tensors two versions on this host differ in, and by how much."""
     from weightsync.digests.diff import diff as diff_versions
 
-    server = ServerInfo.read(state_dir or default_state_dir(None))
+    where = _records(state_dir, store, name)
     try:
-        found = diff_versions(server.store, server.model, a, b)
+        found = diff_versions(*where, a, b)
     except WeightSyncError as error:
         raise CliError(str(error)) from error
     show_diff(found, as_json=as_json)
+
+
+def _records(state_dir: Path | None, store: str | None, name: str | None) -> tuple[str, str]:
+    """The store with a model's records, and the model's name. Raises CliError."""
+    if store is not None and state_dir is None:
+        if name is None:
+            raise CliError("--store has the records of several models: say which one with --name")
+        return store, name
+    server = ServerInfo.read(state_dir or default_state_dir(name))
+    return server.store, server.model
 
 
 def _swap_options(mode: SwapMode, drain_s: float | None, deadline_s: float | None, on_lost: OnLost) -> dict[str, Any]:

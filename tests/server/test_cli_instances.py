@@ -28,7 +28,7 @@ def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running
 
 
 async def run(gateway: RunningGateway, *arguments: str) -> str:
-    where = ["--url", f"http://127.0.0.1:{gateway.admin_port}", "--key-file", "/dev/null"]
+    where = ["--url", f"http://127.0.0.1:{gateway.admin_port}", "--admin-key-file", "/dev/null"]
     done = await asyncio.to_thread(CliRunner().invoke, app, ["instances", *arguments, *where], terminal_width=200)
     if done.exception is not None:
         raise done.exception

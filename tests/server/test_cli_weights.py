@@ -53,6 +53,16 @@ def slot_of(state_dir: Path, version: int) -> Path:
         return Path(next(v.slot for v in publisher.versions() if v.version == version))
 
 
+def test_records_are_found_without_a_state_directory(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pod: the store's URL is in the environment, and nobody has run `up`."""
+    monkeypatch.setenv("HOTSWAP_STATE_DIR", str(state_dir / "none"))
+    monkeypatch.setenv("HOTSWAP_STORE", f"sqlite://{state_dir / 'store.db'}")
+    assert "version 2 is as published" in run("verify", "--name", "demo")[1]
+    assert "versions 1 and 2: 1 of 2 tensors differ" in run("diff", "1", "2", "--name", "demo")[1]
+    with pytest.raises(CliError, match="say which one with --name"):
+        run("verify")
+
+
 def test_verify_says_what_was_read(state_dir: Path) -> None:
     status, out = run("verify", "--state-dir", state_dir)
     assert (status, "version 2 is as published: 2 tensors, 148 bytes" in out) == (0, True)

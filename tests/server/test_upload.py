@@ -245,11 +245,12 @@ def test_an_upload_is_bounded_by_what_a_version_takes(gateway: RunningGateway, r
 
 
 def test_activation_can_be_asked_for_without_waiting(gateway: RunningGateway, remote: RemotePublisher) -> None:
-    version = remote.publish(weights(), wait=False, timeout_s=7.0, mode="rolling", drain_s=3.0)
+    version = remote.publish(weights(), wait=False, timeout_s=7.0, mode="rolling", drain_s=3.0, on_lost="continue")
     found = gateway.store.get(Keys(MODEL).target)
     assert found is not None
     wish = TargetRecord.from_json(found.value)
     assert (wish.version, wish.deadline_s, wish.mode, wish.drain_s) == (version, 7.0, "rolling", 3.0)
+    assert wish.on_lost == "continue"
 
 
 class Link:

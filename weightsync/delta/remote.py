@@ -24,7 +24,7 @@ from weightsync.delta.remote_http import AdminApi, Refused, Unreachable
 from weightsync.errors import RemoteError, SwapAborted, SwapTimeout
 from weightsync.manifest import TensorSpec
 from weightsync.publisher import NamedTensors
-from weightsync.records import SwapMode
+from weightsync.records import OnLost, SwapMode
 from weightsync.sources import copy_sums, spec_of
 
 ATTEMPTS = 6
@@ -99,6 +99,7 @@ class RemotePublisher:
         timeout_s: float = 60.0,
         mode: SwapMode = "together",
         drain_s: float | None = None,
+        on_lost: OnLost = "abort",
         metadata: Mapping[str, str] | None = None,
         source: str = "",
     ) -> int:
@@ -111,7 +112,8 @@ class RemotePublisher:
         self._next.take(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
         header = DeltaHeader(self.model, self._next.rows, None, step, dict(metadata or {}), source)
         query: dict[str, Any] = {"upload_id": uuid.uuid4().hex}
-        wish = {"deadline_s": timeout_s, "mode": mode, **({"drain_s": drain_s} if drain_s is not None else {})}
+        wish = {"deadline_s": timeout_s, "mode": mode, "on_lost": on_lost}
+        wish |= {"drain_s": drain_s} if drain_s is not None else {}
         if activate and not wait:
             query |= {"activate": True, **wish}
         answer = self._deliver(header, query)

@@ -21,7 +21,7 @@ from server.gateway.deps import GatewayDep
 from server.gateway.gateway import Gateway
 from weightsync.ledger import ensure_arena
 from weightsync.manifest import Schema
-from weightsync.records import ActiveRecord, Keys, TargetRecord
+from weightsync.records import ActiveRecord, Keys, OnLost, TargetRecord
 from weightsync.swap import activation
 
 router = APIRouter(prefix="/admin", tags=["admin"])
@@ -31,6 +31,8 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UploadId = Annotated[str, Query(pattern="^[A-Za-z0-9_-]{8,64}$", description="the same id again, the same version")]
 Deadline = Annotated[float | None, Query(gt=0, le=3600, description="seconds to stage everywhere")]
 Drain = Annotated[float | None, Query(ge=0, le=3600, description="for streams to end; rolling 30, else 0")]
+
+Lost = Annotated[OnLost, Query(description="when an instance dies before the commit")]
 
 
 @router.post("/weights/upload")
@@ -42,6 +44,7 @@ async def upload(
     mode: Literal["together", "rolling"] = "together",
     drain_s: Drain = None,
     deadline_s: Deadline = None,
+    on_lost: Lost = "abort",
 ) -> dict[str, Any]:
     """Publishes what the body holds; with `activate`, asks for its swap and does not wait for it."""
     if request.headers.get("content-type") != "application/octet-stream":
@@ -50,7 +53,9 @@ async def upload(
     async def then(answer: dict[str, Any]) -> dict[str, Any]:
         if activate:
             within_s = deadline_s or gateway.config.swap_deadline_s
-            wish = activation.new_target(int(answer["version"]), "upload", within_s, mode=mode, drain_s=drain_s)
+            wish = activation.new_target(
+                int(answer["version"]), "upload", within_s, mode=mode, drain_s=drain_s, on_lost=on_lost
+            )
             await _ask_for(gateway, wish)
         return answer
 
