@@ -82,6 +82,11 @@ class Bring:
         self._left_out.pop(key, None)
         return "full"
 
+    def has_others(self, key: Key) -> bool:
+        """Whether some host that is not left out offers it."""
+        left_out = self._left_out.get(key, LeftOut())
+        return any(left_out.is_able(record.host, needed=False) for record in self._board.offered(key))
+
     def keep_to(self, wanted: set[Key]) -> None:
         """Forget who is left out for what is not wanted."""
         for key in [key for key in self._left_out if Key(key.digest) not in wanted]:

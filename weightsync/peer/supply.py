@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weightsync.errors import ArenaFull, PeerError, PeerUnreachable, WeightSyncError
+from weightsync.errors import ArenaFull, DigestMismatch, ManifestError, PeerError, PeerUnreachable, WeightSyncError
 from weightsync.peer.bring import Bring
 from weightsync.peer.messages import Key
 from weightsync.peer.metrics import PeerMetrics
@@ -87,6 +87,11 @@ class Supply:
                 self._failed(key, error)
         except (PeerError, PeerUnreachable) as error:
             self.turns.ended(key, error, failed=False)
+        except (DigestMismatch, ManifestError) as error:  # of the hosts it came from, which are left out now
+            if self._bring.has_others(key):
+                self.turns.ended(key, error, failed=False)
+            else:
+                self._failed(key, error)
         except (WeightSyncError, OSError) as error:
             self._failed(key, error)
         except Exception as error:  # a fault of ours: said, and not tried again at once

@@ -13,7 +13,7 @@ from tests.weightsync.peer.hosts import MODEL
 from tests.weightsync.peer.test_journal import CHUNK, CONTENT, KEY, SHAPE
 from weightsync import Store
 from weightsync.arena import Arena
-from weightsync.errors import PeerRefused
+from weightsync.errors import DigestMismatch, PeerRefused
 from weightsync.hosts import slot_name
 from weightsync.peer.bitmap import Bitmap
 from weightsync.peer.client import PeerClient
@@ -22,7 +22,7 @@ from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.service import Peer
 from weightsync.peer.settings import PeerSettings
 from weightsync.peer.supply import Supply
-from weightsync.records import PartRecord, VersionRecord
+from weightsync.records import CopyRecord, PartRecord, VersionRecord
 from weightsync.transport import open_transport
 
 GUARD_S = 60.0
@@ -143,3 +143,45 @@ async def test_a_fault_of_the_peers_own_is_said_and_not_tried_again_at_once(peer
         await asyncio.sleep(0)
     assert broken.asked == 1
     await supply.end()
+
+
+class Wrong(Breaking):
+    """In place of Bring: what came is not what the manifest says, from the one host and then from the other."""
+
+    def __init__(self, others: list[bool]) -> None:
+        super().__init__()
+        self._others = others
+
+    async def slot(self, key: Key, part: PartRecord, begun: Callable[[], None]) -> str:
+        self.asked += 1
+        raise DigestMismatch("a.weight", "0", "1")
+
+    def has_others(self, key: Key) -> bool:
+        return self._others.pop(0)
+
+
+async def test_wrong_contents_fail_a_fetch_only_when_no_other_host_has_it(peer: Peer) -> None:
+    """An instance refuses a swap as soon as its peer has failed: one bad host of several must not cost it that."""
+    wrong, metrics = Wrong([True, False]), PeerMetrics()
+    supply = Supply(peer._shelf, wrong, metrics, lambda: None)  # type: ignore[arg-type]
+    seen = []
+    async with asyncio.timeout(GUARD_S):
+        while not supply.turns.failed:
+            await supply.steer([PART])
+            await asyncio.sleep(0.01)
+            seen.append((wrong.asked, bool(supply.turns.failed)))
+    assert (1, False) in seen
+    assert wrong.asked == 2
+    assert metrics.failures.labels("digest_mismatch")._value.get() == 1
+    await supply.end()
+
+
+async def test_who_is_left_out_is_no_other_host(peer: Peer) -> None:
+    bring, key = peer._supply._bring, Key(PART.manifest_digest)
+    assert not bring.has_others(key)
+    records = {h: CopyRecord(h, f"//{h}/slot", key.digest, 1, "ready", "127.0.0.1:1", 0.0) for h in ("a", "b")}
+    bring._board._records[key.digest] = records
+    bring._leave(key, "a", 60)
+    assert bring.has_others(key)
+    bring._leave(key, "b", 60)
+    assert not bring.has_others(key)
