@@ -18,9 +18,9 @@ from loadtest.chaos.schedule import LINK
 # for instead.
 RETRYABLE = frozenset(
     {
-        "bad_upstream", "deadline_unmet", "engine_died", "instance_unreachable", "leaving", "no_instance",
+        "bad_upstream", "deadline_unmet", "instance_unreachable", "leaving", "no_instance",
         "not_answering", "overloaded", "queue_full", "queue_timeout", "store_unavailable", "upstream_died",
-        "upstream_timeout", "version_mismatch", "version_unavailable", "version_wait_timeout", "weights_changed",
+        "upstream_timeout", "version_unavailable", "version_wait_timeout", "weights_changed",
     }
 )  # fmt: skip
 AFTER_S = 5.0  # a connection may be noticed to be dead so long after its gateway is well again
