@@ -8,7 +8,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
@@ -43,6 +43,22 @@ def an_index_that_reaches_through_a_module_it_may_name(role: Path, mark: Path) -
     name = text("torch.distributed.checkpoint.metadata") + text("os.system") + pickle.STACK_GLOBAL
     called = text(f"touch {mark}") + pickle.TUPLE1 + pickle.REDUCE
     (role / ".metadata").write_bytes(pickle.PROTO + b"\x04" + name + called + pickle.STOP)
+
+
+def an_index_that_looks_up_a_method(role: Path, mark: Path) -> None:
+    """As members of enumerations are looked up, in older Pythons."""
+
+    class Touch:
+        def __reduce__(self) -> Any:
+            return Method(), (mark,)
+
+    class Method:
+        def __reduce__(self) -> Any:
+            return getattr, (PosixPath, "touch")
+
+        def __call__(self) -> None: ...
+
+    (role / ".metadata").write_bytes(pickle.dumps(Touch()))
 
 
 def an_index_beside_a_trap(role: Path, mark: Path) -> None:
@@ -96,6 +112,7 @@ def a_common_part_that_runs_a_command(role: Path, mark: Path) -> None:
 TRAPS: list[Callable[[Path, Path], None]] = [
     an_index_that_runs_a_command,
     an_index_that_reaches_through_a_module_it_may_name,
+    an_index_that_looks_up_a_method,
     an_index_beside_a_trap,
     a_weight_that_is_called_bytes,
     a_shard_that_runs_a_command,

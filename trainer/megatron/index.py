@@ -42,6 +42,16 @@ _ADMITTED |= {("torch", name): kind for name, kind in vars(torch).items() if isi
 _ADMITTED["torch.serialization", "_get_layout"] = lambda _: torch.strided  # the only one there is here
 
 
+def _member(kind: Any, name: Any) -> Any:
+    """As which Python before 3.11.4 pickles a member of an enumeration; nothing else is looked up by name."""
+    if kind is not parts._MEM_FORMAT_ENCODING or not isinstance(name, str):
+        raise pickle.UnpicklingError("it looks up an attribute, which no index does")
+    return parts._MEM_FORMAT_ENCODING[name]
+
+
+_ADMITTED["builtins", "getattr"] = _member
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ADMITTED:

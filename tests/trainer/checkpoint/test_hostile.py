@@ -12,6 +12,7 @@ from tests.trainer.ranks import Ranks
 EXPECTED = {
     "an_index_that_runs_a_command": "asks for posix.system",
     "an_index_that_reaches_through_a_module_it_may_name": "asks for torch.distributed.checkpoint.metadata.os.system",
+    "an_index_that_looks_up_a_method": "looks up an attribute",
     "an_index_beside_a_trap": "asks for posix.system",
     "a_shard_that_runs_a_command": "Weights only load failed",
     "a_shard_elsewhere": "points outside of the directory",
