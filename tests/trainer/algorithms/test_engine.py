@@ -22,10 +22,16 @@ def serial(one_rank: Ranks, small_models: dict[str, str]) -> dict[str, Any]:
     return numbers
 
 
+CLIPPED = "value_clip_ratio"
+
+
 def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, steps in found.items():
         for mine, theirs in zip(steps, expected[name], strict=True):
-            assert mine == pytest.approx(theirs, rel=2e-3, abs=2e-5), name
+            near = {key: pytest.approx(value, rel=2e-3, abs=2e-5) for key, value in theirs.items()}
+            if CLIPPED in theirs:  # a value on the bound counts as clipped or not, by its last bit; three tokens may
+                near[CLIPPED] = pytest.approx(theirs[CLIPPED], abs=3 / theirs["tokens"])
+            assert mine == near, name
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
