@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -18,10 +19,10 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from weightsync import Publisher, SlotReader, SyncStore
+from weightsync import Publisher, SlotReader, Store, SyncStore
 from weightsync.hosts import local_path
 from weightsync.peer.copies import parsed
-from weightsync.records import CopyRecord, Keys, VersionRecord
+from weightsync.records import CopyRecord, InstanceRecord, Keys, VersionRecord
 
 MODEL = "demo"
 KEYS = Keys(MODEL)
@@ -134,3 +135,14 @@ def path_of(copy: CopyRecord) -> Path:
     path = local_path(copy.slot, copy.host)
     assert path is not None
     return path
+
+
+async def serving(store: Store, version: int, instance: str, wait_s: float) -> InstanceRecord:
+    """The record of an instance, once it serves that version."""
+    async with asyncio.timeout(wait_s):
+        while True:
+            found = await store.get(KEYS.instance(instance))
+            record = InstanceRecord.from_json(found.value) if found else None
+            if record is not None and record.state == "SERVING" and record.active_version == version:
+                return record
+            await asyncio.sleep(0.05)

@@ -15,9 +15,9 @@ import pytest
 
 from tests.live import VLLM_ARGS
 from tests.weightsync.fleet import running_fleet
-from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, path_of
+from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, path_of, serving
 from weightsync import Store
-from weightsync.records import ActiveRecord, InstanceRecord, VersionRecord
+from weightsync.records import ActiveRecord, VersionRecord
 
 pytestmark = pytest.mark.engine
 STORES = ["etcd"]
@@ -34,17 +34,6 @@ def instance_on_b(hosts: Hosts, model: Path) -> Iterator[None]:
     finally:
         process.terminate()
         process.wait(60)
-
-
-async def serving(store: Store, version: int) -> InstanceRecord:
-    """The record of the instance, once it serves that version."""
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            found = await store.get(KEYS.instance("on-b"))
-            record = InstanceRecord.from_json(found.value) if found else None
-            if record is not None and record.state == "SERVING" and record.active_version == version:
-                return record
-            await asyncio.sleep(0.1)
 
 
 async def push(hosts: Hosts, host: str, directory: Path) -> VersionRecord:
@@ -69,7 +58,7 @@ async def test_an_instance_stages_versions_of_another_host(
             fleet.coordinator()
             for name, token in (("say-1", 101), ("say-2", 102)):
                 version = await push(hosts, "a", checkpoints[name])
-                record = await serving(store, version.version)
+                record = await serving(store, version.version, "on-b", WAIT_S)
                 assert record.fingerprint == version.fingerprint
                 assert path_of(hosts.copies(version.manifest_digest)["b"]).parent == hosts.arenas["b"]
                 body = {"prompt_token_ids": [3, 4, 5], "max_tokens": 3, "temperature": 0, "stream": False}

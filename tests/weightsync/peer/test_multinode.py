@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from server.cli.up import free_port
 from tests.weightsync.fleet import running_fleet
-from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, newest, until
+from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, newest, serving, until
 from weightsync import Coordinator, Store
-from weightsync.records import InstanceRecord, VersionRecord
+from weightsync.records import VersionRecord
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 WAIT_S = 400.0  # a guard: five processes import vLLM, three of them one after the other
@@ -65,19 +65,9 @@ async def publish(hosts: Hosts, host: str, checkpoint: Path) -> VersionRecord:
     return newest(publisher)
 
 
-async def serving(store: Store, version: int) -> InstanceRecord:
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            found = await store.get(KEYS.instance("i"))
-            record = InstanceRecord.from_json(found.value) if found else None
-            if record is not None and record.state == "SERVING" and record.active_version == version:
-                return record
-            await asyncio.sleep(0.05)
-
-
 async def answer(store: Store, version: int) -> list[int]:
     """Of the instance, once it serves that version."""
-    record = await serving(store, version)
+    record = await serving(store, version, "i", WAIT_S)
     body = {"prompt_token_ids": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": False}
     async with httpx.AsyncClient(timeout=WAIT_S) as client:
         said = (await client.post(f"{record.address}/generate", json=body)).raise_for_status().json()
@@ -98,7 +88,7 @@ async def test_ranks_on_two_hosts_swap_roll_back_and_end_together(
             assert await answer(store, first.version) == expected(checkpoints["a"])
             second = await publish(hosts, "b", checkpoints["b"])
             assert await answer(store, second.version) == expected(checkpoints["b"])
-            assert (await serving(store, second.version)).fingerprint == second.fingerprint
+            assert (await serving(store, second.version, "i", WAIT_S)).fingerprint == second.fingerprint
             report = await Coordinator(fleet.store(), MODEL).activate(first.version, deadline_s=WAIT_S)
             assert report.ok, report.reason
             assert await answer(store, first.version) == expected(checkpoints["a"])
