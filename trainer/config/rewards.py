@@ -59,7 +59,8 @@ class RegexReward(RewardOptions):
 class CallableReward(RewardOptions):
     """`target` is `package.module:function`, called with (prompt, answer, expected), all text, and with `extra` (the
     record's, a dict) if it has such a parameter; returns a number. It may be a coroutine function: then each worker
-    runs up to `concurrency` calls at a time."""
+    runs up to `concurrency` calls at a time. An attribute `many` of it gets the list of (prompt, answer, expected,
+    extra) that wait, up to its attribute `batch` (16), and returns as many numbers."""
 
     kind: Literal["callable"] = "callable"
     target: str = ""
@@ -131,19 +132,21 @@ class CodeReward(RewardOptions):
 @dataclass(frozen=True)
 class ClassifierReward(RewardOptions):
     """A Hugging Face sequence classifier's opinion of prompt and answer, in its own process. With one label its logit
-    (or the sigmoid of it, `probability`), else the log-odds (or the probability) of `label`."""
+    (or the sigmoid of it, `probability`), else the log-odds (or the probability) of `label`. Up to `batch` answers that
+    wait are one forward pass; their values then depend in the last bits on what they were beside."""
 
     kind: Literal["classifier"] = "classifier"
     path: str = ""
     label: int = -1
     probability: bool = True
     max_tokens: int = 512
+    batch: int = 16
     workers: int = 1
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(self, "max_tokens")
+        positive(self, "max_tokens", "batch")
         if not self.path:
             raise ConfigError("path", "missing", "Name a directory with a sequence classification checkpoint")
 

@@ -82,5 +82,5 @@ def _job(config: CallableReward | RegexReward | MathReward | ClassifierReward) -
         return {"pattern": config.pattern}
     if isinstance(config, MathReward):
         return {"boxed_only": config.boxed_only, "precision": config.precision}
-    options = ("path", "label", "probability", "max_tokens")
+    options = ("path", "label", "probability", "max_tokens", "batch")
     return {name: getattr(config, name) for name in options}

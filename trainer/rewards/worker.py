@@ -3,18 +3,24 @@
 JOB names the job and its options. The first line it writes is `{"concurrency": n, "bytes": n}` (bytes: of the models
 that it holds), or `{"problem": ...}` if it cannot do the job. Each request has an `id`, which its reply repeats beside
 `value`, `problem` or `late`. What the reward's own code prints goes to standard error.
+
+A job whose function has `many`, and a `batch` above 1, gets what has come meanwhile as one batch,
+and never waits for more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import importlib
 import inspect
 import os
+import queue
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, BinaryIO
 
 import orjson
@@ -39,10 +45,12 @@ def main() -> None:
         _say(replies, {"concurrency": job.get("concurrency", 64), "bytes": getattr(function, "nbytes", 0)})
         asyncio.run(_serve(function, requests, replies))
         return
-    _say(replies, {"concurrency": 1, "bytes": getattr(function, "nbytes", 0)})
-    for line in requests:
-        request = orjson.loads(line)
-        _say(replies, {"id": request["id"], **_outcome(function, request)})
+    batch = getattr(function, "batch", 1)  # the next one comes in while one is computed
+    _say(replies, {"concurrency": 2 * batch if batch > 1 else 1, "bytes": getattr(function, "nbytes", 0)})
+    for lines in _batches(requests, batch) if batch > 1 else ([line] for line in requests):
+        asked = [orjson.loads(line) for line in lines]
+        for request, outcome in zip(asked, _outcomes(function, asked), strict=True):
+            _say(replies, {"id": request["id"], **outcome})
 
 
 async def _serve(function: Function, requests: BinaryIO, replies: BinaryIO) -> None:
@@ -62,6 +70,35 @@ async def _answer(function: Function, request: dict[str, Any], replies: BinaryIO
     except Exception as error:
         reply = {"problem": f"it raised {error!r}."}
     _say(replies, {"id": request["id"], **reply})
+
+
+def _batches(requests: BinaryIO, most: int) -> Iterator[list[bytes]]:
+    """What has come since the last ones were taken, `most` lines at a time."""
+    come: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in requests:
+            come.put(line)
+        come.put(b"")
+
+    threading.Thread(target=read, daemon=True).start()
+    while line := come.get():
+        lines = [line]
+        while len(lines) < most and not come.empty() and (line := come.get()):
+            lines.append(line)
+        yield lines
+        if not line:
+            return
+
+
+def _outcomes(function: Function, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each. If a batch fails, each is tried alone, so that only the culprit does."""
+    if len(requests) > 1:
+        with contextlib.suppress(Exception):
+            values = [{"value": float(value)} for value in function.many([_arguments(r) for r in requests])]  # type: ignore[attr-defined]
+            if len(values) == len(requests):
+                return values
+    return [_outcome(function, request) for request in requests]
 
 
 def _outcome(function: Function, request: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +126,7 @@ def _die_with_parent() -> None:
 
 def _callable(target: str, concurrency: int = 64) -> Function:
     """The user's function, given `extra` if it has such a parameter. One that holds a model may say in its attribute
-    `nbytes` how much that takes."""
+    `nbytes` how much that takes, and value several answers at once by `many`, `batch` at most."""
     module, _, name = target.partition(":")
     try:
         function: Function = getattr(importlib.import_module(module), name)
@@ -114,6 +151,8 @@ def _callable(target: str, concurrency: int = 64) -> Function:
 
 def _as_large(made: Function, function: Function) -> Function:
     made.nbytes = getattr(function, "nbytes", 0)  # type: ignore[attr-defined]
+    if hasattr(function, "many"):
+        made.many, made.batch = function.many, getattr(function, "batch", 16)  # type: ignore[attr-defined]
     return made
 
 
@@ -129,10 +168,10 @@ def _regex(pattern: str) -> Function:
     return Regex(pattern)
 
 
-def _classifier(path: str, label: int, probability: bool, max_tokens: int) -> Function:
+def _classifier(path: str, label: int, probability: bool, max_tokens: int, batch: int) -> Function:
     from trainer.rewards.classifier import Classifier
 
-    return Classifier(path, label, probability=probability, max_tokens=max_tokens)
+    return Classifier(path, label, probability=probability, max_tokens=max_tokens, batch=batch)
 
 
 JOBS: dict[str, Callable[..., Function]] = {

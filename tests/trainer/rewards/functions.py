@@ -82,3 +82,22 @@ class Large:
 
 
 large = Large()
+
+
+class Together:
+    """Values an answer by how many were beside it; one answer spoils, blocks or ends it for all."""
+
+    batch = 4
+
+    def __call__(self, prompt: str, answer: str, expected: str) -> float:
+        misbehaves(prompt, answer, expected)
+        return 1.0
+
+    def many(self, asked: list[tuple[str, str, str, dict[str, Any]]]) -> list[float]:
+        time.sleep(0.1)  # others come meanwhile
+        for prompt, answer, expected, _ in asked:
+            misbehaves(prompt, answer, expected)
+        return [float(len(asked))] * len(asked)
+
+
+together = Together()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from trainer.config import ClassifierReward, GatewayConfig, JudgeReward, MathReward, RegexReward, RewardConfig
 from trainer.errors import ConfigError
 from trainer.rewards import RewardRequest, Score, build_scorer
+from trainer.rewards.classifier import Classifier
 from trainer.tiny_model import write_tiny_model
 
 
@@ -90,6 +92,32 @@ def test_a_classifier_scores_prompt_and_answer(classifier: Path) -> None:
     assert first.total == again.total != second.total
     other = scores(ClassifierReward(path=str(classifier), label=0), ("07", ""))[0]
     assert other.total == pytest.approx(1 - first.total, abs=1e-6)
+
+
+def test_answers_that_wait_are_one_forward_pass(classifier: Path) -> None:
+    """Rows of unequal length give what each gives alone."""
+    model = Classifier(str(classifier), -1, probability=False, max_tokens=512, batch=8)
+    asked: list[tuple[str, str, str, dict[str, Any]]] = [("07" * n, "3", "", {}) for n in range(1, 9)]
+    alone = [model(*one) for one in asked]
+    assert model.batch == 8
+    assert len(set(alone)) == 8
+    assert model.many(asked) == pytest.approx(alone, abs=1e-5)
+    told = [("07" * n, "3") for n in range(1, 41)]
+    together = scores(ClassifierReward(path=str(classifier), batch=8, probability=False), *told)
+    one_by_one = scores(ClassifierReward(path=str(classifier), batch=1, probability=False), *told)
+    assert [s.total for s in together] == pytest.approx([s.total for s in one_by_one], abs=1e-5)
+    assert not any(s.failures for s in together)
+
+
+def test_a_classifier_without_padding_takes_one_at_a_time(classifier: Path, tmp_path: Path) -> None:
+    shutil.copytree(classifier, tmp_path / "unpadded")
+    config = tmp_path / "unpadded" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": None}))
+    model = Classifier(str(tmp_path / "unpadded"), -1, probability=True, max_tokens=512, batch=8)
+    assert model.batch == 1
+    assert model("07", "", "", {}) == Classifier(str(classifier), -1, probability=True, max_tokens=512)(
+        "07", "", "", {}
+    )
 
 
 def test_models_rest_and_wake(classifier: Path) -> None:

@@ -149,6 +149,19 @@ def test_coroutines_share_a_worker_and_one_that_blocks_it_costs_the_others_nothi
     assert [s.total for s in scores] == [1.0] * 10 + [0.0] + [1.0] * 10
 
 
+@pytest.mark.parametrize("fault", ["raise", "hang", "die"])
+def test_answers_that_wait_are_valued_together_and_a_bad_one_costs_the_others_nothing(fault: str) -> None:
+    scorer = build_scorer([CallableReward(target=f"{HERE}:together", timeout_s=3.0, workers=1)])
+    try:
+        good = [s.total for s in ask(scorer, *["fine"] * 20)]
+        assert max(good) == 4.0, "a batch at most"
+        spoilt = ask(scorer, *["fine"] * 6, fault, *["fine"] * 6)
+        assert [bool(s.failures) for s in spoilt] == [False] * 6 + [True] + [False] * 6
+        assert all(s.total >= 1.0 for s in spoilt if not s.failures)
+    finally:
+        scorer.close()
+
+
 def test_a_coroutine_that_is_late_is_cancelled_without_its_worker() -> None:
     scorer = build_scorer([CallableReward(target=f"{HERE}:sleeps", timeout_s=0.3, workers=1)])
     children = psutil.Process().children(recursive=True)
