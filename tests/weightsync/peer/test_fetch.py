@@ -4,111 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.weightsync.peer.hosts import MODEL
-from tests.weightsync.peer.served import Served, slot_served
-from weightsync.arena import Arena
-from weightsync.errors import PeerUnreachable, TransferTimedOut
+from tests.weightsync.peer.reading import GUARD_S, Reader, Wrapped, nobody_reads
+from tests.weightsync.peer.served import Served
+from weightsync.errors import PeerUnreachable
 from weightsync.peer import left_out, sources
-from weightsync.peer.ending import Background, to_the_end
-from weightsync.peer.fetch import Fetch, Pace, first_answer
-from weightsync.peer.holdings import Copy
+from weightsync.peer.ending import to_the_end
+from weightsync.peer.fetch import Fetch, first_answer
 from weightsync.peer.left_out import LeftOut
-from weightsync.peer.metrics import PeerMetrics
-from weightsync.peer.regions import Regions
-from weightsync.peer.shelf import Shelf
-from weightsync.peer.sources import OPEN_AT_ONCE, NoHolder, Sources
+from weightsync.peer.sources import OPEN_AT_ONCE, NoHolder
 from weightsync.records import CopyRecord
-from weightsync.transport import Link, Piece, Region, Transport, open_transport
+from weightsync.transport import Transport
 
-GUARD_S = 60.0
 FOR_EVER_S = 3600.0
-
-
-@pytest.fixture
-async def served(store_url: str, arena_directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
-    async with slot_served(store_url, arena_directory, monkeypatch) as found:
-        yield found
-
-
-@pytest.fixture
-def transport() -> Iterator[Transport]:
-    with open_transport("tcp", listen="127.0.0.1", tls=None) as opened:
-        yield opened
-
-
-class Wrapped:
-    """A transport whose links, and the way to them, a test may break."""
-
-    def __init__(self, inner: Transport, connect: Callable[[], None] = lambda: None, stalls: int = 0) -> None:
-        self._inner, self._connect, self.stalls = inner, connect, stalls
-        self.closed: list[Link] = []
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._inner, name)
-
-    def connect(self, endpoint: bytes) -> Link:
-        self._connect()
-        return WrappedLink(self, self._inner.connect(endpoint))
-
-
-class WrappedLink:
-    def __init__(self, owner: Wrapped, inner: Link) -> None:
-        self._owner, self._inner = owner, inner
-
-    def read(self, into: Region, remote: bytes, pieces: Sequence[Piece], timeout_s: float) -> None:
-        if self._owner.stalls > 0:
-            self._owner.stalls -= 1
-            raise TransferTimedOut("a", timeout_s)
-        self._inner.read(into, remote, pieces, timeout_s)
-
-    def close(self) -> None:
-        self._owner.closed.append(self)
-        self._inner.close()
-
-
-class Reader:
-    """Host `b`. `offered` is what the store says."""
-
-    def __init__(self, served: Served, transport: Transport, directory: Path, wrapped: Wrapped | None = None) -> None:
-        self.served, self.offered = served, [served.copy]
-        self.shelf, self._pool = Shelf(Arena(directory), MODEL, Regions(transport)), ThreadPoolExecutor(4)
-        self.left_out, self.background = LeftOut(), Background()
-        carrier: Transport = wrapped or transport  # type: ignore[assignment]
-        self.sources = Sources(
-            served.client,
-            carrier,
-            served.key,
-            lambda: self.offered,
-            self.left_out,
-            self.background,
-            seed="b",
-            patient=True,
-        )
-
-    async def claim(self) -> Copy:
-        first = await first_answer(self.sources)
-        return self.shelf.claim(self.served.key, "", first.shape, None)[0]
-
-    def fetch(self, copy: Copy) -> Fetch:
-        return Fetch(copy, self.sources, PeerMetrics(), self._pool, Pace(), "b")
-
-
-@pytest.fixture
-def reader(served: Served, transport: Transport, tmp_path: Path) -> Reader:
-    return Reader(served, transport, tmp_path / "arena")
-
-
-async def nobody_reads(served: Served) -> None:
-    async with asyncio.timeout(GUARD_S):
-        while served.readers():  # noqa: ASYNC110 - the server is another's
-            await asyncio.sleep(0.01)
 
 
 async def test_the_only_holder_is_tried_again_though_it_stalled(

@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.weightsync.peer.served import Served, slot_served
-from tests.weightsync.peer.test_fetch import GUARD_S, Reader, nobody_reads
+from tests.weightsync.peer.reading import GUARD_S, Reader, nobody_reads
+from tests.weightsync.peer.served import Served
 from weightsync.errors import PeerRefused, PeerUnreachable, WeightSyncError
 from weightsync.peer.fetch import first_answer
 from weightsync.peer.left_out import BUSY_S, FIRST_TRY_S, STALLED_S, WRONG_S, LeftOut
 from weightsync.peer.messages import ALL, Have, Open, Opened
-from weightsync.transport import Transport, open_transport
-
-
-@pytest.fixture
-async def served(store_url: str, arena_directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
-    async with slot_served(store_url, arena_directory, monkeypatch) as found:
-        yield found
-
-
-@pytest.fixture
-def transport() -> Iterator[Transport]:
-    with open_transport("tcp", listen="127.0.0.1", tls=None) as opened:
-        yield opened
-
-
-@pytest.fixture
-def reader(served: Served, transport: Transport, tmp_path: Path) -> Reader:
-    return Reader(served, transport, tmp_path / "arena")
 
 
 async def test_a_chunk_that_comes_late_does_not_bring_a_holder_back(reader: Reader) -> None:

@@ -1,0 +1,172 @@
+"""The fleet, its versions, its swaps and the curves of training."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import orjson
+import pytest
+from playwright.async_api import Browser
+
+from tests.server.browser import Watched, watched
+from tests.server.console.play import Script, admin_page, put_versions, sign_in, version_record
+from tests.server.gateway_harness import KEYS, RunningGateway
+from weightsync.records import FlipRecord, PastSwapRecord, PauseRecord, SwapRecord
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_the_fleet_is_shown_and_follows(console: Watched, gateway: RunningGateway, script: Script) -> None:
+    await console.wait_text("#instances", "SERVING")
+    row = await console.page.locator("#instances tbody tr").first.inner_text()
+    assert row.split("\t")[:3] == ["i0", "SERVING", "v1"]
+    address = gateway.gateway.fleet.instances["i0"].record.address
+    await asyncio.to_thread(
+        gateway.register, address, "i0", "STAGED", staged_version=2, fingerprint="0123456789abcdef", commit_ms=0.625
+    )
+    await console.wait_text("#instances", "STAGED")
+    cells = await console.page.locator("#instances tbody tr > *").all_inner_texts()
+    assert cells[1:5] == ["STAGED", "v1", "v2", "0123456789"]
+    assert "0.63" in cells[-2] or "0.62" in cells[-2]
+    await asyncio.to_thread(gateway.unregister, "i0")
+    await console.wait_text("#instances", "No instance is registered.")
+
+
+async def test_a_pause_is_shown_and_said(console: Watched, gateway: RunningGateway) -> None:
+    assert await console.text("#pause-now") == ""
+    await asyncio.to_thread(gateway.store.put, KEYS.pause("p"), PauseRecord("p", "the trainer", 30.0, 1.0).to_json())
+    await console.wait_text("#pause-now", "Generation is paused by the trainer")
+    await console.wait_text("#announcements", "Generation is paused by the trainer.")
+    await asyncio.to_thread(gateway.store.delete, KEYS.pause("p"))
+    await console.wait_text("#announcements", "Generation goes on.")
+    assert await console.text("#pause-now") == ""
+
+
+async def test_versions_are_listed_with_what_may_be_done(console: Watched, gateway: RunningGateway) -> None:
+    await asyncio.to_thread(put_versions, gateway, 1, None)
+    await console.wait_text("#active", "v1")
+    await console.wait_text("#versions", "active")
+    rows = [row.split("\t") for row in await console.page.locator("#versions tbody tr").all_inner_texts()]
+    assert [(row[0], row[1]) for row in rows] == [("v3", "retired"), ("v2", "ready"), ("v1", "active")]
+    assert rows[0][5] == "123 MB"
+    assert await console.page.locator("#versions button").all_inner_texts() == ["Activate"]
+    assert await console.page.get_by_role("button", name="Activate v2").is_visible()
+    assert await console.page.get_by_role("button", name="Roll back").is_disabled()
+    await console.wait_text("#active", "v1")
+
+
+async def test_a_version_is_activated_from_the_dialog_by_keyboard_alone(
+    console: Watched, gateway: RunningGateway
+) -> None:
+    """With nobody registered a commit is immediate; the coordinator of this gateway makes it."""
+    await asyncio.to_thread(gateway.unregister, "i0")
+    await asyncio.to_thread(put_versions, gateway, 1, None)
+    page = console.page
+    button = page.get_by_role("button", name="Activate v2")
+    await button.wait_for()
+    await button.focus()
+    await page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog", name="Activate v2?")
+    await dialog.wait_for()
+    assert await page.evaluate("document.activeElement.id") == "swap-close"  # Enter by mistake swaps nothing
+    await page.keyboard.press("Escape")
+    await dialog.wait_for(state="hidden")
+    assert await button.evaluate("b => b === document.activeElement")
+    await page.keyboard.press("Enter")
+    await dialog.wait_for()
+    await page.get_by_label("rolling").focus()
+    await page.keyboard.press("Space")
+    await page.get_by_role("button", name="Activate", exact=True).focus()
+    await page.keyboard.press("Enter")
+    await console.wait_text("#swap-result", "v2 serves")
+    await page.keyboard.press("Enter")  # on Close, which has the focus
+    await dialog.wait_for(state="hidden")
+    await console.wait_text("#active", "v2")
+    await console.wait_text("#swaps", "done")
+    await console.wait_text("#announcements", "Weight version 2 serves now.")
+    assert "v2 done" in (await page.locator("#timeline svg").get_attribute("aria-label") or "")
+
+
+async def test_a_roll_back_that_is_refused_says_why(console: Watched, gateway: RunningGateway) -> None:
+    await asyncio.to_thread(put_versions, gateway, 2, 1)
+    button = console.page.get_by_role("button", name="Roll back", exact=True)
+    await console.wait_text("#rollback-note", "to v1")
+    await button.click()
+    retired = version_record(1, state="retired").to_json()
+    await asyncio.to_thread(gateway.store.put, KEYS.version(1), retired)
+    await console.page.locator("#swap-go").click()
+    await console.wait_text("#swap-result", "[404 unknown_version]")
+    await console.page.get_by_role("button", name="Close").click()
+
+
+async def test_a_swap_under_way_shows_its_progress(console: Watched, gateway: RunningGateway) -> None:
+    """Nobody stages here: the swap stands in its first phase until it is given up."""
+    await asyncio.to_thread(put_versions, gateway, 1, None)
+    await console.page.get_by_role("button", name="Activate v2").click()
+    await console.page.get_by_label("Time to stage").fill("4")
+    await console.page.locator("#swap-go").click()
+    await console.wait_text("#swap-progress", "v2, staging: 0 of 1 staged")
+    await console.wait_text("#swap-result", "[409 swap_aborted]")
+    await console.wait_text("#swaps", "aborted")
+    assert "not staged within 4 s by i0" in await console.text("#swaps")
+
+
+async def test_the_timeline_tells_all_of_a_swap(console: Watched, gateway: RunningGateway) -> None:
+    flips = (FlipRecord("a", 2, "ff", 90.0, 1.5, 0.5), FlipRecord("b", 2, "ff", 80.0, 1.6, 0.75))
+    done = PastSwapRecord(
+        "x", 2, "done", "rolling", 1.0, 1.3, 1.25, 2, 1, canary="a", probe="passed", verified=True, flips=flips
+    )
+    lost = PastSwapRecord(
+        "y", 3, "aborted", "together", 2.0, 2.5, previous=2, reason="a byte <b>flipped</b>", tensor="t.w"
+    )
+    for number, record in ((1, done), (2, lost)):
+        await asyncio.to_thread(gateway.store.put, KEYS.past_swap(number), record.to_json())
+    moved = SwapRecord("y", 3, "aborted", (), 1.0, 1.0)
+    await asyncio.to_thread(gateway.store.put, KEYS.swap, moved.to_json())
+    await console.wait_text("#swaps", "rolling")
+    newest, oldest = [r.split("\t")[1:] for r in await console.page.locator("#swaps tbody tr").all_inner_texts()]
+    assert oldest[:4] == ["v2", "v1", "done", "rolling"]
+    assert oldest[4:8] == ["0.75", "250", "50.0", "fingerprint verified; probe passed"]
+    assert oldest[8] == "a (stall 0.50 ms, 1.50 GB/s); b (stall 0.75 ms, 1.60 GB/s)"
+    assert newest[-1] == "a byte <b>flipped</b> (tensor t.w)"
+    for shape in ("circle.stall", "path.prepare", "rect.commit", "path.aborted"):
+        assert await console.page.locator(f"#timeline {shape}").count() >= 1
+
+
+async def test_curves_are_drawn_and_told_in_words_and_numbers(console: Watched, gateway: RunningGateway) -> None:
+    points = {
+        KEYS.training_point(s): {"step": s, "time": float(s), "reward": s / 10, "loss": 2.0 / s} for s in range(1, 6)
+    }
+    for key, point in points.items():
+        await asyncio.to_thread(gateway.store.put, key, orjson.dumps(point))
+    await console.wait_attribute("#reward svg", "aria-label", "step 5")
+    label = await console.page.locator("#reward svg").get_attribute("aria-label")
+    assert "reward: now 0.50, between 0.10 and 0.50" in (label or "")
+    await console.page.locator("#loss summary").click()
+    await console.page.locator("#loss tbody tr").first.wait_for()
+    rows = await console.page.locator("#loss tbody tr").all_inner_texts()
+    assert rows[0].split("\t") == ["step 5", "0.4000"]
+    await console.wait_attribute("#throughput svg", "aria-label", "tokens/s: now")
+
+
+async def test_a_store_or_gateway_that_is_away_is_told_and_got_over(
+    browser: Browser, gateway: RunningGateway, script: Script
+) -> None:
+    async with watched(browser, admin_page(gateway)) as page:
+        await sign_in(page)
+        await page.page.context.set_offline(True)
+        await page.wait_text("#key-message", "does not answer")
+        await page.page.context.set_offline(False)
+        await page.wait_text("#key-message", "The key works.")
+        page.faults.clear()  # Chromium notes each request it could not send
+
+
+async def test_curves_of_what_does_not_vary_are_drawn_all_the_same(console: Watched, gateway: RunningGateway) -> None:
+    for slot, step in enumerate((4.0, 5.0)):
+        point = {"step": step, "time": float(slot), "reward": 0.0, "loss": -1.5}
+        await asyncio.to_thread(gateway.store.put, KEYS.training_point(slot), orjson.dumps(point))
+    await console.wait_attribute("#reward svg", "aria-label", "reward: now 0.00, between 0.00 and 0.00")
+    for figure in ("#reward", "#loss"):
+        drawn = await console.page.locator(f"{figure} svg path").first.get_attribute("d") or ""
+        assert re.fullmatch(r"M[\d. -]+L[\d. -]+", drawn), drawn
