@@ -167,7 +167,8 @@ class Engine:
                 task.cancel()
                 if (lost := self.tethers.lost) is not None:
                     raise EngineDied(f"{lost} has ended, and with it this instance; see the log there")
-                raise EngineDied(f"the engine has ended, or has not answered for {timeout_s:g} s; see this log above")
+                silent = "" if self.dead else f" or is stuck: it has not answered for {timeout_s:g} s"
+                raise EngineDied(f"the engine has ended{silent}; see this log above")
         return task.result()
 
 
