@@ -17,7 +17,7 @@ Event = dict[str, Any]
 @dataclass
 class RunEvents:
     """A run's events in order. A step that was trained again, after a resume or a rollback, counts as it went the last
-    time."""
+    time; a run that was done and then went on, to more steps, is not done."""
 
     name: str
     starts: list[Event] = field(default_factory=list)
@@ -25,17 +25,20 @@ class RunEvents:
     evals: dict[int, Event] = field(default_factory=dict)
     others: list[Event] = field(default_factory=list)
     repeated: int = 0
+    done: bool = False
 
     def add(self, event: Event) -> None:
         """Take in the next event of the file."""
         kind, step = event["event"], int(event.get("step", 0))
         if kind == "start":
             self.starts.append(event)
+            self.done = False
             self._forget_after(step)
         elif kind in ("step", "eval"):
             (self.steps if kind == "step" else self.evals)[step] = event
         else:
             self.others.append(event)
+            self.done = self.done or kind == "done"
             if kind == "rollback":
                 self._forget_after(int(event["to_step"]))
 

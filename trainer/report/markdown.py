@@ -45,8 +45,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _summary(run: RunEvents) -> str:
     start: Event = run.starts[-1] if run.starts else {}
     last = max(run.steps)
-    done = any(e["event"] == "done" for e in run.others)
-    state = "done" if done else "not done when this was written"
+    state = "done" if run.done else "not done when this was written"
     rows = [
         ("algorithm", str(start.get("algorithm", "?"))),
         ("steps", f"{last} of {start.get('steps', '?')}, {state}"),

@@ -58,6 +58,14 @@ def test_a_report_has_the_numbers_of_the_run(tmp_path: Path) -> None:
     assert "Worth a look" not in text
 
 
+def test_a_run_that_was_done_and_goes_on_to_more_steps_is_not_done(tmp_path: Path) -> None:
+    metrics = run(tmp_path / "m.jsonl")
+    more = [start(8) | {"steps": 16}, step(9)]
+    written(tmp_path / "more.jsonl", *(json.loads(line) for line in metrics.read_text().splitlines()), *more)
+    text = write_report([tmp_path / "more.jsonl"]).read_text()
+    assert "| steps | 9 of 16, not done when this was written |" in text
+
+
 def test_plots_are_named_in_the_page_and_drawn_the_same_twice(tmp_path: Path) -> None:
     pages = [write_report([run(tmp_path / "m.jsonl")], tmp_path / name) for name in ("a", "b")]
     names = [line.split("(")[1].rstrip(")") for line in pages[0].read_text().splitlines() if line.startswith("![")]
