@@ -7,6 +7,7 @@ of size Q, and T tokens in its sequence. Operations that a recomputed activation
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,12 +21,15 @@ from trainer.batch import MASK, Fields
 if TYPE_CHECKING:
     from trainer.megatron.hf_config import ModelShape
 
-# Dense bf16 operations a second as the vendors publish them, by a part of the device's name; the first that fits.
+# Dense bf16 operations a second as the vendors publish them, by words of the device's name; the first that fits.
 PEAKS: Mapping[str, float] = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "H20": 148e12,
     "A100": 312e12,
@@ -50,12 +54,13 @@ def flops_per_token(shape: ModelShape, length: float) -> float:
 def peak_flops() -> float:
     """Operations a second of this rank's device: the published bf16 figure of a GPU; of a CPU, or a GPU that is not
     listed, what a matrix product reaches now, on as many threads as torch may use."""
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-        for part, peak in PEAKS.items():
-            if part in name:
-                return peak
-    return _measured()
+    published = published_peak(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return published or _measured()
+
+
+def published_peak(name: str) -> float | None:
+    """Of the GPU of that name. Whole words: an L40 is no L4, an A1000 no A100."""
+    return next((peak for words, peak in PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 def _measured() -> float:

@@ -10,7 +10,7 @@ import torch
 
 from trainer.batch import MASK, TOKENS, Sequence, collate
 from trainer.megatron.hf_config import ModelShape, load_shape
-from trainer.metrics.throughput import Throughput, flops_per_token, lengths, peak_flops
+from trainer.metrics.throughput import Throughput, flops_per_token, lengths, peak_flops, published_peak
 from trainer.tiny_model import write_tiny_model
 
 
@@ -89,6 +89,28 @@ def test_utilisation_is_operations_by_time_ranks_and_peak(shape: ModelShape) -> 
 def test_nothing_trained_gives_no_rate(shape: ModelShape) -> None:
     empty = {TOKENS: torch.zeros(2, 4, dtype=torch.int64), MASK: torch.zeros(2, 3)}
     assert Throughput(shape, 1, 1e12).metrics(empty, 10.0) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA GB200", 2.5e15),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+    ],
+)
+def test_a_gpu_is_not_taken_for_one_whose_name_begins_alike(name: str, peak: float | None) -> None:
+    assert published_peak(name) == peak
 
 
 def test_a_peak_is_found_for_this_machine(tmp_path: Path) -> None:
