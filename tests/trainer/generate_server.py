@@ -21,13 +21,15 @@ from transformers import AutoModelForCausalLM
 
 
 class GenerateServer:
-    """One model behind `/generate`. `failures` are status codes to answer first; no answer begins unless `ready`."""
+    """One model behind `/generate`. `failures` are status codes to answer first, with the error's `code`; no answer
+    begins unless `ready`."""
 
     def __init__(self, directory: str | Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         self.eos = self.model.config.eos_token_id
         self.version = 0
         self.failures: list[int] = []
+        self.code = "test"
         self.ready: Callable[[], bool] = lambda: True
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -51,7 +53,7 @@ class GenerateServer:
         self.headers.append(dict(request.headers))
         if self.failures:
             status = self.failures.pop(0)
-            error = {"message": f"made to fail with {status}", "type": "test", "code": "test", "param": None}
+            error = {"message": f"made to fail with {status}", "type": "test", "code": self.code, "param": None}
             return JSONResponse({"error": error}, status_code=status, headers={"retry-after": "0"})
         while not self.ready():  # noqa: ASYNC110 - what is waited for happens on another thread
             await asyncio.sleep(0.001)

@@ -122,6 +122,23 @@ def test_a_refusal_is_not_retried_and_says_why(server: GenerateServer, tokenizer
     server.failures = []
 
 
+def test_an_answer_that_a_swap_did_not_wait_for_is_asked_for_again(
+    server: GenerateServer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `on_swap: finish` an answer that is longer than the swap waits ends with 409 `weights_changed`. Nothing is
+    wrong then, however often it happens; other conflicts are refusals."""
+    server.failures = [409, 409, 409]
+    monkeypatch.setattr(server, "code", "weights_changed")
+    with rollouts(server, tokenizer, retry_s=0.05, on_swap="finish") as client:
+        assert len(take(client, records(tokenizer, "1+2="), 1)) == 1
+    assert server.failures == []
+    monkeypatch.setattr(server, "code", "version_unavailable")
+    server.failures = [409]
+    with rollouts(server, tokenizer, on_swap="finish") as client, pytest.raises(RolloutError) as error:
+        take(client, records(tokenizer, "1+2="), 1)
+    assert error.value.status == 409
+
+
 def test_nobody_there_is_reported_within_the_budget(server: GenerateServer, tokenizer: Tokenizer) -> None:
     gateway = GatewayConfig(url="http://127.0.0.1:9", retry_s=0.3)
     client = Rollouts(gateway, RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer, seed=0)

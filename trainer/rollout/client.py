@@ -74,7 +74,8 @@ class GenerateClient:
 
     async def generate(self, request: Request) -> tuple[Sample, ...]:
         """`request.n` samples in index order. At most `concurrency` requests are under way, the others wait in line.
-        Retries what may pass (connection lost, 429, 5xx) for `retry_s` seconds from the first failure on.
+        Retries what may pass (connection lost, 429, 5xx) for `retry_s` seconds from the first failure on. An answer
+        that a swap did not wait for is asked for again, of the new weights, however often that happens.
 
         Raises GatewayUnreachable after that, RolloutError for a refusal or an answer that breaks the contract.
         """
@@ -90,7 +91,10 @@ class GenerateClient:
                 response = await self._http.post("/generate", content=payload)
                 if response.status_code == 200:
                     return response.content
-                problem = f"HTTP {response.status_code}: {_message(response.content)}"
+                problem = f"HTTP {response.status_code}: {_error(response.content, 'message')}"
+                if response.status_code == 409 and _error(response.content, "code") == "weights_changed":
+                    await asyncio.sleep(FIRST_DELAY_S)
+                    continue
                 if response.status_code not in RETRYABLE:
                     raise RolloutError(f"the gateway refused a rollout ({problem}).", status=response.status_code)
                 wait = _retry_after(response, delay)
@@ -131,9 +135,10 @@ def _samples(content: bytes, n: int) -> tuple[Sample, ...]:
     return samples
 
 
-def _message(content: bytes) -> str:
+def _error(content: bytes, part: str) -> str:
+    """The `message` or `code` of an error's body; of any other body its beginning."""
     try:
-        return str(orjson.loads(content)["error"]["message"])
+        return str(orjson.loads(content)["error"][part])
     except (ValueError, KeyError, TypeError):
         return content[:200].decode(errors="replace")
 
