@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,17 +119,32 @@ def _entry(
     slices: Mapping[str, list[tuple[int, int, int]]],
     slot: memoryview,
 ) -> TensorEntry:
-    offset, pieces = layout.offsets[name], sorted(slices.get(name, []))
+    offset, written = layout.offsets[name], slices.get(name)
+    pieces = sorted((piece for piece in written or () if piece[2]), key=lambda piece: piece[1])
     sums = known.get(name)
     if sums is None:
-        if (
-            not pieces
-            or sum(size for _, _, size in pieces) != spec.nbytes
-            or len({p[1] for p in pieces}) != len(pieces)
-        ):
+        if written is None or not _cover(pieces, spec, offset):
             raise MissingTensor(name, spec)
         sums = sums_of(slot[offset : offset + spec.nbytes], spec)
     return TensorEntry(spec.dtype, spec.shape, offset, spec.nbytes, *sums, tuple(pieces))
+
+
+def _cover(pieces: Sequence[tuple[int, int, int]], spec: TensorSpec, offset: int) -> bool:
+    """Whether pieces, in the order of their first bytes, are the whole tensor once, all cut along one dimension.
+
+    Which one it was need not be known: several pieces that leave a gap along it leave one along any other, too.
+    """
+    return any(_in_a_row(pieces, spec, offset, math.prod(spec.shape[:dim])) for dim in range(len(spec.shape)))
+
+
+def _in_a_row(pieces: Sequence[tuple[int, int, int]], spec: TensorSpec, offset: int, blocks: int) -> bool:
+    """Whether each begins where the one before it ends; `blocks`: how often what they cut is repeated in the tensor."""
+    reached = 0
+    for _, first, nbytes in pieces:
+        if (first - offset) * blocks != reached:
+            return False
+        reached += nbytes
+    return reached == spec.nbytes
 
 
 def check_whole(schema: Schema, name: str, tensor: Any) -> TensorSpec:
@@ -142,9 +158,12 @@ def check_whole(schema: Schema, name: str, tensor: Any) -> TensorSpec:
 def check_slice(schema: Schema, name: str, tensor: Any, start: int, dim: int) -> TensorSpec:
     """The spec of a tensor that is the part of `name` from `start` on along `dim`. Raises as `check_whole`."""
     spec, part = _expected(schema, name), spec_of(name, tensor)
-    room = spec.shape[dim] - start if 0 <= dim < len(spec.shape) else -1
-    fits = start >= 0 and len(part.shape) == len(spec.shape) and part.shape[dim] <= room
-    if not fits or _without(part.shape, dim) != _without(spec.shape, dim):
+    alike = 0 <= dim < len(spec.shape) == len(part.shape)
+    if (
+        not alike
+        or not 0 <= start <= spec.shape[dim] - part.shape[dim]
+        or _without(part.shape, dim) != _without(spec.shape, dim)
+    ):
         raise ShapeMismatch(name, spec.shape, part.shape)
     if mismatch := check_spec(name, TensorSpec(spec.dtype, part.shape), part):
         raise mismatch

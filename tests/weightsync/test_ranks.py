@@ -80,10 +80,51 @@ def test_a_share_that_is_written_twice_is_noticed(publisher: Publisher) -> None:
         draft.commit()
 
 
-@pytest.mark.parametrize(("rows", "start", "dim"), [(slice(0, 4), 5, 0), (slice(0, 4), -1, 0), (slice(0, 4), 0, 1)])
+@pytest.mark.parametrize(
+    ("shape", "dim", "cuts"),
+    [
+        ((6, 4), 0, [(0, 4), (2, 4)]),
+        ((4, 6), 1, [(0, 4), (2, 4)]),
+        ((2, 6, 2), 1, [(0, 1), (2, 6), (3, 4)]),
+        ((6,), 0, [(0, 3), (1, 4)]),
+    ],
+)
+def test_shares_that_overlap_do_not_make_up_for_a_gap(
+    publisher: Publisher, shape: tuple[int, ...], dim: int, cuts: list[tuple[int, int]]
+) -> None:
+    """As many bytes as there are, from places of their own; what nobody wrote is of an older version."""
+    full = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    draft = publisher.begin([("cut", "float32", shape)])
+    for start, stop in cuts:
+        draft.write_slice("cut", full.take(range(start, stop), dim), start, dim)
+    with pytest.raises(MissingTensor, match="cut"):
+        draft.commit()
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((3, 4), 0), ((4, 3), 1), ((0, 4), 0), ((4, 0), 1)])
+def test_shares_of_nothing_change_nothing(publisher: Publisher, shape: tuple[int, ...], dim: int) -> None:
+    """Of a tensor with fewer rows than there are ranks, several ranks have none; they all begin where it ends."""
+    full = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    draft = publisher.begin([("cut", "float32", shape)])
+    for rank in range(6):
+        start = min(rank, shape[dim])
+        draft.write_slice("cut", full.take(range(start, min(rank + 1, shape[dim])), dim), start, dim)
+    draft.commit()
+    assert np.array_equal(read_back(publisher.versions()[-1])["cut"], full)
+
+
+@pytest.mark.parametrize(
+    ("rows", "start", "dim"),
+    [(slice(0, 4), 5, 0), (slice(0, 4), -1, 0), (slice(0, 4), 0, 1), (slice(0, 4), 0, 2), (slice(0, 4), 0, -1)],
+)
 def test_a_share_that_does_not_fit_is_refused(publisher: Publisher, rows: slice, start: int, dim: int) -> None:
     with publisher.begin(SCHEMA) as draft, pytest.raises(ShapeMismatch, match="column"):
         draft.write_slice("column", FULL["column"][rows], start=start, dim=dim)
+
+
+def test_a_scalar_has_no_shares(publisher: Publisher) -> None:
+    with publisher.begin([("scalar", "float32", ())]) as draft, pytest.raises(ShapeMismatch, match="scalar"):
+        draft.write_slice("scalar", np.array(1, np.float32), start=0)
 
 
 def test_ranks_that_disagree_are_noticed(publisher: Publisher) -> None:
