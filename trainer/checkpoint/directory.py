@@ -3,7 +3,7 @@
     PATH/step-00000040/           one checkpoint: whatever the writer put there, and
     PATH/step-00000040/MANIFEST   JSON: the training state and every file's size and digest, written last
     PATH/latest                   the name of the newest one
-    PATH/.writing-...             one being written; left behind by a killed run, removed by the next
+    PATH/.writing-...             one being written, or replaced; left behind by a killed run, removed by the next
 
 A checkpoint is written under a temporary name, flushed to disk, and renamed. On reading, every file is compared with
 the manifest; one that does not match is named in the log and the one before it is used. No torch here.
@@ -22,7 +22,7 @@ from trainer.checkpoint.files import Listing, describe, flush, problem_with, wri
 from trainer.checkpoint.retention import Retention
 from trainer.errors import ResumeError
 
-MANIFEST = "MANIFEST"
+MANIFEST, UNFINISHED = "MANIFEST", ".writing-"
 SCORE = "score"
 """Key of the state under which the evaluation's score is, if there is one."""
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class CheckpointDir:
         """An empty directory to write the checkpoint of `step` into, then `commit` it."""
         staged = self._staged(step)
         with writing(self.path):
-            for leftover in self.path.glob(".writing-*"):
+            for leftover in self.path.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(leftover)
             staged.mkdir(parents=True)
         return staged
@@ -63,12 +63,15 @@ class CheckpointDir:
             listing[name] = known[name] if name in known else describe(file)
         # What was reported but is not there must be found missing by every reader.
         write_flushed(staged / MANIFEST, json.dumps({"state": state, "files": known | listing}))
-        if final.exists():  # a torn one, or one of a run that is being repeated
-            shutil.rmtree(final)
+        replaced = self.path / f"{UNFINISHED}replaced-{final.name}"
+        if final.exists():  # a torn one, or one of this step: it goes when the new one is there, removing takes long
+            final.rename(replaced)
         staged.rename(final)
         write_flushed(self.path / ".latest", final.name)
         (self.path / ".latest").replace(self.path / "latest")
         flush(self.path)
+        if replaced.exists():
+            shutil.rmtree(replaced)
         self._drop_old()
         return final
 
@@ -127,7 +130,7 @@ class CheckpointDir:
                 shutil.rmtree(path)
 
     def _staged(self, step: int) -> Path:
-        return self.path / f".writing-step-{step:08d}"
+        return self.path / f"{UNFINISHED}step-{step:08d}"
 
 
 def read_manifest(directory: Path) -> tuple[dict[str, Any], Listing]:

@@ -50,6 +50,27 @@ def test_what_lies_after_the_newest_goes_first_and_is_used_last(directory: Check
     assert newest_step(directory) == 4
 
 
+def test_one_that_is_written_again_is_there_until_the_new_one_is(
+    directory: CheckpointDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after SIGTERM at the very step of a checkpoint: removing gigabytes takes long enough to be killed in."""
+
+    def killed(path: Path) -> None:
+        next(file for file in path.rglob("*") if file.is_file()).unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(directory, 3)
+    monkeypatch.undo()
+    assert newest_step(directory) == 3
+    write(directory, 3)
+    assert sorted(path.name for path in directory.path.iterdir()) == [
+        "latest",
+        *(f"step-{step:08d}" for step in (1, 2, 3)),
+    ]
+
+
 def test_what_has_another_name_is_left_alone(directory: CheckpointDir) -> None:
     (directory.path / "step-best").mkdir()
     write(directory, 4)
