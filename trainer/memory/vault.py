@@ -49,7 +49,8 @@ class DiskVault:
                     os.posix_fallocate(file.fileno(), 0, total)  # a full disk is found before anything is given up
                 offset = 0
                 for storage in storages:
-                    _write(file.fileno(), _bytes(storage), offset)
+                    on_host = storage if storage.device.type == "cpu" else storage.cpu()
+                    _write(file.fileno(), _view(on_host), offset)
                     offset += storage.nbytes()
                 self._fd = os.dup(file.fileno())
         except OSError as error:
@@ -105,10 +106,6 @@ class HostVault:
 
 def _as_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _bytes(storage: torch.UntypedStorage) -> memoryview:
-    return _view(storage if storage.device.type == "cpu" else storage.cpu())
 
 
 def _view(storage: torch.UntypedStorage) -> memoryview:

@@ -113,6 +113,29 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert tensor.sum() == 4950
 
 
+class OnDevice:
+    """As much of a storage on a GPU as a vault sees when it saves one: the bytes come in a copy of their own."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, value: int, nbytes: int) -> None:
+        self._value, self._nbytes = value, nbytes
+
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def cpu(self) -> torch.UntypedStorage:
+        return torch.full((self._nbytes,), self._value, dtype=torch.uint8).untyped_storage()
+
+
+def test_the_copy_of_a_gpu_s_bytes_is_there_until_they_are_written(tmp_path: Path) -> None:
+    vault, sizes = DiskVault(str(tmp_path)), (64 << 20, 1000)  # the first is the kernel's again once it is freed
+    vault.save([OnDevice(value, size) for value, size in enumerate(sizes, 1)])  # type: ignore[misc]
+    back = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    vault.restore([tensor.untyped_storage() for tensor in back])
+    assert [(tensor == value).all().item() for value, tensor in enumerate(back, 1)] == [True, True]
+
+
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     held = component(tmp_path / "gone", [torch.zeros(3)])
     with pytest.raises(OffloadError, match=r"gone .*memory\.directory"):
