@@ -109,7 +109,11 @@ class Draft:
     def _complete(self, others: list[Mapping[str, Any]]) -> Manifest:
         mine = self._writer.part()
         with memoryview(self._claim.mapping) as slot:
-            return replace(self._manifest, tensors=assemble(self._manifest, self._layout, [mine, *others], slot))
+            entries = assemble(self._manifest, self._layout, [mine, *others], slot)
+        manifest = replace(self._manifest, tensors=entries)
+        if len(manifest.to_json()) <= self._layout.room:
+            return manifest
+        return replace(manifest, tensors={name: replace(entry, slices=()) for name, entry in entries.items()})
 
     def abort(self) -> None:
         """Give the slot back; nobody has seen the version. Safe to call twice."""

@@ -110,7 +110,8 @@ class TensorEntry:
     """One tensor of a version. `offset` counts from the start of the slot; `digest` is xxh3_128 in hex.
 
     `checksum` is its part of the version's fingerprint (`weightsync.digests.fingerprint`).
-    `slices` lists (rank, first byte, bytes) for tensors that several trainer ranks wrote.
+    `slices` lists (rank, first byte, bytes) for tensors that several trainer ranks wrote; none
+    in a version whose header has no room for so many.
     """
 
     dtype: str

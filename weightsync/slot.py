@@ -28,8 +28,7 @@ def write_header(target: mmap.mmap | memoryview, manifest: Manifest, layout: Lay
     raw = manifest.to_json()
     if len(raw) > layout.room:
         raise ManifestError(
-            f"the manifest takes {len(raw):,} bytes, the slot has room for {layout.room:,}: use less metadata or fewer "
-            "slices per tensor"
+            f"the manifest takes {len(raw):,} bytes, the slot has room for {layout.room:,}: use less metadata"
         )
     # The length goes last: a reader that comes in between sees a digest that does not fit, never half a manifest.
     target[PREAMBLE : PREAMBLE + len(raw)] = raw

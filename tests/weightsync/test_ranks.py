@@ -127,6 +127,21 @@ def test_a_scalar_has_no_shares(publisher: Publisher) -> None:
         draft.write_slice("scalar", np.array(1, np.float32), start=0)
 
 
+def test_many_ranks_write_all_tensors_in_slices(publisher: Publisher) -> None:
+    """More slices than the header of the slot has room for: the version is whole without them."""
+    names, ranks = [f"t{n}" for n in range(64)], 64
+    draft = publisher.begin([(name, "int8", (ranks,)) for name in names])
+    full = np.arange(ranks, dtype=np.int8)
+    for rank in range(ranks):
+        for name in names:
+            draft.write_slice(name, full[rank : rank + 1], rank)
+    draft.commit()
+    (record,) = publisher.versions()
+    assert all(np.array_equal(tensor, full) for tensor in read_back(record).values())
+    with SlotReader.open(record.slot, manifest_digest=record.manifest_digest) as reader:
+        assert {reader.entry(name).slices for name in names} == {()}
+
+
 def test_ranks_that_disagree_are_noticed(publisher: Publisher) -> None:
     draft = publisher.begin(SCHEMA)
     part = weightsync.join(draft.ticket, rank=1)
