@@ -87,10 +87,7 @@ class Run:
             return
         self.checkpoint(state)
         self._wait_for_checkpoint()
-        saved = f"saved at step {state.step}; run it again to go on" if self.checkpoints else "nothing saved"
-        if self.checkpoints and self._suspicious:
-            saved = "a leap has begun, so what was saved last stands; run it again to go on from there"
-        raise Preempted(f"stopped by SIGTERM: {saved}.")
+        raise Preempted(f"stopped by SIGTERM: {self._left_behind(state)}.")
 
     def train(self, batch: StepBatch) -> StepStats:
         """One step. Raises Diverged when its numbers are not sane; the weights are not to be used then."""
@@ -201,6 +198,15 @@ class Run:
         if self.checkpoints is not None:
             self.checkpoints.wait()
             self._report_checkpoints()
+
+    def _left_behind(self, state: TrainState) -> str:
+        """What a run that leaves now can go on from, on rank 0."""
+        if self.checkpoints is None:
+            return "nothing saved"
+        if self.checkpoints.written == state.step:
+            return f"saved at step {state.step}; run it again to go on"
+        why = "a leap has begun" if self._suspicious else f"the checkpoint of step {state.step} could not be written"
+        return f"{why}, so what was saved last stands; run it again to go on from there"
 
     def _report_checkpoints(self) -> None:
         for event, values in self.checkpoints.events() if self.checkpoints is not None else []:

@@ -7,6 +7,7 @@ import errno
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,13 @@ from tests.trainer.cases import engine
 from trainer.batch import MASK
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.config import CheckpointConfig, FaultsConfig
-from trainer.errors import CheckpointError, TrainerError
+from trainer.errors import CheckpointError, Preempted, TrainerError
 from trainer.faults.faults import Faults
 from trainer.megatron import state
 from trainer.megatron.engine import Engine
 from trainer.megatron.state import StagedEngine
+from trainer.run import Run
+from trainer.state import TrainState
 
 
 def _steps(built: Engine, first: int, last: int) -> list[list[float]]:
@@ -135,3 +138,26 @@ def saved_synchronously(path: str, parallel: dict[str, int], directory: str) -> 
         assert _steps(built, 2, 4) == through
         state.load(built, Path(directory, "step-00000002"))
         return [through[0], _steps(built, 2, 4)[0]]
+
+
+def left_after_sigterm(path: str, directory: str) -> list[str]:
+    """What a run says that is told to leave: its disk full, with room, and once more after a leap has begun."""
+
+    def full(self: StagedEngine) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    original, said = StagedEngine.write, []
+    with engine({"model": {"path": path}}) as built:
+        run: Any = Run.__new__(Run)
+        run.checkpoints = Checkpoints(CheckpointConfig(directory, max_failures=1), built, {"seed": 0})
+        run.faults, run._phases, run._metrics = Mock(), Mock(), Mock()
+        run._evaluated, run._suspicious = (-1, 0.0), False
+        for step, write, run._suspicious in ((1, full, False), (2, original, False), (3, original, True)):
+            StagedEngine.write = write  # type: ignore[method-assign]
+            try:
+                run.may_leave(TrainState(step))
+            except Preempted as left:
+                said.append(str(left))
+            finally:
+                StagedEngine.write = original  # type: ignore[method-assign]
+    return said

@@ -47,10 +47,12 @@ class Saved:
 
 
 class Checkpoints:
-    """Saves and restores the engine and, on rank 0, `parts`. `identity` (JSON) must be equal to be continued."""
+    """Saves and restores the engine and, on rank 0, `parts`. `identity` (JSON) must be equal to be continued.
+    `written`, on rank 0, is the step of the last one that is known to be whole on the disk."""
 
     def __init__(self, config: CheckpointConfig, engine: Engine, identity: Mapping[str, Any]) -> None:
         self.parts: dict[str, Part] = {}
+        self.written: int | None = None
         self._config, self._engine = config, engine
         self._identity = json.loads(json.dumps(identity))  # as it reads back
         retention = Retention(config.keep, config.keep_every, config.keep_best)
@@ -163,7 +165,7 @@ class Checkpoints:
             self._failed(str(error))
             return str(error)
         if saved is not None:
-            self._failures = 0
+            self._failures, self.written = 0, saved.step
             self._events.append(("checkpoint", asdict(saved)))
         return problem
 

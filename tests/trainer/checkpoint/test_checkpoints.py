@@ -78,3 +78,12 @@ def test_a_full_disk_is_named_and_survived_as_often_as_allowed(
 def test_without_a_thread(one_rank: Ranks, small_models: dict[str, str], tmp_path: Path) -> None:
     (found,) = one_rank.call("saved_synchronously", path=small_models["qwen2"], parallel={}, directory=str(tmp_path))
     assert found[0] == found[1]
+
+
+def test_a_run_that_leaves_says_what_it_could_save(
+    one_rank: Ranks, small_models: dict[str, str], tmp_path: Path
+) -> None:
+    (said,) = one_rank.call("left_after_sigterm", path=small_models["qwen2"], directory=str(tmp_path))
+    assert "the checkpoint of step 1 could not be written, so what was saved last stands" in said[0]
+    assert "saved at step 2; run it again" in said[1]
+    assert "a leap has begun, so what was saved last stands" in said[2]
