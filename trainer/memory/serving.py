@@ -45,13 +45,12 @@ class Fleet:
             raise SleepTimeout(f"{self._config.admin_url} has no instances. Start them before the trainer.")
         try:
             self._order()
+            self._begin_renewing()  # now: requests in flight may take longer to end than an order lasts
             self._wait("asleep", "fall asleep")
         except SleepTimeout:
+            self._end_renewing()
             self._wake_all()
             raise
-        self._stop.clear()
-        self._renewing = threading.Thread(target=self._renew, name="sleep orders", daemon=True)
-        self._renewing.start()
 
     def wake(self) -> None:
         """Return when all serve, with the version that is active now."""
@@ -101,6 +100,11 @@ class Fleet:
         if state == "asleep":
             return {row["id"] for row in self._call("GET", "/admin/sleep")["asleep"]}
         return {row["id"] for row in self._call("GET", "/admin/instances")["instances"] if row["eligible"]}
+
+    def _begin_renewing(self) -> None:
+        self._stop.clear()
+        self._renewing = threading.Thread(target=self._renew, name="sleep orders", daemon=True)
+        self._renewing.start()
 
     def _renew(self) -> None:
         while not self._stop.wait(self._config.ttl_s / 3):

@@ -21,11 +21,13 @@ from weightsync import open_store
 
 @dataclass
 class Instance:
-    """Registered while it serves. `deaf`: it does not obey. `slept` are the orders it followed."""
+    """Registered while it serves. `deaf`: it does not obey. It needs `drain_s` to fall asleep. `slept` are the orders
+    it followed."""
 
     gateway: RunningGateway
     id: str
     deaf: bool = False
+    drain_s: float = 0.0
     slept: list[SleepOrder] = field(default_factory=list)
     _loop: asyncio.AbstractEventLoop | None = None
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -52,6 +54,7 @@ class Instance:
             order = await ordered(store, KEYS, self.id)
             self.slept.append(order)
             await store.delete(KEYS.instance(self.id))
+            await asyncio.sleep(self.drain_s)
             await stay_asleep(store, KEYS, SleeperRecord(self.id, order.level, 1, "here", 0.0))
             await asyncio.to_thread(self.gateway.register, "http://127.0.0.1:9", self.id)
 
@@ -64,8 +67,8 @@ def start(gateway: RunningGateway) -> Iterator[Starter]:
     """Starts an instance by name."""
     started: list[Instance] = []
 
-    def one(name: str, *, deaf: bool = False) -> Instance:
-        started.append(Instance(gateway, name, deaf))
+    def one(name: str, *, deaf: bool = False, drain_s: float = 0.0) -> Instance:
+        started.append(Instance(gateway, name, deaf, drain_s))
         started[-1].start()
         return started[-1]
 
@@ -137,6 +140,15 @@ def test_orders_end_with_the_trainer_that_renews_them(gateway: RunningGateway, s
     assert len(instance.slept) == 1, "a renewal must not wake it"
     fleet._end_renewing()  # as if the trainer had been killed
     wait_for(lambda: {i.record.id for i in gateway.gateway.fleet.serving} == {"a"})
+
+
+def test_orders_are_renewed_while_requests_end(gateway: RunningGateway, start: Starter) -> None:
+    instance = start("a", drain_s=4.0)
+    fleet = Fleet(config(gateway, ttl_s=3.0, timeout_s=8.0))
+    fleet.sleep()
+    assert len(instance.slept) == 1
+    fleet.wake()
+    fleet.close()
 
 
 def test_closing_wakes_who_sleeps(gateway: RunningGateway, start: Starter) -> None:
