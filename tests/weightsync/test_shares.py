@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ from weightsync.errors import (
     PublishError,
     ShapeMismatch,
     TransferFailed,
+    TransportUnavailable,
     UnexpectedTensor,
 )
 from weightsync.publisher import as_schema
@@ -188,6 +191,45 @@ def test_no_memory_and_no_offer_are_publish_errors(publisher: Publisher, here: T
         held = {"name": "whole", "dtype": "int8", "shape": [300], "dim": -1, "start": 0, "offset": 1, "digest": ""}
         with pytest.raises(PublishError, match="'whole' reaches beyond"):
             Collector(here).collect({"endpoint": "", "blocks": [{"region": "", "nbytes": 300, "held": [held]}]}, draft)
+
+
+def test_a_collector_that_once_got_no_memory_collects_again(
+    publisher: Publisher, here: Transport, there: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of before is given up for more, which there is not."""
+    small, large, collector = Share(there, SCHEMA), Share(there, SCHEMA), Collector(here)
+    small.write("scalar", FULL["scalar"])
+    offer = of_another_host(large)
+    with publisher.begin(SCHEMA) as draft:
+        collector.collect(small.seal(), draft)
+        with monkeypatch.context() as patch:
+            patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1))
+            with pytest.raises(PublishError, match="are free"):
+                collector.collect(offer, draft)
+        collector.collect(offer, draft)
+        halves(draft, 0)
+        draft.commit()
+    assert contents(publisher) == {name: raw(tensor) for name, tensor in FULL.items()}
+    collector.close()
+
+
+class Ended:
+    """A region of a library whose process has ended, and does not start any more."""
+
+    @property
+    def descriptor(self) -> bytes:
+        raise TransportUnavailable("nixl", "its process has ended", "Start it again")
+
+
+def test_a_share_that_could_not_be_offered_is_forgotten(there: Transport) -> None:
+    share = Share(there, SCHEMA)
+    share.write("whole", FULL["whole"])
+    region, share._blocks[0].region = share._blocks[0].region, Ended()  # type: ignore[assignment]
+    with pytest.raises(TransportUnavailable):
+        share.seal()
+    share._blocks[0].region = region
+    share.write("scalar", FULL["scalar"])
+    assert [held["name"] for block in share.seal()["blocks"] for held in block["held"]] == ["scalar"]
 
 
 def test_it_is_exported() -> None:

@@ -75,6 +75,7 @@ class Collector:
         if into is None or into.nbytes < offered.nbytes:
             if into is not None:
                 into.close()
+                self._blocks[turn] = None  # there may be no memory for another
             into = self._blocks[turn] = Block(self._transport, max(offered.nbytes, 1), writable=True)
         link.read(into.region, offered.region, [Piece(0, 0, offered.nbytes)], self._timeout_s)
         return into.view[: offered.nbytes]

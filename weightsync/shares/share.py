@@ -36,13 +36,17 @@ class Share:
         self._hold(name, check_slice(self._schema, name, tensor, start, dim), tensor, dim, start)
 
     def seal(self) -> dict[str, Any]:
-        """The offer of all that was written since the last one: a JSON-able dict."""
+        """The offer of all that was written since the last one: a JSON-able dict.
+
+        Raises TransportUnavailable when nobody could read it any more; then it is discarded.
+        """
+        written = zip(self._blocks, self._held, strict=False)
+        self.discard()
         blocks = [
             OfferedBlock(block.region.descriptor, held[-1].offset + held[-1].spec.nbytes, tuple(held))
-            for block, held in zip(self._blocks, self._held, strict=False)
+            for block, held in written
             if held
         ]
-        self.discard()
         return Offer(self._transport.endpoint, tuple(blocks)).to_json()
 
     def discard(self) -> None:
