@@ -255,6 +255,32 @@ async def test_bodies_held_at_one_time_are_bounded(gateway: RunningGateway) -> N
     assert gateway.gateway.buffered == 0
 
 
+async def test_a_body_that_nobody_waited_for_is_not_counted(gateway: RunningGateway) -> None:
+    """The app answers 404 before the body is there; clients that then rest must not use up what all may send."""
+    reader, writer = await gateway.connect()
+    body = b'{"a": "' + b"x" * 600 + b'"}'
+    for _ in range(3):  # together over --max-body
+        raw = post("/no/such/route", body)
+        writer.write(raw[:-600])
+        assert (await asyncio.wait_for(read_answer(reader), 5)).status == 404
+        writer.write(raw[-600:])
+        await asyncio.sleep(0.05)
+        assert gateway.gateway.buffered == 0
+    writer.write(get("/healthz"))
+    assert (await asyncio.wait_for(read_answer(reader), 5)).status == 200
+    writer.close()
+
+
+async def test_nothing_follows_an_answer_that_did_not_wait(hasty: RunningGateway) -> None:
+    """A body that never comes to its end after its answer ends the connection, and gets no second answer."""
+    reader, writer = await hasty.connect()
+    writer.write(post("/no/such/route", b"x" * 100)[:-50])
+    assert (await asyncio.wait_for(read_answer(reader), 5)).status == 404
+    writer.write(b"x")
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+
+
 async def test_connections_are_bounded(gateway: RunningGateway) -> None:
     await eventually(lambda: not gateway.gateway.clients)
     links = [await gateway.connect() for _ in range(LIMITS.max_connections + 1)]

@@ -51,6 +51,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_size = 0
         self._reading_head = False
         self._reading = False
+        self._answered_early = False  # by the app, which did not wait for the body
         self._deaf = False  # whatever still arrives is thrown away
         self._close_after = False
         self._keep_alive = False
@@ -121,7 +122,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self._deaf:
             self.transport.abort()
-        elif self._reading:
+        elif self._reading and not self._answered_early:
             self.reject(RequestTimeout(f"The request took over {self.limits.request_timeout_s:g} s to arrive."))
         else:
             self.close()
@@ -137,6 +138,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.extra_head = b""
         self.method = b""
         self._reading = self._reading_head = True
+        self._answered_early = False
         self._head_size = 0
         self.deadline = time.monotonic() + self.limits.request_timeout_s
         # As uvicorn begins a request, without its ASGI scope: see `begin_scope`. This, and no call of uvicorn for each
@@ -165,7 +167,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.reject(error)
 
     def on_body(self, body: bytes) -> None:
-        if self._deaf:
+        if self._deaf or self._answered_early:
             return
         if self._streamed and self.busy:  # held back by flow control, not by a size; it must not stand still, though
             self.deadline = time.monotonic() + self.limits.request_timeout_s
@@ -194,6 +196,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """An answer of the app is complete (uvicorn's hook)."""
         super().on_response_complete()
+        self._answered_early = self._reading
         self.body_done()
         self.rest()
 
@@ -239,7 +242,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """
         if self._deaf or self.transport.is_closing():
             return
-        if not self._take_back():
+        if self._answered_early or not self._take_back():
             self.close()
             return
         self._deaf = True
