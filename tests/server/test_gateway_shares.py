@@ -22,7 +22,7 @@ from server.gateway.access.keys import Principal
 from server.gateway.access.limits import Limits, Meter
 from server.gateway.access.quota import Quota, Window
 from server.gateway.access.records import USAGE_PREFIX, USAGE_ROUND, KeyLimits
-from server.gateway.access.shares import Division, Plan, UsageRecord, Use, divide
+from server.gateway.access.shares import Division, Plan, Share, UsageRecord, Use, divide
 from server.gateway.access.sharing import Sharing
 from server.gateway.observe.stats import Stats
 from tests.etcd import Etcd
@@ -340,6 +340,12 @@ async def test_what_a_gateway_used_counts_after_its_end(url: str) -> None:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         assert (taken, two.take(50)) == (30, 0)
+
+
+def test_requests_that_end_with_their_gateway_hold_no_place() -> None:
+    """Streams that outlast the grace of a stop are cut: their clients ask the next gateway at once."""
+    uses = {"k/concurrency": Use(4, 4, 1), "k/requests": Use(60, 7, 1), "k/tokens": Use(60, 0, 1)}
+    assert Division("g").farewell(uses).shares == (Share("k/requests", 7, 7, 0),)
 
 
 @on_both_stores

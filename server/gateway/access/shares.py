@@ -182,8 +182,9 @@ class Division:
         return UsageRecord(self.me, state, tuple(sorted(allows_for)), tuple(shares))
 
     def farewell(self, uses: Mapping[str, Use]) -> UsageRecord:
-        """What to leave behind: this gateway takes no more requests."""
-        shares = (Share(r, use.used, use.used, 0) for r, use in sorted(uses.items()) if use.used)
+        """What to leave behind: this gateway takes no more requests. Those that still run end with it."""
+        spent = {r: use.used for r, use in sorted(uses.items()) if not r.endswith("/concurrency")}
+        shares = (Share(r, used, used, 0) for r, used in spent.items() if used)
         return UsageRecord(self.me, "left", (), tuple(shares))
 
     def resources(self) -> set[str]:
