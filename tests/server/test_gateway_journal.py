@@ -130,6 +130,16 @@ def test_what_cannot_be_read_cannot_be_continued(tail: bytes) -> None:
     assert memory.used == 0
 
 
+def test_an_error_after_many_tokens_is_the_end() -> None:
+    """The client has been told that the answer is over, so nobody may go on with it."""
+    journal = opened()
+    said = chat(list(range(2000)))
+    for piece in said[:1000]:
+        journal.take(piece)
+    journal.take(said[1000] + event({"error": {"code": "weights_changed"}}))
+    assert not journal.broken()
+
+
 def test_memory() -> None:
     memory = ReplayMemory(3 * BUNDLE, 2 * BUNDLE)
     assert memory.open(BUNDLE + 1) is None

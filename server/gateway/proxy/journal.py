@@ -20,7 +20,8 @@ ID_BYTES = array("I").itemsize
 
 _IDS = re.compile(rb'"token_ids":\[([0-9,]+)\]')
 _VERSION = re.compile(rb'"weight_version":([0-9]+)[,}]')
-_RARE = (b'"weight_versions":', b'"finish_reason":"')  # in JSON a text cannot hold these: its quotes are escaped
+# In JSON a text cannot hold these: its quotes are escaped.
+_RARE = (b'"weight_versions":', b'"finish_reason":"', b'"error":')
 
 
 class ReplayMemory:
