@@ -22,10 +22,11 @@ import pytest
 from safetensors.numpy import save
 
 from server.gateway.admin import updates
+from server.gateway.admin.pause import PauseLeases
 from tests.server.gateway_harness import ADMIN_KEY, KEYS, RunningGateway, running_gateway
 from tests.server.test_gateway_admin import SETTINGS, Toy, arena, checkpoint, participating
 from weightsync import SlotReader, ensure_arena
-from weightsync.errors import ShapeMismatch
+from weightsync.errors import ShapeMismatch, StoreUnavailable
 from weightsync.manifest import Schema, TensorSpec
 from weightsync.records import VersionRecord
 
@@ -185,6 +186,23 @@ async def test_one_update_at_a_time_and_a_dead_trainer_makes_way(
         await client.call("/update_weights", {"update_info": {"safetensors": tensors(a=1.0)}})
         monkeypatch.setattr(updates, "IDLE_S", 0.0)
         assert (await client.call("/start_weight_update"))[0] == 200
+        assert left_behind() == []
+
+
+async def test_a_store_that_is_away_at_finish_loses_no_update(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*_: object) -> None:
+        raise StoreUnavailable("toy", "it is away", "try again")
+
+    async with Client(gateway) as client:
+        await client.call("/start_weight_update")
+        await client.call("/update_weights", {"update_info": {"safetensors": tensors(a=1.0)}})
+        with monkeypatch.context() as patch:
+            patch.setattr(PauseLeases, "renew_all", away)
+            assert (await client.call("/finish_weight_update"))[0] == 503
+        assert (await client.call("/start_weight_update"))[0] == 409, "it is still under way"
+        assert (await client.call("/init_weight_transfer_engine", {"init_info": {}}))[0] == 200
         assert left_behind() == []
 
 

@@ -81,9 +81,8 @@ async def update(
 @router.post("/finish_weight_update")
 async def finish(gateway: GatewayDep, weight_version: Annotated[str | None, Body(embed=True)] = None) -> dict[str, Any]:
     """Publishes the draft and swaps it in."""
-    draft = gateway.updates.take(FAMILY)
-    await pauses(gateway).renew_all(FAMILY)
-    report = await publish_update(gateway, draft, weight_version)
+    await pauses(gateway).renew_all(FAMILY)  # first: if the store is away, the draft stays for another try
+    report = await publish_update(gateway, gateway.updates.take(FAMILY), weight_version)
     return {"message": "Weight update finished", "weight_version": str(report["version"])}
 
 
