@@ -13,6 +13,7 @@ import fsspec
 from trainer.data.zstd import ZstdReader
 from trainer.errors import DataError
 
+HTTP = ("http://", "https://")
 # What says, without reading a file, that it is no longer the one it was; stores name it differently.
 _STAMPS = ("mtime", "ETag", "etag", "md5Hash", "Content-MD5", "checksum", "LastModified", "last_modified", "updated")
 
@@ -67,7 +68,7 @@ def opened(url: str, start: int | None = None, *, decompress: bool = True) -> It
     file, or (None) from the beginning to the end. Raises what the store does: see `explained`."""
     zstd = decompress and url.endswith(".zst")
     compression = "infer" if decompress and not zstd else None
-    whole_over_http = start is None and url.startswith(("http://", "https://"))
+    whole_over_http = start is None and url.startswith(HTTP)
     with fsspec.open(url, "rb", compression=compression, block_size=0 if whole_over_http else 1 << 22) as stream:
         if start:
             stream.seek(start)
@@ -102,7 +103,8 @@ def _glob(url: str) -> list[File]:
             filesystem, path = fsspec.core.url_to_fs(url)
         except ValueError as error:  # an unknown protocol
             raise DataError(f"{url} is not in a store that can be read: {error}.") from None
-        if not any(c in url for c in "*?["):
+        wildcards = "*[" if url.startswith(HTTP) else "*?["  # there a question mark begins the query: a signature, say
+        if not any(c in url for c in wildcards):
             return [_file(filesystem, path, url)]
         found = sorted(path for path in filesystem.glob(path) if not filesystem.isdir(path))
         local = "://" not in url
@@ -115,5 +117,5 @@ def _file(filesystem: Any, path: str, url: str) -> File:
         raise DataError(f"{url} is a directory. Name its files, with * for all of a kind.")
     stamp = next((str(info[key]) for key in _STAMPS if info.get(key) is not None), "")
     size = info.get("size")
-    seekable = bool(info.get("partial")) if url.startswith(("http://", "https://")) else True
+    seekable = bool(info.get("partial")) if url.startswith(HTTP) else True
     return File(url, -1 if size is None else int(size), stamp, seekable)

@@ -19,7 +19,7 @@ import zstandard
 from tests.trainer.data.conftest import Open
 from tests.trainer.data.writing import as_samples, jsonl, parquet, problems, shard
 from trainer.data import FileDataset
-from trainer.data.storage import expand
+from trainer.data.storage import expand, find_files
 from trainer.errors import DataError
 
 COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstandard.compress}
@@ -241,6 +241,13 @@ def http(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+def test_a_signed_url_is_one_file_and_is_not_read_to_find_it(tmp_path: Path, http: str) -> None:
+    """A question mark is no wildcard there, and what looks like links in a file does not make it a directory."""
+    jsonl(tmp_path / "a.jsonl", [{"prompt": f"<a href='{http}/a.jsonl?sig=1/b'>"}])
+    (found,) = find_files(f"{http}/a.jsonl?sig=1")
+    assert (found.url, found.size) == (f"{http}/a.jsonl?sig=1", (tmp_path / "a.jsonl").stat().st_size)
 
 
 def test_over_http(open_data: Open, tmp_path: Path, http: str, monkeypatch: pytest.MonkeyPatch) -> None:
