@@ -21,7 +21,7 @@ class ChatTemplate:
     """`source` is Jinja; `variables` are what it may name besides the messages (bos_token, eos_token)."""
 
     def __init__(self, source: str, variables: dict[str, Any]) -> None:
-        self.source, self._variables = source, variables
+        self.source, self.variables = source, variables
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
@@ -33,7 +33,7 @@ class ChatTemplate:
     def __call__(self, messages: Sequence[dict[str, Any]]) -> str:
         """The prompt that asks the assistant to go on after `messages`. Raises ValueError for ones it refuses."""
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._variables)
+            return self._template.render(messages=messages, add_generation_prompt=True, **self.variables)
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses it ({error})") from None
 

@@ -35,7 +35,7 @@ class Tokenizer:
     @property
     def digest(self) -> str:
         """Of everything that decides which ids a text becomes."""
-        template = self._chat.source if self._chat else ""
+        template = json.dumps([self._chat.source, self._chat.variables] if self._chat else [], sort_keys=True)
         return xxhash.xxh3_128_hexdigest(f"{self._tokenizer.to_str()}\n{self.eos_id}\n{template}".encode())
 
     def prompt(self, text: str) -> tuple[int, ...]:

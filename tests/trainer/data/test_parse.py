@@ -33,6 +33,19 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(path)
 
 
+def test_a_template_is_another_one_when_what_it_names_is(tmp_path: Path) -> None:
+    """Records that were tokenised with the old end of a turn must not be trained on with the new one."""
+    write_tiny_model(tmp_path, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    found = []
+    for token in ("0", "1"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+        tokenizer = Tokenizer(tmp_path)
+        found.append((tokenizer.chat([USER])[1], tokenizer.digest))
+    assert found[0][0] != found[1][0]
+    assert found[0][1] != found[1][1]
+
+
 def parse(value: dict[str, Any], tokenizer: Tokenizer, **options: Any) -> Record:
     return Parser(JsonlData(path="unused", **options), tokenizer)(value).record(0)
 
