@@ -13,7 +13,7 @@ import pytest
 
 from server.gateway import Limits, UpstreamSettings
 from tests.server.gateway_harness import RunningGateway, eventually, get, post, running_gateway
-from tests.server.gateway_upstream import Link, Received, read_answer, upstream
+from tests.server.gateway_upstream import Link, Received, Upstream, read_answer, upstream
 
 PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0, hold_s=0.0)
 HASTY = UpstreamSettings(connect_timeout_s=0.2, read_idle_timeout_s=0.2, scrape_interval_s=3600.0, hold_s=0.0)
@@ -232,6 +232,53 @@ async def test_stale_pooled_connection_is_retried_once(gateway: RunningGateway) 
         assert (await gateway.ask(post())).status == 200
     assert [r.connection for r in up.requests] == [1, 1, 2]
     assert gateway.gateway.stats.stale_retries == before + 1
+
+
+async def test_a_request_that_kills_does_not_go_through_the_fleet(tmp_path: Path) -> None:
+    """Over pooled connections too: it is sent again once, not to everybody."""
+    servers: list[asyncio.Server] = []
+    killed: list[int] = []
+
+    async def handler(link: Link, received: Received) -> None:
+        if b"poison" not in received.body:
+            await link.json()
+            return
+        port = link.writer.get_extra_info("sockname")[1]
+        killed.append(port)
+        next(s for s in servers if s.sockets and s.sockets[0].getsockname()[1] == port).close()
+        link.cut()
+
+    with running_gateway(tmp_path, upstream=UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0)) as g:
+        for number in range(4):
+            server = await asyncio.start_server(Upstream(handler).serve, "127.0.0.1", 0)
+            servers.append(server)
+            g.register(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", f"i{number}")
+        for _ in range(8):
+            assert (await g.ask(post())).status == 200
+        assert all(i.pool.idle for i in g.gateway.fleet.instances.values())
+        answer = await g.ask(post(body={"prompt": "poison"}))
+        assert (answer.status, error(answer.body)["code"]) == (502, "upstream_died")
+        assert len(killed) == 2
+        assert (await g.ask(post("/v1/responses", {"input": "poison"}))).status == 502
+        assert len(killed) == 3
+    for server in servers:
+        server.close()
+
+
+async def test_a_pooled_connection_that_breaks_late_was_not_stale(gateway: RunningGateway) -> None:
+    async def handler(link: Link, received: Received) -> None:
+        if len(up.requests) == 2:
+            await asyncio.sleep(1.2)
+            link.cut()
+        else:
+            await link.json()
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        assert (await gateway.ask(post("/v1/responses"))).status == 200
+        answer = await gateway.ask(post("/v1/responses"))
+    assert (answer.status, error(answer.body)["code"]) == (502, "upstream_died")
+    assert len(up.requests) == 2
 
 
 async def test_death_before_the_first_byte_is_502_and_not_retried(gateway: RunningGateway) -> None:

@@ -8,7 +8,7 @@ client leaves, any state      -> the upstream connection is dropped in the same 
 nobody to ask                 -> held (waiting.py), then 503; 409 or 504 if it was for the version asked for
 connect fails                 -> next instance, else held, then 503
 refused for its version       -> next instance, else held, then 409 or 504 (nothing of the answer had been passed on)
-pooled connection was stale   -> once more on a fresh one (nothing of the answer had been seen)
+pooled connection was stale   -> once more on a fresh one; if the instance takes none, it died of it: lost, as below
 connection lost, no byte yet  -> next instance, within the retry budget (fleet/retries.py)
 upstream fails, nothing sent  -> 502/504 as JSON
 upstream fails, mid-answer    -> another instance goes on with the stream (failover.py), else an error event where one
@@ -36,6 +36,8 @@ from server.gateway.proxy.usage import Usage
 from server.gateway.queue.gate import Gate
 
 log = logging.getLogger("hotswap.gateway")
+
+STALE_S = 1.0  # after it was sent: a pooled connection that ends later was not closed already
 
 
 class Exchange(Placing):
@@ -205,7 +207,7 @@ class Exchange(Placing):
         except BadUpstream as failure:
             if self._relay.seen or self.instance is None:
                 self._upstream_failed(failure)
-            elif self._pooled:
+            elif self._pooled and time.monotonic() - self.last_progress < STALE_S:
                 self._retry_fresh(self.instance)
             else:
                 self._lost(self.instance, failure)
@@ -217,7 +219,7 @@ class Exchange(Placing):
         self._stats.stale_retries += 1
         self._link = None
         self._pooled = False
-        self._connecting = asyncio.get_running_loop().create_task(self._connect(instance))
+        self._connecting = asyncio.get_running_loop().create_task(self._connect(instance, resent=True))
 
     def _lost(self, instance: Instance, failure: HttpError) -> None:
         """Its connection has ended before the first byte: retries.py says whether another instance is asked."""

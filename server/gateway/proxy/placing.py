@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
 
-from server.errors import HttpError, Unavailable
+from server.errors import BadUpstream, HttpError, Unavailable
 from server.gateway.fleet import retries
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.view import Fleet
@@ -85,6 +85,10 @@ class Placing(ABC):
     @abstractmethod
     def upstream_lost(self, exc: Exception | None) -> None:
         """The connection has ended (upstream.Owner)."""
+
+    @abstractmethod
+    def _lost(self, instance: Instance, failure: HttpError) -> None:
+        """It was sent to `instance`, which has died without a byte."""
 
     @abstractmethod
     def _break_off(self, error: HttpError) -> None:
@@ -167,12 +171,15 @@ class Placing(ABC):
         else:
             self._connecting = asyncio.get_running_loop().create_task(self._connect(instance))
 
-    async def _connect(self, instance: Instance) -> None:
+    async def _connect(self, instance: Instance, *, resent: bool = False) -> None:
         try:
             link = await instance.pool.connect()
         except Unavailable as exc:
             self._fleet.connect_failed(instance)
             self._connecting = None
+            if resent:  # what was sent to it first may be what killed it
+                self._lost(instance, BadUpstream("The instance died before its first byte.", code="upstream_died"))
+                return
             self._try_next(exc)
             self._count_retry("not_sent")
             return
