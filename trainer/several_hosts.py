@@ -25,6 +25,11 @@ from weightsync.tls import ClusterTls
 from weightsync.transport import Transport, open_transport
 
 ADDRESS_ENV = "HOTSWAP_ADDRESS"
+NAMELESS = "'s host has no name", "Set HOTSWAP_HOST there, or leave it out where one host has all ranks"
+SILENT = (
+    ", one of several hosts', cannot pass on its share of a version",
+    "Set HOTSWAP_CLUSTER_TLS and, if need be, HOTSWAP_ADDRESS on every host, or leave publish out",
+)
 
 
 class SeveralHosts:
@@ -34,8 +39,10 @@ class SeveralHosts:
     """
 
     def __init__(self, config: PublishConfig, schema: Schema) -> None:
-        """Raises ConfigError when a rank cannot open its transport."""
-        hosts = gather_json([_boot(), this_host()])
+        """Raises ConfigError when a rank's host has no proper name, or it cannot open its transport."""
+        found = gather_json(_host())
+        lead(lambda: check([host["problem"] for host in found], NAMELESS))
+        hosts = [host["name"] for host in found]
         self._rank = int(dist.get_rank())
         self._beside = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
         self.one, self.beside = len(self._beside) == len(hosts), self._rank in self._beside
@@ -44,14 +51,15 @@ class SeveralHosts:
         self._collector: weightsync.Collector | None = None
         if not self.one:
             problems = gather_json(self._open(config, schema))
-            lead(lambda: check(problems))
+            lead(lambda: check(problems, SILENT))
 
     def bring(self, writer: Any, problem: str) -> str:
         """Shares of ranks elsewhere into the slot, unless a rank has a problem; returns this rank's.
 
         They must stay as they are until all ranks have been here: let nobody write again before another collective.
         """
-        told = gather_json({"problem": problem, "offer": self._offer(problem)})
+        problem, offer = self._offer(problem)
+        told = gather_json({"problem": problem, "offer": offer})
         if any(rank["problem"] for rank in told) or self._collector is None:
             return problem
         elsewhere = [rank["offer"] for rank in told if rank["offer"] is not None]
@@ -62,13 +70,17 @@ class SeveralHosts:
             return str(error)
         return ""
 
-    def _offer(self, problem: str) -> dict[str, Any] | None:
+    def _offer(self, problem: str) -> tuple[str, dict[str, Any] | None]:
+        """This rank's problem, and what others may read of it."""
         if self.share is None:
-            return None
-        if not problem:
-            return self.share.seal()
-        self.share.discard()
-        return None
+            return problem, None
+        if problem:
+            self.share.discard()
+            return problem, None
+        try:
+            return "", self.share.seal()
+        except WeightSyncError as error:
+            return str(error), None
 
     def close(self) -> None:
         for opened in (self._collector, self.share, self._transport):
@@ -78,7 +90,7 @@ class SeveralHosts:
     def _open(self, config: PublishConfig, schema: Schema) -> str:
         try:
             self._transport = open_transport(config.transport, listen=address(), tls=ClusterTls.of_environment())
-        except (WeightSyncError, ValueError) as error:
+        except (WeightSyncError, ValueError, OSError) as error:  # the last one: there is no way to the first host
             return str(error)
         if self.beside:
             self._collector = weightsync.Collector(self._transport)
@@ -98,13 +110,19 @@ def address() -> str:
         return str(probe.getsockname()[0])
 
 
-def check(problems: Sequence[str]) -> None:
-    """What kept each rank from opening its transport. Raises ConfigError for the first that is not empty."""
+def check(problems: Sequence[str], why: tuple[str, str]) -> None:
+    """What kept each rank from taking part. Raises ConfigError for the first that is not empty."""
+    what, advice = why
     for rank, problem in enumerate(problems):
         if problem:
-            what = f"rank {rank}, one of several hosts', cannot pass on its share of a version ({problem})"
-            advice = "Set HOTSWAP_CLUSTER_TLS and, if need be, HOTSWAP_ADDRESS on every host, or leave publish out"
-            raise ConfigError("publish", what, advice)
+            raise ConfigError("publish", f"rank {rank}{what} ({problem})", advice)
+
+
+def _host() -> dict[str, Any]:
+    try:
+        return {"name": [_boot(), this_host()], "problem": ""}
+    except WeightSyncError as error:
+        return {"name": [], "problem": str(error)}
 
 
 def _boot() -> str:

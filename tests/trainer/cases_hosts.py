@@ -14,7 +14,7 @@ import trainer.several_hosts
 from tests.trainer.batches import random_batch
 from trainer.errors import TrainerError
 from weightsync import Share
-from weightsync.errors import PublishError
+from weightsync.errors import PublishError, TransportUnavailable
 from weightsync.shares.offer import Offer
 from weightsync.transport import open_transport
 
@@ -49,6 +49,12 @@ def no_room(_share: Share, *_: Any) -> Any:
     raise PublishError("made to have no memory")
 
 
+def ended(share: Share) -> dict[str, Any]:
+    """The library of the transport does not start any more."""
+    share.discard()
+    raise TransportUnavailable("nixl", "made to have ended", "Start it again")
+
+
 def unreachable(share: Share) -> dict[str, Any]:
     """An offer whose holder has gone meanwhile."""
     with open_transport("tcp", listen="127.0.0.1", tls=None) as gone:
@@ -66,6 +72,7 @@ def other_bytes(share: Share) -> dict[str, Any]:
 SEAL = Share.seal
 BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
     "memory": ("_place", no_room),
+    "transport": ("seal", ended),
     "holder": ("seal", unreachable),
     "bytes": ("seal", other_bytes),
 }
@@ -90,6 +97,18 @@ def publish_without_certificates(**arguments: Any) -> list[str]:
     os.environ["HOTSWAP_ADDRESS"] = "0.0.0.0"
     try:
         with on_hosts(["", "b"], parallel={"data": 2}, **arguments):
+            return []
+    except TrainerError as error:
+        return [type(error).__name__, str(error)]
+
+
+def publish_from_nowhere(hosts: list[str], master: str, **arguments: Any) -> list[str]:
+    """The error of a run one of whose hosts has an impossible name, or does not find the first one."""
+    os.environ.pop("HOTSWAP_ADDRESS", None)
+    if dist.get_rank():
+        os.environ["MASTER_ADDR"] = master
+    try:
+        with on_hosts(hosts, parallel={"data": 2}, **arguments):
             return []
     except TrainerError as error:
         return [type(error).__name__, str(error)]

@@ -62,6 +62,7 @@ def test_a_run_on_several_hosts_publishes_what_one_rank_does(
     ("broken", "said"),
     [
         ("memory", "rank 1 could not write its share: made to have no memory"),
+        ("transport", "rank 1 could not write its share: .*made to have ended"),
         ("holder", "rank 0 could not write its share: .*cannot be reached"),
         ("bytes", "rank 0 could not write its share: tensor .* has digest"),
     ],
@@ -120,6 +121,26 @@ def test_hosts_without_certificates_are_refused_before_the_run(
     assert (lead[0], other[0]) == ("ConfigError", "RankFailed")
     assert lead[1].startswith("publish: rank 0, one of several hosts', cannot pass on its share")
     assert "Set HOTSWAP_CLUSTER_TLS" in lead[1]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "master", "said"),
+    [
+        (
+            TWO,
+            "no-such-host.invalid",
+            "publish: rank 1, one of several hosts', cannot pass on its share .*HOTSWAP_ADDRESS",
+        ),
+        (["", "Node_1"], "127.0.0.1", "publish: rank 1's host has no name .*'Node_1'"),
+    ],
+)
+def test_a_host_that_cannot_take_part_ends_the_run_on_all(
+    two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path, hosts: list[str], master: str, said: str
+) -> None:
+    arguments = {"path": small_models["qwen2"], "store": f"sqlite:///{tmp_path}/absent.db"}
+    lead, other = two_ranks.call("publish_from_nowhere", hosts=hosts, master=master, **arguments)
+    assert (lead[0], other[0]) == ("ConfigError", "RankFailed")
+    assert re.search(said, lead[1])
 
 
 def test_a_host_is_reached_where_it_reaches_the_first(one_rank: Ranks) -> None:
