@@ -22,17 +22,28 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained with: `length` in tokens a sequence, `micro_batch` sequences a forward pass, of which an
-    optimizer step has `micro_batches`; `critics` models are trained besides the actor, `references` only evaluated."""
+    """What is trained with: `length` in tokens a sequence, at most `micro_batch` sequences a forward pass, `sequences`
+    an optimizer step, over all data-parallel ranks (0: more than any layout has under way at a time); `critics` models
+    are trained besides the actor, `references` only evaluated."""
 
     length: int
     micro_batch: int = 1
-    micro_batches: int = 8
+    sequences: int = 0
     dtype: str = "bfloat16"
     recompute: str = "none"
     offload: bool = False
     critics: int = 0
     references: int = 0
+
+    def rows(self, parallel: ParallelConfig) -> int:
+        """Sequences of a forward pass: no more than a rank has of an optimizer step."""
+        mine = -(-self.sequences // parallel.data)
+        return min(self.micro_batch, mine) if mine else self.micro_batch
+
+    def under_way(self, parallel: ParallelConfig, stage: int) -> int:
+        """Micro-batches whose activations a pipeline stage holds at a time (1F1B)."""
+        most = parallel.pipeline - stage
+        return min(most, -(-self.sequences // (parallel.data * self.rows(parallel)))) if self.sequences else most
 
 
 @dataclass(frozen=True)
@@ -83,14 +94,14 @@ def _optimizer_bytes(weights: Weights, parallel: ParallelConfig, work: Workload)
 def _activations(shape: ModelShape, parallel: ParallelConfig, work: Workload, stage: int) -> int:
     """Of all layers of a stage, for the micro-batches that are under way in it at a time (1F1B)."""
     layers = shape.layers // parallel.pipeline
-    tokens = work.micro_batch * -(-work.length // parallel.context)
+    tokens = work.rows(parallel) * -(-work.length // parallel.context)
     size = BYTES[work.dtype]
     one = layer_bytes(shape, parallel, size)
     between = _cut(shape.hidden, parallel) * size
     kept = layers * between + one if work.recompute == "full" else layers * one
     if stage == parallel.pipeline - 1:
         kept += _norm_bytes(shape, parallel, size)
-    in_flight = float(min(parallel.pipeline - stage, work.micro_batches))
+    in_flight = float(work.under_way(parallel, stage))
     if parallel.virtual_pipeline > 1:  # interleaved stages hold more (2205.05198, section 4.2.3)
         in_flight *= 1 + (parallel.pipeline - 1) / (parallel.pipeline * parallel.virtual_pipeline)
     return int(tokens * kept * in_flight)
@@ -127,6 +138,6 @@ def _cut(hidden: int, parallel: ParallelConfig) -> float:
 
 def _logits(shape: ModelShape, parallel: ParallelConfig, work: Workload) -> int:
     """In the model's precision, and the softmax in fp32 that the loss is made of."""
-    tokens = work.micro_batch * -(-work.length // parallel.context)
+    tokens = work.rows(parallel) * -(-work.length // parallel.context)
     columns = shape.padded_vocab(parallel.tensor) // parallel.tensor
     return tokens * columns * (BYTES[work.dtype] + 2 * FP32)

@@ -41,13 +41,13 @@ def workload_of(config: TrainerConfig, length: int) -> Workload:
     """What a run with this configuration trains with."""
     algorithm, batch = config.algorithm, config.batch
     samples = getattr(algorithm, "samples_per_prompt", 1) if isinstance(algorithm, PolicyConfig) else 1
-    replicas, updates = config.parallel.data, getattr(algorithm, "minibatches", 1)
+    together = 2 if isinstance(algorithm, DpoConfig) else 1  # a preference's answers stay in one micro-batch
     reference = isinstance(algorithm, DpoConfig) or getattr(algorithm, "kl_coef", 0.0) > 0
     packed = config.packing is not None
     return Workload(
         length=config.packing.max_tokens if config.packing is not None else length,
-        micro_batch=1 if packed else config.micro_batch,
-        micro_batches=max(batch * samples // (updates * replicas * (1 if packed else config.micro_batch)), 1),
+        micro_batch=1 if packed else max(config.micro_batch // together, 1) * together,
+        sequences=-(-batch * samples * together // getattr(algorithm, "minibatches", 1)),
         dtype=config.model.dtype,
         recompute=config.model.recompute,
         offload=config.optimizer.offload,
@@ -91,7 +91,7 @@ def _say_what(console: Console, config: TrainerConfig, shape: ModelShape, work: 
     others = [f"{work.critics} critic"] * bool(work.critics) + [f"{work.references} reference"] * bool(work.references)
     besides = f" and {', '.join(others)}" if others else ""
     console.print(f"{shape.family}, {shape.parameters / 1e9:.2f} B weights{mixture}; actor{besides}, {work.dtype}")
-    console.print(f"{config.algorithm.name}: micro-batches of {work.micro_batch} x {work.length} tokens")
+    console.print(f"{config.algorithm.name}: micro-batches of {work.rows(config.parallel)} x {work.length} tokens")
 
 
 def _say_configured(

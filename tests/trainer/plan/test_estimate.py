@@ -57,7 +57,7 @@ def check(ranks: Ranks, path: str, parallel: dict[str, Any], model: dict[str, An
     activations."""
     shape, layout = load_shape(path), ParallelConfig(**parallel)
     found = ranks.call("measured", path=path, parallel=parallel, rows=ROWS, length=LENGTH, model=model)
-    work = Workload(LENGTH, ROWS, micro_batches=1, dtype=model.get("dtype", "float32"))
+    work = Workload(LENGTH, ROWS, sequences=ROWS * layout.data, dtype=model.get("dtype", "float32"))
     work = Workload(**vars(work) | {"recompute": model.get("recompute", "none")})
     for rank in found:
         assert rank["parameters"] == rank_weights(shape, layout, rank["stage"]).total

@@ -156,9 +156,32 @@ def test_a_runs_models_and_micro_batches_are_counted(tmp_path: Path) -> None:
     more = {"algorithm": ppo, "gateway": gateway, "batch": 64, "micro_batch": 4, "parallel": {"data": 2}}
     config = strict.build(TrainerConfig, settings("unused", **more))
     work = workload_of(config, 1000)
-    assert (work.critics, work.references, work.micro_batches, work.length) == (1, 1, 64 * 8 // (2 * 2 * 4), 1000)
+    assert (work.critics, work.references, work.sequences, work.length) == (1, 1, 64 * 8 // 2, 1000)
     packed = workload_of(strict.build(TrainerConfig, settings("unused", packing={"max_tokens": 300})), 1000)
     assert (packed.length, packed.micro_batch, packed.references) == (300, 1, 0)
+
+
+def test_micro_batches_under_way_are_those_of_the_layout_in_question(tmp_path: Path) -> None:
+    """Not of the configured one: a batch of one sequence a rank there is many for a pipeline of fewer replicas."""
+    config = strict.build(TrainerConfig, settings("unused", batch=64, parallel={"data": 64}))
+    work = workload_of(config, 4096)
+    held = [work.under_way(ParallelConfig(tensor=8, pipeline=4, data=data), 0) for data in (2, 16, 32, 64)]
+    assert held == [4, 4, 2, 1]
+    model = shape(tmp_path, "70B")
+    few = estimate(model, ParallelConfig(tensor=8, pipeline=4, data=64), work)
+    assert estimate(model, ParallelConfig(tensor=8, pipeline=4, data=2), work).activations > 2 * few.activations
+
+
+def test_a_forward_pass_takes_no_more_than_a_rank_has(tmp_path: Path) -> None:
+    model, layout = shape(tmp_path, "1.5B"), ParallelConfig(data=2)
+    found = estimate(model, layout, Workload(4096, micro_batch=128, sequences=8))
+    assert found == estimate(model, layout, Workload(4096, micro_batch=4))
+
+
+def test_a_preferences_two_answers_are_in_one_micro_batch() -> None:
+    config = strict.build(TrainerConfig, settings("unused", algorithm={"name": "dpo"}, batch=8, micro_batch=1))
+    work = workload_of(config, 4096)
+    assert (work.micro_batch, work.sequences) == (2, 16)
 
 
 def test_the_command_prints_a_plan_and_its_yaml_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
