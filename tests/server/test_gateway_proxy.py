@@ -12,6 +12,7 @@ import orjson
 import pytest
 
 from server.gateway import Limits, UpstreamSettings
+from server.gateway.proxy.protocol import GatewayProtocol
 from tests.server.gateway_harness import RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, Upstream, read_answer, upstream
 
@@ -232,6 +233,37 @@ async def test_stale_pooled_connection_is_retried_once(gateway: RunningGateway) 
         assert (await gateway.ask(post())).status == 200
     assert [r.connection for r in up.requests] == [1, 1, 2]
     assert gateway.gateway.stats.stale_retries == before + 1
+
+
+@pytest.mark.parametrize(
+    ("early", "said"),
+    [
+        (post(body=b"{"), b"HTTP/1.1 400"),
+        (b"nonsense\r\n\r\n", b"HTTP/1.1 400"),
+        (post(headers="Expect: 100-continue\r\n")[:-2], b"HTTP/1.1 100"),
+    ],
+    ids=["refused", "malformed", "continue"],
+)
+async def test_what_comes_in_the_turn_of_an_answer_s_end_is_answered_behind_it(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch, early: bytes, said: bytes
+) -> None:
+    """A client that does not wait for its answer: the loop reads both in one turn, the instance's end first."""
+    answered = GatewayProtocol.answered
+
+    def with_more(self: GatewayProtocol, *, keep_alive: bool) -> None:
+        monkeypatch.setattr(GatewayProtocol, "answered", answered)
+        answered(self, keep_alive=keep_alive)
+        self.data_received(early)
+
+    async with upstream() as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        monkeypatch.setattr(GatewayProtocol, "answered", with_more)
+        writer.write(post())
+        first = await asyncio.wait_for(read_answer(reader), 5)
+        assert (first.status, first.body) == (200, b'{"ok":true}')
+        assert (await asyncio.wait_for(reader.readline(), 5)).startswith(said)
+        writer.close()
 
 
 async def test_a_request_that_kills_does_not_go_through_the_fleet(tmp_path: Path) -> None:

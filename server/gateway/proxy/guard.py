@@ -259,6 +259,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.gateway.stats.refused[error.code] += 1
         request_id = self.head.request_id if self.head is not None else new_request_id()
         head_only, extra = self.method == b"HEAD", self.extra_head
+        self.gateway.outbox.flush()  # the end of the answer before this one may still be there
         self.transport.write(
             error_answer(error, request_id, keep_alive=keep_alive, head_only=head_only, extra_head=extra)
         )

@@ -108,6 +108,7 @@ class GatewayProtocol(GuardedProtocol):
             raise MethodNotAllowed(f"Use {allow} for {targets[0].route.name}.", allow=allow)
         self._target = target
         if head.expect_continue and (head.chunked or head.content_length):
+            self.gateway.outbox.flush()  # the end of the answer before this one may still be there
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     @property
