@@ -36,7 +36,8 @@ def silence(peer: Watched, silent_s: float) -> str:
 
 def hang(beats: list[Beat], hang_s: float) -> str:
     """What is said when no rank has got on for `hang_s`; empty while one has. The rank that is somewhere else than
-    most is who the others wait for."""
+    most is who the others wait for. Ranks that are done beat no more: they neither hang nor get on."""
+    beats = [beat for beat in beats if beat.phase != DONE]
     if not beats or min(beat.still_s for beat in beats) < hang_s:
         return ""
     places = [(beat.step, beat.phase) for beat in beats]

@@ -40,6 +40,14 @@ def test_a_hang_is_one_only_when_nobody_gets_on() -> None:
     assert "wait for rank 2." in found
 
 
+def test_a_rank_that_is_done_does_not_hide_a_hang() -> None:
+    """Its last beat is never followed by another, so it would look for ever as if it had just got on."""
+    found = hang([beat(0, still_s=50), beat(1, phase=DONE, still_s=1)], 30)
+    assert "no rank got on for 30 s" in found
+    assert "rank 1" not in found
+    assert hang([beat(0, phase=DONE, still_s=50)], 30) == ""
+
+
 def test_without_a_majority_nobody_is_suspected() -> None:
     found = hang([beat(0, still_s=50), beat(1, phase="rollout", still_s=40)], 30)
     assert "rollout of step 7" in found
