@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 
-from trainer.rollout.samples import Group
 from trainer.schedules.base import Keep, Pending, Rollout, Schedule, Start
 from trainer.schedules.feed import Feed
 
@@ -25,13 +24,13 @@ class Asynchronous(Schedule):
         self, batch: int, max_refills: int, feed: Feed, start: Start, keep: Keep, max_lag: int, buffer: int | None
     ) -> None:
         super().__init__(batch, max_refills, feed, start, keep)
-        self._max_lag = max_lag
+        self.max_lag = max_lag
         most = (max_lag + 1) * batch
         self._buffer = most if buffer is None else min(max(buffer, batch), most)
 
     def take(self, version: int, steps_left: int) -> Iterator[Rollout]:
         """Tops up what is in flight, then takes groups as they finish, those first that would be too old."""
-        self._begin(version)
+        self._begin()
         self._top_up(version, steps_left)
         for left in range(self.batch, 0, -1):
             rollout = None
@@ -41,7 +40,7 @@ class Asynchronous(Schedule):
 
     def ahead(self, version: int, steps_left: int) -> None:
         """While training, the server works on what is ahead; room for more comes with the next version."""
-        room = self._max_lag * self.batch  # what can still be used in time by the steps after this one
+        room = self.max_lag * self.batch  # what can still be used in time by the steps after this one
         self._fill(min(self._buffer, room, steps_left * self.batch), version)
 
     def _top_up(self, version: int, steps_left: int) -> None:
@@ -54,22 +53,17 @@ class Asynchronous(Schedule):
         candidates = self._candidates(version, left)
         done, _ = wait([pending.future for pending in candidates], return_when=FIRST_COMPLETED)
         chosen = next(pending for pending in candidates if pending.future in done)
+        if self._sent_again(chosen, version):
+            return None
         group = chosen.future.result()
         self.pending.remove(chosen)
-        if self._stale(group, version):
-            self._counts["stale_groups"] += 1
-            self._send(chosen.draw, version)
-            return None
         return None if self._sent_back(group, version) else Rollout(chosen.draw, group)
 
     def _candidates(self, version: int, left: int) -> list[Pending]:
         """Among which the next one is chosen, those due first in front."""
         by_deadline = sorted(self.pending, key=lambda pending: (pending.version, pending.draw.number))
         for count, pending in enumerate(by_deadline, 1):
-            deadline = pending.version + self._max_lag
+            deadline = pending.version + self.max_lag
             if count >= left + (deadline - version) * self.batch:
                 return by_deadline[:count]
         return by_deadline
-
-    def _stale(self, group: Group, version: int) -> bool:
-        return group.oldest is not None and version - group.oldest > self._max_lag

@@ -41,6 +41,8 @@ class Rollout:
 class Schedule(ABC):
     """The common part: sending off, refilling, counting, and what a checkpoint holds of it."""
 
+    max_lag = 0  # how many versions old a token may be that a step trains on
+
     def __init__(self, batch: int, max_refills: int, feed: Feed, start: Start, keep: Keep) -> None:
         self.batch, self.feed = batch, feed
         self._start, self._keep, self._refills_allowed = start, keep, max_refills * batch
@@ -85,20 +87,29 @@ class Schedule(ABC):
         restored is as old as it was. Nothing is in flight yet."""
         self.pending = [_done(p.draw, p.future.result().renumbered(by), p.version + by) for p in self.pending]
 
-    def _begin(self, version: int) -> None:
-        """For `take`: a step starts. What a checkpoint interrupted is sent off now that the server has its weights."""
+    def _begin(self) -> None:
+        """For `take`: a step starts."""
         self._refills_left = self._refills_allowed
-        for draw in self._interrupted:
-            self._send(draw, version)
-        self._interrupted = []
-        self.pending.sort(key=lambda pending: pending.draw.number)
 
     def _send(self, draw: Draw, version: int) -> None:
         self.pending.append(Pending(draw, self._start(draw), version))
 
     def _send_next(self, count: int, version: int) -> None:
-        for draw in self.feed.draw(count):
+        """What a checkpoint interrupted comes first, now that the server has its weights."""
+        again, self._interrupted = self._interrupted[:count], self._interrupted[count:]
+        for draw in [*again, *self.feed.draw(count - len(again))]:
             self._send(draw, version)
+
+    def _sent_again(self, finished: Pending, version: int) -> bool:
+        """Whether its group was over the bound, and another is to come for it. What was sent off at this very version
+        is as young as the server has it."""
+        oldest = finished.future.result().oldest
+        if finished.version >= version or oldest is None or version - oldest <= self.max_lag:
+            return False
+        self.pending.remove(finished)
+        self._counts["stale_groups"] += 1
+        self._send(finished.draw, version)
+        return True
 
     def _sent_back(self, group: Group, version: int) -> bool:
         """Whether the algorithm does not want it and there is another to come for it."""

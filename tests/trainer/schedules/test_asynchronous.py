@@ -124,6 +124,27 @@ def test_a_group_over_the_bound_all_the_same_is_sampled_again(sampler: Sampler) 
     assert [draw.number for draw in sampler.sent].count(2) == 2
 
 
+@pytest.mark.timeout(20)
+def test_a_server_that_went_back_beyond_the_bound_does_not_stop_training(sampler: Sampler) -> None:
+    """Sampled again it would be as old: what the server has is all there is."""
+    built, over = schedule(sampler, max_lag=1), threading.Event()
+    sampler.version = 3
+
+    def serve() -> None:
+        while not over.wait(0.001) and len(sampler.sent) < 50:
+            sampler.finish(*sampler.in_flight)
+
+    server = threading.Thread(target=serve)
+    server.start()
+    try:
+        rollouts = list(built.take(version=9, steps_left=1))
+    finally:
+        over.set()
+        server.join(10)
+    assert [rollout.group.oldest for rollout in rollouts] == [3, 3]
+    assert [draw.number for draw in sampler.sent] == [0, 1]
+
+
 def test_groups_that_teach_nothing_are_replaced(sampler: Sampler) -> None:
     built = build_schedule(AsyncSchedule(max_lag=1), BATCH, Feed(Records(), 0), sampler, useful)
     taking = built.take(version=0, steps_left=9)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
 from tests.trainer.schedules.sampler import Records, Sampler, everything, numbers, useful
-from trainer.config.schedule import ColocatedSchedule, OneStepOffSchedule
+from trainer.config.schedule import AsyncSchedule, ColocatedSchedule, OneStepOffSchedule
 from trainer.errors import RolloutError
 from trainer.rollout import Group
-from trainer.schedules import Feed, Schedule, build_schedule
+from trainer.schedules import Draw, Feed, Schedule, build_schedule
 
 
 @pytest.fixture
@@ -83,6 +85,7 @@ def test_refills_are_bounded_and_the_step_is_whole_all_the_same(sampler: Sampler
 
 
 def test_the_next_batch_is_sampled_while_this_one_trains(sampler: Sampler) -> None:
+    sampler.version = 1
     schedule = one_step_off(sampler)
     taking = schedule.take(version=1, steps_left=3)
     threading.Timer(0.05, lambda: sampler.finish(0, 1, 2, 3)).start()
@@ -91,6 +94,7 @@ def test_the_next_batch_is_sampled_while_this_one_trains(sampler: Sampler) -> No
     assert sampler.in_flight == [4, 5, 6, 7]
     sampler.finish(4, 5, 6, 7)
     assert numbers(schedule.take(version=2, steps_left=2)) == [4, 5, 6, 7]
+    sampler.version = 2
     schedule.ahead(version=2, steps_left=1)
     sampler.finish(8, 9, 10, 11)
     assert numbers(schedule.take(version=3, steps_left=1)) == [8, 9, 10, 11]
@@ -106,6 +110,7 @@ def test_what_sampling_raises_reaches_the_step(sampler: Sampler) -> None:
 
 
 def test_a_checkpoint_keeps_what_is_finished_and_repeats_what_was_in_flight(sampler: Sampler) -> None:
+    sampler.version = 1
     schedule = one_step_off(sampler)
     taking = schedule.take(version=1, steps_left=3)
     threading.Timer(0.05, lambda: sampler.finish(0, 1, 2, 3)).start()
@@ -115,6 +120,7 @@ def test_a_checkpoint_keeps_what_is_finished_and_repeats_what_was_in_flight(samp
     saved = json.loads(json.dumps(schedule.state_dict()))
 
     after = Sampler()
+    after.version = 1
     resumed = one_step_off(after)
     resumed.load_state_dict(saved)
     assert after.sent == []  # the server has not got its weights yet
@@ -128,3 +134,60 @@ def test_a_checkpoint_keeps_what_is_finished_and_repeats_what_was_in_flight(samp
     assert [rollout.draw.number for rollout in theirs] == [4, 5, 6, 7]
     resumed.ahead(version=2, steps_left=1)
     assert after.in_flight == [8, 9, 10, 11]
+
+
+class AtOnce(Sampler):
+    """Every answer is there at once, but for the `slow` ones."""
+
+    def __init__(self, version: int = 0, slow: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.version, self._slow = version, slow
+
+    def __call__(self, draw: Draw) -> Future[Group]:
+        future = super().__call__(draw)
+        if draw.number not in self._slow:
+            self.finish(draw.number)
+        return future
+
+
+def left_by_an_asynchronous_run() -> dict[str, Any]:
+    """Its state after a step at version 2: of 12 groups 4 are used, 6 are finished and 2 in flight."""
+    before = AtOnce(version=2, slow=(10, 11))
+    schedule = build_schedule(AsyncSchedule(max_lag=2), 4, Feed(Records(), 0), before, everything)
+    assert numbers(schedule.take(version=2, steps_left=9)) == [0, 1, 2, 3]
+    state: dict[str, Any] = json.loads(json.dumps(schedule.state_dict()))
+    return state
+
+
+@pytest.mark.parametrize(
+    ("make", "most", "sent"),
+    [(colocated, 0, [0, 4, 8]), (one_step_off, 1, [2, 6, 6])],
+    ids=["colocated", "one step off"],
+)
+def test_the_bound_holds_for_what_an_asynchronous_run_has_left(
+    make: Callable[[Sampler], Schedule], most: int, sent: list[int]
+) -> None:
+    server = AtOnce()
+    schedule, used, lags = make(server), list[int](), list[int]()
+    schedule.load_state_dict(left_by_an_asynchronous_run())
+    for version in (2, 3, 4):
+        server.version = version
+        for rollout in schedule.take(version, steps_left=5 - version):
+            used.append(rollout.draw.number)
+            lags.append(version - (rollout.group.oldest or 0))
+        schedule.ahead(version, steps_left=4 - version)
+        assert len(server.sent) == sent[version - 2], "what the next step needs, and no more"
+    assert used == list(range(4, 16))
+    assert max(lags) == most
+
+
+def test_a_batch_that_is_too_old_since_versions_were_skipped_is_sampled_again() -> None:
+    server = AtOnce()
+    schedule = one_step_off(server)
+    numbers(schedule.take(version=0, steps_left=2))
+    schedule.ahead(version=0, steps_left=1)
+    server.version = 2  # 1 could not be published
+    rollouts = list(schedule.take(version=2, steps_left=1))
+    assert [rollout.group.oldest for rollout in rollouts] == [2] * 4
+    assert [rollout.draw.number for rollout in rollouts] == [4, 5, 6, 7]
+    assert schedule.stats()["stale_groups"] == 4
