@@ -42,7 +42,7 @@ class Sampling:
         while part := self._part(watch):
             with watch("inference"):
                 self._prefill(part)
-        fields = broadcast_tensors(self._ask(lambda e: e.batch()))
+        fields = self._looked_at(broadcast_tensors(self._ask(lambda e: e.batch())), watch)
         self._phases.enter("train", watch)
         metrics = (self._ask(lambda e: e.metrics()) or {}) | self._phases.taken()
         return StepBatch(fields, self.drawn - state.consumed, metrics)
@@ -69,6 +69,14 @@ class Sampling:
             return question(self._ours.experience)
 
         return lead(asked)
+
+    def _looked_at(self, fields: Fields, watch: Stopwatch) -> Fields:
+        """What training would ask of the models, before it sends them away: preferences are not sampled in parts."""
+        if not self._phases.shared or self._engine.algorithm.needs <= fields.keys():
+            return fields
+        self._phases.enter("inference", watch)
+        with watch("inference"):
+            return self._engine.prefill_fields(fields)
 
     def _part(self, watch: Stopwatch) -> Fields:
         with watch("rollout"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from tests.trainer.faults.runs import curve, events
+from tests.trainer.faults.runs import arguments, curve, events
 from tests.trainer.faults.test_resume import killed_and_resumed, uninterrupted
 from tests.trainer.faults.zygote import Zygote
 from tests.trainer.fleet import fleet, never_behind
@@ -48,3 +48,24 @@ def test_a_checkpoint_is_taken_while_the_optimizer_is_away(
     for step in events(config["metrics"], "step")[1:]:
         moved = {key.removeprefix("memory_ms/") for key in step if key.startswith("memory_ms/")}
         assert {"train/actor_optimizer", "train/reward_model"} <= moved, "one came, the other left"
+
+
+def test_a_reference_that_makes_room_for_training_comes_back_for_its_pass(
+    zygote: Zygote, config: dict[str, Any], tmp_path: Path, small_models: dict[str, str]
+) -> None:
+    """Preferences are not sampled: the reference looks at a step's records when they are whole."""
+    weights = sum(tensor.nbytes for tensor in load_file(Path(small_models["qwen2"]) / "model.safetensors").values())
+    config |= {
+        "algorithm": {"name": "dpo"},
+        "data": {"kind": "arithmetic", "mistake": "off_by_one"},
+        "steps": 4,
+        "checkpoint": None,
+    }
+    expected = curve(uninterrupted(zygote, config, tmp_path))
+    config["memory"] = {"budget_gib": 4.5 * weights / 2**30, "directory": str(tmp_path)}  # 5 in all
+    run = zygote.start(arguments(config, tmp_path), tmp_path / "said", RUN="offloaded")
+    assert zygote.wait(run) == 0, (tmp_path / "said").read_text()
+    assert curve(config["metrics"]) == expected
+    assert len(expected) == 4
+    for step in events(config["metrics"], "step")[1:]:
+        assert {"memory_ms/inference/reference", "memory_ms/train/reference"} <= step.keys(), "it came, and left"
