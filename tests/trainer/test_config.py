@@ -83,6 +83,7 @@ def test_overrides_reach_into_sections_that_are_not_there(tmp_path: Path) -> Non
         ({"publish": {"model": "m"}}, "publish.store", "HOTSWAP_STORE"),
         ({"save_to": "m/../m"}, "save_to", "Name another directory"),
         ({"checkpoint": {"path": "c", "resume": "maybe"}}, "checkpoint.resume", "one of auto, must, never"),
+        ({"checkpoint": {"path": "c", "resume": "never"}, "faults": {"max_restarts": 1}}, "checkpoint.resume", "auto"),
     ],
 )
 def test_what_is_wrong_is_named(

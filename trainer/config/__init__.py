@@ -161,6 +161,9 @@ class TrainerConfig:
             raise ConfigError("memory", "parallel.shard full owns its storages", "Set shard to optimizer")
         if self.faults.on_diverged == "rollback" and self.checkpoint is None:
             raise ConfigError("faults.on_diverged", "rollback needs a checkpoint", "Add checkpoint: {path: ...}")
+        if self.faults.max_restarts and self.checkpoint is not None and self.checkpoint.resume == "never":
+            problem = "never, but faults.max_restarts would begin anew after each failure"
+            raise ConfigError("checkpoint.resume", problem, "Set it to auto, with a checkpoint.path of its own")
         if self.save_to is not None and Path(self.save_to).resolve() == Path(self.model.path).resolve():
             raise ConfigError("save_to", "is model.path, which is read until the end", "Name another directory")
         if self.publish is not None and not self.publish.store_url:
