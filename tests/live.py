@@ -40,7 +40,7 @@ class LiveServer:
     def running(self) -> Iterator[LiveServer]:
         self.processes.start()
         try:
-            self.processes.wait_ready(120)
+            self.processes.wait_ready(300)  # a machine that others use too
             with httpx.Client(base_url=self.url, timeout=60) as self.client, self._admin() as self.admin:
                 yield self
         finally:

@@ -56,7 +56,7 @@ def up(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Up]:
     command += ["--state-dir", str(tmp_path), "--kv-cache-gib", "0.06", *VLLM_ARGS]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        assert eventually((tmp_path / "server.json").exists, 120)
+        assert eventually((tmp_path / "server.json").exists, 300)
         yield Up(process, tmp_path, ServerInfo.read(tmp_path))
     finally:
         process.terminate()
@@ -74,7 +74,7 @@ def test_instance_and_gateway_killed_then_stopped(up: Up, checkpoints: dict[str,
         os.kill(victim.pid, signal.SIGKILL)
         assert eventually(lambda: not any(p.is_running() and p.status() != "zombie" for p in family), 15)  # noqa: B023
         assert eventually(lambda: not up.ready(), 15)
-        assert eventually(up.ready, 120)
+        assert eventually(up.ready, 300)
         assert up.ask() == before, f"the answer changed after {module} was killed"
 
     assert "active" in up.hotswap("weights", "list")

@@ -29,7 +29,7 @@ PROMPTS = [[9, 8, 7, 6], [40 + i % 60 for i in range(100)]]
 def fleet(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     server = LiveServer(checkpoints["a"], tmp_path_factory.mktemp("failover"), instances=2)
     with server.running():
-        assert eventually(lambda: both_serve(server), 120)
+        assert eventually(lambda: both_serve(server), 300)
         yield server
 
 
