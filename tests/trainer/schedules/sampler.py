@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
@@ -51,6 +52,20 @@ class Sampler:
     @property
     def in_flight(self) -> list[int]:
         return sorted(self._open)
+
+    def soon(self, action: Callable[[], object]) -> threading.Thread:
+        """Do it, on a thread, when everything has been sent off: some of it is, and nothing more comes."""
+
+        def when_sent() -> None:
+            before = -1
+            while not self._open or len(self.sent) != before:
+                before = len(self.sent)
+                time.sleep(0.05)
+            action()
+
+        thread = threading.Thread(target=when_sent)
+        thread.start()
+        return thread
 
     def finish(self, *numbers: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> None:
         for number in numbers:

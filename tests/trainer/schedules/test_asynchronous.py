@@ -27,7 +27,7 @@ def schedule(sampler: Sampler, max_lag: int = 1, buffer: int | None = None) -> S
 def test_groups_are_taken_as_they_finish(sampler: Sampler) -> None:
     built = schedule(sampler)
     taking = built.take(version=0, steps_left=9)
-    threading.Timer(0.05, lambda: sampler.finish(3)).start()
+    sampler.soon(lambda: sampler.finish(3))
     assert next(taking).draw.number == 3
     assert sampler.in_flight == [0, 1, 2]
     sampler.finish(1)
@@ -37,7 +37,7 @@ def test_groups_are_taken_as_they_finish(sampler: Sampler) -> None:
 def test_back_pressure_bounds_what_is_ahead(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=3)
     taking = built.take(version=0, steps_left=99)
-    threading.Timer(0.05, lambda: sampler.finish(*sampler.in_flight)).start()
+    sampler.soon(lambda: sampler.finish(*sampler.in_flight))
     numbers(taking)
     built.ahead(version=0, steps_left=98)
     assert len(sampler.sent) == (3 + 1) * BATCH  # all are finished, and still no more are sent
@@ -47,7 +47,7 @@ def test_back_pressure_bounds_what_is_ahead(sampler: Sampler) -> None:
 def test_a_smaller_buffer_is_respected(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=3, buffer=3)
     taking = built.take(version=0, steps_left=99)
-    threading.Timer(0.05, lambda: sampler.finish(*sampler.in_flight)).start()
+    sampler.soon(lambda: sampler.finish(*sampler.in_flight))
     numbers(taking)
     assert len(sampler.sent) == 3
 
@@ -55,7 +55,7 @@ def test_a_smaller_buffer_is_respected(sampler: Sampler) -> None:
 def test_nothing_is_sampled_that_no_step_will_use(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=5)
     taking = built.take(version=0, steps_left=2)
-    threading.Timer(0.05, lambda: sampler.finish(*sampler.in_flight)).start()
+    sampler.soon(lambda: sampler.finish(*sampler.in_flight))
     numbers(taking)
     built.ahead(version=0, steps_left=1)
     assert len(sampler.sent) == 2 * BATCH
@@ -64,11 +64,11 @@ def test_nothing_is_sampled_that_no_step_will_use(sampler: Sampler) -> None:
 def test_a_slow_group_is_waited_for_before_it_is_too_old(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=1)
     taking = built.take(version=0, steps_left=9)
-    threading.Timer(0.05, lambda: sampler.finish(1, 2, 3)).start()
+    sampler.soon(lambda: sampler.finish(1, 2, 3))
     assert numbers(taking) == [1, 2]  # 0 is slow, and may be
     sampler.version = 1
     taking = built.take(version=1, steps_left=8)
-    threading.Timer(0.05, lambda: sampler.finish(0)).start()
+    sampler.soon(lambda: sampler.finish(0))
     assert sorted(numbers(taking)) == [0, 3]  # 4 and 5 were sent for version 1 and would do as well, 0 would not later
 
 
@@ -104,7 +104,7 @@ def test_no_token_is_older_than_the_bound_whatever_finishes_when(sampler: Sample
 def test_a_group_over_the_bound_all_the_same_is_sampled_again(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=1)
     taking = built.take(version=0, steps_left=9)
-    threading.Timer(0.05, lambda: sampler.finish(0, 1, 2, 3)).start()
+    sampler.soon(lambda: sampler.finish(0, 1, 2, 3))
     assert numbers(taking) == [0, 1]
     sampler.version = 5  # versions were skipped
     taking = built.take(version=5, steps_left=8)
@@ -148,7 +148,7 @@ def test_a_server_that_went_back_beyond_the_bound_does_not_stop_training(sampler
 def test_groups_that_teach_nothing_are_replaced(sampler: Sampler) -> None:
     built = build_schedule(AsyncSchedule(max_lag=1), BATCH, Feed(Records(), 0), sampler, useful)
     taking = built.take(version=0, steps_left=9)
-    threading.Timer(0.05, lambda: (sampler.finish(0, 1, rewards=(1.0, 1.0)), sampler.finish(2, 3))).start()
+    sampler.soon(lambda: (sampler.finish(0, 1, rewards=(1.0, 1.0)), sampler.finish(2, 3)))
     assert numbers(taking) == [2, 3]
     assert built.stats()["filtered_groups"] == 2
     assert sampler.in_flight == [4, 5]
@@ -157,7 +157,7 @@ def test_groups_that_teach_nothing_are_replaced(sampler: Sampler) -> None:
 def test_a_checkpoint_loses_and_repeats_nothing(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=2)
     taking = built.take(version=0, steps_left=9)
-    threading.Timer(0.05, lambda: sampler.finish(4, 1, 2)).start()
+    sampler.soon(lambda: sampler.finish(4, 1, 2))
     used = set(numbers(taking))
     saved = json.loads(json.dumps(built.state_dict()))
 
@@ -168,7 +168,7 @@ def test_a_checkpoint_loses_and_repeats_nothing(sampler: Sampler) -> None:
     after.version = 1
     for version in (1, 2):
         taking = resumed.take(version, steps_left=9)
-        threading.Timer(0.05, lambda: after.finish(*after.in_flight)).start()
+        after.soon(lambda: after.finish(*after.in_flight))
         used |= set(numbers(taking))
     assert {0, 3, 5} <= {draw.number for draw in after.sent}
     assert not {1, 2, 4} & {draw.number for draw in after.sent}
@@ -178,7 +178,7 @@ def test_a_checkpoint_loses_and_repeats_nothing(sampler: Sampler) -> None:
 def test_going_back_gives_up_what_was_in_flight(sampler: Sampler) -> None:
     built = schedule(sampler)
     saved = built.state_dict()
-    threading.Timer(0.05, lambda: sampler.finish(0, 1)).start()
+    sampler.soon(lambda: sampler.finish(0, 1))
     numbers(built.take(version=0, steps_left=9))
     flying = [pending.future for pending in built.pending]
     assert len(flying) == 2
@@ -193,7 +193,7 @@ def test_what_is_restored_keeps_its_age_under_new_numbers(sampler: Sampler) -> N
     sampler.version = 6
     built = schedule(sampler, max_lag=2)
     taking = built.take(version=6, steps_left=9)
-    threading.Timer(0.05, lambda: sampler.finish(*sampler.in_flight)).start()
+    sampler.soon(lambda: sampler.finish(*sampler.in_flight))
     used = numbers(taking)
     saved = json.loads(json.dumps(built.state_dict()))
 

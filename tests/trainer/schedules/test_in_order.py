@@ -33,8 +33,7 @@ def one_step_off(sampler: Sampler) -> Schedule:
 def test_a_step_gets_its_batch_in_the_order_it_was_drawn(sampler: Sampler) -> None:
     schedule = colocated(sampler)
     taking = schedule.take(version=1, steps_left=2)
-    timer = threading.Timer(0.05, lambda: sampler.finish(3, 1, 2, 0))
-    timer.start()
+    sampler.soon(lambda: sampler.finish(3, 1, 2, 0))
     assert numbers(taking) == [0, 1, 2, 3]
     schedule.ahead(version=1, steps_left=1)
     assert sampler.in_flight == []  # training has the machine to itself
@@ -42,7 +41,7 @@ def test_a_step_gets_its_batch_in_the_order_it_was_drawn(sampler: Sampler) -> No
 
 def test_what_is_ready_is_handed_out_while_the_rest_is_sampled(sampler: Sampler) -> None:
     taking = colocated(sampler).take(version=1, steps_left=1)
-    threading.Timer(0.05, lambda: sampler.finish(0)).start()
+    sampler.soon(lambda: sampler.finish(0))
     assert next(taking).draw.number == 0
     assert sampler.in_flight == [1, 2, 3]
 
@@ -58,8 +57,7 @@ def test_every_record_of_an_epoch_is_used_once(sampler: Sampler) -> None:
 def test_groups_that_teach_nothing_are_replaced(sampler: Sampler) -> None:
     schedule = colocated(sampler, useful)
     taking = schedule.take(version=1, steps_left=1)
-    sent = threading.Timer(0.05, lambda: (sampler.finish(0, 2, rewards=(1.0, 1.0)), sampler.finish(1, 3)))
-    sent.start()
+    sampler.soon(lambda: (sampler.finish(0, 2, rewards=(1.0, 1.0)), sampler.finish(1, 3)))
     assert next(taking).draw.number == 1
     assert next(taking).draw.number == 3
     assert sampler.in_flight == [4, 5]
@@ -88,7 +86,7 @@ def test_the_next_batch_is_sampled_while_this_one_trains(sampler: Sampler) -> No
     sampler.version = 1
     schedule = one_step_off(sampler)
     taking = schedule.take(version=1, steps_left=3)
-    threading.Timer(0.05, lambda: sampler.finish(0, 1, 2, 3)).start()
+    sampler.soon(lambda: sampler.finish(0, 1, 2, 3))
     assert numbers(taking) == [0, 1, 2, 3]
     schedule.ahead(version=1, steps_left=2)
     assert sampler.in_flight == [4, 5, 6, 7]
@@ -104,7 +102,7 @@ def test_the_next_batch_is_sampled_while_this_one_trains(sampler: Sampler) -> No
 
 def test_what_sampling_raises_reaches_the_step(sampler: Sampler) -> None:
     taking = colocated(sampler).take(version=1, steps_left=1)
-    threading.Timer(0.05, lambda: sampler.fail(0, RolloutError("refused"))).start()
+    sampler.soon(lambda: sampler.fail(0, RolloutError("refused")))
     with pytest.raises(RolloutError, match="refused"):
         next(taking)
 
@@ -113,7 +111,7 @@ def test_a_checkpoint_keeps_what_is_finished_and_repeats_what_was_in_flight(samp
     sampler.version = 1
     schedule = one_step_off(sampler)
     taking = schedule.take(version=1, steps_left=3)
-    threading.Timer(0.05, lambda: sampler.finish(0, 1, 2, 3)).start()
+    sampler.soon(lambda: sampler.finish(0, 1, 2, 3))
     numbers(taking)
     schedule.ahead(version=1, steps_left=2)
     sampler.finish(5)
@@ -125,7 +123,7 @@ def test_a_checkpoint_keeps_what_is_finished_and_repeats_what_was_in_flight(samp
     resumed.load_state_dict(saved)
     assert after.sent == []  # the server has not got its weights yet
     taking = resumed.take(version=2, steps_left=2)
-    threading.Timer(0.05, lambda: after.finish(4, 6, 7)).start()
+    after.soon(lambda: after.finish(4, 6, 7))
     theirs = list(taking)
     assert [draw.number for draw in after.sent] == [4, 6, 7]
     assert [draw.record for draw in after.sent] == [draw.record for draw in sampler.sent if draw.number in (4, 6, 7)]
