@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import orjson
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -13,6 +15,7 @@ from loadtest.checkpoints import BENCH_SHAPE, TINY_SHAPE, make_checkpoint
 from loadtest.feeding.joiner import late_joiner
 from loadtest.feeding.loss import loss
 from loadtest.feeding.site import Site, serving
+from weightsync.vllm_engine.kernels import onednn_takes
 
 PARTS = ("joiner", "feeding")
 ROUNDS, PAIRS, WINDOW_S = 3, 8, 5.0
@@ -29,15 +32,18 @@ def with_instances(parts: Sequence[str], *, small: bool) -> dict[str, Any]:
             report["late_joiner"] = late_joiner(site, 1 if small else ROUNDS)
         if "feeding" in wanted:
             report["feeding"] = loss(site, source, 2 if small else PAIRS, 1.0 if small else WINDOW_S)
+        report["dtype"] = orjson.loads((site.model / "config.json").read_bytes())["dtype"]
         copy = site.copy(source.host.name)
         report["version_nbytes"] = copy.nbytes if copy is not None else 0
     return report
 
 
 def _checkpoint(small: bool) -> Path:
-    path = Path("runs") / ("feeding-small" if small else "feeding") / "model"
+    """In bf16 where oneDNN multiplies that here, else in float32: other kernels take seconds for a token."""
+    dtype = "bfloat16" if onednn_takes(torch.bfloat16) else "float32"
+    path = Path("runs") / ("feeding-small" if small else f"feeding-{dtype}") / "model"
     shape: dict[str, Any] = TINY_SHAPE if small else BENCH_SHAPE
-    return path if (path / "config.json").exists() else make_checkpoint(path, **shape)
+    return path if (path / "config.json").exists() else make_checkpoint(path, dtype=dtype, **shape)
 
 
 def show(report: dict[str, Any]) -> None:

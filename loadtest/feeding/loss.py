@@ -21,6 +21,7 @@ import httpx
 from loadtest.children import streaming
 from loadtest.cpu import pin
 from loadtest.feeding.site import MODEL, SOURCE, Host, Serving, Site
+from server.cli.errors import CliError
 
 GENERATED = re.compile(r"^vllm:generation_tokens_total\{[^}]*\} (\S+)$", re.MULTILINE)
 SETTLE_S = 0.5
@@ -105,7 +106,9 @@ def _read(reading: Reading, gbps: list[float]) -> Iterator[None]:
 
 
 def figures_of(without: list[float], fed: list[float]) -> dict[str, Any]:
-    """Of windows that alternated, in tokens/s. `lost` is of the medians, `lost_by_pair` of neighbours."""
+    """Of windows that alternated, in tokens/s. `lost` is of the medians, `lost_by_pair` of neighbours. Raises CliError."""
+    if not all(without):
+        raise CliError("the instance generated nothing in a whole window: this machine is too slow or too busy for it")
     by_pair = [1 - b / a for a, b in zip(without, fed, strict=True)]
     return {
         "tokens_per_s": round(statistics.median(without), 1),

@@ -20,6 +20,7 @@ from loadtest.feeding.joiner import LOADED, forget, split
 from loadtest.feeding.loss import GENERATED, figures_of
 from loadtest.feeding.reader import Reader
 from server.cli import bench
+from server.cli.errors import CliError
 from weightsync.peer.messages import Key, Opened
 from weightsync.records import CopyRecord
 from weightsync.transport import Transport, open_transport
@@ -51,6 +52,11 @@ def test_the_loss_is_of_medians_and_of_neighbours() -> None:
     found = figures_of([100.0, 120.0, 80.0], [90.0, 96.0, 80.0])
     assert (found["tokens_per_s"], found["tokens_per_s_fed"], found["lost"]) == (100.0, 90.0, 0.1)
     assert found["lost_by_pair"] == [0.1, 0.2, 0.0]
+
+
+def test_a_window_without_tokens_says_that_nothing_can_be_said() -> None:
+    with pytest.raises(CliError, match="too slow"):
+        figures_of([100.0, 0.0], [90.0, 0.0])
 
 
 def test_a_process_is_kept_to_cores_with_its_threads_and_children() -> None:
