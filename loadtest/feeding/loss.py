@@ -106,7 +106,9 @@ def _read(reading: Reading, gbps: list[float]) -> Iterator[None]:
 
 
 def figures_of(without: list[float], fed: list[float]) -> dict[str, Any]:
-    """Of windows that alternated, in tokens/s. `lost` is of the medians, `lost_by_pair` of neighbours. Raises CliError."""
+    """Of windows that alternated, in tokens/s. `lost` is of the medians, `lost_by_pair` of neighbours.
+
+    Raises CliError when there is a window without tokens."""
     if not all(without):
         raise CliError("the instance generated nothing in a whole window: this machine is too slow or too busy for it")
     by_pair = [1 - b / a for a, b in zip(without, fed, strict=True)]

@@ -48,6 +48,7 @@ class Exchange(Placing):
         "_losses",
         "_relay",
         "_second_try",
+        "_write",
         "bytes_in",
         "done",
         "error_code",
@@ -59,7 +60,7 @@ class Exchange(Placing):
 
     def __init__(self, client: Client, request: Request, fleet: Fleet, gate: Gate, stats: Stats) -> None:
         super().__init__(request, fleet, gate, stats)
-        self._client = client
+        self._client, self._write = client, client.send
         self._relay = self._new_relay(request, fleet.replay)
         self._losses = 0  # connections that ended after it was sent, without a byte
         self._second_try = True  # until the head of an answer that is no refusal
@@ -240,7 +241,10 @@ class Exchange(Placing):
             self.first_byte = self.last_progress
         if out:
             self.status = self._relay.status
-            self._client.write(out, last=self._relay.complete)
+            if self._relay.complete:
+                self._client.write(out, last=True)
+            else:
+                self._write(out)
 
     def _complete(self) -> None:
         relay = self._relay

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -43,6 +44,7 @@ class GatewayProtocol(GuardedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.send: Callable[[bytes], None] = transport.write  # no call of ours between a chunk and its socket
         self._on_admin_port = self.server is not None and self.server[1] == self.gateway.config.admin_port
 
     def data_received(self, data: bytes) -> None:
@@ -199,7 +201,7 @@ class GatewayProtocol(GuardedProtocol):
     # what an exchange tells its client (exchange.Client)
 
     def write(self, data: bytes, *, last: bool = False) -> None:
-        """Bytes of the answer. The `last` wait for the end of the loop's turn; a chunk seldom has company there."""
+        """Bytes of the answer. The `last` wait for the end of the loop's turn; others (`send`) seldom have company."""
         if last and len(data) < MANY:
             self.gateway.outbox.put(self.transport, (data,))
         else:

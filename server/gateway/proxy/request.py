@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,9 @@ from server.gateway.proxy.terms import Need
 
 class Client(Protocol):
     """The side that asked. All calls are made from the event loop and return at once."""
+
+    send: Callable[[bytes], None]
+    """Writes bytes of the answer that are not the last: what each token of a stream is sent with."""
 
     def write(self, data: bytes, *, last: bool = False) -> None: ...
 
