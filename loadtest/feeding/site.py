@@ -21,7 +21,7 @@ from weightsync.store.sync import SyncStore
 MODEL, SOURCE = "feeding", "source"
 KEYS = Keys(MODEL)
 START_S = 600.0
-VLLM_ARGS = ("--max-model-len", "2048", "--max-num-seqs", "16", "--kv-cache-memory-bytes", str(256 << 20))
+VLLM_ARGS = ("--max-model-len", "2048", "--max-num-seqs", "16", "--kv-cache-memory-bytes", str(3 << 30))
 ONE_THREAD = {BIND_ENV: "nobind", THREADS_ENV: "1"}  # the engine computes on one core; which one is said from outside
 
 
