@@ -68,7 +68,7 @@ def loss(site: Site, source: Serving, pairs: int, window_s: float) -> dict[str, 
     with contextlib.ExitStack() as stack:
         reading = Reading(stack.enter_context(site.host("reader")))
         stack.callback(reading.end)
-        seconds = 2 * (2 * pairs * (window_s + SETTLE_S) + window_s) + 10.0
+        seconds = 600.0 + 2 * pairs * window_s  # more than it takes: a read is waited for, and they are ended with this
         clients = stack.enter_context(streaming(source.url, MODEL, STREAMS, seconds))
         cores = sorted(os.sched_getaffinity(0))
         for name, (engine, others) in {"apart": (cores[:1], cores[1:]), "shared": (cores, cores)}.items():
