@@ -5,14 +5,21 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PYTHON ?= python3
 JOBS ?= 2
+PYTEST = $(PY) -m pytest tests -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test soak check lint types setup native clean
+.PHONY: demo test test-all broad soak check lint types setup native clean
 demo: setup
 	$(PY) -m loadtest.demo $(if $(KEEP),--keep) $(DEMO_ARGS)
 
 # JOBS files at a time. An engine takes some 2 GB; JOBS=0 runs one test after the other, in this process.
 test: setup
-	$(PY) -m pytest tests -m "not gpu and not soak" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not gpu and not soak and not broad"
+
+# The second tier: slow and broad tests, such as fuzzing and other projects' own test suites.
+broad: setup
+	$(PYTEST) -m "broad and not gpu and not soak"
+
+test-all: test broad
 
 # About an hour: ten thousand swaps under load, and an hour of random schedules.
 soak: setup
