@@ -19,11 +19,13 @@ import orjson
 from rich.console import Console
 
 from loadtest.chaos import report
+from loadtest.chaos.hostile import complaints
 from loadtest.chaos.layout import COUNT, MODEL, PUBLISHER, Layout
 from loadtest.chaos.run import START_S, Run, windows
 from loadtest.chaos.schedule import schedule
 from loadtest.chaos.verdict import verdict
 from loadtest.chaos.watch import Watch
+from loadtest.checkpoints import TINY_SHAPE
 from loadtest.hosts import etcd
 from loadtest.hosts.namespaces import CannotShape, Hosts, obstacle, until
 from loadtest.machine import machine
@@ -35,7 +37,9 @@ LOAD_S = 5.0
 console = Console(stderr=True)
 
 
-def run(json: Path | None = None, *, minutes: float = 30.0, seed: int = 0, clients: int = 4) -> dict[str, Any]:
+def run(
+    json: Path | None = None, *, minutes: float = 30.0, seed: int = 0, clients: int = 4, hostile: int = 2
+) -> dict[str, Any]:
     """Breaks things for so long, prints what came of it, writes `json`; returns the figures. Raises SystemExit."""
     binary = _tools()
     work = Path("runs/chaos").resolve() / f"{time.strftime('%m%d-%H%M%S')}-{seed}"
@@ -46,10 +50,18 @@ def run(json: Path | None = None, *, minutes: float = 30.0, seed: int = 0, clien
                 raise SystemExit(f"hotswap bench chaos: {CannotShape()}")
             layout = Layout(hosts, binary, work, seed)
             with contextlib.closing(layout):
-                found = _run(layout, work, minutes, seed, clients)
+                found = _run(layout, work, minutes, seed, clients, hostile)
     finally:
         interrupts.ignore()
-    found = {"machine": machine(), "seed": seed, "minutes": minutes, "hosts": COUNT, "clients": clients, **found}
+    found = {
+        "machine": machine(),
+        "seed": seed,
+        "minutes": minutes,
+        "hosts": COUNT,
+        "clients": clients,
+        "hostile": hostile,
+        **found,
+    }
     report.show(console, found)
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +78,7 @@ def _tools() -> str:
     return binary
 
 
-def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int) -> dict[str, Any]:
+def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, hostile: int) -> dict[str, Any]:
     layout.start_stores()
     until(lambda: layout.etcd.listen() and layout.etcd.agreed())
     layout.start_rest()
@@ -74,32 +86,48 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int) ->
         doing = Run(layout, watch, console.print)
         if not doing.until_whole(START_S):
             raise SystemExit(f"the fleet did not start: {doing.missing()}; see {work / 'logs'}")
-        answers = work / "attempts.jsonl"
-        with _load(layout.gateways, seed, clients, answers) as load:
+        answers, attacks = work / "attempts.jsonl", work / "attacks.jsonl"
+        vocabulary = str(TINY_SHAPE["vocab_size"])
+        with (
+            _load("clients", [str(seed), str(clients), str(answers)], layout.gateways) as load,
+            _load("hostile", [vocabulary, str(seed), str(hostile), str(attacks)], layout.gateways) as enemies,
+        ):
             time.sleep(LOAD_S)
             began, since = time.monotonic(), time.time()
             doing.faults(schedule(seed, COUNT, PUBLISHER), began + 60 * minutes)
             ended = time.monotonic()
-            load.communicate("stop\n", timeout=STOP_S)
+            for process in (enemies, load):
+                process.communicate("stop\n", timeout=STOP_S)
         fetches = report.fetches(layout.peers, layout.tls)
     attempts = [orjson.loads(line) for line in answers.read_bytes().splitlines()]
-    found = verdict(attempts, windows(doing.done, ended), began, ended)
+    broken = windows(doing.done, ended)
+    found = verdict(attempts, broken, began, ended)
+    attacked = [orjson.loads(line) for line in attacks.read_bytes().splitlines()]
+    pushes = report.pushes(work / "logs" / f"publisher-{PUBLISHER}.log")
+    wrongs = report.Wrongs(
+        ended={name: p.own_ends for name, p in layout.processes.items() if p.own_ends},
+        load=load.returncode or enemies.returncode,
+        attacks=complaints(attacked, broken),
+        let_in=report.let_in(pushes),
+    )
     swaps = report.swaps(watch.past, watch.late, since)
     return {
         "seconds": round(ended - began, 1),
         "faults": report.faults(doing.done),
         "requests": report.requests(found),
+        "attacks": report.attacks(attacked, wrongs.attacks),
         "swaps": swaps,
+        "pushes": pushes,
         "fetches": fetches,
-        "ended by themselves": {name: p.own_ends for name, p in layout.processes.items() if p.own_ends},
-        "violations": report.violations(found, swaps, doing.done, load.returncode),
+        "ended by themselves": wrongs.ended,
+        "violations": report.violations(found, swaps, doing.done, wrongs),
         "journal": report.journal(doing.done, began),
     }
 
 
 @contextlib.contextmanager
-def _load(urls: list[str], seed: int, clients: int, file: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "loadtest.chaos.clients", MODEL, str(seed), str(clients), str(file), *urls]
+def _load(program: str, words: list[str], urls: list[str]) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", f"loadtest.chaos.{program}", MODEL, *words, *urls]
     with interrupts.held():
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, text=True, env=os.environ, preexec_fn=die_with_parent

@@ -7,14 +7,16 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 from rich.console import Console
 from rich.table import Table
 
+from loadtest.chaos.answers import REFUSED
 from loadtest.chaos.run import Broken
 from loadtest.chaos.verdict import VIOLATIONS, Verdict
 from weightsync.records import PastSwapRecord
@@ -89,11 +91,43 @@ def requests(found: Verdict) -> dict[str, Any]:
     }
 
 
-def violations(
-    found: Verdict, swap_figures: Mapping[str, Any], done: Sequence[Broken], clients: int | None = 0
-) -> list[str]:
-    """What broke a promise, in words; `clients` is the exit status of the load: with it, nothing else is known."""
-    said = [f"the clients ended with status {clients}: see above"] if clients else []
+def attacks(made: Sequence[Mapping[str, Any]], complaints: Sequence[str]) -> dict[str, Any]:
+    """Hostile requests by kind and outcome, the longest that one took, and what counts against the server."""
+    counted = Counter(f"{attack['kind']}: {attack['outcome']}" for attack in made)
+    longest = max((attack["ended"] - attack["began"] for attack in made), default=0.0)
+    return {**dict(sorted(counted.items())), "longest, s": round(longest, 1), "examples": list(complaints[:EXAMPLES])}
+
+
+def pushes(log: Path) -> dict[str, int]:
+    """What the publisher said of its swaps: how often each kind of version had which outcome, over all its lives."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("{")]
+    said = [orjson.loads(line) for line in lines if line.endswith("}")]
+    return dict(sorted(Counter(f"{line['what']}: {line['outcome']}" for line in said).items()))
+
+
+def let_in(pushes: Mapping[str, int]) -> int:
+    """How many versions whose weights are not finite were swapped in."""
+    return sum(n for name, n in pushes.items() if name.startswith(REFUSED) and name.endswith(": done"))
+
+
+@dataclass(frozen=True)
+class Wrongs:
+    """What goes wrong beside answers and swaps: processes that `ended` though nobody had broken them, by name; the
+    exit status of the `load` (if it is not 0, nothing else is known); complaints about `attacks`; how many versions
+    were `let_in` that staging must refuse."""
+
+    ended: Mapping[str, int] = field(default_factory=dict)
+    load: int | None = 0
+    attacks: Sequence[str] = ()
+    let_in: int = 0
+
+
+def violations(found: Verdict, swap_figures: Mapping[str, Any], done: Sequence[Broken], wrongs: Wrongs) -> list[str]:
+    """What broke a promise, in words."""
+    said = [f"the clients ended with status {wrongs.load}: see above"] if wrongs.load else []
+    said += [f"{name} ended by itself, {count} times" for name, count in wrongs.ended.items()]
+    said += [f"{wrongs.let_in} versions that are not finite were swapped in"] if wrongs.let_in else []
+    said += [f"{len(wrongs.attacks)} hostile requests were not refused as they must be"] if wrongs.attacks else []
     said += [f"{count} x {kind}" for kind, count in found.problems.items() if count]
     said += [f"{found.judged[kind]} failed requests: {kind}" for kind in VIOLATIONS if found.judged[kind]]
     said += [f"{swap_figures['stuck']} stuck swaps"] if swap_figures["stuck"] else []
@@ -106,7 +140,7 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
     for name, of in report["faults"].items():
         table.add_row(name, str(of["count"]), str(of.get("recovery_s", "")), str(of.get("longest_s", "")))
     console.print(table)
-    for title in ("requests", "swaps"):
+    for title in ("requests", "attacks", "swaps", "pushes"):
         table = Table(title, "")
         for name, value in report[title].items():
             if name != "examples":
@@ -116,7 +150,7 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
     console.print(f"versions fetched, since each peer's last start: {_text(report['fetches'])}")
     for said in report["violations"] or ["no violation"]:
         console.print(said, style="red" if report["violations"] else "green")
-    for example in report["requests"]["examples"]:
+    for example in (*report["requests"]["examples"], *report["attacks"]["examples"]):
         console.print(example, highlight=False)
 
 

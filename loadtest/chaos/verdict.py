@@ -67,7 +67,7 @@ def judge(attempt: Mapping[str, Any], windows: Iterable[Window]) -> Judgement:
         return found
     if attempt["outcome"] == "refused":
         return "refused" if _repeatable(attempt) else "not retryable"
-    lost = any(w.host == attempt["gateway"] and _overlap(w, attempt) for w in windows)
+    lost = any(w.host == attempt["gateway"] and overlaps(w, attempt) for w in windows)
     return "gateway's" if lost else "cut"
 
 
@@ -75,7 +75,8 @@ def _repeatable(attempt: Mapping[str, Any]) -> bool:
     return attempt["retry_after"] is not None or attempt["code"] in RETRYABLE
 
 
-def _overlap(window: Window, attempt: Mapping[str, Any]) -> bool:
+def overlaps(window: Window, attempt: Mapping[str, Any]) -> bool:
+    """Whether an attempt fell, even in part, into a window or into the seconds in which its end is noticed."""
     return bool(attempt["began"] <= window.ended + AFTER_S and attempt["ended"] >= window.began)
 
 

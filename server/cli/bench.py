@@ -86,11 +86,12 @@ def chaos(
     minutes: Annotated[float, typer.Option(help="how long")] = 30.0,
     seed: Annotated[int, typer.Option(help="of what breaks, in which order, and of the questions")] = 0,
     clients: Annotated[int, typer.Option(help="that ask all the time")] = 4,
+    hostile: Annotated[int, typer.Option(help="clients that attack all the time")] = 2,
 ) -> None:
-    """Processes killed and frozen, links cut and made bad on three hosts under load: what clients see, what heals."""
+    """Processes killed and frozen, links cut, bad versions and hostile clients on three hosts: what clients see."""
     from loadtest.chaos.bench import run
 
-    if run(json, minutes=minutes, seed=seed, clients=clients)["violations"]:
+    if run(json, minutes=minutes, seed=seed, clients=clients, hostile=hostile)["violations"]:
         raise typer.Exit(1)
 
 

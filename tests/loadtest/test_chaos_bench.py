@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtest.chaos.answers import Answer, Wish, problems, token_of
+from loadtest.chaos.answers import Answer, Wish, badness, problems, token_of
 from loadtest.chaos.attempts import Attempt, Question, attempt
-from loadtest.chaos.report import swaps, violations
+from loadtest.chaos.hostile import Attack, bodies, complaints, told
+from loadtest.chaos.report import Wrongs, let_in, pushes, swaps, violations
 from loadtest.chaos.schedule import schedule
 from loadtest.chaos.verdict import AFTER_S, Verdict, Window, judge, verdict
 from loadtest.chaos.watch import Snapshot, Watch, must_end
@@ -137,8 +139,14 @@ async def test_what_came_of_an_attempt(status: int, body: str, outcome: str, cod
 
 def test_a_load_that_broke_proves_nothing() -> None:
     fine: dict[str, Any] = {"stuck": 0, "not as published": 0}
-    assert violations(Verdict(), fine, [], 0) == []
-    assert violations(Verdict(), fine, [], -9) == ["the clients ended with status -9: see above"]
+    assert violations(Verdict(), fine, [], Wrongs()) == []
+    assert violations(Verdict(), fine, [], Wrongs(load=-9)) == ["the clients ended with status -9: see above"]
+
+
+def test_a_process_that_ends_by_itself_and_an_attack_that_is_let_in_break_a_promise() -> None:
+    fine: dict[str, Any] = {"stuck": 0, "not as published": 0}
+    said = violations(Verdict(), fine, [], Wrongs(ended={"instance-1": 2}, attacks=["ids: ..."]))
+    assert said == ["instance-1 ended by itself, 2 times", "1 hostile requests were not refused as they must be"]
 
 
 def test_an_instance_that_does_not_run_what_is_committed_is_behind() -> None:
@@ -174,3 +182,67 @@ def test_a_swap_that_was_stuck_before_its_commit_was_stuck(tmp_path: Path) -> No
     watch._look(store)
     store.close()
     assert watch.late["s"] >= 40
+
+
+def test_bad_versions_answer_what_they_like_and_good_ones_do_not() -> None:
+    assert [badness(version) for version in (6, 7, 8, 15, 23, 31)] == [None, "nan", None, "inf", "overflow", "nan"]
+    spans = [{"version": 23, "start": 0, "end": 1}, {"version": 22, "start": 1, "end": 2}]
+    assert problems(answer(0, token_of(22), spans=spans), 2, KEEP) == []
+    assert kinds(answer(0, 0, spans=spans), 2, KEEP) == ["wrong"]
+
+
+def test_versions_that_are_not_finite_must_be_refused(tmp_path: Path) -> None:
+    log = tmp_path / "publisher.log"
+    log.write_text(
+        'Traceback of a life before\n{"at": 1.0, "what": "nan rolling", "outcome": "refused"}\n'
+        '{"at": 2.0, "what": "overflow together", "outcome": "done"}\n{"at": 3.0, "what": "sma'
+    )
+    assert let_in(pushes(log)) == 0
+    log.write_text('{"what": "inf together", "outcome": "done"}\n')
+    assert let_in(pushes(log)) == 1
+    assert "1 versions that are not finite were swapped in" in violations(
+        Verdict(), {"stuck": 0, "not as published": 0}, [], Wrongs(let_in=1)
+    )
+
+
+def attack(**fields: Any) -> dict[str, Any]:
+    return asdict(Attack("ids", "/generate", 1, 10.0, 12.0, "refused", 400, "400")) | fields
+
+
+def test_what_counts_of_an_attack() -> None:
+    assert complaints([attack(), attack(status=503, code="no_instance")], []) == []
+    assert complaints([attack(kind="grammar", outcome="answered", status=200)], []) == []
+    for bad in (
+        attack(outcome="answered", status=200),
+        attack(outcome="untyped", status=500),
+        attack(status=500, code="internal_error"),
+        attack(outcome="cut", status=0),
+    ):
+        assert len(complaints([bad], [])) == 1
+    assert complaints([attack(outcome="cut", status=0)], [Window(1, 11.0, 11.5)]) == []
+
+
+def test_bodies_of_attacks_are_what_they_say() -> None:
+    chance = random.Random(3)
+    for _ in range(50):
+        route, body = bodies("ids", "m", 512, chance)
+        ids = [
+            *body.get("prompt_token_ids", ()),
+            *body.get("allowed_token_ids", ()),
+            *map(int, body.get("logit_bias", ())),
+        ]
+        ids += [i for p in [body.get("prompt", [])] for q in p for i in (q if isinstance(q, list) else [q])]
+        assert any(not 0 <= i < 512 for i in ids), (route, body)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "outcome"),
+    [
+        (200, b"{}", "answered"),
+        (400, b'{"error": {"message": "m", "type": "t", "code": 400}}', "refused"),
+        (500, b"Internal Server Error", "untyped"),
+        (422, b'{"detail": []}', "untyped"),
+    ],
+)
+def test_what_a_server_says_to_an_attack(status: int, body: bytes, outcome: str) -> None:
+    assert told(status, body)[0] == outcome

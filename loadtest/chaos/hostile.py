@@ -1,0 +1,241 @@
+"""Hostile clients: requests that must be refused, connections that end at any moment, and readers that hardly read.
+
+`python -m loadtest.chaos.hostile MODEL VOCABULARY SEED CLIENTS FILE URL...` attacks until a line comes on standard
+input. Every attack becomes a line of FILE. Nothing of it may reach other clients: an instance that ends by itself, an
+answer that is late or wrong, or an error without a type counts against the promise, whoever provoked it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, BinaryIO, Literal
+from urllib.parse import urlsplit
+
+import httpx
+import orjson
+
+from loadtest.chaos.verdict import RETRYABLE, Window, overlaps
+
+Kind = Literal["ids", "grammar", "body", "disconnect", "slow reader"]
+KINDS: tuple[Kind, ...] = ("ids", "grammar", "body", "disconnect", "slow reader")
+POSTED: tuple[Kind, ...] = ("ids", "grammar", "body")
+REFUSED: tuple[Kind, ...] = ("ids", "body")  # a server that can compile a grammar after all may answer it, in time
+TIMEOUT = httpx.Timeout(45.0, connect=3.0)
+PAUSE_S = (0.2, 1.0)
+LEAVES_S = (0.0, 0.4)
+READS_S, EVERY_S, SLICE = 6.0, 0.1, 16  # how long a slow reader reads, how often, and how many bytes
+
+
+@dataclass
+class Attack:
+    """What came of it; times are monotonic seconds. `left`: the client went, as it meant to."""
+
+    kind: Kind
+    route: str
+    gateway: int
+    began: float
+    ended: float = 0.0
+    outcome: Literal["refused", "answered", "untyped", "cut", "left"] = "left"
+    status: int = 0
+    code: str = ""
+    message: str = ""
+
+    def line(self) -> bytes:
+        return orjson.dumps(asdict(self)) + b"\n"
+
+
+def bodies(kind: Kind, model: str, vocabulary: int, chance: random.Random) -> tuple[str, dict[str, Any]]:
+    """A route and a body for it, of a kind that is posted whole."""
+    return chance.choice(_BODIES[kind])(model, vocabulary, chance)
+
+
+def _bad_id(vocabulary: int, chance: random.Random) -> int:
+    return chance.choice((vocabulary, vocabulary + 1, 2 * vocabulary, 2**31 - 1, 2**31, 2**40, -1, -(2**31)))
+
+
+def _prompt(vocabulary: int, chance: random.Random) -> list[int]:
+    ids = [chance.randrange(3, 90) for _ in range(chance.randrange(1, 20))]
+    ids.insert(chance.randrange(len(ids) + 1), _bad_id(vocabulary, chance))
+    return ids
+
+
+def _generate(model: str, vocabulary: int, chance: random.Random) -> tuple[str, dict[str, Any]]:
+    return "/generate", {"model": model, "prompt_token_ids": _prompt(vocabulary, chance), "max_tokens": 4}
+
+
+def _completion(model: str, vocabulary: int, chance: random.Random) -> tuple[str, dict[str, Any]]:
+    prompt = _prompt(vocabulary, chance)
+    return "/v1/completions", {"model": model, "prompt": chance.choice((prompt, [[5, 6], prompt])), "max_tokens": 4}
+
+
+def _bias(model: str, vocabulary: int, chance: random.Random) -> tuple[str, dict[str, Any]]:
+    bad = _bad_id(vocabulary, chance)
+    field: dict[str, Any] = chance.choice(({"logit_bias": {str(bad): 5}}, {"allowed_token_ids": [bad]}))
+    return "/v1/completions", {"model": model, "prompt": [5, 6], "max_tokens": 4, **field}
+
+
+def _grammar(make: Callable[[random.Random], dict[str, Any]]) -> Callable[..., tuple[str, dict[str, Any]]]:
+    def drawn(model: str, _: int, chance: random.Random) -> tuple[str, dict[str, Any]]:
+        body = {"model": model, "max_tokens": 4, "structured_outputs": make(chance)}
+        if chance.random() < 0.5:
+            return "/v1/completions", {**body, "prompt": [5, 6]}
+        return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": "hi"}]}
+
+    return drawn
+
+
+def _endless_array(chance: random.Random) -> dict[str, Any]:
+    return {"json": {"type": "array", "items": {"type": "integer"}, "minItems": chance.choice((10**7, 10**9))}}
+
+
+def _many_choices(chance: random.Random) -> dict[str, Any]:
+    return {"choice": [f"{chance.random()}" for _ in range(100_000)]}
+
+
+def _recursive(chance: random.Random) -> dict[str, Any]:
+    """A rule that begins with itself, and a reference that only leads to itself."""
+    loop = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    return chance.choice(({"grammar": 'root ::= root "a" | root root | "a"'}, {"json": loop}))
+
+
+def _repeats(chance: random.Random) -> dict[str, Any]:
+    return {"regex": chance.choice(("(a{1,1000}){1,1000}", "((a{1,100}){1,100}){1,100}", "[a-z]{100000000}"))}
+
+
+def _malformed(model: str, _: int, chance: random.Random) -> tuple[str, dict[str, Any]]:
+    field: dict[str, Any] = chance.choice(
+        (
+            {"max_tokens": -1},
+            {"temperature": "hot"},
+            {"n": 0},
+            {"hotswap": {"policy": "never"}},
+            {"top_p": 7},
+            {"prompt": {"a": 1}},
+        )
+    )
+    return "/v1/completions", {"model": model, "prompt": [5, 6], "max_tokens": 4, **field}
+
+
+_BODIES: Mapping[Kind, tuple[Callable[..., tuple[str, dict[str, Any]]], ...]] = {
+    "ids": (_generate, _completion, _bias),
+    "grammar": tuple(_grammar(make) for make in (_endless_array, _many_choices, _recursive, _repeats)),
+    "body": (_malformed,),
+}
+
+
+@dataclass
+class Attacker:
+    """One attack after the other, each on a gateway at random."""
+
+    urls: list[str]
+    model: str
+    vocabulary: int
+    chance: random.Random
+    file: BinaryIO
+
+    async def run(self, stop: asyncio.Event) -> None:
+        async with httpx.AsyncClient(timeout=TIMEOUT) as http:
+            while not stop.is_set():
+                gateway, kind = self.chance.randrange(len(self.urls)), self.chance.choice(KINDS)
+                made = await (self._posted(http, kind, gateway) if kind in POSTED else self._left(kind, gateway))
+                made.ended = time.monotonic()
+                self.file.write(made.line())
+                await asyncio.sleep(self.chance.uniform(*PAUSE_S))
+
+    async def _posted(self, http: httpx.AsyncClient, kind: Kind, gateway: int) -> Attack:
+        route, body = bodies(kind, self.model, self.vocabulary, self.chance)
+        made = Attack(kind, route, gateway, time.monotonic())
+        try:
+            response = await http.post(self.urls[gateway] + route, json=body)
+        except httpx.TransportError as error:
+            made.outcome, made.code, made.message = "cut", type(error).__name__, str(error)
+            return made
+        made.status = response.status_code
+        made.outcome, made.code, made.message = told(response.status_code, response.content)
+        return made
+
+    async def _left(self, kind: Kind, gateway: int) -> Attack:
+        """A streamed request whose client leaves: at once, in the middle of its body, or after reading a little."""
+        made = Attack(kind, "/generate", gateway, time.monotonic())
+        ids = [self.chance.randrange(3, 90) for _ in range(8)]
+        body = orjson.dumps({"model": self.model, "prompt_token_ids": ids, "max_tokens": 300, "ignore_eos": True})
+        address = urlsplit(self.urls[gateway])
+        head = f"POST {made.route} HTTP/1.1\r\nhost: {address.netloc}\r\ncontent-type: application/json\r\n"
+        whole = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+        try:
+            await self._leave(kind, (address.hostname or "", address.port or 80), whole)
+        except OSError as error:
+            made.outcome, made.code, made.message = "cut", type(error).__name__, str(error)
+        return made
+
+    async def _leave(self, kind: Kind, address: tuple[str, int], request: bytes) -> None:
+        plug = socket.socket()
+        plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        plug.setblocking(False)
+        with plug:
+            async with asyncio.timeout(READS_S):
+                await asyncio.get_running_loop().sock_connect(plug, address)
+            reader, writer = await asyncio.open_connection(sock=plug, limit=SLICE)
+            whole = kind == "slow reader" or self.chance.random() < 0.7
+            writer.write(request if whole else request[: self.chance.randrange(1, len(request))])
+            if kind == "slow reader":
+                await _read_slowly(reader)
+            else:
+                await asyncio.sleep(self.chance.uniform(*LEAVES_S))
+            writer.transport.abort()
+
+
+async def _read_slowly(reader: asyncio.StreamReader) -> None:
+    for _ in range(int(READS_S / EVERY_S)):
+        if not await reader.read(SLICE):
+            return
+        await asyncio.sleep(EVERY_S)
+
+
+def told(status: int, content: bytes) -> tuple[Literal["refused", "answered", "untyped"], str, str]:
+    """What a complete answer to a posted attack comes to: outcome, code and message."""
+    if status == 200:
+        return "answered", "", content[:300].decode(errors="replace")
+    try:
+        error = orjson.loads(content)["error"]
+        message, code = error["message"], error["code"]
+        typed = isinstance(message, str) and isinstance(error["type"], str)
+    except (ValueError, TypeError, LookupError):
+        return "untyped", "", content[:300].decode(errors="replace")
+    return ("refused" if typed else "untyped"), str(code), str(message)[:300]
+
+
+def complaints(attacks: Iterable[Mapping[str, Any]], windows: Iterable[Window]) -> list[str]:
+    """What of it counts against the server, in words: a request let in, an error without a type or that blames the
+    server for good, a connection that broke while nothing was wrong with its gateway."""
+    windows, said = list(windows), []
+    for attack in attacks:
+        excused = any(window.host == attack["gateway"] and overlaps(window, attack) for window in windows)
+        let_in = attack["outcome"] == "answered" and attack["kind"] in REFUSED
+        mistaken = attack["status"] >= 500 and attack["code"] not in RETRYABLE
+        broken = attack["outcome"] == "cut" and not excused
+        if let_in or mistaken or broken or attack["outcome"] == "untyped":
+            said.append(f"{attack['kind']}: {dict(attack)}")
+    return said
+
+
+async def main(model: str, vocabulary: int, seed: int, count: int, path: str, urls: list[str]) -> None:
+    stop = asyncio.Event()
+    with open(path, "wb", buffering=0) as file:  # noqa: ASYNC230 - a line at a time, into the page cache
+        attackers = [
+            Attacker(urls, model, vocabulary, random.Random(f"{seed} hostile {n}"), file) for n in range(count)
+        ]
+        tasks = [asyncio.create_task(attacker.run(stop)) for attacker in attackers]
+        await asyncio.to_thread(sys.stdin.readline)
+        stop.set()
+        await asyncio.gather(*tasks)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], sys.argv[6:]))
