@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import signal
 
 BACKEND = "hotswap"
 OWNER_ENV = "HOTSWAP_INSTANCE_PID"
 PR_SET_PDEATHSIG = 1
+SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 
 
 def register() -> None:
@@ -25,7 +27,19 @@ def register() -> None:
             BACKEND, "weightsync.vllm_engine.backend", "HotswapWeightTransferEngine"
         )
     install()
+    _allow_amx()
     _die_with_owner()
+
+
+def _allow_amx() -> None:
+    """Ask Linux for the tile registers of AMX, for this process and those it forks.
+
+    vLLM's attention on CPU uses them wherever the processor has them, but leaves asking to oneDNN, which asks only when
+    one of its own kernels needs them. Without it the first request ends the process with an illegal instruction. Where
+    there is no AMX the call fails, and nothing needs it.
+    """
+    if platform.machine() == "x86_64":
+        ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
 
 
 def _die_with_owner() -> None:

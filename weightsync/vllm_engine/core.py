@@ -169,15 +169,13 @@ def _started_over(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unpacked(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def process_outputs(
-        self: Any, outputs: list[Any], timestamp: Any = None, stats: Any = None, weight_version: str | None = None
-    ) -> Any:
+    def process_outputs(self: Any, *args: Any, weight_version: str | None = None, **kwargs: Any) -> Any:
         if weight_version is not None and "|" in weight_version:
             weight_version, _, crossed = weight_version.partition("|")
             for request_id, parts in orjson.loads(crossed).items():
                 if (state := self.request_states.get(request_id)) is not None:
                     state.__dict__.setdefault("hotswap_prompt", parts)  # a replayed one keeps what was told of it
-        return original(self, outputs, timestamp, stats, weight_version)
+        return original(self, *args, weight_version=weight_version, **kwargs)
 
     return process_outputs
 
