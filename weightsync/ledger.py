@@ -36,6 +36,7 @@ from weightsync.records import (
     VersionRecord,
 )
 from weightsync.store.protocol import MISSING, KeyValue, Store
+from weightsync.swap import activation
 
 CLAIM_ATTEMPTS = 100
 
@@ -132,6 +133,15 @@ class Ledger:
                 continue
             self._schemas |= {part: schema for part, schema in schemas.items() if has_schema(part)}
             return done
+
+    async def ask_for(self, target: TargetRecord) -> int:
+        """Write the target; returns its revision. Raises UnknownVersion, StalePublisher."""
+        fence = {self.keys.publisher(self.lineage): self._fence}
+        try:
+            return await activation.request(self.store, self.keys, target, fence)
+        except Conflict:
+            await self._require_lineage()
+            raise
 
     async def _basis(self, asked: int | None) -> tuple[VersionRecord | None, dict[str, int]]:
         """The version that a new one carries on, and revisions that must still hold when it does.

@@ -202,10 +202,10 @@ class Publisher:
 
         `on_lost`: an instance that dies before the commit aborts the swap, or the others "continue" without it.
 
-        Raises UnknownVersion, SwapAborted, SwapTimeout.
+        Raises UnknownVersion, StalePublisher, SwapAborted, SwapTimeout.
         """
         target = activation.new_target(version, self._name, timeout_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
-        revision = self._store.run(activation.request(self._store.store, self._keys, target))
+        revision = self._store.run(self._ledger.ask_for(target))
         self._asked = {version: (target, revision)}
         if wait:
             self.wait_active(version, timeout_s)
@@ -213,7 +213,7 @@ class Publisher:
     def rollback(
         self, *, wait: bool = True, timeout_s: float = 60.0, mode: SwapMode = "together", drain_s: float | None = None
     ) -> int:
-        """Have the previous version swapped in again; returns it. Raises SwapAborted when there is none."""
+        """Swap the previous version in again; returns it. Raises as `activate`; SwapAborted when there is none."""
         version = self._store.run(activation.previous_version(self._store.store, self._keys))
         self.activate(version, wait=wait, timeout_s=timeout_s, mode=mode, drain_s=drain_s)
         return version

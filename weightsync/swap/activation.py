@@ -1,7 +1,8 @@
 """Asking for a version to be made active, and waiting for what comes of it.
 
-Anybody may write the target record; the coordinator answers with a swap record of the same id, and a commit with an
-`active` record that names it. So who asked can tell its own outcome from everybody else's.
+An operator may write the target record, and a publisher while it holds its lineage. The coordinator answers with a swap
+record of the same id, and a commit with an `active` record that names it. So who asked can tell its own outcome from
+everybody else's.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 
 from weightsync.board import Board
-from weightsync.errors import StoreUnavailable, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
+from weightsync.errors import Conflict, StoreUnavailable, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
 from weightsync.records import ActiveRecord, Keys, OnLost, SwapMode, SwapRecord, TargetRecord, VersionRecord
 from weightsync.store.protocol import Event, Store
 
@@ -34,13 +35,22 @@ def new_target(
     return TargetRecord(version, uuid.uuid4().hex, requested_by, deadline_s, mode, drain_s, on_lost)
 
 
-async def request(store: Store, keys: Keys, target: TargetRecord) -> int:
-    """Write the target; returns the revision to wait from. Raises UnknownVersion when it is not ready."""
-    found = await store.get(keys.version(target.version))
-    state = VersionRecord.from_json(found.value).state if found else None
-    if state != "ready":
-        raise UnknownVersion(target.version, state)
-    return await store.put(keys.target, target.to_json())
+async def request(store: Store, keys: Keys, target: TargetRecord, fence: Mapping[str, int] | None = None) -> int:
+    """Write the target; returns the revision to wait from. `fence`: keys that must still be at these revisions.
+
+    An operator asks without a fence. Raises UnknownVersion when the version is not ready, Conflict when `fence` fell.
+    """
+    key = keys.version(target.version)
+    while True:
+        found = await store.get(key)
+        state = VersionRecord.from_json(found.value).state if found else None
+        if found is None or state != "ready":
+            raise UnknownVersion(target.version, state)
+        try:
+            return await store.txn({**(fence or {}), key: found.mod_revision}, {keys.target: target.to_json()})
+        except Conflict as conflict:
+            if conflict.key != key:
+                raise
 
 
 async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int, timeout_s: float) -> None:
