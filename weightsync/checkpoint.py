@@ -6,6 +6,7 @@ The format (huggingface/safetensors, README "Format"): 8 bytes header length, li
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import orjson
 
 from weightsync.dtypes import FROM_SAFETENSORS
 from weightsync.errors import CheckpointError
+from weightsync.files import open_inside, read_inside
 from weightsync.manifest import Schema, TensorSpec
 from weightsync.sources import FileTensor
 
@@ -35,21 +37,24 @@ class StoredTensor:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file, checked to be all of the file, without holes or overlaps.
 
-    Raises CheckpointError.
+    Raises CheckpointError, whose message has nothing of a file that is not safetensors.
     """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+    fd = open_inside(path)
+    with open(fd, "rb") as file:
+        try:
+            size = os.fstat(fd).st_size
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > size - 8 or length > MAX_HEADER:
-                raise _damaged(path, f"its header claims {length:,} bytes, the file has {size:,}")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                raise _damaged(path, f"its header claims more bytes than there are ({size:,}), or than a header has")
             raw = file.read(length)
-    except OSError as error:
-        raise CheckpointError(str(path), f"cannot be read ({error.strerror}): fetch the checkpoint again") from error
+        except OSError as error:
+            raise CheckpointError(
+                str(path), f"cannot be read ({error.strerror}): fetch the checkpoint again"
+            ) from error
     try:
         document = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise _damaged(path, f"its header is not JSON ({error})") from error
+        raise _damaged(path, f"its header is not JSON (character {error.pos})") from None
     if not isinstance(document, dict):
         raise _damaged(path, "its header is not a JSON object")
     document.pop("__metadata__", None)
@@ -81,6 +86,19 @@ class Checkpoint:
             names = [name for name, home in self._home.items() if home == file]
             yield from _read(file, {name: self._stored[name] for name in names})
 
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[dict[str, FileTensor]]:
+        """Every tensor by name, all valid for as long as the context lasts."""
+        with contextlib.ExitStack() as stack:
+            fds = {}
+            for file in self._files:
+                fds[file] = open_inside(file)
+                stack.callback(os.close, fds[file])
+            yield {
+                name: FileTensor(stored.spec, fds[self._home[name]], stored.begin, str(self._home[name]))
+                for name, stored in self._stored.items()
+            }
+
     def _add(self, file: Path, found: Mapping[str, StoredTensor], expected: set[str] | None) -> None:
         for name in sorted((expected or set()) - found.keys()):
             raise CheckpointError(str(file), f"tensor {name!r} is in the index but not in this shard", tensor=name)
@@ -94,10 +112,10 @@ class Checkpoint:
 
 def _shards(path: Path) -> dict[Path, set[str] | None]:
     """The files of a checkpoint, and what the index, if there is one, says each holds."""
-    if path.is_file():
-        return {path: None}
-    if not path.is_dir():
+    if not path.exists():
         raise CheckpointError(str(path), "no such file or directory: pass a checkpoint directory with *.safetensors")
+    if not path.is_dir():
+        return {path: None}
     if (path / INDEX).exists():
         return dict(_indexed(path))
     files = sorted(path.glob("*.safetensors"))
@@ -109,13 +127,14 @@ def _shards(path: Path) -> dict[Path, set[str] | None]:
 def _indexed(path: Path) -> dict[Path, set[str] | None]:
     index = path / INDEX
     try:
-        weight_map: Any = orjson.loads(index.read_bytes())["weight_map"]
+        weight_map: Any = orjson.loads(read_inside(index, MAX_HEADER))["weight_map"]
         names = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(str(index), f"not an index ({error!r}): fetch the checkpoint again") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = "not JSON" if isinstance(error, ValueError) else "it has no `weight_map` of names"
+        raise CheckpointError(str(index), f"not an index ({what}): fetch the checkpoint again") from None
     shards: dict[Path, set[str] | None] = {}
     for file in sorted(set(names.values())):
-        if "/" in file or not (path / file).is_file():
+        if "/" in file or file in ("", ".", "..") or not (path / file).exists():
             raise CheckpointError(str(path / file), "this shard of the index is missing: fetch the checkpoint again")
         shards[path / file] = {name for name, home in names.items() if home == file}
     return shards
@@ -151,10 +170,7 @@ def _check_coverage(path: Path, tensors: Mapping[str, StoredTensor], data: int, 
 
 def _read(file: Path, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, FileTensor]]:
     """Keeps the file open for as long as the iteration lasts."""
-    try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(str(file), f"cannot be read ({error.strerror}): fetch the checkpoint again") from error
+    fd = open_inside(file)
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         for name, stored in sorted(tensors.items(), key=lambda item: item[1].begin):

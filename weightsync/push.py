@@ -28,10 +28,12 @@ import orjson
 from weightsync.checkpoint import Checkpoint
 from weightsync.draft import commit_all
 from weightsync.errors import CheckpointError, DeltaError, WeightSyncError
+from weightsync.files import read_inside
 from weightsync.parts import BASE, LORA, Adapter, check_name
 from weightsync.publisher import STORE_ENV, Publisher
 from weightsync.records import VersionRecord
 
+MAX_CONFIG = 1 << 20
 DETAILS = ("expected", "got", "file", "needed", "free")
 
 
@@ -103,11 +105,12 @@ def _opened_checkpoint(part: str, directory: Path) -> tuple[Checkpoint, dict[str
     if not part.startswith(LORA):
         return checkpoint, {}
     try:
-        return checkpoint, Adapter((), orjson.loads((directory / "adapter_config.json").read_bytes())).metadata
-    except (OSError, orjson.JSONDecodeError, TypeError) as error:
+        config = orjson.loads(read_inside(directory / "adapter_config.json", MAX_CONFIG))
+        return checkpoint, Adapter((), config).metadata
+    except (orjson.JSONDecodeError, TypeError, ValueError):
         raise CheckpointError(
-            str(directory), f"has no usable adapter_config.json ({error}): save it with PEFT"
-        ) from error
+            str(directory), "its adapter_config.json is not a JSON object: save it with PEFT"
+        ) from None
 
 
 def push_delta(

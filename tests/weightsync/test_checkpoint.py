@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from weightsync import Publisher
 from weightsync.checkpoint import INDEX, Checkpoint, read_header
 from weightsync.errors import CheckpointError
 from weightsync.manifest import TensorSpec
+from weightsync.push import main
 
 from .tensors import model, read_back, save_safetensors, write_raw
 
@@ -171,3 +175,68 @@ def test_directories_without_weights(tmp_path: Path) -> None:
     write_raw(tmp_path / "model.safetensors", b"{}", b"")
     with pytest.raises(CheckpointError, match="no tensors"):
         Checkpoint(tmp_path)
+
+
+def push_adapter(path: Path) -> None:
+    assert main(["--store", "sqlite:///nowhere/s.db", "--model", "m", "--part", "lora/x", str(path)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "read"),
+    [
+        ("model.safetensors", Checkpoint),
+        (INDEX, Checkpoint),
+        ("model.safetensors", lambda path: Checkpoint(path / "model.safetensors")),
+        ("adapter_config.json", push_adapter),
+    ],
+)
+def test_a_fifo_is_refused_and_blocks_nobody(tmp_path: Path, file: str, read: Callable[[Path], object]) -> None:
+    if file == "adapter_config.json":
+        save_safetensors(tmp_path / "adapter_model.safetensors", {"w": np.zeros(1, np.float32)})
+    os.mkfifo(tmp_path / file)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read, tmp_path)
+        try:
+            if read is push_adapter:
+                reading.result(20)
+            else:
+                with pytest.raises(CheckpointError, match="not a regular file"):
+                    reading.result(20)
+        finally:  # who reads it all the same gets nothing, instead of keeping the test for ever
+            os.close(os.open(tmp_path / file, os.O_RDWR | os.O_NONBLOCK))
+
+
+def test_links_lead_out_of_a_checkpoint_only_within_the_hub_cache(tmp_path: Path) -> None:
+    outside = tmp_path / "elsewhere.safetensors"
+    save_safetensors(outside, model())
+    for name in ("plain", "snapshots/0123abcd"):
+        directory = tmp_path / name
+        directory.mkdir(parents=True)
+        (directory / "model.safetensors").symlink_to(outside)
+        with pytest.raises(CheckpointError, match="link out of its directory"):
+            Checkpoint(directory)
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    outside.rename(blobs / "8f3e")
+    link = tmp_path / "snapshots/0123abcd/model.safetensors"
+    link.unlink()
+    link.symlink_to("../../blobs/8f3e")
+    assert Checkpoint(link.parent).schema.tensors.keys() == model().keys()
+    inside = tmp_path / "plain/model.safetensors"
+    inside.unlink()
+    (tmp_path / "plain/data").write_bytes((blobs / "8f3e").read_bytes())
+    inside.symlink_to("data")
+    (tmp_path / "link").symlink_to("plain")
+    assert Checkpoint(tmp_path / "link").schema.tensors.keys() == model().keys()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", INDEX])
+def test_messages_have_nothing_of_a_file_that_is_no_checkpoint(tmp_path: Path, file: str) -> None:
+    secret = b"root:$6$"
+    (tmp_path / file).write_bytes(secret + b"salt$hash:19000:0:99999:7:::\n" * 9)
+    with pytest.raises(CheckpointError) as refused:
+        Checkpoint(tmp_path)
+    said = str(refused.value).replace(str(tmp_path), "").replace(",", "")
+    number = int.from_bytes(secret, "little")
+    assert str(number) not in said
+    assert "root" not in said
