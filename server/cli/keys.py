@@ -77,7 +77,9 @@ def list_keys(
         table.add_row(key["id"], key["name"], " ".join(key["scopes"]), key["state"], _date(key["expires_at"]), *limits)
     Console().print(table)
     if answer["inference"] == "open":
-        Console().print("inference asks for no key: there is none with the scope infer")
+        Console().print("inference asks for no key, until one with the scope infer is made")
+    elif not any(key["state"] == "active" and Scope.infer in key["scopes"] for key in answer["keys"]):
+        Console().print("inference asks for a key, and none of these works: `hotswap keys create`, or `keys open`")
 
 
 @app.command()
@@ -143,6 +145,13 @@ def revoke(
     if forget:
         client.call("DELETE", f"{_path(key_id)}?forget=true")
     Console().print(f"key {record['id']} ({record['name']}) is revoked" + (" and forgotten" if forget else ""))
+
+
+@app.command("open")
+def open_inference(state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
+    """Let everybody in without a key, until one is made; only when all keys for inference are revoked."""
+    AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/keys/inference/open")
+    Console().print("inference asks for no key, until one is made")
 
 
 def _path(key_id: str) -> str:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -23,7 +24,7 @@ from server.cli.paths import ServerInfo
 from server.errors import Forbidden, Unauthorized, Unavailable
 from server.gateway import UpstreamSettings
 from server.gateway.access.keys import ADMIN, INFER, KeyRing, Principal
-from server.gateway.access.records import KEYS_PREFIX, KeyLimits, KeyRecord, digest_of
+from server.gateway.access.records import DOOR, KEYS_PREFIX, DoorRecord, KeyLimits, KeyRecord, digest_of
 from tests.server.gateway_harness import (
     ADMIN_KEY,
     RunningGateway,
@@ -53,10 +54,9 @@ def code(answer: Answer) -> tuple[int, str]:
 
 async def becomes(gateway: RunningGateway, headers: str, status: int, expected: str) -> None:
     """A request with `headers` comes to be answered so: changes of keys are seen a moment later."""
-    answer = None
-    async with asyncio.timeout(10):
-        while answer is None or answer.status != status:
-            answer = await gateway.ask(post(headers=headers))
+    deadline = time.monotonic() + 10  # `wait_for` of Python 3.11 may swallow the cancellation of an asyncio.timeout
+    while (answer := await gateway.ask(post(headers=headers))).status != status:
+        assert time.monotonic() < deadline, (answer.status, answer.body)
     assert code(answer) == (status, expected)
 
 
@@ -76,8 +76,60 @@ async def test_the_first_key_closes_inference_and_revoking_it_does_not_open_it(g
         await becomes(gateway, key, 401, "revoked_api_key")
         assert code(await gateway.ask(post())) == (401, "missing_api_key")
         await admin(gateway, "DELETE", f"/{key_id}?forget=true")
-        wait_for(lambda: gateway.gateway.keys.open_inference)
-        assert (await gateway.ask(post())).status == 200
+        assert code(await gateway.ask(post())) == (401, "missing_api_key")
+        listed = orjson.loads((await admin(gateway, "GET", "")).body)
+        assert (listed["inference"], len(listed["keys"])) == ("keys", 1)
+
+
+async def test_the_door_stays_closed_over_a_restart_when_the_last_key_is_gone(tmp_path: Path) -> None:
+    with running_gateway(tmp_path, upstream=SETTINGS) as gateway:
+        key_id, _ = await new_key(gateway)
+        await admin(gateway, "DELETE", f"/{key_id}")
+        await admin(gateway, "DELETE", f"/{key_id}?forget=true")
+    with running_gateway(tmp_path, upstream=SETTINGS) as gateway:
+        assert code(await gateway.ask(post())) == (401, "missing_api_key")
+        assert orjson.loads((await admin(gateway, "GET", "")).body) == {"inference": "keys", "keys": []}
+
+
+async def test_an_operator_opens_it_once_no_key_works_and_the_next_key_closes_it(tmp_path: Path) -> None:
+    with (
+        running_gateway(tmp_path, upstream=SETTINGS) as one,
+        running_gateway(tmp_path, upstream=SETTINGS) as other,
+    ):
+        key_id, _ = await new_key(one)
+        await admin(one, "PATCH", f"/{key_id}", disabled=True)
+        assert code(await admin(one, "POST", "/inference/open")) == (409, "keys_in_use")
+        await admin(one, "DELETE", f"/{key_id}")
+        assert code(await one.ask(post())) == (401, "missing_api_key")
+        assert orjson.loads((await admin(one, "POST", "/inference/open")).body) == {"inference": "open"}
+        assert code(await one.ask(post())) == (503, "no_instance")
+        await becomes(other, "", 503, "no_instance")
+        key_id, _ = await new_key(other, scopes=["admin"])
+        assert code(await other.ask(post())) == (503, "no_instance")
+        await admin(other, "PATCH", f"/{key_id}", scopes=["admin", "infer"])
+        assert code(await other.ask(post())) == (401, "missing_api_key")
+        await becomes(one, "", 401, "missing_api_key")
+
+
+async def test_a_gateway_that_requires_a_key_is_not_opened(tmp_path: Path) -> None:
+    with running_gateway(tmp_path, upstream=SETTINGS, require_key=True) as gateway:
+        assert code(await admin(gateway, "POST", "/inference/open")) == (409, "key_required")
+        assert code(await gateway.ask(post())) == (401, "missing_api_key")
+
+
+async def test_a_store_that_has_lost_its_records_opens_nothing(gateway: RunningGateway) -> None:
+    key_id, key = await new_key(gateway)
+    for record in gateway.store.list(KEYS_PREFIX)[0]:
+        gateway.store.delete(record.key)
+    await becomes(gateway, key, 401, "invalid_api_key")
+    assert key_id not in gateway.gateway.keys.limits
+    assert code(await gateway.ask(post())) == (401, "missing_api_key")
+
+
+@pytest.mark.parametrize("written", [b"{}", b"not json", b'{"open": "yes", "since": 1.0}'])
+async def test_a_door_that_cannot_be_read_is_closed(gateway: RunningGateway, written: bytes) -> None:
+    gateway.store.put(DOOR, written)
+    await becomes(gateway, "", 401, "missing_api_key")
 
 
 async def test_a_key_can_be_required_from_the_start(tmp_path: Path) -> None:
@@ -382,6 +434,38 @@ def test_nothing_is_open_before_the_store_was_read() -> None:
         ring.authorize(None, ADMIN)
 
 
+def test_records_that_cannot_be_read_close_it_while_they_are_there() -> None:
+    ring = KeyRing({}, required=False)
+    ring.use_records([], unread=True)
+    assert not ring.open_inference
+    ring.use_records([], unread=True, door=DoorRecord(open=True, since=1.0))
+    assert not ring.open_inference
+    ring.use_records([])
+    assert ring.open_inference
+
+
+def test_a_key_without_its_door_record_closes_whatever_became_of_it() -> None:
+    ring = KeyRing({}, required=False)  # a release that knew no door wrote the store
+    ring.use_records([record("a", "one", revoked_at=5.0)])
+    assert not ring.open_inference
+    ring.use_records([record("a", "one", revoked_at=5.0)], door=DoorRecord(open=True, since=1.0))
+    assert ring.open_inference
+    ring.use_records([record("a", "one")], door=DoorRecord(open=True, since=1.0))
+    assert not ring.open_inference
+
+
+def test_a_key_works_until_the_moment_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = KeyRing({}, required=True)
+    ring.use_records([record("a", "one", expires_at=1000.0)])
+    clock = iter((999.9, 1000.0, 1000.1))
+    monkeypatch.setattr("server.gateway.access.keys.time", SimpleNamespace(time=lambda: next(clock)))
+    assert ring.authorize(b"one", INFER).name == "a"
+    for _ in range(2):
+        with pytest.raises(Unauthorized) as caught:
+            ring.authorize(b"one", INFER)
+        assert caught.value.code == "expired_api_key"
+
+
 def test_the_old_key_ends_with_its_grace_or_with_the_record() -> None:
     before = record("a", "one", expires_at=time.time() + 3600)
     after, key = before.rotated(7200)
@@ -452,6 +536,9 @@ async def test_the_command(gateway: RunningGateway, state_dir: Path) -> None:
     assert rotated not in listed
     assert "forgotten" in await asyncio.to_thread(run, state_dir, "revoke", made["id"], "--forget")
     assert json.loads(await asyncio.to_thread(run, state_dir, "list", "--json"))["keys"] == []
+    assert "none of these works" in await asyncio.to_thread(run, state_dir, "list")
+    assert "asks for no key" in await asyncio.to_thread(run, state_dir, "open")
+    assert gateway.gateway.keys.open_inference
 
 
 @pytest.mark.parametrize(

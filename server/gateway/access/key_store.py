@@ -15,7 +15,18 @@ from dataclasses import dataclass
 
 from server.errors import Conflict, NotFound
 from server.gateway.access.keys import KeyRing
-from server.gateway.access.records import KEYS_PREFIX, KeyLimits, KeyRecord, Scope, digest_of, new_id, new_key
+from server.gateway.access.records import (
+    DOOR,
+    INFER,
+    KEYS_PREFIX,
+    DoorRecord,
+    KeyLimits,
+    KeyRecord,
+    Scope,
+    digest_of,
+    new_id,
+    new_key,
+)
 from weightsync.errors import Conflict as StoreConflict
 from weightsync.errors import RecordError, StoreError
 from weightsync.store import MISSING, KeyValue, Store
@@ -43,7 +54,8 @@ class KeyStore:
         self._store = store
         self._ring = ring
         self._records: dict[str, KeyRecord] = {}
-        self._revisions: dict[str, int] = {}
+        self._door: DoorRecord | None = None
+        self._revisions: dict[str, int] = {}  # of the newest change of each that was taken in, its end included
         self._unread: set[str] = set()  # present, but not in a form known here
 
     # following
@@ -59,7 +71,7 @@ class KeyStore:
                     if event.kind == "put":
                         self._put(event.kv)
                     else:
-                        self._gone(event.kv.key)
+                        self._gone(event.kv.key, event.kv.mod_revision)
                     self._use()
             except StoreError as exc:
                 if not away:
@@ -70,15 +82,16 @@ class KeyStore:
     async def refresh(self) -> int:
         """Reads all records; returns their revision. Raises StoreError."""
         items, revision = await self._store.list(KEYS_PREFIX)
-        for gone in (self._records.keys() | self._unread) - {kv.key for kv in items}:
-            self._gone(gone)
+        known = self._records.keys() | self._unread | ({DOOR} if self._door is not None else set())
+        for gone in known - {kv.key for kv in items}:
+            self._gone(gone, revision)
         for kv in items:
             self._put(kv)
         self._use()
         return revision
 
     def _use(self) -> None:
-        self._ring.use_records(self._records.values(), unread=bool(self._unread))
+        self._ring.use_records(self._records.values(), unread=bool(self._unread), door=self._door)
 
     def _put(self, kv: KeyValue) -> None:
         """One that cannot be read keeps the form in which it was last read: no key gains or loses by a fault."""
@@ -87,13 +100,20 @@ class KeyStore:
         self._revisions[kv.key] = kv.mod_revision
         self._unread.add(kv.key)
         with _said(kv.key):
-            self._records[kv.key] = _read(kv)
+            if kv.key == DOOR:
+                self._door = DoorRecord.from_json(kv.value)
+            else:
+                self._records[kv.key] = _read(kv)
             self._unread.discard(kv.key)
 
-    def _gone(self, key: str) -> None:
+    def _gone(self, key: str, revision: int) -> None:
+        if revision < self._revisions.get(key, 0):
+            return
+        if key == DOOR:
+            self._door = None
         self._records.pop(key, None)
-        self._revisions.pop(key, None)
         self._unread.discard(key)
+        self._revisions[key] = revision
 
     # changing
 
@@ -101,8 +121,9 @@ class KeyStore:
         """All records, oldest first. Raises StoreError."""
         records = []
         for kv in (await self._store.list(KEYS_PREFIX))[0]:
-            with _said(kv.key):
-                records.append(_read(kv))
+            if kv.key != DOOR:
+                with _said(kv.key):
+                    records.append(_read(kv))
         return sorted(records, key=lambda record: (record.created_at, record.id))
 
     async def one(self, key_id: str) -> KeyRecord:
@@ -138,24 +159,69 @@ class KeyStore:
         record, revision = await self._found(key_id)
         if record.revoked_at is None:
             raise Conflict(f"Key {key_id} works; revoke it before its record is removed.", code="key_not_revoked")
-        await self._store.txn({KEYS_PREFIX + key_id: revision}, {KEYS_PREFIX + key_id: None})
+        key = KEYS_PREFIX + key_id
+        await self._store.txn({key: revision}, {key: None, **_closing(record)})
         log.info("key %s (%s) was forgotten", key_id, record.name)
         return record
+
+    async def open(self) -> None:
+        """From now on inference asks for no key, until one is made. Raises Conflict, StoreError.
+
+        Only where no key works: else limits and owners would be gone in silence.
+        """
+        if self._ring.required:
+            advice = "start it without --require-key and --api-key-file first."
+            raise Conflict(f"This gateway asks for a key in any case; {advice}", code="key_required")
+        for _ in range(ATTEMPTS):
+            found = await self._store.get(DOOR)
+            expected = found.mod_revision if found is not None else MISSING
+            records = await self.every()  # a key that is made after the look at the door closes it anew: a conflict
+            left = [record for record in records if INFER in record.scopes and record.revoked_at is None]
+            if left:
+                named = ", ".join(f"{record.id} ({record.name})" for record in left[:3])
+                which = f"{len(left)} for inference: {named}{', ...' if len(left) > 3 else ''}"
+                raise Conflict(f"There are keys, {which}; revoke them first.", code="keys_in_use")
+            with contextlib.suppress(StoreConflict):
+                door = DoorRecord(open=True, since=time.time())
+                self._took(await self._store.txn({DOOR: expected}, {DOOR: door.to_json()}), door)
+                log.warning("inference was opened: it asks for no key until one is made")
+                return
+        raise Conflict("Keys are being made at the same time; try again.", code="key_busy")
 
     async def _write(self, record: KeyRecord, expected: int) -> None:
         """In force in this gateway when it returns, in the others when they hear of it. Raises StoreConflict."""
         key = KEYS_PREFIX + record.id
-        revision = await self._store.compare_and_swap(key, expected, record.to_json())
-        if revision > self._revisions.get(key, 0):
-            self._records[key], self._revisions[key] = record, revision
+        closing = _closing(record)
+        self._took(
+            await self._store.txn({key: expected}, {key: record.to_json(), **closing}),
+            record,
+            *(DoorRecord.from_json(door) for door in closing.values()),
+        )
+
+    def _took(self, revision: int, *written: KeyRecord | DoorRecord) -> None:
+        """Take in what was written here at `revision`, unless something newer was seen since."""
+        for record in written:
+            key = DOOR if isinstance(record, DoorRecord) else KEYS_PREFIX + record.id
+            if revision <= self._revisions.get(key, 0):
+                continue
+            self._revisions[key] = revision
             self._unread.discard(key)
-            self._use()
+            if isinstance(record, DoorRecord):
+                self._door = record
+            else:
+                self._records[key] = record
+        self._use()
 
     async def _found(self, key_id: str) -> tuple[KeyRecord, int]:
         kv = await self._store.get(KEYS_PREFIX + key_id)
         if kv is None:
             raise NotFound(f"There is no key {key_id!r}; `hotswap keys list` shows all.", code="unknown_key")
         return _read(kv), kv.mod_revision
+
+
+def _closing(record: KeyRecord) -> dict[str, bytes]:
+    """What is written with a record: a key for inference closes it for those who have none, for good."""
+    return {DOOR: DoorRecord(open=False, since=time.time()).to_json()} if INFER in record.scopes else {}
 
 
 def _read(kv: KeyValue) -> KeyRecord:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from server.errors import Forbidden, Unauthorized, Unavailable
-from server.gateway.access.records import ADMIN, INFER, KeyLimits, KeyRecord
+from server.gateway.access.records import ADMIN, INFER, DoorRecord, KeyLimits, KeyRecord
 
 __all__ = ["ADMIN", "ANONYMOUS", "INFER", "KeyRing", "Principal"]
 
@@ -55,11 +55,13 @@ class KeyRing:
         self._keys = self._files
         self.limits: dict[str, KeyLimits] = {}  # of every record, by id
         self._known = False  # the store has been read
+        self._closed = False  # by the store: a key for inference was made
         self._open = False
 
     @property
     def open_inference(self) -> bool:
-        """Inference asks for no key: none was required, none is in a file, and none was ever made in the store."""
+        """Inference asks for no key: none is required, none is in a file, and none was ever made in the store, or an
+        operator has opened it since."""
         return self._open
 
     def use_files(self, keys: Mapping[bytes, Principal]) -> None:
@@ -67,14 +69,27 @@ class KeyRing:
         self._files = dict(keys)
         self._keys = self._records | self._files
 
-    def use_records(self, records: Iterable[KeyRecord], *, unread: bool = False) -> None:
-        """All records of the store, as they are now; `unread`: but for some that cannot be read."""
+    @property
+    def required(self) -> bool:
+        """Whether this gateway was started so that inference asks for a key whatever the store says."""
+        return self._required
+
+    def use_records(
+        self, records: Iterable[KeyRecord], *, unread: bool = False, door: DoorRecord | None = None
+    ) -> None:
+        """All records of the store, as they are now; `unread`: but for some that cannot be read.
+
+        Without a `door` record what was closed stays closed: a store that has lost its records opens nothing.
+        """
         records = list(records)
         self._records = dict(pair for record in records for pair in _working(record))
         self._barred = {d: record.standing(0.0) for record in records if _is_barred(record) for d in _digests(record)}
         self.limits = {record.id: record.limits for record in records}
         self._known = True
-        self._open = not (self._required or unread) and not any(INFER in record.scopes for record in records)
+        working = (record for record in records if door is None or record.revoked_at is None)
+        asked = any(INFER in record.scopes for record in working)
+        self._closed = asked or (self._closed if door is None else not door.open)
+        self._open = not (self._required or unread or self._closed)
         self._keys = self._records | self._files
 
     def authorize(self, key: bytes | None, scope: str) -> Principal:

@@ -1,6 +1,7 @@
 """What the store keeps of keys, for all gateways: never a key, only the SHA-256 of one.
 
     gateway/keys/{id}       KeyRecord
+    gateway/keys/.door      DoorRecord; beside the keys, so that whoever lists or watches them sees it too
     gateway/usage/{gateway} UsageRecord (shares.py), under the gateway's lease
     gateway/usage/round     changed with every share that grows (shares.py)
 
@@ -18,6 +19,7 @@ from typing import Literal
 from weightsync.records import Record
 
 KEYS_PREFIX = "gateway/keys/"
+DOOR = KEYS_PREFIX + ".door"  # no key has such an id
 USAGE_PREFIX = "gateway/usage/"
 USAGE_ROUND = USAGE_PREFIX + "round"
 Scope = Literal["infer", "admin"]
@@ -87,6 +89,17 @@ class KeyRecord(Record):
         old_digest = self.digest if grace_s else None
         rotated = replace(self, digest=digest_of(key), rotated_at=now, old_digest=old_digest, old_until=now + grace_s)
         return rotated, key
+
+
+@dataclass(frozen=True)
+class DoorRecord(Record):
+    """Whether inference asks for a key. The transaction that writes a key for inference writes it too: not `open`.
+
+    It outlives the keys: with the last one gone inference stays closed, until an operator says that it is open.
+    """
+
+    open: bool
+    since: float
 
 
 def digest_of(key: str) -> str:

@@ -110,6 +110,13 @@ async def create_key(gateway: GatewayDep, body: Create, response: Response) -> d
     return _shown_once(record, key, response)
 
 
+@router.post("/inference/open")
+async def open_inference(gateway: GatewayDep) -> dict[str, Any]:
+    """Opens inference to everybody, until a key is made. Refused while there is a key that was not revoked."""
+    await gateway.key_store.open()
+    return {"inference": "open"}
+
+
 @router.get("/{key_id}")
 async def show_key(gateway: GatewayDep, key_id: KeyId) -> dict[str, Any]:
     """One key's record."""
