@@ -37,3 +37,5 @@ FROM_SAFETENSORS: dict[str, str] = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+
+TO_SAFETENSORS: dict[str, str] = {ours: theirs for theirs, ours in FROM_SAFETENSORS.items()}

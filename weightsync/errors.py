@@ -38,6 +38,9 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   ├── CopyUnavailable       this host has no copy of a version, and did not get one in time
 │   ├── PeerRefused           the other host does not serve what was asked for, or not now
 │   └── HostNameError         HOTSWAP_HOST is no name a slot may have
+├── PersistError              the copies on disk cannot be written or read
+│   ├── PersistFull           a version has no room there
+│   └── VersionLost           the committed version is neither in memory nor on disk; `offer` is what is
 ├── PublishError
 │   ├── StalePublisher        a newer publisher of the lineage has taken over
 │   ├── BadPart               a part that no version can have, or that has nothing to go with
@@ -417,6 +420,33 @@ class HostNameError(PeerError):
             f"no host can be called {host!r}: set HOTSWAP_HOST to lower-case letters, digits, dots and dashes, 63 at "
             "most, with a letter or digit at both ends"
         )
+
+
+class PersistError(WeightSyncError):
+    """The directory with the copies of versions cannot be used."""
+
+    code = "persist_error"
+
+
+class PersistFull(PersistError):
+    """A version was not written to disk, for want of room; what is there stays."""
+
+    code = "persist_full"
+
+    def __init__(self, version: int, problem: str) -> None:
+        self.version, self.problem = version, problem
+        super().__init__(f"version {version} is not on disk: {problem}")
+
+
+class VersionLost(PersistError):
+    """The version committed last cannot be served again. `offer`: the newest one that can, None if there is none."""
+
+    code = "version_lost"
+
+    def __init__(self, version: int, reason: str, offer: int | None) -> None:
+        self.version, self.reason, self.offer = version, reason, offer
+        advice = "publish it again" if offer is None else f"version {offer} is whole and could be served instead"
+        super().__init__(f"version {version} is active and lost: {reason}; {advice}")
 
 
 class PublishError(WeightSyncError):

@@ -86,6 +86,11 @@ class Keys:
         return f"copies/{self.model}/"
 
     @property
+    def disks(self) -> str:
+        """Which hosts have which versions on disk."""
+        return f"{self.root}disks/"
+
+    @property
     def counter(self) -> str:
         """The last version number given out; changes with every draft, so comparing it fences concurrent drafts."""
         return f"{self.root}counter"
@@ -113,6 +118,10 @@ class Keys:
     def copy(self, digest: str, host: str) -> str:
         """A host's copy of the slot whose manifest has `digest`; under the lease of that host's peer."""
         return f"{self.copies_of(digest)}{host}"
+
+    def disk(self, host: str) -> str:
+        """What a host has on disk; "-" is the one host."""
+        return f"{self.disks}{host or '-'}"
 
     def past_swap(self, number: int) -> str:
         return f"{self.history}{number:010d}"
@@ -263,6 +272,24 @@ class CopyRecord(Record):
     error: ErrorInfo | None = None
     delta_of: str | None = None
     rack: str | None = None
+
+
+@dataclass(frozen=True)
+class DiskRecord(Record):
+    """What a host has on disk in `directory`: whole `versions`, which take `nbytes`. `since` is unix seconds.
+
+    `wanted` is the version that was active when this was written; `error` says why it is not among them, if it failed.
+    `failures` counts copies that could not be written since the process began.
+    """
+
+    host: str
+    directory: str
+    versions: tuple[int, ...]
+    nbytes: int
+    since: float
+    wanted: int | None = None
+    error: ErrorInfo | None = None
+    failures: int = 0
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from weightsync.manifest import PREAMBLE, Layout, Manifest, Schema, digest_of
 
 MAGIC = b"HOTSWAP\0"
 FORMAT = 1
+MAX_MANIFEST = 1 << 30
 _PREAMBLE = struct.Struct("<8sII32s")
 
 
@@ -48,6 +49,13 @@ def clear_gaps(target: mmap.mmap | memoryview, schema: Schema, layout: Layout) -
         target[end : layout.offsets[name]] = bytes(layout.offsets[name] - end)
         end = layout.offsets[name] + spec.nbytes
     target[end : layout.total_nbytes] = bytes(layout.total_nbytes - end)
+
+
+def header_nbytes(preamble: memoryview) -> int:
+    """How much of a slot that begins with `preamble` its header is; for `read_header` to judge what it is."""
+    if len(preamble) < PREAMBLE:
+        return 0
+    return PREAMBLE + min(int(_PREAMBLE.unpack(preamble[: _PREAMBLE.size])[2]), MAX_MANIFEST)
 
 
 def read_header(source: memoryview, where: str) -> tuple[Manifest, str]:

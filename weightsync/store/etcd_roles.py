@@ -1,6 +1,7 @@
 """Who may read and write which keys in etcd: one role for each kind of process, no wider than its work.
 
-    gateway     coordinates swaps, publishes what is uploaded, keeps API keys; writes no instance's record
+    gateway     coordinates swaps, publishes what is uploaded, keeps API keys; writes no instance's record. Who copies
+                versions to disk and restores them has this role, too
     instance    writes what it says of itself; reads the model's records and no key of a client
     trainer     publishes versions and asks for them; makes none active
     peer        says which copies a host holds, and where its slots are
@@ -38,7 +39,7 @@ def roles(models: Iterable[str]) -> tuple[Role, ...]:
         publishing = {keys.versions, keys.counter, keys.schema, keys.target, ARENA_KEY, ARENAS}
         publishing |= {f"{keys.root}schemas/", f"{keys.root}publishers/"}
         leading = {keys.active, keys.swap, keys.leader, keys.history, keys.pauses}
-        ordering = {f"{keys.root}drains/", f"{keys.root}sleeps/", keys.training, GATEWAYS}
+        ordering = {f"{keys.root}drains/", f"{keys.root}sleeps/", keys.training, keys.disks, GATEWAYS}
         writes["gateway"] |= publishing | leading | ordering
         writes["instance"] |= {keys.instances, f"{keys.root}sleepers/"}
         writes["trainer"] |= publishing

@@ -1,0 +1,334 @@
+"""Puts the version committed last back into shared memory, from what is there already or from its copy on disk.
+
+The records change in one transaction, which also moves the counter's revision: a publisher that chose its slots
+meanwhile has to choose again. The transaction names the new slots in every version that has the same piece; versions
+of which something is nowhere any more become `retired`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from weightsync.arena import Arena, SlotLock
+from weightsync.errors import (
+    ArenaError,
+    CheckpointError,
+    Conflict,
+    DigestMismatch,
+    ManifestError,
+    PersistError,
+    UnknownVersion,
+    VersionLost,
+    WeightSyncError,
+)
+from weightsync.hosts import local_path, slot_name, this_host
+from weightsync.manifest import PREAMBLE, Layout
+from weightsync.parts import slots_of
+from weightsync.peer.copies import own_copies, pieces, place, placed, ready_digests
+from weightsync.persist.disk import Disk
+from weightsync.persist.pieces import Piece, disk_piece, slot_header, slot_is_whole
+from weightsync.records import ActiveRecord, CopyRecord, Keys, PartRecord, PastSwapRecord, VersionRecord
+from weightsync.slot import clear_gaps, write_header
+from weightsync.sources import copy_sums
+from weightsync.store.protocol import MISSING, KeyValue, Store
+from weightsync.swap.history import History
+
+log = logging.getLogger("hotswap.persist")
+ATTEMPTS = 10
+DAMAGED = (ManifestError, CheckpointError, DigestMismatch, OSError)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """`version` is active, and all of it in shared memory: it was still there, or came at least partly from disk.
+
+    `previous` is the version that a rollback goes to, if that is there too. `retired` are versions that are nowhere.
+    """
+
+    version: int
+    source: Literal["memory", "disk"]
+    previous: int | None = None
+    retired: tuple[int, ...] = ()
+
+
+async def restore(
+    store: Store, *, model: str, directory: Path | None, arena: Arena, version: int | None = None
+) -> Restored | None:
+    """Have the version committed last in shared memory again; None when none was ever committed.
+
+    Every byte is compared with the digests of its manifest. Without a `directory` only memory is looked at. `version`
+    is the decision to serve another one than was committed last (see `VersionLost.offer`): it is committed with an
+    epoch of its own, and the history says so.
+
+    Raises VersionLost, UnknownVersion (`version` is nowhere), ArenaError, StoreError, PersistError.
+    """
+    disk = Disk(directory) if directory is not None else None
+    for _ in range(ATTEMPTS):
+        with contextlib.suppress(Conflict):
+            attempt = await _Attempt.begin(store, Keys(model), disk, arena)
+            if attempt is None:
+                return None
+            with contextlib.closing(attempt):
+                return await attempt.run(version)
+    raise PersistError("the records changed again and again while they were restored: is another server at work?")
+
+
+@dataclass
+class _Attempt:
+    """The records as they were read, and slots that were filled and are held until the records name them."""
+
+    store: Store
+    keys: Keys
+    disk: Disk | None
+    arena: Arena
+    host: str
+    active: ActiveRecord
+    found: dict[str, KeyValue | None]  # what it is decided on
+    versions: dict[int, VersionRecord]
+    own: dict[str, CopyRecord]
+    copied: set[str]
+    filled: dict[str, SlotLock] = field(default_factory=dict)  # by manifest digest
+    whole: dict[str, bool] = field(default_factory=dict)  # what was read in memory, by manifest digest
+
+    @classmethod
+    async def begin(cls, store: Store, keys: Keys, disk: Disk | None, arena: Arena) -> _Attempt | None:
+        found = {key: await store.get(key) for key in (keys.counter, keys.active)}
+        active = found[keys.active]
+        if active is None:
+            return None
+        listed = (await store.list(keys.versions))[0]
+        found |= {kv.key: kv for kv in listed}
+        versions = [VersionRecord.from_json(kv.value) for kv in listed]
+        host = this_host()
+        return cls(
+            store,
+            keys,
+            disk,
+            arena,
+            host,
+            ActiveRecord.from_json(active.value),
+            found,
+            {record.version: record for record in versions},
+            dict(await own_copies(store, keys, host)),
+            await ready_digests(store, keys) if host else set(),
+        )
+
+    def close(self) -> None:
+        for lock in self.filled.values():
+            lock.release()
+        self.filled.clear()
+
+    async def run(self, asked: int | None) -> Restored:
+        wanted = self.active.version if asked is None else asked
+        record = self._record(wanted)
+        if record is None:
+            if asked is not None:
+                raise UnknownVersion(asked, None)
+            raise VersionLost(wanted, "the store does not know it, and no copy is on disk", await self._offer(wanted))
+        try:
+            source = await self._bring(record)
+        except DAMAGED as error:
+            if asked is not None and asked != self.active.version:
+                raise UnknownVersion(asked, f"nowhere whole ({error})") from error
+            raise VersionLost(wanted, str(error), await self._offer(wanted)) from error
+        previous = await self._previous(wanted)
+        return await self._write(record, source, previous)
+
+    def _record(self, version: int) -> VersionRecord | None:
+        """As the store has it; of a version it does not know (any more), as the disk has it."""
+        known = self.versions.get(version)
+        if known is not None and known.manifest_digest:
+            return known
+        kept = self.disk.kept() if self.disk is not None else []
+        return next((k.record for k in kept if k.version == version), None)
+
+    async def _bring(self, record: VersionRecord) -> Literal["memory", "disk"]:
+        """Have every piece in memory. Raises DAMAGED, ArenaError."""
+        source: Literal["memory", "disk"] = "memory"
+        for piece in pieces(record):
+            if not await self._in_memory(piece):
+                self.filled[piece.manifest_digest] = await asyncio.to_thread(self._fill, piece)
+                source = "disk"
+        return source
+
+    async def _in_memory(self, piece: PartRecord) -> bool:
+        """Whether it is whole on this host, or on another one that lives."""
+        digest = piece.manifest_digest
+        if digest in self.filled:
+            return True
+        if digest not in self.whole:
+            path = place(piece, self.host, self.own)
+            whole = path is not None and await asyncio.to_thread(slot_is_whole, path, digest)
+            self.whole[digest] = whole or (path is None and digest in self.copied)
+        return self.whole[digest]
+
+    def _fill(self, piece: PartRecord) -> SlotLock:
+        """From the first copy on disk that is right. Raises DAMAGED: why the last one is not."""
+        digest, where = piece.manifest_digest, f"version {piece.version}{f' ({piece.name})' if piece.name else ''}"
+        homes = self.disk.homes(digest) if self.disk is not None else []
+        last: Exception = ManifestError(f"{where} is not in shared memory any more, and has no copy on disk")
+        for home in homes:
+            try:
+                with disk_piece(home, digest) as stored:
+                    return self._into_slot(piece, stored)
+            except DAMAGED as error:
+                log.error("the copy of %s in %s is damaged: %s", where, home, error)
+                last = error
+        raise last
+
+    def _into_slot(self, piece: PartRecord, stored: Piece) -> SlotLock:
+        layout = Layout.of(stored.manifest.schema)
+        if any(entry.offset != layout.offsets[name] for name, entry in stored.manifest.tensors.items()):
+            raise ManifestError(f"version {piece.version} was laid out by another release: publish it again")
+        pool = f"{self.keys.model}/{piece.name}" if piece.name else self.keys.model
+        lock = self.arena.claim(pool, layout.total_nbytes, self._in_use())
+        try:
+            with _mapped(lock) as slot:
+                slot[:PREAMBLE] = bytes(PREAMBLE)  # nobody takes it for what was here before
+                for name, entry in stored.manifest.tensors.items():
+                    target = slot[entry.offset : entry.offset + entry.nbytes]
+                    sums = copy_sums(target, stored.files[name], entry.spec)
+                    target.release()
+                    if (sums.digest, sums.checksum) != (entry.digest, entry.checksum):
+                        raise DigestMismatch(name, entry.digest, sums.digest)
+                clear_gaps(slot, stored.manifest.schema, layout)
+                write_header(slot, stored.manifest, layout)
+            lock.share()
+        except BaseException:
+            lock.release()
+            raise
+        return lock
+
+    def _in_use(self) -> set[str]:
+        """Slots of this host that records name, but for those whose bytes are no longer what they should be."""
+        damaged = {digest for digest, whole in self.whole.items() if not whole}
+        named = {
+            piece.slot
+            for record in self.versions.values()
+            if record.state == "ready"
+            for piece in pieces(record)
+            if piece.manifest_digest not in damaged
+        }
+        named |= {slot for r in self.versions.values() if r.state == "publishing" for slot in slots_of(r)}
+        local = {str(path) for slot in named - {""} if (path := local_path(slot, self.host)) is not None}
+        return local | {str(lock.path) for lock in self.filled.values()}
+
+    async def _previous(self, wanted: int) -> int | None:
+        """The version to roll back to, had back too if that can be; what it lacks keeps nobody from serving."""
+        version = self.active.previous if wanted == self.active.version else None
+        record = self.versions.get(version) if version is not None else None
+        if record is None or record.state != "ready":
+            return None
+        try:
+            await self._bring(record)
+        except (*DAMAGED, ArenaError) as error:
+            log.warning("version %d, to which a rollback would go, cannot be had back: %s", record.version, error)
+            return None
+        return version
+
+    async def _offer(self, lost: int) -> int | None:
+        """The newest other version that is whole, in memory or on disk."""
+        kept = {k.version: k for k in (self.disk.kept() if self.disk is not None else [])}
+        for version in sorted({*self.versions, *kept} - {lost}, reverse=True):
+            record, copy = self.versions.get(version), kept.get(version)
+            ready = record is not None and record.state == "ready"
+            if record is not None and ready and all([await self._in_memory(piece) for piece in pieces(record)]):
+                return version
+            if copy is not None and (record is None or copy.is_copy_of(record)):
+                with contextlib.suppress(*DAMAGED):
+                    await asyncio.to_thread(copy.verify)
+                    return version
+        return None
+
+    async def _write(self, record: VersionRecord, source: Literal["memory", "disk"], previous: int | None) -> Restored:
+        puts: dict[str, bytes | None] = {}
+        retired = []
+        for known in [record, *(v for v in self.versions.values() if v.version != record.version)]:
+            if known is not record and known.state != "ready":
+                continue
+            there = known is record or known.version == previous or self._is_named(known)
+            changed = self._renamed(replace(known, state="ready") if there else replace(known, state="retired"))
+            if not there:
+                retired.append(known.version)
+            if changed != self.versions.get(known.version):
+                puts[self.keys.version(known.version)] = changed.to_json()
+        if record.version != self.active.version:
+            puts |= await self._commit(record)
+        if puts:
+            counter = self.found[self.keys.counter]
+            if counter is not None:
+                puts[self.keys.counter] = counter.value
+            compares = {key: _revision(self.found.get(key)) for key in {*puts, self.keys.active, self.keys.counter}}
+            compares = {k: r for k, r in compares.items() if not k.startswith(self.keys.history)}
+            await self.store.txn(compares, puts)
+        for version in retired:
+            log.warning("version %d is retired: it is neither in shared memory nor on disk", version)
+        return Restored(record.version, source, previous, tuple(sorted(retired)))
+
+    def _is_named(self, record: VersionRecord) -> bool:
+        """Whether its slots are there, as their headers say: who stages it reads all of it."""
+        return all(self._has_slot(piece) for piece in pieces(record))
+
+    def _has_slot(self, piece: PartRecord) -> bool:
+        digest, path = piece.manifest_digest, place(piece, self.host, self.own)
+        if digest in self.filled or path is None:  # another host's is that host's to judge
+            return True
+        return self.whole[digest] if digest in self.whole else _digest_at(path) == digest
+
+    def _renamed(self, record: VersionRecord) -> VersionRecord:
+        """With the new slots of what was filled."""
+        names = {digest: slot_name(lock.path, self.host) for digest, lock in self.filled.items()}
+
+        def where(part: PartRecord) -> Path | None:
+            name = names.get(part.manifest_digest)
+            return Path(name) if name is not None else None
+
+        return placed(record, where)
+
+    async def _commit(self, record: VersionRecord) -> dict[str, bytes | None]:
+        """Another version becomes active, by decision; what was lost is said in the history."""
+        now, lost = time.time(), self.active
+        active = ActiveRecord(record.version, lost.epoch + 1, None, uuid.uuid4().hex, now, record.fingerprint)
+        entry = PastSwapRecord(
+            id=active.swap_id,
+            version=active.version,
+            outcome="done",
+            mode="together",
+            opened_at=now,
+            ended_at=now,
+            committed_at=now,
+            epoch=active.epoch,
+            previous=lost.version,
+            requested_by="restore",
+            reason=f"version {lost.version} was lost with the memory of its host",
+            fingerprint=record.fingerprint,
+        )
+        history = await History.open(self.store, self.keys)
+        return {self.keys.active: active.to_json(), **history.additions(entry)}
+
+
+def _digest_at(path: Path) -> str | None:
+    """The manifest digest of the slot at `path`, as its header says; None when there is none."""
+    with contextlib.suppress(WeightSyncError, OSError):
+        return slot_header(path)[1]
+    return None
+
+
+@contextlib.contextmanager
+def _mapped(lock: SlotLock) -> Iterator[memoryview]:
+    """The slot, for this once: a server that runs for long must not keep its pages."""
+    with mmap.mmap(lock.fd, lock.nbytes) as mapping, memoryview(mapping) as view:
+        yield view
+
+
+def _revision(found: KeyValue | None) -> int:
+    return found.mod_revision if found is not None else MISSING
