@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ import orjson
 import pytest
 
 from server.gateway.config import FailoverSettings, HealthSettings, UpstreamSettings
+from server.gateway.fleet.instance import Instance
+from server.gateway.proxy.failover import GONE_S, silent
 from server.resume import RESUMABLE, RESUME
 from tests.server.continued import END, HEAD, STAMPED, Fleet, chat, event, framed
 from tests.server.gateway_harness import RunningGateway, eventually, post, running_gateway
 from tests.server.gateway_upstream import Answer, Link, Received, Upstream, read_answer, upstream
+from weightsync.records import InstanceRecord
+from weightsync.swap.agent import LAST_RETRY_S
 
 CHAT = "/v1/chat/completions"
 TOKENS = [11, 12, 13]
@@ -302,6 +307,54 @@ async def test_a_stream_whose_instance_has_left_the_store_and_is_silent(gateway:
         answer = await asyncio.wait_for(read_answer(reader), 30)
         writer.close()
     assert answer.body == b"".join(fleet.events)
+
+
+async def test_an_instance_that_registers_again_has_what_it_had(tmp_path: Path) -> None:
+    """As after an outage of the store that outlived the leases: over its limit, nothing is sent to it."""
+    fleet = Fleet(chat(TOKENS))
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(link: Link, _: Received) -> None:
+        await link.send(HEAD % (STAMPED % 1) + framed(fleet.events[:1]))
+        arrived.set()
+        await go_on.wait()
+        await link.send(framed(fleet.events[1:]) + END)
+
+    up_settings = replace(settings(), max_in_flight=1)
+    async with upstream(slow) as up:
+        with running_gateway(tmp_path, upstream=up_settings) as g:
+            g.register(up)
+            first = asyncio.create_task(g.ask(post(CHAT, {"stream": True})))
+            await arrived.wait()
+            g.unregister()
+            g.register(up)
+            assert g.gateway.fleet.instances["i0"].working == 1
+            second = asyncio.create_task(g.ask(post(CHAT, {"stream": True})))
+            await eventually(lambda: g.gateway.gate.queue.waiting == 1)
+            assert len(up.requests) == 1
+            go_on.set()
+            answers = [await asyncio.wait_for(each, 10) for each in (first, second)]
+            await eventually(lambda: g.gateway.fleet.instances["i0"].working == 0)
+            connections = up.connections
+            assert (await g.ask(post(CHAT, {"stream": True}))).complete
+            assert up.connections == connections, "its connections are kept again"
+    assert [answer.body for answer in answers] == [b"".join(fleet.events)] * 2
+
+
+def test_silence_counts_from_when_it_left_the_store() -> None:
+    """A stream may be silent for long (a long prompt); an outage of the store must not turn that into a death."""
+    settled = UpstreamSettings()
+    instance = Instance(InstanceRecord("i", "http://127.0.0.1:1"), settled)
+    assert not silent(instance, since=100.0, now=400.0, limit_s=0.0)
+    instance.left(400.0)
+    assert not silent(instance, since=100.0, now=400.0 + GONE_S, limit_s=0.0)
+    assert silent(instance, since=100.0, now=400.1 + GONE_S, limit_s=0.0)
+    assert not silent(instance, since=401.0, now=400.1 + GONE_S, limit_s=0.0), "it has spoken since"
+    instance.returned()
+    assert not silent(instance, since=100.0, now=1000.0, limit_s=0.0)
+    assert silent(instance, since=100.0, now=131.0, limit_s=30.0)
+    assert not silent(instance, since=100.0, now=130.0, limit_s=30.0)
+    assert GONE_S > LAST_RETRY_S, "an instance must have had the time to register again"
 
 
 # who does not

@@ -40,6 +40,7 @@ class Instance:
         self.refusals = 0  # requests it refused for the version it runs
         self.failed_at = 0.0
         self.picked_at = 0
+        self.left_at = 0.0  # when its record went from the store (monotonic), 0.0 while it is there
         self._elsewhere = 0.0  # other gateways' requests there, and its pressure, as of the last scrape
         self._seed = xxh3_64_intdigest(record.id.encode())
         self._tables: dict[int | None, PrefixTable] = {}
@@ -69,6 +70,16 @@ class Instance:
         if record.max_num_seqs != self.record.max_num_seqs:
             self.window = Window(record.max_num_seqs, self._settings.max_in_flight)
         self.record = record
+
+    def left(self, now: float) -> None:
+        """Its record has gone from the store: what it has of this gateway's goes on."""
+        self.left_at = now
+        self.pool.close()
+
+    def returned(self) -> None:
+        """Its record is there again."""
+        self.left_at = 0.0
+        self.pool.reopen()
 
     def scraped(self, signals: Signals | None, inflight_then: int) -> None:
         """What its metrics say. `inflight_then`: requests from here when they were asked for, which it counts too."""

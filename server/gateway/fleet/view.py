@@ -45,6 +45,7 @@ class Fleet:
     ) -> None:
         self.model = model
         self.instances: dict[str, Instance] = {}
+        self._left: dict[tuple[str, str], Instance] = {}  # by id and address: not in the store, with requests of ours
         self.active: ActiveRecord | None = None
         self.swap: SwapRecord | None = None
         self.drains: dict[str, DrainRecord] = {}  # by instance; an operator wants them to get nothing new
@@ -264,19 +265,27 @@ class Fleet:
 
     def _put_instance(self, record: InstanceRecord) -> None:
         known = self.instances.get(record.id)
-        if known is not None and known.record.address == record.address:
-            self._stats.swaps.instance(known.record, record)
-            known.renewed(record)
-            return
-        if known is not None:
+        if known is not None and known.record.address != record.address:
             self._remove(record.id)
-        self.instances[record.id] = Instance(record, self.settings, self._tls)
+            known = None
+        if known is None and (known := self._left.pop((record.id, record.address), None)) is not None:
+            known.returned()  # its lease had ended, as in an outage of the store; what it had, it has
+            self.instances[record.id] = known
+        if known is None:
+            self.instances[record.id] = Instance(record, self.settings, self._tls)
+            return
+        self._stats.swaps.instance(known.record, record)
+        known.renewed(record)
 
     def _remove(self, instance_id: str) -> None:
         instance = self.instances.pop(instance_id, None)
-        if instance is not None:
-            self._last_seen = time.monotonic()
-            instance.pool.close()
+        if instance is None:
+            return
+        self._last_seen = time.monotonic()
+        instance.left(self._last_seen)
+        self._left = {key: each for key, each in self._left.items() if each.inflight}
+        if instance.inflight:
+            self._left[instance.id, instance.record.address] = instance
 
     def _put_swap(self, record: SwapRecord) -> None:
         before, self.swap = self.swap, record

@@ -139,13 +139,13 @@ class Exchange(Placing):
             self._client.cut()
         elif not self._paused and self._link is not None and idle > read_idle_timeout_s:
             self._upstream_failed(UpstreamTimeout(f"The instance was silent for {read_idle_timeout_s:g} s."))
-        elif not self._paused and self._stream_stands_still(idle):
+        elif not self._paused and self._stream_stands_still(now):
             self._upstream_failed(BadUpstream("The instance has fallen silent mid-answer.", code="upstream_died"))
 
-    def _stream_stands_still(self, idle: float) -> bool:
+    def _stream_stands_still(self, now: float) -> bool:
         if self._link is None or self.instance is None or self._relay.journal is None:
             return False
-        return failover.silent(self._fleet, self.instance, idle, self._fleet.settings.failover.idle_s)
+        return failover.silent(self.instance, self.last_progress, now, self._fleet.settings.failover.idle_s)
 
     def turned_away(self, error: HttpError) -> None:
         """It was queued in vain, or could not be (gate.Waiter)."""

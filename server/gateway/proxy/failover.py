@@ -21,14 +21,15 @@ import msgspec
 from server.errors import HttpError
 from server.gateway.config import Failover
 from server.gateway.fleet.instance import Instance
-from server.gateway.fleet.view import Fleet
 from server.gateway.proxy.journal import Journal
 from server.gateway.proxy.terms import Need
 from server.gateway.proxy.waiting import Patience
 from server.resume import RESUMABLE, RESUME
 
 LIMIT = 2  # times one stream is gone on with
-GONE_S = 2.0  # silence of an instance that has left the store, after which it counts as dead
+# Silence of an instance since it left the store, after which it counts as dead. After an outage of the store all have
+# left, until they try to register again: at most 2 s (weightsync/swap/agent.py, LAST_RETRY_S).
+GONE_S = 3.0
 WANTED = b"%b: 1\r\n" % RESUMABLE
 
 
@@ -75,8 +76,9 @@ def version_for(journal: Journal, told: bytes, mode: Failover, others: list[Inst
     return version if served or mode != "any" else None
 
 
-def silent(fleet: Fleet, instance: Instance, idle_s: float, limit_s: float) -> bool:
-    """Whether a stream from `instance` has stood still too long: over `limit_s` (0: never), or it has left."""
-    if limit_s and idle_s > limit_s:
+def silent(instance: Instance, since: float, now: float, limit_s: float) -> bool:
+    """Whether a stream from `instance` has stood still for too long since `since`: over `limit_s` (0: any time), or
+    over GONE_S while it is not in the store. Monotonic seconds."""
+    if limit_s and now - since > limit_s:
         return True
-    return idle_s > GONE_S and fleet.instances.get(instance.id) is not instance
+    return instance.left_at > 0.0 and now - max(since, instance.left_at) > GONE_S

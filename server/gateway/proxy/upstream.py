@@ -181,3 +181,7 @@ class Pool:
         self._closed = True
         while self._idle:
             self._idle.popleft().abort()
+
+    def reopen(self) -> None:
+        """Undoes `close`: connections are kept again."""
+        self._closed = False
