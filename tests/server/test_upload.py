@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import socket
@@ -242,6 +243,39 @@ def test_an_upload_is_bounded_by_what_a_version_takes(gateway: RunningGateway, r
         assert answer.json()["error"]["code"] == "request_too_large"
     assert len(versions(gateway)) == 1
     assert gateway.gateway.buffered == 0
+
+
+def upload_head(extra: str) -> bytes:
+    head = f"POST /admin/weights/upload?upload_id=12345678 HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {ADMIN_KEY}"
+    return f"{head}\r\nContent-Type: application/octet-stream\r\n{extra}\r\n\r\n".encode()
+
+
+def test_an_upload_that_says_it_is_too_large_is_refused_before_it_comes(
+    gateway: RunningGateway, remote: RemotePublisher
+) -> None:
+    remote.publish(weights(), activate=False)
+    with socket.create_connection(("127.0.0.1", gateway.admin_port), timeout=10.0) as client:
+        client.sendall(upload_head("Content-Length: 400000000"))
+        answer = b"".join(iter(lambda: client.recv(65536), b""))  # to its end: the server waits for no body
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"request_too_large" in answer
+
+
+def test_the_connection_ends_with_the_refusal_of_a_body_that_goes_on(
+    gateway: RunningGateway, remote: RemotePublisher
+) -> None:
+    remote.publish(weights(), activate=False)
+    with socket.create_connection(("127.0.0.1", gateway.admin_port), timeout=10.0) as client:
+        client.sendall(upload_head("Transfer-Encoding: chunked"))
+        piece, answer = bytes(1 << 20), b""
+        for _ in range(400):
+            client.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
+            if select.select([client], [], [], 0)[0]:
+                break
+        else:
+            raise AssertionError("400 MB were taken without a word")
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 413 ")
 
 
 def test_activation_can_be_asked_for_without_waiting(gateway: RunningGateway, remote: RemotePublisher) -> None:

@@ -66,6 +66,8 @@ async def _received(gateway: Gateway, request: Request, upload_id: str) -> Prepa
     """The whole body, in an unnamed file, and the process that is to publish it. Raises HttpError."""
     arena = await ensure_arena(gateway.store)
     most = await _most(gateway, arena.free_nbytes())
+    if int(request.headers.get("content-length", 0)) > most:
+        raise _too_large(most)
     file = tempfile.TemporaryFile(dir=arena.directory, buffering=0)  # noqa: SIM115 - `Prepared` closes it
     prepared = await gateway.pusher.prepare(file, upload_id)
     try:
@@ -83,7 +85,7 @@ async def _copy(request: Request, file: BinaryIO, most: int) -> None:
     async for chunk in request.stream():
         done += len(chunk)
         if done > most:
-            raise PayloadTooLarge(f"The upload has over {most:,} bytes, more than a version of this model takes.")
+            raise _too_large(most)
         try:
             _write_all(file.fileno(), chunk)
         except OSError as error:
@@ -94,6 +96,10 @@ async def _copy(request: Request, file: BinaryIO, most: int) -> None:
                 "enlarge it (--shm-size, or a larger emptyDir).",
                 code="arena_full",
             ) from error
+
+
+def _too_large(most: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The upload has over {most:,} bytes, more than a version of this model takes.")
 
 
 def _write_all(fd: int, data: bytes) -> None:

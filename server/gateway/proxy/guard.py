@@ -198,7 +198,10 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         self._answered_early = self._reading
         self.body_done()
-        self.rest()
+        if self._reading and self._streamed:
+            self._linger()  # the rest may be gigabytes
+        else:
+            self.rest()
 
     def _checked_head(self) -> RequestHead:
         self.method = self.parser.get_method()
@@ -235,11 +238,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def reject(self, error: HttpError) -> None:
-        """The gateway's own answer to a request it does not read to its end; the connection is then closed.
-
-        The rest is read and thrown away for a moment: closing over unread bytes would reset the connection, and the
-        client might never see why.
-        """
+        """The gateway's own answer to a request it does not read to its end; the connection is then closed."""
         if self._deaf or self.transport.is_closing():
             return
         if self._answered_early or not self._take_back():
@@ -247,8 +246,16 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._deaf = True
         self.body_done()
-        self.deadline = time.monotonic() + LINGER_S
         self.write_error(error, keep_alive=False)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Nothing more is said; what still arrives is read and thrown away for a moment.
+
+        Closing over unread bytes would reset the connection, and the client might never see why.
+        """
+        self._deaf = True
+        self.deadline = time.monotonic() + LINGER_S
         if self.transport.can_write_eof():
             self.transport.write_eof()
         else:
