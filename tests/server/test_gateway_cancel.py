@@ -10,9 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from server.errors import HttpError
 from server.gateway import Limits, UpstreamSettings
+from server.gateway.config import QueueSettings
+from server.gateway.fleet.view import Fleet
+from server.gateway.observe.stats import Stats
+from server.gateway.proxy.exchange import Exchange
+from server.gateway.proxy.head import RequestHead
+from server.gateway.proxy.request import Request
+from server.gateway.proxy.routes import find
+from server.gateway.queue.gate import Gate
 from tests.server.gateway_harness import RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, read_answer, upstream
+from weightsync.records import InstanceRecord, Keys
+from weightsync.store import open_store
 
 # Far above what a test may take: nothing here is ended by a time-out of the gateway unless it says so.
 PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0, hold_s=0.0)
@@ -163,6 +174,68 @@ async def test_a_slow_instance_is_not_a_stalled_client(hasty: RunningGateway) ->
         hasty.register(up)
         answer = await hasty.ask(post())
     assert (answer.body, answer.complete) == (b"data: 1\n\n", True)
+
+
+class Reader:
+    """A client that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.cuts = 0
+        self.refusals: list[HttpError] = []
+
+    def send(self, data: bytes) -> None: ...
+
+    def write(self, data: bytes, *, last: bool = False) -> None: ...
+
+    def body_done(self) -> None: ...
+
+    def answered(self, *, keep_alive: bool) -> None: ...
+
+    def refuse(self, error: HttpError) -> None:
+        self.refusals.append(error)
+
+    def cut(self) -> None:
+        self.cuts += 1
+
+
+async def test_how_long_each_side_may_stand_still(tmp_path: Path) -> None:
+    """To the second: of a paused exchange only the client is to blame, of any other only the instance it waits for."""
+    stats = Stats()
+    store = open_store(f"sqlite://{tmp_path / 'store.db'}")
+    fleet = Fleet(store, "toy", PATIENT, stats)
+    try:
+        async with upstream(lambda link, _: asyncio.sleep(3600)) as up:
+            await store.put(Keys("toy").instance("i"), InstanceRecord("i", up.address, "SERVING").to_json())
+            await fleet.refresh()
+
+            def begun() -> tuple[Exchange, Reader]:
+                (target,) = find(b"/v1/completions")
+                client = Reader()
+                request = Request(target, RequestHead(b"r", b""), b"{}", None, http10=False, keep_alive=True)
+                exchange = Exchange(client, request, fleet, Gate(fleet, QueueSettings()), stats)
+                exchange.start()
+                return exchange, client
+
+            stalled, client = begun()
+            await eventually(lambda: len(up.requests) == 1)
+            stalled.pause()
+            at = stalled.last_progress
+            stalled.sweep(at + 20.0, read_idle_timeout_s=1.0, stalled_client_s=20.0)
+            assert not stalled.done
+            stalled.sweep(at + 20.5, read_idle_timeout_s=1000.0, stalled_client_s=20.0)
+            assert (stalled.done, stalled.status, client.cuts, stats.disconnects["stalled"]) == (True, 499, 1, 1)
+
+            silent, client = begun()
+            await eventually(lambda: len(up.requests) == 2)
+            at = silent.last_progress
+            silent.sweep(at + 20.0, read_idle_timeout_s=20.0, stalled_client_s=1.0)
+            assert not silent.done
+            silent.sweep(at + 20.5, read_idle_timeout_s=20.0, stalled_client_s=1000.0)
+            assert (silent.done, silent.status, client.cuts, stats.disconnects["stalled"]) == (True, 504, 0, 1)
+            assert [error.status for error in client.refusals] == [504]
+    finally:
+        fleet.close()
+        await store.close()
 
 
 async def test_pipelined_requests_get_one_answer_and_a_close(gateway: RunningGateway) -> None:

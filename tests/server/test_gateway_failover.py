@@ -13,9 +13,12 @@ from typing import Any
 import orjson
 import pytest
 
+from server.errors import BadUpstream
 from server.gateway.config import FailoverSettings, HealthSettings, UpstreamSettings
 from server.gateway.fleet.instance import Instance
-from server.gateway.proxy.failover import GONE_S, silent
+from server.gateway.proxy.failover import GONE_S, go_on, silent
+from server.gateway.proxy.journal import ReplayMemory
+from server.gateway.proxy.terms import Need
 from server.resume import RESUMABLE, RESUME
 from tests.server.continued import END, HEAD, STAMPED, Fleet, chat, event, framed
 from tests.server.gateway_harness import RunningGateway, eventually, post, running_gateway
@@ -355,6 +358,18 @@ def test_silence_counts_from_when_it_left_the_store() -> None:
     assert silent(instance, since=100.0, now=131.0, limit_s=30.0)
     assert not silent(instance, since=100.0, now=130.0, limit_s=30.0)
     assert GONE_S > LAST_RETRY_S, "an instance must have had the time to register again"
+
+
+def test_what_the_client_asked_for_holds_again_where_any_version_may_go_on() -> None:
+    """It holds for every continuation, not what the one before needed: that version may be gone by now."""
+    journal = ReplayMemory(2**20, 2**20).open(0)
+    assert journal is not None
+    asked = Need(None, 2, 1.0)
+    error = BadUpstream("it died")
+    first = go_on(journal, None, error, 0.0, asked, 3)
+    assert (first.need, first.own_need, first.turn) == (Need(3, None, 0.0), asked, 1)
+    second = go_on(journal, first, error, 1.0, first.need, None)
+    assert (second.need, second.own_need, second.turn) == (asked, asked, 2)
 
 
 # who does not

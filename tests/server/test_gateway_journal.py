@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.gateway.proxy.journal import BUNDLE, Journal, ReplayMemory
+from server.gateway.proxy.journal import BUNDLE, ID_BYTES, Journal, ReplayMemory
 from server.resume import Span
 from tests.server.continued import chat, event
 
@@ -153,6 +153,23 @@ def test_memory() -> None:
         assert second.take(each) == each  # passes, though it has become too long to be kept
     assert not second.broken()
     assert memory.used == 0
+
+
+@pytest.mark.parametrize("bound", ["stream", "all"])
+def test_a_stream_may_fill_its_memory_to_the_last_byte_and_not_further(bound: str) -> None:
+    """Each of the two bounds by itself, the other one far away."""
+    many, far = 50, 2**30
+    room = 7 + BUNDLE + many * ID_BYTES
+    memory = ReplayMemory(far, room) if bound == "stream" else ReplayMemory(room + BUNDLE, far)
+    other = opened(memory) if bound == "all" else None
+    for count, fits in ((many, True), (many + 1, False)):
+        journal = opened(memory, 7)
+        for each in chat(list(range(count))):
+            journal.take(each)
+        assert journal.broken() == fits
+        assert memory.used - BUNDLE * (other is not None) == (room if fits else 7)
+        journal.close()
+    assert other is None or other.broken(), "it loses nothing by what others ask for"
 
 
 def test_the_request_stays_until_the_end() -> None:
