@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from server.cli.admin import AdminClient, KeyFile, StateDir, Url
 from server.cli.errors import RequestFailed
+from server.cli.tables import table
 
 app = typer.Typer(no_args_is_help=True)
 POLL_S = 0.25
@@ -85,13 +85,26 @@ def wake(
 def show_instances(state_dir: Path | None, url: str | None = None, admin_key_file: Path | None = None) -> None:
     """Print every instance with its state, versions and last swap times."""
     rows = AdminClient(state_dir, url, admin_key_file).call("GET", "/admin/instances")["instances"]
-    table = Table("instance", "state", "version", "epoch", "weights", "load", "circuit", "stage, flip ms", "error")
+    shown = table("instance", "state", "version", "epoch", "weights", "load", "stage, flip ms")
     for r in rows:
         times = " ".join(f"{r[k]:.2f}" for k in ("stage_ms", "commit_ms") if r.get(k))
         cells = [r["id"], _state(r), r["active_version"], r["active_epoch"], (r["fingerprint"] or "")[:8]]
-        cells += [f"{r['load']:g}", r["circuit"] if r["answering"] else "does not answer", times]
-        table.add_row(*(str(c) if c is not None else "" for c in cells), (r["error"] or {}).get("message", ""))
-    Console().print(table)
+        shown.add_row(*(str(c) if c is not None else "" for c in [*cells, f"{r['load']:g}", times]))
+    console = Console(highlight=False)
+    console.print(shown)
+    for r in rows:
+        for trouble in _troubles(r):
+            console.print(f"{r['id']}: {trouble}", markup=False)
+
+
+def _troubles(row: dict[str, Any]) -> Iterator[str]:
+    """What keeps requests away from it, or went wrong last."""
+    if not row["answering"]:
+        yield "does not answer its health check"
+    elif row["circuit"] != "closed":
+        yield f"its circuit is {row['circuit']}: requests to it failed"
+    if row["error"]:
+        yield str(row["error"].get("message", ""))
 
 
 def _state(row: dict[str, Any]) -> str:

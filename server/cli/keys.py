@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from server.cli.admin import AdminClient, AsJson, KeyFile, StateDir, Url
 from server.cli.errors import CliError
+from server.cli.tables import table
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -71,11 +71,11 @@ def list_keys(
     if as_json:
         print(json.dumps(answer))
         return
-    table = Table("id", "name", "scopes", "state", "expires", *(_title(name) for name in LIMITS))
+    shown = table("id", "name", "scopes", "state", "expires", "limits")
     for key in answer["keys"]:
-        limits = [_bound(key["limits"][name]) for name in LIMITS]
-        table.add_row(key["id"], key["name"], " ".join(key["scopes"]), key["state"], _date(key["expires_at"]), *limits)
-    Console().print(table)
+        cells = [key["name"], " ".join(key["scopes"]), key["state"], _date(key["expires_at"]), _limited(key["limits"])]
+        shown.add_row(key["id"], *cells)
+    Console().print(shown)
     if answer["inference"] == "open":
         Console().print("inference asks for no key, until one with the scope infer is made")
     elif not any(key["state"] == "active" and Scope.infer in key["scopes"] for key in answer["keys"]):
@@ -203,12 +203,10 @@ def _show_key(answer: dict[str, Any], as_json: bool) -> None:
     Console(stderr=True).print(f"key {answer['id']} ({answer['name']}): {note}")
 
 
-def _title(name: str) -> str:
-    return name.replace("_per_min", "/min").replace("_", " ")
-
-
-def _bound(value: int | None) -> str:
-    return "" if value is None else str(value)
+def _limited(limits: dict[str, int | None]) -> str:
+    """Those that are set: `60 requests/min, 4 concurrency`."""
+    titles = {name: name.replace("_per_min", "/min").replace("_", " ") for name in LIMITS}
+    return ", ".join(f"{limits[name]} {title}" for name, title in titles.items() if limits[name] is not None)
 
 
 def _date(moment: float | None) -> str:

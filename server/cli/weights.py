@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from server.cli.admin import AdminClient, AsJson, KeyFile, StateDir, Url
 from server.cli.errors import CliError
 from server.cli.paths import ServerInfo, default_state_dir
+from server.cli.tables import table
 from server.cli.weights_report import show_diff, show_report
 from weightsync.errors import WeightSyncError
 
@@ -77,14 +77,14 @@ def _part(argument: str) -> tuple[str, str]:
 def list_versions(state_dir: StateDir = None, url: Url = None, admin_key_file: KeyFile = None) -> None:
     """List the versions held."""
     answer = AdminClient(state_dir, url, admin_key_file).call("GET", "/admin/weights")
-    table = Table("version", "state", "active", "step", "GB", "published", "source")
+    shown = table("version", "state", "active", "step", "GB", "published", "source")
     active = (answer.get("active") or {}).get("version")
     for v in answer["versions"]:
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(v["created_at"]))
         mark = "active" if v["version"] == active else ""
         size = f"{v['nbytes'] / 1e9:.3f}"
-        table.add_row(str(v["version"]), v["state"], mark, str(v["step"] or ""), size, made, v.get("source") or "")
-    Console().print(table)
+        shown.add_row(str(v["version"]), v["state"], mark, str(v["step"] or ""), size, made, v.get("source") or "")
+    Console().print(shown)
 
 
 @app.command()

@@ -22,6 +22,7 @@ from server.gateway.fleet.scrape import answering
 from server.gateway.gateway import Gateway
 from server.gateway.middleware import AdminGate, RequestIdMiddleware, error_response
 from server.gateway.openapi import routes as openapi
+from server.gateway.proxy.routes import elsewhere
 from weightsync.errors import WeightSyncError
 
 PROBE_TIMEOUT_S = 1.0
@@ -70,6 +71,20 @@ def _add_probes(app: FastAPI) -> None:
             f"{len(ready)} instance(s) are registered, none answers its health check.", code="not_answering"
         )
 
+    @app.get("/health", tags=["health"], response_class=Response)
+    @app.get("/ping", tags=["health"], response_class=Response)
+    @app.post("/ping", tags=["health"], response_class=Response)
+    async def health(gateway: GatewayDep) -> Response:
+        """200 when an instance serves, under the names by which vLLM's and SGLang's clients ask; /readyz asks it."""
+        if not gateway.fleet.serving:
+            raise gateway.fleet.unavailable()
+        return Response()
+
+    @app.get("/load", tags=["health"])
+    async def load(gateway: GatewayDep) -> dict[str, int]:
+        """Requests that instances work on for this gateway, under vLLM's name for the number."""
+        return {"server_load": sum(instance.working for instance in gateway.fleet.instances.values())}
+
     @app.get("/metrics", tags=["health"], response_class=PlainTextResponse)
     async def metrics(gateway: GatewayDep) -> Response:
         """Prometheus text format."""
@@ -98,7 +113,7 @@ async def _starlette_error(request: Request, exc: Exception) -> Response:
         allow = ", ".join(_methods_of(request))
         return error_response(MethodNotAllowed(f"Use {allow} for {request.url.path}.", allow=allow))
     if exc.status_code == 404:
-        return error_response(NotFound(f"There is no public route {request.method} {request.url.path}."))
+        return error_response(NotFound(elsewhere(request.url.path, admin_port=request.state.admin_port)))
     return error_response(BadRequest(str(exc.detail)))
 
 

@@ -12,6 +12,7 @@ from server.errors import HttpError, NotFound
 from server.gateway.access.keys import ADMIN
 from server.gateway.console.routes import is_open
 from server.gateway.observe.finished import Finished
+from server.gateway.proxy.routes import elsewhere
 
 Scope = dict[str, Any]
 Message = MutableMapping[str, Any]
@@ -52,7 +53,7 @@ def _finished(scope: Scope, status: int, duration_s: float) -> Finished:
     return Finished(request_id, scope["method"], route, status, None, "-", time.time(), duration_s)
 
 
-OPEN = frozenset({"/healthz", "/readyz", "/metrics"})
+OPEN = frozenset({"/healthz", "/readyz", "/metrics", "/health", "/ping", "/load"})
 DOCUMENT = "/openapi.json"  # each port has its own; that of the admin port is behind the key
 
 
@@ -84,7 +85,7 @@ class AdminGate:
 
 def _check(scope: Scope) -> None:
     if not scope["state"]["admin_port"]:
-        raise NotFound(f"There is no public route {scope['method']} {scope['path']}.")
+        raise NotFound(elsewhere(scope["path"], admin_port=False))
     scope["state"]["gateway"].keys.authorize(scope["state"]["key"], ADMIN)
 
 

@@ -15,7 +15,17 @@ from typing import Any
 import orjson
 
 GENERATING = frozenset(
-    {"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"}
+    {
+        "/generate",
+        "/generative_scoring",
+        "/inference/v1/generate",
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/responses",
+    }
 )
 PROBE = b"x-hotswap-probe"  # set by the gateway's own probes; from clients the gateway lets no such header through
 

@@ -69,6 +69,7 @@ class InstanceConfig:
         argv += ["--weight-transfer-config", '{"backend": "hotswap"}']
         argv += ["--worker-extension-cls", "weightsync.vllm_engine.backend.WorkerMethods"]
         argv += ["--disable-uvicorn-access-log", "--scheduling-policy", "priority"]
+        argv += ["--enable-scale-out"]  # routes that the gateway forwards from its admin port
         argv += ["--headless"] if self.headless else []
         if cpu:
             argv += ["--enforce-eager"]

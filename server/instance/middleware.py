@@ -13,7 +13,13 @@ from .inflight import VersionMismatch, Wish
 from .provenance import Trace, annotate, annotate_chunk, current_trace, problem_body
 
 HEADER = b"x-hotswap-weight-version"
-TRACED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+TRACED = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+)
 
 
 class ProvenanceMiddleware:

@@ -23,13 +23,18 @@ ANSWERS = {
     "/v1/models": "serve.engine.protocol:ModelList",
     "/v1/completions": "openai.completion.protocol:CompletionResponse",
     "/v1/chat/completions": "openai.chat_completion.protocol:ChatCompletionResponse",
+    "/v1/chat/completions/batch": "openai.chat_completion.protocol:ChatCompletionResponse",
     "/v1/responses": "openai.responses.protocol:ResponsesResponse",
     "/v1/responses/{response_id}": "openai.responses.protocol:ResponsesResponse",
     "/v1/responses/{response_id}/cancel": "openai.responses.protocol:ResponsesResponse",
     "/v1/messages": "anthropic.protocol:AnthropicMessagesResponse",
+    "/v1/messages/count_tokens": "anthropic.protocol:AnthropicCountTokensResponse",
     "/v1/embeddings": "pooling.embed.protocol:EmbeddingResponse",
     "/tokenize": "serve.tokenize.protocol:TokenizeResponse",
     "/detokenize": "serve.tokenize.protocol:DetokenizeResponse",
+    "/tokenizer_info": "serve.tokenize.protocol:TokenizerInfoResponse",
+    "/generative_scoring": "generate.generative_scoring.serving:GenerativeScoringResponse",
+    "/version": "",  # no type of vLLM's: VllmVersion
 }
 STREAMS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"})
 # Where `weight_versions` and `prompt_weight_versions` stand in whole answers (provenance.py).
@@ -39,6 +44,12 @@ ANNOTATED = (
     "ResponsesResponse",
     "AnthropicMessagesResponse",
 )
+
+
+class VllmVersion(BaseModel):
+    """The answer of /version."""
+
+    version: str
 
 
 class WeightSpan(BaseModel):
@@ -116,6 +127,8 @@ def _request_type(route: APIRoute) -> Any:
 
 def _answer_type(path: str) -> Any:
     module, _, name = ANSWERS[path].partition(":")
+    if not name:
+        return VllmVersion
     return getattr(importlib.import_module(PROTOCOL + module), name)
 
 

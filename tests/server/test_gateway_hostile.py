@@ -59,16 +59,12 @@ CONTROL_PATHS = [
     "/init_weight_transfer_engine",
     "/reset_prefix_cache",
     "/server_info",
-    "/load",
-    "/ping",
-    "/version",
     "/invocations",
     "/inference/v1/generate",
     "/scale_elastic_ep",
     "/start_profile",
     "/v1/load_lora_adapter",
     "/v1/chat/completions/render",
-    "/health",
     "/docs",
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import anthropic
 import openai
 import pytest
 
@@ -49,3 +50,34 @@ def test_header_names_the_version(live: LiveServer, client: openai.OpenAI) -> No
         model=live.name, messages=[{"role": "user", "content": "hi"}], max_tokens=2
     )
     assert raw.headers["x-hotswap-weight-version"] == str(live.active())
+
+
+def test_messages_are_counted_as_they_are_read(live: LiveServer, client: openai.OpenAI) -> None:
+    claude = anthropic.Anthropic(base_url=live.url, api_key="unused", max_retries=0)
+    messages: list[anthropic.types.MessageParam] = [{"role": "user", "content": "3+4="}]
+    counted = claude.messages.count_tokens(model=live.name, messages=messages)
+    answer = claude.messages.create(model=live.name, max_tokens=1, messages=messages)
+    assert counted.input_tokens == answer.usage.input_tokens
+
+
+def test_a_batch_of_conversations_says_which_weights_wrote_each(live: LiveServer, client: openai.OpenAI) -> None:
+    version = live.active()
+    body = {
+        "model": live.name,
+        "messages": [[{"role": "user", "content": "3+4="}], [{"role": "user", "content": "1+1=2, 2+2="}]],
+        "max_tokens": 3,
+        "ignore_eos": True,
+    }
+    answer = live.client.post("/v1/chat/completions/batch", json=body)
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1]
+    assert [choice["weight_versions"] for choice in choices] == [[{"version": version, "start": 0, "end": 3}]] * 2
+
+
+def test_given_tokens_are_scored(live: LiveServer) -> None:
+    body = {"model": live.name, "query": "3+4=", "items": ["7", "8"], "label_token_ids": [5, 6]}
+    answer = live.client.post("/generative_scoring", json=body)
+    assert answer.status_code == 200, answer.text
+    assert live.client.get("/version").json()["version"]
+    assert live.client.get("/tokenizer_info").status_code == 404  # vLLM was not told to

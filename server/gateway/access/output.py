@@ -22,6 +22,7 @@ USUAL_OUTPUT = 256  # tokens, for what a request that names no bound is expected
 _FIELDS: dict[str, tuple[tuple[str, ...], int | None]] = {
     "/v1/completions": (("max_tokens",), 16),
     "/v1/chat/completions": (("max_completion_tokens", "max_tokens"), None),
+    "/v1/chat/completions/batch": (("max_completion_tokens", "max_tokens"), None),
     "/v1/responses": (("max_output_tokens",), None),
     "/v1/messages": (("max_tokens",), None),
     "/generate": (("max_tokens",), 16),

@@ -192,9 +192,8 @@ async def model_info(gateway: GatewayDep) -> dict[str, Any]:
 
 
 @router.get("/health_generate", response_class=Response)
-@router.get("/health", response_class=Response)
 async def health(gateway: GatewayDep) -> Response:
-    """200 when an instance serves, as trainers wait for it; /readyz asks the instance itself."""
+    """200 when an instance serves, as trainers wait for it; as GET /health."""
     if not gateway.fleet.serving:
         raise gateway.fleet.unavailable()
     return Response()

@@ -134,6 +134,12 @@ async def world_size(gateway: GatewayDep, include_dp: Annotated[bool, Query()] =
     return {"world_size": max(1, len(gateway.fleet.instances)) if include_dp else 1}
 
 
+@router.get("/server_info")
+async def server_info() -> None:
+    """Trainers look here for the group by which they send weights, before they join it."""
+    raise refused_group("server_info")
+
+
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache() -> dict[str, bool]:
     """Nothing to do: no request reads a block that other weights than its own computed."""

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 OPERATIONS = {  # gen_ai.operation.name, by route
     "/v1/chat/completions": "chat",
+    "/v1/chat/completions/batch": "chat",
     "/v1/responses": "chat",
     "/v1/messages": "chat",
     "/v1/completions": "text_completion",
     "/generate": "text_completion",
+    "/inference/v1/generate": "text_completion",
     "/v1/embeddings": "embeddings",
 }
 

@@ -28,7 +28,7 @@ def public(app: FastAPI, instance: Json, *, key_required: bool) -> Json:
 
 
 def admin(app: FastAPI) -> Json:
-    """Of the admin port. What the console asks for there (`routes.for_console`) is told of on the public one."""
+    """Of the admin port. What is forwarded from there too is told of on the public one."""
     own = app.openapi()
     paths: Json = {}
     for path, item in own["paths"].items():

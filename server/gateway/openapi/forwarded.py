@@ -16,7 +16,16 @@ _AT_INSTANCE = {
     "/v1/responses/{id}/cancel": "/v1/responses/{response_id}/cancel",
 }
 _FAILS = (*EVERY, "401", "403", "409", "422", "429", "501", "502", "504")
-_TAGS = {"/v1/messages": "anthropic", "/generate": "tokens", "/tokenize": "tokens", "/detokenize": "tokens"}
+_TAGS = {
+    "/v1/messages": "anthropic",
+    "/v1/messages/count_tokens": "anthropic",
+    "/generate": "tokens",
+    "/tokenize": "tokens",
+    "/detokenize": "tokens",
+    "/tokenizer_info": "tokens",
+    "/generative_scoring": "tokens",
+    "/version": "health",
+}
 _RESPONSE_ID: Json = {
     "name": "id",
     "in": "path",

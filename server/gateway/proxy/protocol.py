@@ -14,7 +14,7 @@ from typing import Any
 import httptools
 
 from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound
-from server.gateway.access.keys import ANONYMOUS, INFER
+from server.gateway.access.keys import ADMIN, ANONYMOUS, INFER
 from server.gateway.observe.finished import of_refusal
 from server.gateway.proxy import terms
 from server.gateway.proxy.exchange import Exchange
@@ -23,7 +23,7 @@ from server.gateway.proxy.head import RequestHead
 from server.gateway.proxy.json_check import NONE, Fields, check_object
 from server.gateway.proxy.outbox import MANY
 from server.gateway.proxy.request import Request
-from server.gateway.proxy.routes import Target, find, for_console
+from server.gateway.proxy.routes import Target, find
 
 FAREWELL_S = 1.0  # for a request that was sent before its client could know that the gateway stops
 
@@ -92,14 +92,12 @@ class GatewayProtocol(GuardedProtocol):
 
     def head_read(self, head: RequestHead) -> None:
         targets = find(self.url)
-        if self._on_admin_port:
-            targets = for_console(targets)
-        if not targets:
+        if not targets or (targets[0].route.admin and not self._on_admin_port):
             self._target = None
             self._hand_to_app(head)
             return
         self._principal = ANONYMOUS
-        self._principal = self.gateway.keys.authorize(head.key, INFER)
+        self._principal = self.gateway.keys.authorize(head.key, ADMIN if targets[0].route.admin else INFER)
         head.scope = self.gateway.scopes.line(self._principal)
         head.forward += head.scope
         for target in targets:

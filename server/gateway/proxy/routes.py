@@ -27,6 +27,7 @@ class Route:
     takes_query: bool = False
     works: Literal["", "prefill", "generate"] = ""
     continued: bool = False
+    admin: bool = False  # on the admin port alone, and with an admin key
 
 
 @dataclass(frozen=True)
@@ -37,26 +38,46 @@ class Target:
     upstream: bytes
 
 
+_GETS = (b"/v1/models", b"/version", b"/tokenizer_info")
 _POSTS: dict[bytes, Literal["", "prefill", "generate"]] = {
     b"/v1/completions": "generate",
     b"/v1/chat/completions": "generate",
+    b"/v1/chat/completions/batch": "generate",
     b"/v1/responses": "generate",
     b"/v1/embeddings": "prefill",
     b"/v1/messages": "generate",
+    b"/v1/messages/count_tokens": "",
+    b"/generative_scoring": "prefill",
     b"/tokenize": "",
     b"/detokenize": "",
     b"/generate": "generate",
 }
-_CONTINUED = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/generate"})
-_EXACT: dict[bytes, tuple[Target, ...]] = {
-    b"/v1/models": (Target(Route("/v1/models", b"GET", json_body=False), b"/v1/models"),),
+# vLLM's routes between machines, which trainers use beside the admin routes.
+_SCALE_OUT: dict[bytes, Literal["", "prefill", "generate"]] = {
+    b"/inference/v1/generate": "generate",
     **{
-        p: (Target(Route(p.decode(), b"POST", True, works=w, continued=p in _CONTINUED), p),) for p, w in _POSTS.items()
+        b"/v1/%b/%b" % (kind, verb): ""
+        for kind in (b"completions", b"chat/completions")
+        for verb in (b"render", b"derender")
     },
+    b"/v1/messages/render": "",
+    b"/v1/responses/render": "",
+}
+_CONTINUED = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/generate"})
+_ROUTES = (
+    *(Route(path.decode(), b"GET", json_body=False) for path in _GETS),
+    *(Route(p.decode(), b"POST", True, works=works, continued=p in _CONTINUED) for p, works in _POSTS.items()),
+    *(Route(p.decode(), b"POST", True, works=works, admin=True) for p, works in _SCALE_OUT.items()),
+)
+_EXACT = {route.name.encode(): (Target(route, route.name.encode()),) for route in _ROUTES}
+# What stock vLLM answers and nothing here does, and what to ask instead; on either port.
+_ELSEWHERE = {
+    "/docs": "GET /openapi.json has the document that such a page shows.",
+    "/redoc": "GET /openapi.json has the document that such a page shows.",
+    "/invocations": "POST the same body to the route of its kind, such as /v1/chat/completions.",
 }
 _RESPONSE_GET = Route("/v1/responses/{id}", b"GET", json_body=False, takes_query=True)
 _RESPONSE_CANCEL = Route("/v1/responses/{id}/cancel", b"POST", json_body=False)
-_CONSOLE = frozenset({"/v1/models", "/v1/chat/completions", "/generate"})
 _RESPONSE_ID = re.compile(rb"/v1/responses/([A-Za-z0-9_-]{1,128})(/cancel)?")
 _ENCODED_DELIMITER = re.compile(rb"%(?:2f|5c|00|25|3f|23|3b)", re.IGNORECASE)
 
@@ -89,18 +110,25 @@ def find(url: bytes) -> tuple[Target, ...]:
     return (Target(_RESPONSE_GET, path + b"?" + query if query else path),)
 
 
-def for_console(targets: tuple[Target, ...]) -> tuple[Target, ...]:
-    """Those of `targets` that the console's chat asks for: they answer on the admin port too, so that the page there
-    stays with its own origin."""
-    return tuple(target for target in targets if target.route.name in _CONSOLE)
+def elsewhere(path: str, *, admin_port: bool) -> str:
+    """What to say of a path that has no route."""
+    hint = _ELSEWHERE.get(path)
+    if hint is None:
+        hint = "GET /openapi.json names the routes of this port."
+        hint = hint if admin_port else f"{hint} Routes that control the server are on the admin port."
+    return f"There is no public route at {path}. {hint}" if not admin_port else f"There is no route at {path}. {hint}"
 
 
 def public_routes() -> list[Route]:
-    """Every forwarded route."""
-    exact = [target.route for targets in _EXACT.values() for target in targets]
-    return [*exact, _RESPONSE_GET, _RESPONSE_CANCEL]
+    """Every route that is forwarded from the public port."""
+    return [*(route for route in _ROUTES if not route.admin), _RESPONSE_GET, _RESPONSE_CANCEL]
 
 
 def public_names() -> list[str]:
     """Their names, for metrics and documentation."""
     return sorted(route.name for route in public_routes())
+
+
+def admin_names() -> list[str]:
+    """Those of the routes that are forwarded from the admin port alone."""
+    return sorted(route.name for route in _ROUTES if route.admin)

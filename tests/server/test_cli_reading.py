@@ -1,0 +1,103 @@
+"""Commands that only read: quick to start, and readable on a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+# What takes a second or more to import, or is not there where only the command line is installed.
+HEAVY = {"torch", "transformers", "vllm", "megatron", "numpy", "fastapi", "uvicorn", "grpc", "huggingface_hub"}
+RUN = """
+import runpy, sys
+try:
+    runpy.run_module("server.cli", run_name="__main__")
+finally:
+    print("modules:", *{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
+"""
+INSTANCE = {
+    "id": "gpu-host-17-8000-instance-0", "state": "SERVING", "eligible": True, "draining": False, "active_version": 12,
+    "active_epoch": 31, "fingerprint": "0123456789abcdef", "load": 3.0, "circuit": "closed", "answering": True,
+    "stage_ms": 1758.31, "commit_ms": 53.07, "error": None,
+}  # fmt: skip
+VERSION = {
+    "version": 12, "state": "ready", "step": 1200, "nbytes": 16_060_522_496, "created_at": 1.8e9,
+    "source": "/var/lib/checkpoints/a-run-with-a-long-name/step-1200",
+}  # fmt: skip
+NO_LIMITS = dict.fromkeys(
+    ("requests_per_min", "tokens_per_min", "concurrency", "max_output_tokens", "priority", "weight")
+)
+KEY = {
+    "id": "k-0123456789abcdef", "name": "evaluation-team", "scopes": ["infer", "admin"], "state": "active",
+    "expires_at": 1.9e9, "limits": NO_LIMITS | {"requests_per_min": 600, "tokens_per_min": 4_000_000},
+}  # fmt: skip
+
+
+class Admin(http.server.BaseHTTPRequestHandler):
+    """An admin port with one of everything."""
+
+    answers: ClassVar[dict[str, Any]] = {
+        "/admin/instances": {"instances": [INSTANCE, INSTANCE | {"id": "b", "answering": False, "eligible": False}]},
+        "/admin/weights": {"active": {"version": 12}, "versions": [VERSION]},
+        "/admin/keys": {"inference": "keys", "keys": [KEY]},
+    }
+
+    def do_GET(self) -> None:
+        body = json.dumps(self.answers[self.path]).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module")
+def admin_url() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Admin)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+COMMANDS = {
+    "--help": [],
+    "instances list": ["gpu-host-17-8000-instance-0", "SERVING", "1758.31", "53.07", "b: does not answer"],
+    "weights list": ["16.061", "active", "2027"],
+    "keys list": ["k-0123456789abcdef", "evaluation", "600", "4000000"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_it_imports_little_and_cuts_nothing_off(command: str, admin_url: str) -> None:
+    environment = {"HOTSWAP_ADMIN_URL": admin_url, "HOTSWAP_ADMIN_KEY": "any", "COLUMNS": "80", "PATH": ""}
+    run = [sys.executable, "-c", RUN, *command.split()]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    modules = done.stderr.rpartition("modules:")[2].split()
+    assert "typer" in modules
+    assert not HEAVY & set(modules)
+    assert "…" not in done.stdout
+    for shown in COMMANDS[command]:
+        assert shown in done.stdout, done.stdout
+
+
+def test_status_is_the_list_of_instances(admin_url: str, tmp_path: Any) -> None:
+    info = {"url": admin_url, "admin_url": admin_url, "model": "m", "store": "", "admin_key_file": "", "pid": 1}
+    (tmp_path / "server.json").write_text(json.dumps(info))
+    environment = {"HOTSWAP_ADMIN_KEY": "any", "COLUMNS": "80", "PATH": ""}
+    run = [sys.executable, "-c", RUN, "status", "--state-dir", str(tmp_path)]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not HEAVY & set(done.stderr.rpartition("modules:")[2].split())
+    assert "…" not in done.stdout
