@@ -3,7 +3,8 @@
 WeightSyncError               base: `code` for machines, a message that says what to do, `tensor` when one is to blame
 ├── StoreError
 │   ├── StoreUnavailable      the store is absent, unwritable, corrupt, locked too long or unreachable
-│   │   └── StoreRefused      it is there and refuses: credentials, certificates, limits
+│   │   ├── StoreRefused      it is there and refuses: credentials, certificates, limits
+│   │   └── StoreLost         another store, or an older copy, is in its place
 │   ├── Conflict              a compare failed: somebody else wrote first
 │   ├── LeaseLost             the lease expired; what was kept under it is gone
 │   ├── WatchCompacted        the watch asks for events that are no longer kept; list again
@@ -89,6 +90,16 @@ class StoreRefused(StoreUnavailable):
     """The store answers and refuses this client or what it asks; trying again helps after somebody has changed it."""
 
     code = "store_refused"
+
+
+class StoreLost(StoreUnavailable):
+    """What is there is another store than the one this process was using, or an older copy of it.
+
+    It is never taken for that one: its version numbers would begin again under engines that run some, and its keys
+    would be none.
+    """
+
+    code = "store_lost"
 
 
 class Conflict(StoreError):

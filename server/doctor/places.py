@@ -27,7 +27,10 @@ def arena_directory(world: World) -> Path:
         recorded = asyncio.run(_recorded(world.store, world.environ.get(HOST_ENV, "")))
         if recorded is not None:
             return recorded
-    return world.shm / default_directory(world.store).name
+    return (
+        world.shm
+        / default_directory(world.store.partition("?")[0] if world.store.startswith("sqlite:") else world.store).name
+    )
 
 
 async def _recorded(url: str, host: str) -> Path | None:

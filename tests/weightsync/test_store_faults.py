@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
+import shutil
 import sqlite3
 import stat
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from weightsync.errors import StoreUnavailable, WatchCompacted
+from weightsync import Publisher, SyncStore
+from weightsync.errors import StoreLost, StoreUnavailable
 from weightsync.store import open_store
+from weightsync.store.sqlite import SqliteStore
 from weightsync.store.sqlite_db import Database
 
 
@@ -125,20 +129,114 @@ async def test_a_store_that_goes_away_and_comes_back(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_a_store_that_is_replaced_is_opened_anew(tmp_path: Path) -> None:
+def _unlink(directory: Path) -> None:
+    for name in os.listdir(directory):
+        os.unlink(directory / name)
+
+
+async def test_another_store_in_its_place_is_never_taken_for_it(tmp_path: Path) -> None:
     store = open_store(f"sqlite://{tmp_path}/store.db")
-    for _ in range(5):
-        await store.put("a", b"old")
-    for name in os.listdir(tmp_path):
-        os.unlink(tmp_path / name)
+    await store.put("a", b"old")
+    _unlink(tmp_path)
     other = open_store(f"sqlite://{tmp_path}/store.db")
-    await other.put("a", b"new")
-    assert (await store.get("a")).value == b"new"  # type: ignore[union-attr]
-    with pytest.raises(WatchCompacted):  # revisions of the old file mean nothing in the new one
-        async with asyncio.timeout(5):
-            await anext(store.watch("a", 6))
+    for _ in range(5):  # it is newer than the one that is gone
+        await other.put("a", b"new")
+    for _ in range(2):
+        with pytest.raises(StoreLost, match="another store is in its place"):
+            await store.get("a")
+        with pytest.raises(StoreLost):
+            await store.put("a", b"old again")
+        with pytest.raises(StoreLost):
+            await anext(store.watch("a", 2))
+    assert (await other.get("a")).value == b"new"  # type: ignore[union-attr]
     await store.close()
     await other.close()
+
+
+async def test_a_file_that_is_no_store_in_its_place_is_left_alone(tmp_path: Path) -> None:
+    store = open_store(f"sqlite://{tmp_path}/store.db")
+    await store.put("a", b"old")
+    _unlink(tmp_path)
+    with sqlite3.connect(tmp_path / "store.db") as connection:
+        connection.execute("CREATE TABLE theirs (x)")
+    before = (tmp_path / "store.db").read_bytes()
+    with pytest.raises(StoreLost):
+        await store.get("a")
+    assert (tmp_path / "store.db").read_bytes() == before
+    await store.close()
+
+
+async def test_a_copy_of_it_is_taken_for_it_unless_it_is_older(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "store.db"
+    store = open_store(f"sqlite://{path}")
+    await store.put("a", b"1")
+    _copy(path, tmp_path / "first.db")
+    await store.put("a", b"2")
+    _copy(path, tmp_path / "second.db")
+    _unlink(path.parent)
+    shutil.copy(tmp_path / "first.db", path)
+    with pytest.raises(StoreLost, match="an older copy of it is in its place"):
+        await store.get("a")
+    _unlink(path.parent)
+    shutil.copy(tmp_path / "second.db", path)
+    assert (await store.get("a")).value == b"2"  # type: ignore[union-attr]
+    await store.put("a", b"3")
+    await store.close()
+
+
+def _copy(path: Path, to: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as source, contextlib.closing(sqlite3.connect(to)) as target:
+        source.backup(target)
+
+
+async def test_a_url_with_an_id_opens_that_store_alone_and_makes_none(tmp_path: Path) -> None:
+    store = SqliteStore(f"{tmp_path}/store.db")
+    await store.put("a", b"1")
+    same = open_store(store.url_of_this)
+    assert (await same.get("a")).value == b"1"  # type: ignore[union-attr]
+    assert same.url == store.url
+    await same.close()
+    await store.close()
+    with pytest.raises(StoreLost):
+        open_store(f"{store.url}?id={'0' * 32}")
+    _unlink(tmp_path)
+    with pytest.raises(StoreUnavailable, match="no such file"):
+        open_store(store.url_of_this)
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_publisher_does_not_begin_again_at_version_1(tmp_path: Path, arena_directory: Path) -> None:
+    url = f"sqlite://{tmp_path}/run/store.db"
+    SyncStore(url).close()
+    with Publisher(url, model="toy") as publisher:
+        assert publisher.publish({"w": np.zeros(8, np.float32)}, activate=False) == 1
+        _unlink(tmp_path / "run")
+        SyncStore(url).close()
+        with pytest.raises(StoreLost):
+            publisher.publish({"w": np.zeros(8, np.float32)}, activate=False)
+
+
+@pytest.mark.parametrize(
+    ("leased", "expected"), [((), "FULL"), (("a", "b"), "NORMAL"), (("a",), "FULL")], ids=["none", "all", "some"]
+)
+def test_what_outlives_its_writer_is_on_the_disk_when_it_is_written(
+    tmp_path: Path, leased: tuple[str, ...], expected: str
+) -> None:
+    """A lease that is kept alive all the time must not wait for the disk; a key, or a version's number, must."""
+    database = Database(str(tmp_path / "store.db"), create=True)
+    lease = database.grant_lease(3600)
+    levels: list[str] = []
+
+    def on_statement(statement: str) -> None:
+        if statement == "COMMIT":
+            levels.append(["OFF", "NORMAL", "FULL"][connection.execute("PRAGMA synchronous").fetchone()[0]])
+
+    connection = database._connection
+    connection.set_trace_callback(on_statement)
+    database.txn({}, {"a": b"1", "b": b"2"}, dict.fromkeys(leased, lease))
+    database.keep_alive(lease)
+    assert levels == [expected, "NORMAL"]
+    database.close()
 
 
 def test_leases_of_a_former_boot_have_ended(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Where records live: one protocol, chosen by URL.
 
-sqlite:///absolute/path.db                           one host, nothing to install
+sqlite:///absolute/path.db[?id=HEX]                  one host, nothing to install; with an id this very store
 etcd://host:port[,host2:port2][/namespace][?ca=...]   several hosts (etcd_url.py has the options)
 """
 
@@ -15,15 +15,16 @@ __all__ = ["MISSING", "Event", "KeyValue", "Store", "SyncStore", "open_store"]
 
 
 def open_store(url: str, *, create: bool = True) -> Store:
-    """Open the store at `url`; a SQLite file that does not exist is made if `create` (an etcd is never made).
+    """Open the store at `url`; a SQLite file that does not exist is made if `create` and the URL has no id.
 
-    Raises StoreUnavailable: not a URL of a store, no such file, nobody listens there.
+    An etcd is never made. Raises StoreUnavailable: not a URL of a store, no such file, nobody listens there; StoreLost.
     """
     scheme, separator, rest = url.partition("://")
     if scheme == "sqlite" and rest.startswith("/"):
-        from weightsync.store.sqlite import SqliteStore
+        from weightsync.store.sqlite import SqliteStore, parse
 
-        return SqliteStore("/" + rest.lstrip("/"), create=create)
+        path, store_id = parse(url)
+        return SqliteStore("/" + path.lstrip("/"), create=create, store_id=store_id)
     if scheme == "etcd":
         # gRPC's fork handlers now and then crash the child that is about to become another program (a publication that
         # the gateway starts), and the store refuses to work in any other child.

@@ -29,7 +29,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import grpc
 from aetcd import rpc
 
-from weightsync.errors import StoreRefused, StoreUnavailable
+from weightsync.errors import StoreLost, StoreRefused, StoreUnavailable
 from weightsync.store.etcd_errors import (
     MEANT_FOR_THE_CALLER,
     NOT_SENT,
@@ -57,6 +57,8 @@ CHANNEL_OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),
 ]
+# Of these answers the revision is the newest that the cluster has agreed on; a lease's may come from a member behind.
+AGREED = frozenset({"Range", "Txn", "DeleteRange"})
 CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
 Metadata = tuple[tuple[str, str], ...]
 
@@ -74,12 +76,30 @@ class Members:
         self._channels: list[Channel] = []
         self._current = 0
         self._token: str | None = None
+        self._seen = 0  # the newest revision
+        self._lost: StoreLost | None = None
         self._authenticating = asyncio.Lock()
         self._pid = os.getpid()
         self.closed = False
 
     async def call(self, name: str, request: Any, *, repeat: bool = True) -> Any:
-        """The answer to one request. Raises StoreUnavailable, and gRPC's NOT_FOUND and OUT_OF_RANGE as they are."""
+        """The answer to one request. Raises StoreUnavailable, and gRPC's NOT_FOUND and OUT_OF_RANGE as they are.
+
+        StoreLost, for good, once the cluster has lost what it had: it counts revisions anew.
+        """
+        seen = self._seen
+        if self._lost is not None:
+            raise self._lost
+        answer = await self._answer(name, request, repeat)
+        if name in AGREED:
+            if answer.header.revision < seen:
+                problem = f"etcd has lost what it had (revision {answer.header.revision}, it was {seen})"
+                self._lost = StoreLost(self.url, problem, "Start everything that uses this store again")
+                raise self._lost
+            self._seen = max(self._seen, answer.header.revision)
+        return answer
+
+    async def _answer(self, name: str, request: Any, repeat: bool) -> Any:
         left = attempts = len(self._opened())
         deadline = asyncio.get_running_loop().time() + CALL_TIMEOUT_S
         while True:

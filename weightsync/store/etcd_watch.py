@@ -14,7 +14,7 @@ from typing import Any
 
 from aetcd import rpc
 
-from weightsync.errors import StoreRefused, StoreUnavailable, WatchCompacted
+from weightsync.errors import StoreLost, StoreRefused, StoreUnavailable, WatchCompacted
 from weightsync.store.etcd_members import Members
 from weightsync.store.protocol import Event, KeyValue
 
@@ -41,7 +41,7 @@ class EtcdWatch:
                         lost_at = None
                         for event in self._decode(response):
                             yield event
-            except StoreRefused:
+            except (StoreRefused, StoreLost):
                 raise
             except StoreUnavailable:
                 if self._members.closed:

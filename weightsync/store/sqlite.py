@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -13,13 +14,22 @@ from weightsync.store.protocol import Event, KeyValue
 from weightsync.store.sqlite_db import Database
 
 T = TypeVar("T")
+_OF_ONE_STORE = re.compile(r"(?P<path>.*)\?id=(?P<id>[0-9a-f]{32})")
+
+
+def parse(url: str) -> tuple[str, str | None]:
+    """The file of a `sqlite://` URL, and the store that it must be, if the URL says which."""
+    path = url.removeprefix("sqlite://")
+    found = _OF_ONE_STORE.fullmatch(path)
+    return (found["path"], found["id"]) if found else (path, None)
 
 
 class SqliteStore:
     """`Store` on a file. Belongs to one event loop; open one per loop and process."""
 
-    def __init__(self, path: str, *, create: bool = True) -> None:
-        self._db = Database(path, create=create)
+    def __init__(self, path: str, *, create: bool = True, store_id: str | None = None) -> None:
+        """With a `store_id` only that store is opened, and none is made. Raises StoreUnavailable, StoreLost."""
+        self._db = Database(path, create=create, store_id=store_id)
         try:
             self._signal = ChangeSignal(path)
         except OSError as error:
@@ -31,6 +41,11 @@ class SqliteStore:
     @property
     def url(self) -> str:
         return f"sqlite://{self._db.path}"
+
+    @property
+    def url_of_this(self) -> str:
+        """The URL under which this very store is opened, and no other that may come to be in its place."""
+        return f"{self.url}?id={self._db.store_id}"
 
     async def get(self, key: str) -> KeyValue | None:
         return await self._call(lambda: self._db.get(key))

@@ -2,7 +2,10 @@
 
     kv      what is true now             events  what changed, newest 20,000 or so, in order
     leases  when each ends, on the host's monotonic clock; `boot_id` tells the leases of a former boot apart
-    meta    the revision counter and `boot_id`
+    meta    the revision counter, `boot_id`, and `store_id`, which tells this store from any other
+
+A process keeps to the store it opened: another file in its place, or an older copy of it, is StoreLost. What outlives
+its writer is on the disk when its transaction returns; leases, and what hangs on them, end with the power anyway.
 
 Whoever comes first after a lease has ended deletes its keys; a reader never sees them, because it looks first.
 """
@@ -16,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from weightsync.errors import Conflict, LeaseLost, StoreUnavailable, WatchCompacted
+from weightsync.errors import Conflict, LeaseLost, StoreLost, StoreUnavailable, WatchCompacted
 from weightsync.store.protocol import Event, KeyValue
 
 FORMAT = 1
@@ -36,17 +39,19 @@ CREATE TABLE IF NOT EXISTS events (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, revision INTEGER NOT NULL, kind TEXT NOT NULL, key TEXT NOT NULL,
   value BLOB NOT NULL, create_revision INTEGER NOT NULL, lease INTEGER);
 CREATE INDEX IF NOT EXISTS events_revision ON events (revision);
-INSERT OR IGNORE INTO meta VALUES ('revision', 0), ('boot_id', '');
+INSERT OR IGNORE INTO meta VALUES ('revision', 0), ('boot_id', ''), ('store_id', lower(hex(randomblob(16))));
 """
 
 
 class Database:
     """Not thread-safe: the caller serialises. Every method raises StoreUnavailable when the file cannot be used."""
 
-    def __init__(self, path: str, *, create: bool) -> None:
-        self.path = path
+    def __init__(self, path: str, *, create: bool, store_id: str | None = None) -> None:
+        """With a `store_id` only that store is opened. Raises StoreLost for another one."""
+        self.path, self.store_id = path, store_id
+        self._seen = 0  # the newest revision
         with self._mapped():
-            self._connection = self._open(create)
+            self._connection = self._open(create and store_id is None)
         self._inode = self._stat()
 
     def _open(self, create: bool) -> sqlite3.Connection:
@@ -62,15 +67,30 @@ class Database:
             self.path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=256
         )
         try:
+            if self.store_id is not None:  # before anything is written to it
+                self._identify(connection)
             self._prepare(connection)
         except BaseException:
             connection.close()
             raise
         return connection
 
+    def _identify(self, connection: sqlite3.Connection) -> None:
+        """Raises StoreLost unless it is the store that is meant, and as new as it was seen."""
+        try:
+            known = dict(connection.execute("SELECT name, value FROM meta WHERE name IN ('store_id', 'revision')"))
+        except sqlite3.OperationalError as error:
+            if "no such table" not in str(error):
+                raise
+            known = {}
+        if known.get("store_id") == self.store_id and known.get("revision", -1) >= self._seen:
+            return
+        problem = "an older copy of it" if known.get("store_id") == self.store_id else "another store"
+        advice = "Put the file back, or stop everything that uses this store and start `hotswap up` again"
+        raise StoreLost(self.path, f"{problem} is in its place", advice)
+
     def _prepare(self, connection: sqlite3.Connection) -> None:
         connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")
         found = connection.execute("PRAGMA user_version").fetchone()[0]
         if found not in (0, FORMAT):
             problem = f"has format {found}, this release reads {FORMAT}"
@@ -88,6 +108,7 @@ class Database:
             )
             if changed.rowcount:
                 connection.execute("UPDATE leases SET expires = 0")
+            (self.store_id,) = connection.execute("SELECT value FROM meta WHERE name = 'store_id'").fetchone()
 
     def close(self) -> None:
         self._connection.close()
@@ -131,7 +152,7 @@ class Database:
     ) -> tuple[int, bool]:
         """The revision afterwards, and whether anything changed. Raises Conflict, LeaseLost."""
         leases = leases or {}
-        with self._writing() as connection:
+        with self._writing(durable=any(key not in leases for key in puts)) as connection:
             for key, expected in compares.items():
                 row = connection.execute("SELECT mod_revision FROM kv WHERE key = ?", (key,)).fetchone()
                 if (found := row[0] if row else 0) != expected:
@@ -225,7 +246,9 @@ class Database:
         return self._apply(keys, {})[1] if keys else False
 
     def _revision(self) -> int:
-        return int(self._connection.execute("SELECT value FROM meta WHERE name = 'revision'").fetchone()[0])
+        """The store's revision now, which it must not fall behind."""
+        self._seen = int(self._connection.execute("SELECT value FROM meta WHERE name = 'revision'").fetchone()[0])
+        return self._seen
 
     # -- the file
 
@@ -241,21 +264,23 @@ class Database:
                 connection.execute("ROLLBACK")
 
     @contextlib.contextmanager
-    def _writing(self, *, expire: bool = True) -> Iterator[sqlite3.Connection]:
+    def _writing(self, *, expire: bool = True, durable: bool = False) -> Iterator[sqlite3.Connection]:
         with self._guarded() as connection:
+            connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
             connection.execute("BEGIN IMMEDIATE")
             with connection:  # commits, or rolls back on an exception
                 if expire:
                     self._expire()
                 yield connection
+            self._revision()  # one that was rolled back was never seen
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[sqlite3.Connection]:
         with self._mapped():
-            if self._stat() != self._inode:  # replaced: the open connection would write into a file nobody sees
+            if self._stat() != self._inode:  # the open connection would write into a file that nobody sees
+                moved = self._open(create=False)
                 self._connection.close()
-                self._connection = self._open(create=False)
-                self._inode = self._stat()
+                self._connection, self._inode = moved, self._stat()
             yield self._connection
 
     def _stat(self) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from server.doctor.world import World
 from weightsync import open_store
 from weightsync.errors import StoreError, StoreRefused, StoreUnavailable
 from weightsync.store.etcd_url import EtcdUrl
+from weightsync.store.sqlite import parse
 
 REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "fuse", "glusterfs", "lustre")
 LEASE_S = 10.0
@@ -32,7 +33,7 @@ def store(world: World) -> Iterator[Finding]:
     elif world.store.startswith("etcd://"):
         yield from _etcd(world.store)
     elif world.store.startswith("sqlite://"):
-        yield _sqlite(world, Path(world.store.removeprefix("sqlite://")))
+        yield _sqlite(world, Path(parse(world.store)[0]))
     else:
         yield _told(
             StoreUnavailable(world.store, "not the URL of a store", "Write sqlite:///path.db or etcd://host:port")

@@ -25,6 +25,7 @@ STATUS: dict[str, type[HttpError]] = {
     "store_error": Unavailable,
     "store_unavailable": Unavailable,
     "store_refused": Unavailable,
+    "store_lost": Unavailable,
     "conflict": Conflict,
     "lease_lost": Unavailable,
     "watch_compacted": Unavailable,
