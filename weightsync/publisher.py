@@ -139,7 +139,7 @@ class Publisher:
 
         Raises as `begin`.
         """
-        checksum_kernels.warm()
+        checksum_kernels.warm(sum(schema.nbytes for schema, _ in pieces.values()))
         for part, (schema, metadata) in pieces.items():
             if (reference := self._store.run(self._ledger.schema(part))) is not None:
                 require_same_schema(reference, schema)

@@ -5,6 +5,9 @@ With `--part draft` or `--part lora/NAME` DIR holds the draft model or a PEFT ad
 
 With `--delta FILE --upload-id ID` instead of DIR: a version sent by a `RemotePublisher`; `-` is standard input.
 
+With `--wait` alone: one that has imported what it needs, reads the other options from standard input (a JSON list of
+strings, one line) and goes on as if it had been started with them; at the end of the input it ends.
+
 Exit status 0 when the version is ready (and, unless told otherwise, active), 1 when not. With --json one JSON object
 goes to standard output: {"version", "manifest_digest", "active", "tensors", "nbytes", "seconds", "gbps"}, of a delta
 also "received" (its bytes) and "duplicate"; or {"error": {"code", "message", "tensor", and what is known of DETAILS},
@@ -26,6 +29,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from weightsync.checkpoint import Checkpoint
+from weightsync.digests import checksum_kernels
 from weightsync.draft import commit_all
 from weightsync.errors import CheckpointError, DeltaError, WeightSyncError
 from weightsync.files import read_inside
@@ -34,11 +38,16 @@ from weightsync.publisher import STORE_ENV, Publisher
 from weightsync.records import VersionRecord
 
 MAX_CONFIG = 1 << 20
+WAIT = "--wait"
 DETAILS = ("expected", "got", "file", "needed", "free")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
+    if list(sys.argv[1:] if arguments is None else arguments) == [WAIT]:
+        if not (line := sys.stdin.readline()):
+            return 0
+        arguments = orjson.loads(line)
     options = _parser().parse_args(arguments)
     done: dict[str, Any] = {}
     common = {"store": options.store, "model": options.model, "lineage": options.lineage, "done": done}
@@ -146,7 +155,6 @@ def push_delta(
 def _told_to_go() -> bool:
     """Get everything ready, then wait for the line that says that the file is whole; False if it never comes."""
     import weightsync.delta.publish  # noqa: F401
-    from weightsync.digests import checksum_kernels
 
     checksum_kernels.warm()
     return sys.stdin.readline() == "go\n"
@@ -198,6 +206,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step", type=int, help="training step to note down")
     parser.add_argument("--no-activate", action="store_true", help="make it ready, do not swap it in")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds the swap may take (default: 600)")
+    parser.add_argument(WAIT, action="store_true", help="alone: read the options from standard input")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     return parser
 

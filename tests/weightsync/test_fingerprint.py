@@ -54,6 +54,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     name: str = request.param
     if name == "numba":
         pytest.importorskip("numba")
+        monkeypatch.setattr(checksum_kernels, "LITTLE", 0)
     else:
         monkeypatch.setattr(checksum_kernels, "_compiled", dict(checksum_kernels.NUMPY))
     return name

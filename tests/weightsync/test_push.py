@@ -42,6 +42,25 @@ def test_a_checkpoint_becomes_a_version(checkpoint: Path, store_url: str) -> Non
         assert read_back(record)["model.norm.weight"][0] == 3.0
 
 
+def test_a_small_checkpoint_needs_no_large_import(checkpoint: Path, store_url: str) -> None:
+    code = (
+        "import sys; from weightsync.push import main; done = main(sys.argv[1:]); print(*sys.modules); sys.exit(done)"
+    )
+    arguments = ["--store", store_url, "--model", "demo", "--no-activate", "--json", str(checkpoint)]
+    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, timeout=60, check=True)
+    loaded = set(run.stdout.decode().splitlines()[-1].split())
+    assert "numpy" in loaded
+    assert not loaded & {"numba", "torch", "transformers", "vllm", "safetensors"}
+
+
+def test_a_waiting_process_gets_its_options_later(checkpoint: Path, store_url: str) -> None:
+    command = [sys.executable, "-m", "weightsync.push", "--wait"]
+    arguments = ["--store", store_url, "--model", "demo", "--no-activate", "--json", str(checkpoint)]
+    run = subprocess.run(command, input=json.dumps(arguments) + "\n", capture_output=True, timeout=60, text=True)
+    assert (run.returncode, json.loads(run.stdout)["version"]) == (0, 1)
+    assert subprocess.run(command, input="", capture_output=True, timeout=60, text=True).returncode == 0
+
+
 def test_what_goes_wrong_is_typed(checkpoint: Path, store_url: str, tmp_path: Path) -> None:
     status, done = push("--store", store_url, "--no-activate", tmp_path / "nowhere")
     assert (status, done["error"]["code"], done["version"]) == (1, "checkpoint_error", None)

@@ -9,6 +9,7 @@ cache, so the sums cost little beside the memory traffic they ride on. numba is 
 from __future__ import annotations
 
 import importlib.util
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,18 +18,21 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 NUMPY_WORDS = 1 << 16
+LITTLE = 8 << 20  # bytes
 _lock = threading.Lock()
 _compiled: dict[str, Callable[..., int]] = {}
+_summed = 0  # bytes, by numpy
+_wanted = False  # the compiled ones, by somebody who called `warm`
 
 
 def rows(flat: Array, stride: int, a: Array, b: Array) -> int:
     """sum of a[r] * b[c] * flat[r * stride + c] mod 2^32, as an int of either sign. flat: int16 or uint8 [...]."""
-    return int(_kernels()["rows"](flat, stride, a, b))
+    return int(_kernels(flat.nbytes)["rows"](flat, stride, a, b))
 
 
 def packed(pairs: Array, a: Array, b: Array) -> int:
     """The same from int32 [blocks, k, n], each the words (2k, 2k+1) of row n; a: [blocks, n], b: [k, 2]."""
-    return int(_kernels()["packed"](pairs, a, b))
+    return int(_kernels(pairs.nbytes)["packed"](pairs, a, b))
 
 
 def pack(flat: Array, stride: int, target: Array, a: Array, b: Array) -> int:
@@ -36,16 +40,23 @@ def pack(flat: Array, stride: int, target: Array, a: Array, b: Array) -> int:
 
     flat: int32 pairs of words, `stride` from row to row; target: int32 [blocks, k, n], k a multiple of 16, n of 4.
     """
-    return int(_kernels()["pack"](flat, stride, target, a, b))
+    return int(_kernels(target.nbytes)["pack"](flat, stride, target, a, b))
 
 
-def warm() -> None:
-    """Import and compile on a thread; whoever needs a kernel meanwhile waits for it."""
-    if not _compiled:
-        threading.Thread(target=_kernels, name="hotswap-checksums").start()
+def warm(nbytes: int = sys.maxsize) -> None:
+    """Import and compile on a thread, if so many bytes will be summed; who needs a kernel meanwhile waits for it."""
+    global _wanted
+    if not _compiled and nbytes > LITTLE:
+        _wanted = True
+        threading.Thread(target=_kernels, args=(nbytes,), name="hotswap-checksums").start()
 
 
-def _kernels() -> dict[str, Callable[..., int]]:
+def _kernels(nbytes: int) -> dict[str, Callable[..., int]]:
+    """Those to sum `nbytes` with."""
+    global _summed
+    if not _compiled and not _wanted and _summed + nbytes <= LITTLE:
+        _summed += nbytes
+        return NUMPY
     if not _compiled:
         with _lock:
             if not _compiled:

@@ -1,5 +1,8 @@
 """Publishing, in a process of its own: reading gigabytes must not stop a single stream.
 
+After the first publication a spare process waits, imports done, for the next one; each publishes once. One that makes
+no progress is ended, so that it does not keep the others waiting.
+
 A publication belongs to the gateway, not to the request that asked for it: a client that leaves changes nothing. Ended
 half-way (the gateway stops), it leaves a draft whose lease expires; nobody ever sees it.
 """
@@ -10,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +29,8 @@ log = logging.getLogger("hotswap.gateway")
 
 T = TypeVar("T")
 STOP_GRACE_S = 5.0
+STALLED_S = 60.0  # without a byte read or a moment of computing
+SPARE_S = 900.0  # a spare nobody needs for so long gives its memory back
 
 
 class Pusher:
@@ -34,6 +40,8 @@ class Pusher:
         self._config = config
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._spare: asyncio.Task[asyncio.subprocess.Process] | None = None
+        self._expiry: asyncio.TimerHandle | None = None
 
     async def push(
         self,
@@ -61,7 +69,7 @@ class Pusher:
 
     async def prepare(self, file: BinaryIO, upload_id: str) -> Prepared:
         """Starts the process that will publish what `file` is going to hold: it imports while the bytes arrive."""
-        options = ("--delta", f"/proc/self/fd/{file.fileno()}", "--upload-id", upload_id, "--when-told")
+        options = self._options(("--delta", f"/proc/self/fd/{file.fileno()}", "--upload-id", upload_id, "--when-told"))
         process = await self._start(options, stdin=asyncio.subprocess.PIPE, pass_fds=(file.fileno(),))
         return Prepared(process, file)
 
@@ -77,6 +85,7 @@ class Pusher:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._drop_spare()
 
     async def keep(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` to its end even if the caller goes away; `close` ends it."""
@@ -87,8 +96,34 @@ class Pusher:
 
     async def _push(self, what: tuple[str, ...], then: Callable[[dict[str, Any]], Awaitable[T]]) -> T:
         async with self._turn:
-            answer = await self._outcome(await self._start(what))
+            answer = await self._outcome(*await self._begin(what))
+        self._keep_spare()
         return await then(answer)
+
+    async def _begin(self, what: tuple[str, ...]) -> tuple[asyncio.subprocess.Process, bytes | None]:
+        """The spare process and what to tell it; else a new one, which knows."""
+        spare, self._spare = self._spare, None
+        with contextlib.suppress(OSError):
+            if spare is not None and (process := await spare).returncode is None:
+                return process, orjson.dumps(self._options(what)) + b"\n"
+        return await self._start(self._options(what)), None
+
+    def _keep_spare(self) -> None:
+        """Begin to start one for the next publication, to be ended after a while."""
+        if self._spare is None:
+            self._spare = asyncio.create_task(self._start(("--wait",), stdin=asyncio.subprocess.PIPE))
+            loop = asyncio.get_running_loop()
+            if self._expiry is not None:
+                self._expiry.cancel()
+            self._expiry = loop.call_later(SPARE_S, lambda: loop.create_task(self._drop_spare()))
+
+    async def _drop_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if spare is not None:
+            with contextlib.suppress(OSError):
+                await _end(await spare)
 
     async def _push_prepared(self, prepared: Prepared, then: Callable[[dict[str, Any]], Awaitable[T]]) -> T:
         try:
@@ -98,11 +133,12 @@ class Pusher:
             await prepared.discard()
         return await then(answer)
 
+    def _options(self, what: tuple[str, ...]) -> tuple[str, ...]:
+        return "--store", self._config.store, "--model", self._config.model, "--no-activate", "--json", *what
+
     async def _start(
-        self, what: tuple[str, ...], *, stdin: int = asyncio.subprocess.DEVNULL, pass_fds: tuple[int, ...] = ()
+        self, options: tuple[str, ...], *, stdin: int = asyncio.subprocess.DEVNULL, pass_fds: tuple[int, ...] = ()
     ) -> asyncio.subprocess.Process:
-        config = self._config
-        options = ("--store", config.store, "--model", config.model, "--no-activate", "--json", *what)
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "weightsync.push", *options),
             stdin=stdin,
@@ -114,15 +150,20 @@ class Pusher:
 
     async def _outcome(self, process: asyncio.subprocess.Process, told: bytes | None = None) -> dict[str, Any]:
         timeout_s = self._config.push_timeout_s
+        answering = asyncio.create_task(process.communicate(told))
+        stalled = asyncio.create_task(_stalled(process.pid))
         try:
-            async with asyncio.timeout(timeout_s):
-                out, err = await process.communicate(told)
-        except TimeoutError:
-            raise UpstreamTimeout(
-                f"Publishing took over {timeout_s:g} s and was ended; nothing was published.", code="push_timeout"
-            ) from None
+            await asyncio.wait({answering, stalled}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                what = f"made no progress for {STALLED_S:g} s" if stalled.done() else f"took over {timeout_s:g} s"
+                code = "push_stalled" if stalled.done() else "push_timeout"
+                raise UpstreamTimeout(f"Publishing {what} and was ended; nothing was published.", code=code)
+            out, err = answering.result()
         finally:
+            stalled.cancel()
             await _end(process)
+            answering.cancel()
+            await asyncio.gather(answering, stalled, return_exceptions=True)
         return _answer_of(process.returncode, out, err)
 
 
@@ -150,7 +191,34 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             return
     with contextlib.suppress(ProcessLookupError):
         process.kill()
-    await process.wait()
+    try:
+        async with asyncio.timeout(STOP_GRACE_S):
+            await process.wait()
+    except TimeoutError:
+        log.error("process %d of a publication cannot be ended: it waits for a disk that does not answer", process.pid)
+
+
+async def _stalled(pid: int) -> None:
+    """Returns when the process has done nothing for STALLED_S."""
+    seen, since = _work_done(pid), time.monotonic()
+    while time.monotonic() - since < STALLED_S:
+        await asyncio.sleep(STALLED_S / 20)
+        now = _work_done(pid)
+        if now is None or now != seen:
+            seen, since = now, time.monotonic()
+
+
+def _work_done(pid: int) -> tuple[bytes, ...] | None:
+    """What its first thread, which publishes, has computed, read and written; None where the kernel does not tell.
+
+    Not the whole process: another thread keeps a lease alive, whatever this one waits for.
+    """
+    try:
+        with open(f"/proc/{pid}/task/{pid}/stat", "rb") as stat, open(f"/proc/{pid}/task/{pid}/io", "rb") as io:
+            times = stat.read().rpartition(b")")[2].split()[11:13]
+            return *times, *io.read().split()[1:4:2]
+    except OSError:
+        return None
 
 
 def _answer_of(status: int | None, out: bytes, err: bytes) -> dict[str, Any]:

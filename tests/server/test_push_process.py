@@ -1,0 +1,119 @@
+"""The processes that publish for a gateway: one a publication, warm from the second on, ended when they hang."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.errors import HttpError, UpstreamTimeout
+from server.gateway.admin import push
+from server.gateway.admin.push import Pusher
+from server.gateway.config import GatewayConfig
+from tests.server.gateway_harness import eventually
+from tests.weightsync.tensors import model, save_safetensors
+from weightsync import SyncStore
+
+
+@pytest.fixture
+async def pusher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pusher]:
+    arena = tempfile.mkdtemp(prefix="hotswap-push-test-", dir="/dev/shm")
+    monkeypatch.setenv("HOTSWAP_ARENA", arena)
+    url = f"sqlite://{tmp_path / 'store.db'}"
+    SyncStore(url).close()
+    made = Pusher(GatewayConfig(store=url, model="demo"))
+    yield made
+    await made.close()
+    shutil.rmtree(arena)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    save_safetensors(directory / "model.safetensors", model(1.0))
+    return directory
+
+
+async def version(number: int) -> int:
+    return number
+
+
+async def spare_of(pusher: Pusher) -> asyncio.subprocess.Process:
+    assert pusher._spare is not None
+    return await asyncio.shield(pusher._spare)
+
+
+async def test_from_the_second_publication_on_a_process_waits_for_it(pusher: Pusher, checkpoint: Path) -> None:
+    assert await pusher.push(checkpoint, version) == 1
+    waiting = await spare_of(pusher)
+    assert await pusher.push(checkpoint, version) == 2
+    assert waiting.returncode == 0  # it was the one that published
+    after = await spare_of(pusher)
+    assert after.pid != waiting.pid
+    broken = checkpoint.parent / "broken"
+    broken.mkdir()
+    with pytest.raises(HttpError, match="has no"):
+        await pusher.push(broken, version)
+    assert after.returncode == 1
+    assert await pusher.push(checkpoint, version, step=7) == 3
+
+
+async def test_a_spare_that_died_is_not_missed(pusher: Pusher, checkpoint: Path) -> None:
+    assert await pusher.push(checkpoint, version) == 1
+    waiting = await spare_of(pusher)
+    waiting.kill()
+    await waiting.wait()
+    assert await pusher.push(checkpoint, version) == 2
+
+
+async def test_closing_ends_the_spare(pusher: Pusher, checkpoint: Path) -> None:
+    assert await pusher.push(checkpoint, version) == 1
+    waiting = await spare_of(pusher)
+    await pusher.close()
+    assert waiting.returncode is not None
+
+
+async def test_a_publication_that_hangs_is_ended_and_the_next_one_goes_on(
+    pusher: Pusher, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, hanging = pusher._start, []
+
+    async def hangs(options: tuple[str, ...], **how: Any) -> asyncio.subprocess.Process:
+        if hanging:
+            return await real(options, **how)
+        code = "import threading; threading.Event().wait()"
+        hanging.append(
+            await asyncio.create_subprocess_exec(
+                sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            )
+        )
+        return hanging[0]
+
+    monkeypatch.setattr(pusher, "_start", hangs)
+    monkeypatch.setattr(push, "STALLED_S", 1.0, raising=False)
+    stuck = asyncio.create_task(pusher.push(checkpoint, version))
+    await asyncio.wait({stuck}, timeout=20)
+    assert stuck.done(), "everybody else waits for it"
+    error = stuck.exception()
+    assert isinstance(error, UpstreamTimeout)
+    assert error.code == "push_stalled"
+    monkeypatch.setattr(push, "STALLED_S", 60.0)
+    assert await pusher.push(checkpoint, version) == 1
+
+
+async def test_a_publication_that_works_is_not_taken_for_one_that_hangs() -> None:
+    busy = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+    try:
+        seen = push._work_done(busy.pid)
+        assert seen is not None
+        await eventually(lambda: push._work_done(busy.pid) != seen)
+    finally:
+        busy.kill()
+        await busy.wait()
