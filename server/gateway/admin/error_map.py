@@ -70,6 +70,9 @@ STATUS: dict[str, type[HttpError]] = {
     "peer_refused": Unavailable,
     "host_name": HttpError,
     "tls_unavailable": HttpError,
+    "persist_error": Unavailable,
+    "persist_full": InsufficientStorage,
+    "version_lost": Conflict,
 }
 # Attributes of the errors that a program may want to read, beside the message that says what to do.
 DETAILS = ("tensor", "expected", "got", "version", "reason", "file", "needed", "free")
