@@ -22,7 +22,9 @@ from server.cli.cores import share_of_cores
 from server.cli.errors import CliError, ProcessFailed
 from server.cli.paths import ServerInfo, default_state_dir, resolve_model
 from server.cli.processes import Child
+from server.errors import ConfigError
 from server.gateway.observe.otlp import traces_url
+from server.instance import options
 from weightsync.errors import StoreError
 
 READY_TIMEOUT_S = 600.0
@@ -50,6 +52,10 @@ class UpConfig:
     otlp_endpoint: str | None = None  # a collector of traces, for the gateway and for vLLM
 
     def __post_init__(self) -> None:
+        try:
+            options.check(self.vllm_args)
+        except ConfigError as error:
+            raise CliError(str(error)) from error
         if self.instances < 1:
             raise CliError(f"--instances {self.instances}: at least 1 is needed to answer anything")
         if self.store is not None and not self.store.startswith("etcd://"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from server.errors import ConfigError
+from server.instance import options
 from weightsync.tls import is_loopback
 
 ANY = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - to be told from an address
@@ -43,6 +44,7 @@ class InstanceConfig:
     vllm_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        options.check(self.vllm_args)
         if self.cluster_tls is None and not is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host}: beyond loopback an instance needs mutual TLS; give --cluster-tls DIR with "

@@ -13,7 +13,6 @@ from weightsync.parts import combined
 from weightsync.records import VersionRecord
 
 from .adapters import Adapters
-from .config import InstanceConfig
 from .inflight import Inflight
 from .places import Places, check_hosts, placed
 from .provenance import pooled, traced
@@ -170,18 +169,6 @@ class Engine:
                 silent = "" if self.dead else f" or is stuck: it has not answered for {timeout_s:g} s"
                 raise EngineDied(f"the engine has ended{silent}; see this log above")
         return task.result()
-
-
-def parse_vllm_args(config: InstanceConfig, port: int) -> Any:
-    """vLLM's own namespace of settings for this instance; it exits with its usual message on bad ones."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.platforms import current_platform
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = make_arg_parser(FlexibleArgumentParser(prog="hotswap instance"))
-    args = parser.parse_args(config.vllm_argv(cpu=current_platform.is_cpu(), port=port))
-    validate_parsed_serve_args(args)
-    return args
 
 
 @contextlib.asynccontextmanager

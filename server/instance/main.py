@@ -13,6 +13,7 @@ from server.leaving import LeavingServer
 from weightsync.loopback import keep_to_loopback
 from weightsync.tls import ClusterTls
 
+from . import options
 from .admission import Admission
 from .config import InstanceConfig
 from .nodes import check_nodes, run_follower
@@ -55,17 +56,17 @@ async def serve(config: InstanceConfig) -> bool:
     """
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
-    from .engine import parse_vllm_args, start_engine
-    from .sidecar import Sidecar
-    from .tether import Tethers
-
     cli_env_setup()
     tls = ClusterTls(config.cluster_tls) if config.cluster_tls is not None else None
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.create_server((config.host, config.port), family=family)
     port = int(listener.getsockname()[1])
-    args = parse_vllm_args(config, port)
+    args = options.parse(config, port)  # before the imports that an engine needs: a wrong option is said sooner
     check_nodes(args, headless=False)
+    from .engine import start_engine
+    from .sidecar import Sidecar
+    from .tether import Tethers
+
     tethers = Tethers()
     async with tethers.listening(args.nnodes, tls) as tether, start_engine(args, tethers) as engine:
         app = Admission(await build_app(engine, args, config), dead=lambda: engine.dead)

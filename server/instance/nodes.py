@@ -37,9 +37,9 @@ def run_follower(config: InstanceConfig) -> NoReturn:
         os.environ[ENVIRONMENT] = str(config.cluster_tls)
     from vllm.entrypoints.cli.serve import run_headless
 
-    from .engine import parse_vllm_args
+    from .options import parse
 
-    args = parse_vllm_args(config, config.port)
+    args = parse(config, config.port)
     check_nodes(args, headless=True)
     args.api_server_count = 0
     run_headless(args)

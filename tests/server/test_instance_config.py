@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from server.cli.app import app
+from server.cli.errors import CliError
+from server.cli.up import UpConfig
 from server.errors import ConfigError
 from server.instance.config import InstanceConfig
 
@@ -62,3 +66,47 @@ def test_the_command_says_so_in_one_line(tmp_path: Path) -> None:
     assert "--cluster-tls" in str(refused.exception)
     refused = CliRunner().invoke(app, [*command, "--cluster-tls", str(tmp_path)])
     assert "there is no tls.crt" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--api-key", "secret"), "--api-key-file"),
+        (("--api_key=secret",), "hotswap keys create"),
+        (("--allowed-origins", '["*"]'), "proxy"),
+        (("--max-model-len", "8", "--ssl-certfile", "x"), "hotswap gateway"),
+        (("--served-model-name", "m"), "--name"),
+        (("--allowed-orig", '["*"]'), "proxy"),  # vLLM takes the beginning of an option
+        (("--root-path", "/x"), "proxy"),
+        (("--middleware=a.b",), "proxy"),
+    ],
+)
+def test_options_that_are_the_gateways_affair_are_refused_by_name(given: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        config(vllm_args=given)
+    assert "secret" not in str(refused.value)
+    with pytest.raises(CliError, match=says):
+        UpConfig(model="m", vllm_args=given)
+    assert config(vllm_args=("--max-model-len", "8", "-O3", "--", "-tp=2")).vllm_args
+
+
+@pytest.mark.engine
+def test_vllms_own_parser_says_what_it_does_not_know(tmp_path: Path) -> None:
+    """Before any engine starts, in one line; and what is refused here by name is still an option of vLLM's."""
+    program = """
+import sys
+from server.errors import ConfigError
+from server.instance import options
+known = {name for action in options.parser()._actions for name in action.option_strings}
+assert set(options._INSTEAD) - {"--model-tag"} <= known, set(options._INSTEAD) - known
+for given in (["--max-modell-len", "8"], ["--max-model-len", "x y"]):
+    try:
+        options.parser().parse_args(given)
+    except ConfigError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    unknown, bad = done.stdout.strip().splitlines()
+    assert unknown == "vLLM: unrecognized arguments: --max-modell-len; did you mean --max-model-len?"
+    assert "--max-model-len" in bad
