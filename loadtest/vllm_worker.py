@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,8 @@ class Worker:
 
     def stage(self, record: Any) -> Any:
         """The generation built from a published version. Raises AssertionError with the stager's error."""
-        self.stager.start(StageOrder(record.version, record.slot, record.manifest_digest), Garbage([], []))
+        order = StageOrder(record.version, record.slot, record.manifest_digest)
+        self.stager.start(order, Garbage([], []), threading.Event())
         self.stager.wait()
         assert self.stager.report.error is None, self.stager.report.error
         return self.stager.generation

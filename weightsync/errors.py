@@ -50,6 +50,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 └── SwapError
     ├── SwapAborted           the version was not made active; `reason` says why
     ├── SwapTimeout           no outcome in time
+    ├── StagingCancelled      nobody wants the version any more that was being staged
     ├── FingerprintMismatch   the weights built are not those that were published
     └── UnknownVersion        no such version, or it cannot be activated any more
 """
@@ -524,6 +525,15 @@ class SwapTimeout(SwapError):
             f"version {version} was neither made active nor refused within {seconds:g} s: is a gateway running on this "
             "store, and are its instances healthy?"
         )
+
+
+class StagingCancelled(SwapError):
+    """The swap it was staged for has ended, or was superseded."""
+
+    code = "staging_cancelled"
+
+    def __init__(self) -> None:
+        super().__init__("staging was cancelled: its swap has ended, or another one took its place")
 
 
 class FingerprintMismatch(SwapError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, TypeVar
@@ -16,10 +17,12 @@ from .adapters import Adapters
 from .inflight import Inflight
 from .places import Places, check_hosts, placed
 from .provenance import pooled, traced
+from .ranks import RankFailed, Ranks, check_ranks, rank_name, worker_name
 from .tether import Tethers
 
 T = TypeVar("T")
 WATCH_S = 0.1
+STAGING_POLL_S = 0.002
 FLIP_TIMEOUT_S = 10.0  # a flip takes milliseconds, and waits for at most one batch
 
 
@@ -45,6 +48,7 @@ class Engine:
 
     def __init__(self, client: Any, tethers: Tethers) -> None:
         self.client, self.tethers = client, tethers
+        self._ranks = Ranks(client)
         self.active: tuple[int, int] | None = None
         self.hosts: tuple[str, ...] = ("",)
         self.adapters = Adapters()
@@ -72,18 +76,21 @@ class Engine:
         """Build the staging side in every worker. `schema`: [name, dtype, shape] of each tensor a version must have.
 
         `tether`: what workers on other hosts connect to, {} where there are none. Raises ConfigError when the hosts
-        cannot be told apart, EngineDied.
+        cannot be told apart or the ranks cannot flip between two batches, EngineDied.
         """
-        await self._answer(self.client.collective_rpc("init_weight_transfer_engine", args=({"schema": schema},)))
-        attach = self.client.collective_rpc("hotswap_attach", args=(tether,))
-        self.hosts = tuple(await self._answer(attach))
-        check_hosts(self.hosts, int(self.client.vllm_config.parallel_config.nnodes))
+        config = self.client.vllm_config
+        check_ranks(config)
+        await self._answer(self._ranks.workers("init_weight_transfer_engine", {"schema": schema}))
+        hosts = await self._answer(self._ranks.workers("hotswap_attach", dict(tether)))
+        self.hosts = tuple(itertools.chain.from_iterable(hosts))
+        check_hosts(self.hosts, int(config.parallel_config.nnodes))
 
     async def stage(self, version: VersionRecord, timeout_s: float, places: Places | None = None) -> dict[str, Any]:
         """Stage base and parts on every worker while decoding goes on; the slowest worker's report.
 
         `places`: where `version` is on each host. "fingerprint" in the report is that of what all workers built ("" if
-        they cannot say). Raises StagingFailed with the tensor to blame when a worker refuses the version.
+        they cannot say). Cancelled, it ends when every worker has stopped, and none offers `version` as staged. Raises
+        StagingFailed with the tensor to blame when a worker refuses the version, RankFailed, EngineDied.
         """
         order = {
             "version": version.version,
@@ -94,38 +101,53 @@ class Engine:
         }
         if places is not None and len(places) > 1:
             order = placed(order, places)
-        reports = await self._answer(self.client.collective_rpc("hotswap_stage", args=(order,)))
-        deadline = time.monotonic() + timeout_s
-        while any(r["running"] for r in reports):
-            if time.monotonic() > deadline:
-                raise StagingFailed(f"staging version {version.version} took longer than {timeout_s:.0f} s")
-            await asyncio.sleep(0.002)
-            reports = await self._answer(self.client.collective_rpc("hotswap_report"))
-        for rank, report in enumerate(reports):
-            if error := report["error"]:
-                raise StagingFailed(self._of(rank) + error["message"], error["code"], error["tensor"])
-        slowest: dict[str, Any] = max(reports, key=lambda r: r["stage_ms"])
-        return {**slowest, "fingerprint": await asyncio.to_thread(combined, reports)}
+        try:
+            async with asyncio.timeout(timeout_s):
+                reports = await self._until_staged(self._ranks.workers("hotswap_stage", order))
+        except (TimeoutError, asyncio.CancelledError, RankFailed) as ended:
+            with contextlib.suppress(EngineDied, RankFailed):
+                await self.drop(version.version, previous=False)
+                await self._until_staged(self._ranks.workers("hotswap_report"))
+            if isinstance(ended, TimeoutError):
+                raise StagingFailed(f"staging version {version.version} took longer than {timeout_s:.0f} s") from None
+            raise
+        for data_parallel, rank in self._every(reports):
+            if error := reports[data_parallel][rank]["error"]:
+                name = worker_name((data_parallel, rank), reports, self.hosts)
+                raise StagingFailed(name + error["message"], error["code"], error["tensor"])
+        slowest: dict[str, Any] = max(itertools.chain.from_iterable(reports), key=lambda r: r["stage_ms"])
+        return {**slowest, "fingerprint": await asyncio.to_thread(_one_fingerprint, reports)}
+
+    async def _until_staged(self, call: Awaitable[list[list[Any]]]) -> list[list[Any]]:
+        """What all workers report once none of them stages any more."""
+        reports = await self._answer(call)
+        while any(reports[i][j]["running"] for i, j in self._every(reports)):
+            await asyncio.sleep(STAGING_POLL_S)
+            reports = await self._answer(self._ranks.workers("hotswap_report"))
+        return reports
+
+    @staticmethod
+    def _every(answers: list[list[Any]]) -> list[tuple[int, int]]:
+        return [(i, j) for i, workers in enumerate(answers) for j in range(len(workers))]
 
     async def commit(self, version: int, epoch: int) -> dict[str, float]:
-        """Flip between two batches, label and cache namespace included; {"flip_ms", "commit_ms"}.
+        """Flip between two batches, label and cache namespace included; {"flip_ms", "commit_ms"} of the slowest rank.
 
-        Waits first for the requests that must not cross it. Raises EngineDied.
+        Waits first for the requests that must not cross it. Raises RankFailed when a rank did not flip, EngineDied.
         """
         async with self.inflight.closing(version):
             self.adapters.withdraw(version)
-            flip = self.client.engine_core.call_utility_async("hotswap_commit", version)
-            times: dict[str, float] = await self._answer(flip, FLIP_TIMEOUT_S)
+            flips = await self._answer(self._ranks.call("hotswap_commit", version), FLIP_TIMEOUT_S)
             self.active, self.inflight.active = (version, epoch), version
             self.adapters.offer(version)
-        return times
+        return {name: max(flip[name] for flip in flips) for name in ("flip_ms", "commit_ms")}
 
     async def drop(self, version: int, *, previous: bool) -> None:
-        """Have the workers build `version` anew when it is next asked for, unless it runs.
+        """Have the workers build `version` anew when it is next asked for, unless it runs; one that builds it stops.
 
         `previous`: even if it is what a rollback flips to.
         """
-        await self._answer(self.client.collective_rpc("hotswap_drop", args=(version, previous)))
+        await self._answer(self._ranks.workers("hotswap_drop", version, previous))
 
     async def pause(self) -> None:
         """Generate nothing until `resume`; requests stay where they are, and so do their KV blocks."""
@@ -153,15 +175,16 @@ class Engine:
         while not self.dead:  # noqa: ASYNC110 - vLLM has a flag, and no event
             await asyncio.sleep(WATCH_S)
 
-    def _of(self, rank: int) -> str:
-        return f"rank {rank} on host {self.hosts[rank]}: " if len(set(self.hosts)) > 1 else ""
-
     async def _answer(self, call: Awaitable[T], timeout_s: float = float("inf")) -> T:
         """What the engine answers. Raises EngineDied: vLLM leaves the calls of a dead engine waiting for ever."""
         task = asyncio.ensure_future(call)
         deadline = time.monotonic() + timeout_s
         while not task.done():
-            await asyncio.wait({task}, timeout=WATCH_S)
+            try:
+                await asyncio.wait({task}, timeout=WATCH_S)
+            except asyncio.CancelledError:
+                task.cancel()  # or it might be sent after what its caller sends next
+                raise
             if not task.done() and (self.dead or time.monotonic() > deadline):
                 task.cancel()
                 if (lost := self.tethers.lost) is not None:
@@ -169,6 +192,16 @@ class Engine:
                 silent = "" if self.dead else f" or is stuck: it has not answered for {timeout_s:g} s"
                 raise EngineDied(f"the engine has ended{silent}; see this log above")
         return task.result()
+
+
+def _one_fingerprint(reports: list[list[dict[str, Any]]]) -> str:
+    """Of what every data-parallel rank built. Raises StagingFailed when they differ, and as `combined`."""
+    fingerprints = [combined(workers) for workers in reports]
+    for rank, found in enumerate(fingerprints):
+        if found != fingerprints[0]:
+            name = rank_name(rank, len(reports))
+            raise StagingFailed(f"{name}it built other weights than rank 0 ({found!r}, not {fingerprints[0]!r})")
+    return fingerprints[0]
 
 
 @contextlib.asynccontextmanager

@@ -147,21 +147,22 @@ class Client:
 
     def __init__(self, hosts: list[str], reports: list[dict[str, Any]] | None = None) -> None:
         self.errored, self.orders, self._hosts, self._reports = False, list[Any](), hosts, reports
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(nnodes=len(set(hosts))))
+        parallel = SimpleNamespace(nnodes=len(set(hosts)), data_parallel_size=1)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel)
         self.generate = self.encode = None
-        self.engine_core = SimpleNamespace(call_utility_async=self._never)
+        self.engine_core = SimpleNamespace(core_engines=[b"0"], _call_utility_async=self._call)
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> Any:
+    async def _call(self, utility: str, *call: Any, engine: bytes) -> Any:
+        if utility != "collective_rpc":
+            return await asyncio.Event().wait()
+        method, _, args, _ = call
         if method == "hotswap_attach":
             return self._hosts
         if method == "hotswap_stage":
             self.orders.append(args[0])
         if method.startswith("hotswap"):
-            return self._reports if self._reports is not None else await self._never()
+            return self._reports if self._reports is not None else await asyncio.Event().wait()
         return [None]
-
-    async def _never(self, *_: object) -> Any:
-        await asyncio.Event().wait()
 
 
 def report(**fields: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class Engine:
     on_stage: Callable[[VersionRecord], object] | None = None
     on_commit: Callable[[], object] | None = None
     hang: asyncio.Event | None = None
+    stopping: asyncio.Event | None = None  # set when a staging that is cancelled may end
     builds: str | None = None  # a fingerprint other than the published one
     streams: asyncio.Event | None = None  # set when the last of its streams has ended
     paused: bool = False
@@ -34,7 +35,13 @@ class Engine:
     async def stage(self, version: VersionRecord) -> StageResult:
         self.calls.append(("stage", version.version))
         if self.hang is not None:
-            await self.hang.wait()
+            try:
+                await self.hang.wait()
+            except asyncio.CancelledError:
+                if self.stopping is not None:
+                    await self.stopping.wait()
+                self.calls.append(("cancelled", version.version))
+                raise
         if self.on_stage is not None:
             self.on_stage(version)
         with SlotReader.open(version.slot, manifest_digest=version.manifest_digest, version=version.version) as reader:

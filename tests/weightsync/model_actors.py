@@ -195,6 +195,16 @@ class Engine:
     held: dict[int, str] = field(default_factory=dict)
 
 
+@dataclass
+class Staging:
+    """The callback that stages, beside the rest. `built` is its fingerprint, "" if it failed, None until then."""
+
+    version: int
+    published: str
+    built: str | None = None
+    unwanted: bool = False
+
+
 class Instance(Watcher):
     """`Participant`: one decision, or the end of one callback, at a time."""
 
@@ -208,7 +218,8 @@ class Instance(Watcher):
         self.engine = Engine()
         self.requests: list[Request] = []
         self.pauses, self.pauses_seen = Pauses(), self.store.now
-        self.busy: Stage | Flip | None = None
+        self.staging: Staging | None = None
+        self.busy: tuple[Flip, str] | None = None  # with the fingerprint of what it flips to
         self.began = 0.0
         self.draining: tuple[str, float] | None = None
 
@@ -230,18 +241,23 @@ class Instance(Watcher):
         record = self.record
         if not self.runs or not agent_state.admits(record):
             return False
-        return version is None or (record.active_version == version and not isinstance(self.busy, Flip))
+        return version is None or (record.active_version == version and self.busy is None)
 
     def act(self) -> None:
         self._look_for_pauses()
         if self._board is None or not self.store.holds(self.lease):
+            self.faults.seen["registered while staging"] += self._stages
             self._register()
-        elif isinstance(self.busy, Stage):
-            self._staged(self.busy)
-        elif isinstance(self.busy, Flip):
-            self._flip(self.busy)
+        elif self._stages and self.rng.random() < 0.5:
+            self._end_staging()
+        elif self.busy is not None:
+            self._flip(*self.busy)
         else:
             self._reconcile()
+
+    @property
+    def _stages(self) -> bool:
+        return self.staging is not None and self.staging.built is None
 
     def disconnect(self) -> None:
         super().disconnect()
@@ -270,11 +286,11 @@ class Instance(Watcher):
         action = agent_state.decide(self.record, view)
         if not isinstance(action, Drain | Flip):
             self.draining = None
+        self._give_up_staging(action)
         if isinstance(action, Serve):
             self._say(agent_state.serving(self.record, action.active))
         elif isinstance(action, Stage):
-            self.busy = action
-            self._say(agent_state.staging(self.record, action.swap))
+            self._prepare(action)
         elif isinstance(action, StandDown):
             self.engine.held.pop(self.record.staged_version or 0, None)
             self._say(agent_state.stood_down(self.record))
@@ -284,7 +300,7 @@ class Instance(Watcher):
             if self.record.state != "COMMITTING":
                 self._say(agent_state.leaving(self.record))
         elif isinstance(action, Flip):
-            self.busy, self.began = action, self.store.now
+            self._begin_flip(action)
 
     def _drained_for(self) -> str | None:
         if self.draining is None:
@@ -292,37 +308,70 @@ class Instance(Watcher):
         swap_id, until = self.draining
         return swap_id if not self.requests or self.store.now >= until else None
 
-    def _staged(self, stage: Stage) -> None:
-        self.busy = None
+    def _prepare(self, stage: Stage) -> None:
+        if (self.record.state, self.record.swap_id) != ("STAGING", stage.swap.id):
+            return self._say(agent_state.staging(self.record, stage.swap))
         try:
-            fingerprint = self._build(stage.swap.target)
+            fingerprint = self._staged(stage.swap.target)
         except ValueError:
-            self._say(agent_state.refused(self.record, BROKEN))
-        else:
+            return self._say(agent_state.refused(self.record, BROKEN))
+        if fingerprint is not None:
             self._say(agent_state.staged(self.record, stage.swap.target, fingerprint))
+        return None
 
-    def _build(self, version: int) -> str:
-        record = self.board.version(version)
-        if record is None or record.state != "ready":
-            raise ValueError(version)
-        if version not in self.engine.held:
-            if self.faults.take("stage"):
+    def _staged(self, version: int) -> str | None:
+        """The fingerprint, once it is staged. Raises ValueError when that failed."""
+        if self.staging is None:
+            record = self.board.version(version)
+            if record is None or record.state != "ready":
                 raise ValueError(version)
-            self.engine.held[version] = WRONG if self.faults.take("build") else record.fingerprint
-        return self.engine.held[version]
+            self.staging = Staging(version, record.fingerprint)
+        built = self.staging.built
+        if built is None or self.staging.unwanted:
+            return None
+        self.staging = None
+        if not built:
+            raise ValueError(version)
+        return built
 
-    def _flip(self, flip: Flip) -> None:
+    def _end_staging(self) -> None:
+        staging, held = self.staging, self.engine.held
+        assert staging is not None
+        if staging.unwanted and self.rng.random() < 0.5:
+            staging.built = ""  # stopped in time; else it was through already
+        elif staging.version not in held and self.faults.take("stage"):
+            staging.built = ""
+        else:
+            wrong = staging.version not in held and self.faults.take("build")
+            staging.built = held.setdefault(staging.version, WRONG if wrong else staging.published)
+
+    def _give_up_staging(self, action: agent_state.Action) -> None:
+        staging = self.staging
+        if staging is None:
+            return
+        if not staging.unwanted and agent_state.gives_up(self.record, action, staging.version):
+            staging.unwanted = True
+            self.faults.seen["staging given up"] += 1
+        if staging.unwanted and staging.built is not None:
+            self.staging = None
+            self.engine.held.pop(staging.version, None)
+
+    def _begin_flip(self, flip: Flip) -> None:
         active, record = flip.active, self.record
+        fingerprint: str | None = record.staged_fingerprint
         try:
-            fingerprint = record.staged_fingerprint
-            if record.staged_version != active.version:
-                fingerprint = self._build(active.version)
+            if agent_state.to_stage(record, flip) is not None and (fingerprint := self._staged(active.version)) is None:
+                return None
             if not agent_state.same(fingerprint, active.fingerprint):
                 self.engine.held.pop(active.version, None)
                 raise FingerprintMismatch(active.version, active.fingerprint, fingerprint or "")
         except (ValueError, FingerprintMismatch):
-            self.busy = None
             return self._say(agent_state.behind(record, BROKEN))
+        self.busy, self.began = (flip, fingerprint or ""), self.store.now
+        return None
+
+    def _flip(self, flip: Flip, fingerprint: str) -> None:
+        active, record = flip.active, self.record
         if any(r.version is not None for r in self.requests) and self.store.now < self.began + FINISH_S:
             return None  # the flip waits for them
         self.busy = None

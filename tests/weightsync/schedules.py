@@ -129,7 +129,8 @@ class World:
         elif kind == 7:
             self.store.lose_answer = True
         elif kind == 8:
-            self.revoke(rng.choice(self.actors).lease)
+            staging = [i for i in self.instances if i.staging is not None]
+            self.revoke(rng.choice(staging or self.actors).lease)
         elif kind == 9 and self.pausers:
             self.pausers.pop()
         else:
@@ -226,6 +227,8 @@ class World:
                 return f"instance {i.name} stays {i.record.state}"
             if active is not None and (i.record.active_epoch, i.engine.version) != (active.epoch, active.version):
                 return f"instance {i.name} runs version {i.engine.version}, committed is {active.version}"
+            if i.staging is not None:
+                return f"instance {i.name} stages version {i.staging.version} for nobody"
             if i.paused:
                 return f"instance {i.name} stays paused"
         return None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from weightsync import Publisher
 from weightsync.errors import DigestMismatch
-from weightsync.records import InstanceRecord, SwapRecord
+from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord
 
 from .fleet import KEYS, Engine, Fleet, running_fleet, until
 from .tensors import model
@@ -152,6 +153,75 @@ async def test_an_interrupted_staging_is_begun_again(fleet: Fleet, publisher: Pu
     participant.start()
     assert (await swap).ok
     assert engine.calls == [("stage", 1), ("stage", 1), ("commit", 1)]
+
+
+async def test_an_abort_ends_a_staging_under_way(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
+    report = await coordinator.activate(await publish(publisher), deadline_s=0.2)
+    assert "not staged within" in (report.reason or "")
+    await until(lambda: fleet.participants["a"].record.state == "SERVING")
+    await until(lambda: engine.calls == [("stage", 1), ("cancelled", 1), ("drop", 1)])
+    engine.hang = None
+    assert (await coordinator.activate(await publish(publisher))).ok
+    assert engine.running == 2
+
+
+async def test_a_staging_begins_when_the_one_before_it_has_stopped(fleet: Fleet, publisher: Publisher) -> None:
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event(), stopping=asyncio.Event()))
+    store = fleet.store()
+    for version in (await publish(publisher), await publish(publisher)):
+        await store.put(KEYS.swap, opened(version).to_json())
+        await until(lambda v=version: fleet.participants["a"].record.swap_id == f"s{v}")  # type: ignore[misc]
+    assert engine.calls == [("stage", 1)], "it builds still"
+    assert engine.stopping is not None
+    assert engine.hang is not None
+    engine.hang.set()
+    engine.stopping.set()
+    await until(lambda: fleet.participants["a"].record.staged_version == 2)
+    assert engine.calls == [("stage", 1), ("cancelled", 1), ("drop", 1), ("stage", 2)]
+
+
+async def test_a_lease_that_is_lost_while_staging_is_replaced_at_once(fleet: Fleet, publisher: Publisher) -> None:
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
+    participant, store = fleet.participants["a"], fleet.store()
+    await store.put(KEYS.swap, opened(await publish(publisher)).to_json())
+    await until(lambda: engine.calls)
+    assert participant._lease is not None
+    await store.revoke(participant._lease.id)
+    participant._lease.lost.set()
+    assert (await registered(fleet, "a")).state == "STAGING"
+    assert engine.hang is not None
+    engine.hang.set()
+    await until(lambda: participant.record.state == "STAGED")
+    assert engine.calls == [("stage", 1)]
+
+
+async def test_a_commit_of_what_is_being_staged_does_not_begin_it_again(fleet: Fleet, publisher: Publisher) -> None:
+    """The fleet went on without this one, which was thought to be lost."""
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
+    store, swap = fleet.store(), opened(await publish(publisher))
+    await store.put(KEYS.swap, swap.to_json())
+    await until(lambda: engine.calls)
+    await store.put(KEYS.active, ActiveRecord(swap.target, 1, None, swap.id, 0.0).to_json())
+    await store.put(KEYS.swap, replace(swap, phase="done").to_json())
+    assert engine.hang is not None
+    engine.hang.set()
+    await until(lambda: engine.running == 1)
+    assert engine.calls == [("stage", 1), ("commit", 1)]
+
+
+async def test_leaving_ends_a_staging(fleet: Fleet, publisher: Publisher) -> None:
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
+    await fleet.store().put(KEYS.swap, opened(await publish(publisher)).to_json())
+    await until(lambda: engine.calls)
+    await fleet.participants["a"].stop()
+    assert engine.calls == [("stage", 1), ("cancelled", 1)]
+
+
+def opened(version: int) -> SwapRecord:
+    """A swap to `version`, asked of instance a."""
+    return SwapRecord(f"s{version}", version, "prepare", ("a",), deadline=1e12, opened_at=0.0)
 
 
 async def test_leaving_is_seen_at_once(fleet: Fleet) -> None:

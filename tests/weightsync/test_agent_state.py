@@ -67,6 +67,23 @@ def test_the_canary_drains_then_flips_ahead() -> None:
     assert decide(replace(STAGED, id="b"), view(swap=CANARY)) == Rest()
 
 
+def test_a_canary_that_ran_the_version_before_follows_a_commit_it_missed() -> None:
+    """Only epoch 0 is a trial; this one drains for the swap, and the fleet has committed another meanwhile."""
+    missed = ActiveRecord(3, 6, 1, "other", 94.0, "f3")
+    assert decide(replace(TRIAL, active_epoch=4), view(missed, CANARY)) == Flip(missed)
+    assert decide(TRIAL, view(missed, CANARY)) == Rest()
+
+
+def test_a_staging_goes_on_as_long_as_its_version_is_wanted() -> None:
+    stages, flips = replace(SERVING, state="STAGING", swap_id="new"), Flip(COMMITTED)
+    assert agent_state.to_stage(stages, Stage(SWAP)) == agent_state.to_stage(stages, flips) == 2
+    assert agent_state.to_stage(STAGED, flips) is None
+    for action in (Rest(), Stage(SWAP), flips):
+        assert not agent_state.gives_up(stages, action, 2)
+    for other in (StandDown(), Serve(ACTIVE), Stage(replace(SWAP, target=3)), Flip(ACTIVE)):
+        assert agent_state.gives_up(stages, other, 2)
+
+
 def test_a_canary_on_trial_waits_serves_or_goes_back() -> None:
     assert decide(TRIAL, view(swap=CANARY)) == Rest()
     assert decide(TRIAL, view(swap=COMMIT)) == Rest()  # the commit record is the next thing it sees

@@ -39,6 +39,8 @@ HAPPENED = {
     "admitted": 10_000,
     "refused": 500,
     "left out": 100,
+    "staging given up": 500,
+    "registered while staging": 300,
 }
 
 
@@ -117,6 +119,10 @@ def no_stand_down(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(agent_state, "decide", decide)
 
 
+def a_staging_that_goes_on_for_another_swap(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(agent_state, "gives_up", lambda record, action, version: False)
+
+
 def pauses_without_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pauses, "wanted", lambda self, now: bool(self._ends))
 
@@ -158,6 +164,7 @@ def a_probe_that_is_never_run_again(patch: pytest.MonkeyPatch) -> None:
         (requests_on_trial, "serves an uncommitted version"),
         (no_way_back_for_a_canary, "stays COMMITTING"),
         (no_stand_down, "stays STAG|stays COMMITTING"),
+        (a_staging_that_goes_on_for_another_swap, "has not staged it|built other weights|for nobody"),
         (pauses_without_end, "a pause outlived its owner"),
         (previous_retired, "retired that is needed"),
         (a_probe_that_is_never_run_again, "the swap stays in phase canary"),

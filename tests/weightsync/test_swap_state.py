@@ -16,7 +16,7 @@ from weightsync.records import (
     VersionState,
 )
 from weightsync.swap.probe import ProbeResult
-from weightsync.swap.state import CONFIRM_S, Ask, Step, View, Wait, decide, depends_on
+from weightsync.swap.state import CONFIRM_S, Ask, Step, View, Wait, decide, depends_on, on_trial
 
 TARGET = TargetRecord(2, "swap-2", "test", deadline_s=10.0)
 SWAP = SwapRecord("swap-2", 2, "prepare", ("a", "b"), deadline=110.0, opened_at=100.0)
@@ -183,6 +183,15 @@ def test_it_waits_for_the_canary_to_drain_and_flip(canary: InstanceRecord) -> No
     seen = {"swap": TRYING, "instances": {**STAGED, "a": canary}}
     assert decide(view(**seen)) == Wait(123.0)
     assert step(**seen, now=123.0).swap.reason == "canary a did not flip in time"
+
+
+def test_a_canary_that_runs_the_version_from_before_is_not_on_trial() -> None:
+    """Its epoch is that of a commit: it has not flipped for this swap, and nobody may commit on its account."""
+    drains = replace(STAGED["a"], state="COMMITTING", active_version=2, active_epoch=3)
+    seen = {"swap": TRYING, "instances": {**STAGED, "a": drains}}
+    assert decide(view(**seen, probe=ProbeResult(True))) == Wait(123.0)
+    assert not on_trial(drains, TRYING)
+    assert on_trial(replace(drains, active_epoch=0), TRYING)
 
 
 def test_a_flipped_canary_is_probed_and_its_result_decides() -> None:

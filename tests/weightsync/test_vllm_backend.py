@@ -19,6 +19,10 @@ class SlowStager:
         self.bundle: Bundle | None = None
         self.report: Any = SimpleNamespace(version=0, running=False, error=None)
         self.built: list[int] = []
+        self.stopped: list[int] = []
+
+    def stop(self) -> None:
+        self.stopped.append(self.report.version)
 
     def start(self, version: int, orders: list[PartOrder], *_rest: object) -> None:
         self.bundle = None
@@ -97,6 +101,13 @@ def test_a_staging_under_way_is_given_up_before_the_next_one(worker: Any) -> Non
     stage(worker, 3)
     worker.drop(3, previous=False)
     assert worker._stager.report.running, "the decode loop must not wait for it"
+    assert worker._stager.stopped == [3]
     stage(worker, 3)
     worker._stager.wait()
     assert worker._stager.built == [1, 2, 3, 3]
+
+
+def test_only_a_staging_of_the_dropped_version_is_stopped(worker: Any) -> None:
+    stage(worker, 3)
+    worker.drop(2, previous=True)
+    assert worker._stager.stopped == []

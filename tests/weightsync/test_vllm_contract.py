@@ -107,13 +107,16 @@ def test_serving() -> None:
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
     from vllm.entrypoints.launchers.app import build_app
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core_client import AsyncMPClient
+    from vllm.v1.engine.core_client import AsyncMPClient, DPLBAsyncMPClient, MPClient
 
     assert parameters(build_app)[:3] == ["args", "supported_tasks", "model_config"]
     assert parameters(init_app_state)[:4] == ["engine_client", "state", "args", "supported_tasks"]
     assert parameters(build_async_engine_client)[0] == "args"
     assert parameters(AsyncLLM.generate)[:4] == ["self", "prompt", "sampling_params", "request_id"]
-    assert parameters(AsyncMPClient.call_utility_async)[:2] == ["self", "method"]
+    assert parameters(AsyncMPClient._call_utility_async) == ["self", "method", "args", "engine"]
+    assert DPLBAsyncMPClient._call_utility_async is AsyncMPClient._call_utility_async
+    assert "self.core_engines: list[" in inspect.getsource(MPClient)
+    assert '"collective_rpc", method, timeout, args, kwargs' in inspect.getsource(AsyncMPClient.collective_rpc_async)
 
 
 def test_draft_models() -> None:

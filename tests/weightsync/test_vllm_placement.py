@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ from weightsync.digests.fingerprint import combine
 from weightsync.errors import ChecksumMismatch, DigestMismatch, MissingTensor
 from weightsync.records import VersionRecord
 from weightsync.vllm_engine import build, placement
+from weightsync.vllm_engine.bundle import BASE, PartOrder
+from weightsync.vllm_engine.bundle_stager import BundleStager
 from weightsync.vllm_engine.placement import Box, Rect, Watch, box_of
 from weightsync.vllm_engine.skeleton import UnsupportedModelError
+from weightsync.vllm_engine.stager import Garbage
 
 pytestmark = pytest.mark.engine
 bf16_only = pytest.mark.skipif(
@@ -347,3 +351,30 @@ def test_boxes() -> None:
     assert box_of(cube[1], cube) == Box(3, 0, 3, 4)
     assert box_of(cube[:, :, :2], cube) == Box(0, 0, 6, 2)
     assert box_of(torch.zeros(8)[2:5], torch.zeros(8)) is None
+
+
+@bf16_only
+def test_a_staging_that_is_stopped_ends_with_the_next_piece_and_can_be_begun_again(
+    tmp_path: Path, publisher: Publisher
+) -> None:
+    checkpoint = checkpoint_of(tmp_path, "qwen2", "bfloat16")
+    record = publish(publisher, tensors_of(checkpoint))
+    orders = [PartOrder(BASE, record.version, record.slot, record.manifest_digest)]
+    pieces: list[int] = []
+    with worker(checkpoint) as w:
+        stager = BundleStager(w.stager, SimpleNamespace(), torch.device("cpu"))
+
+        def stop(nbytes: int) -> None:
+            pieces.append(nbytes)
+            stager.stop()
+
+        for pace in (stop, pieces.append):
+            w.stager._pace = pace  # type: ignore[assignment]
+            stager.start(record.version, orders, None, [], Garbage([], []))
+            stager.wait()
+            if pace is stop:
+                assert stager.report.error is not None
+                assert (stager.report.error["code"], stager.bundle, len(pieces)) == ("staging_cancelled", None, 1)
+        assert stager.report.error is None
+        assert combine([stager.report.to_dict()["sums"]]) == record.fingerprint
+        stager.take().pieces[BASE].generation.release()

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from weightsync.board import Board
 from weightsync.errors import FingerprintMismatch, LeaseLost, StoreError, UnknownVersion, WeightSyncError
@@ -29,11 +30,24 @@ DRAIN_GRACE_S = 1.0  # over the time that `drain` was given
 
 @dataclass(frozen=True)
 class StageResult:
-    """What was built: its fingerprint, how fast (bytes of the version per second, in 1e9), and which way."""
+    """What was built: its fingerprint, how fast (bytes of the version per second, in 1e9), and which way.
+
+    `stage_ms` and, if the callback does not say it, `staging_gbps` are measured around the callback.
+    """
 
     fingerprint: str | None = None
     staging_gbps: float | None = None
     path: str | None = None
+    stage_ms: float | None = None
+
+
+@dataclass
+class _Staging:
+    """A staging beside the watch. `unwanted`: it was cancelled, and what it may have built all the same is dropped."""
+
+    version: int
+    task: asyncio.Task[StageResult]
+    unwanted: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,10 +72,11 @@ class Participant:
     """One instance's part in the swaps of `model`.
 
     stage(version)           build it beside the running one; raise to refuse it (WeightSyncError for a typed reason).
-                             Idempotent: at once when it is staged already, as the previous version is.
+                             Idempotent: at once when it is staged already, as the previous version is. Cancelled when
+                             nobody wants the version any more; it then ends soon, but not before it has stopped.
     commit(active, version)  flip to it. Raising means torn. A canary is asked before the commit, with the record as it
                              will be, and once more with the record that stands if its swap aborts.
-    drop(version)            it was staged for a swap that was aborted. Optional.
+    drop(version)            it was staged for a swap that was aborted, or its staging was cancelled. Optional.
     drain(seconds)           return when it is idle, or when the time is up. Optional; cancelled if the swap aborts.
     pause(), resume()        stop and go on generating. Optional, both or none; called beside everything else.
     """
@@ -87,6 +102,7 @@ class Participant:
         self._stage, self._commit, self._drop, self._idle = stage, commit, drop, drain
         self._pauses = PauseFollower(store, self._keys, pause, resume) if pause and resume else None
         self._draining: tuple[str, asyncio.Task[None]] | None = None
+        self._staging: _Staging | None = None
         self._lease_ttl_s = lease_ttl_s
         self._lease: LeaseKeeper | None = None
         self._task: asyncio.Task[None] | None = None
@@ -134,10 +150,16 @@ class Participant:
 
     async def run(self) -> None:
         """Take part for ever."""
-        async with asyncio.TaskGroup() as tasks:
-            if self._pauses is not None:
-                tasks.create_task(self._pauses.run(), name=f"pauses {self._record.id}")
-            tasks.create_task(self._take_part(), name=f"swaps {self._record.id}")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if self._pauses is not None:
+                    tasks.create_task(self._pauses.run(), name=f"pauses {self._record.id}")
+                tasks.create_task(self._take_part(), name=f"swaps {self._record.id}")
+        finally:
+            staging, self._staging = self._staging, None
+            if staging is not None:
+                staging.task.cancel()
+                await asyncio.wait({staging.task})
 
     async def _take_part(self) -> None:
         delay = FIRST_RETRY_S
@@ -161,12 +183,17 @@ class Participant:
             try:
                 while not lost.done():
                     retry_s = await self._reconcile(board)
-                    draining = [self._draining[1]] if self._draining and not self._draining[1].done() else []
-                    await board.changed(retry_s, lost, *draining)
+                    await board.changed(retry_s, lost, *self._under_way())
             finally:
                 lost.cancel()
                 self._stop_draining()
         raise LeaseLost(self._lease.id)
+
+    def _under_way(self) -> list[asyncio.Task[Any]]:
+        """What runs beside the watch; when it has ended there is something to do."""
+        draining = [self._draining[1]] if self._draining is not None else []
+        staging = [self._staging.task] if self._staging is not None else []
+        return [task for task in (*draining, *staging) if not task.done()]
 
     async def _reconcile(self, board: Board) -> float | None:
         """Do what the records ask for. Returns after how many seconds to try again, None if only on a change."""
@@ -174,6 +201,7 @@ class Participant:
         action = agent_state.decide(self._record, view)
         if not isinstance(action, Drain | Flip):
             self._stop_draining()
+        await self._give_up_staging(board, action)
         if isinstance(action, Serve):
             await self._say(agent_state.serving(self._record, action.active))
         elif isinstance(action, Stage):
@@ -188,9 +216,12 @@ class Participant:
         return None
 
     async def _prepare(self, board: Board, swap: SwapRecord) -> None:
-        await self._say(agent_state.staging(self._record, swap))
+        if (self._record.state, self._record.swap_id) != ("STAGING", swap.id):
+            await self._say(agent_state.staging(self._record, swap))
         try:
-            fingerprint = await self._build(board, swap.target)
+            if not self._is_staged(board, swap.target):
+                return
+            fingerprint = self._take_staged()
         except Exception as error:
             log.warning("instance %s refuses version %d: %s", self._record.id, swap.target, error)
             await self._say(agent_state.refused(self._record, _error_info(error)))
@@ -202,8 +233,10 @@ class Participant:
         active, record = flip.active, self._record
         try:
             fingerprint = record.staged_fingerprint
-            if record.staged_version != active.version:
-                fingerprint = await self._build(board, active.version)
+            if agent_state.to_stage(record, flip) is not None:
+                if not self._is_staged(board, active.version):
+                    return None
+                fingerprint = self._take_staged()
             if not agent_state.same(fingerprint, active.fingerprint):
                 await self._let_go(board, active.version)  # or it would be taken for staged the next time
                 raise FingerprintMismatch(active.version, active.fingerprint, fingerprint or "")
@@ -228,16 +261,46 @@ class Participant:
             await self._let_go(board, record.active_version)
         return None
 
-    async def _build(self, board: Board, number: int) -> str | None:
-        """Have the version staged; returns its fingerprint. Raises UnknownVersion, and whatever the callback raises."""
-        version = _ready(board, number)
+    def _is_staged(self, board: Board, number: int) -> bool:
+        """Whether the staging of `number` has ended; begins it if need be. Raises UnknownVersion.
+
+        There is one staging at a time: after one that was given up it begins when that has ended.
+        """
+        if self._staging is None or self._staging.task.cancelled():
+            task = asyncio.create_task(self._build(_ready(board, number)), name=f"staging {self._record.id}")
+            self._staging = _Staging(number, task)
+        return self._staging.task.done() and not self._staging.unwanted
+
+    async def _build(self, version: VersionRecord) -> StageResult:
         started = time.perf_counter()
         result = await self._stage(version)
         seconds = time.perf_counter() - started
         gbps = result.staging_gbps if result.staging_gbps is not None else version.nbytes / max(seconds, 1e-9) / 1e9
-        path = result.path if result.path is not None else self._record.path
-        self._record = replace(self._record, stage_ms=seconds * 1e3, staging_gbps=gbps, path=path)
-        return result.fingerprint
+        return replace(result, staging_gbps=gbps, stage_ms=seconds * 1e3)
+
+    def _take_staged(self) -> str | None:
+        """The fingerprint of what the staging built, and the end of it. Raises whatever the callback raised."""
+        assert self._staging is not None
+        task, self._staging = self._staging.task, None
+        done = task.result()
+        path = done.path if done.path is not None else self._record.path
+        self._record = replace(self._record, stage_ms=done.stage_ms, staging_gbps=done.staging_gbps, path=path)
+        return done.fingerprint
+
+    async def _give_up_staging(self, board: Board, action: agent_state.Action) -> None:
+        """Cancel a staging that `action` has no use for; once it has ended, drop what it may have built."""
+        staging = self._staging
+        if staging is None:
+            return
+        if not staging.unwanted and agent_state.gives_up(self._record, action, staging.version):
+            log.info("instance %s stops staging version %d", self._record.id, staging.version)
+            staging.unwanted = True
+            staging.task.cancel()
+        if staging.unwanted and staging.task.done():
+            self._staging = None
+            if not staging.task.cancelled():
+                staging.task.exception()  # asyncio complains of one that nobody has looked at
+            await self._let_go(board, staging.version)
 
     async def _stand_down(self, board: Board) -> None:
         """The swap was aborted: what was staged for it is of no use."""

@@ -98,6 +98,20 @@ def decide(record: InstanceRecord, view: View) -> Action:
     return Rest()
 
 
+def to_stage(record: InstanceRecord, action: Action) -> int | None:
+    """The version that has to be staged for `action`, None if none has."""
+    if isinstance(action, Stage):
+        return action.swap.target
+    if isinstance(action, Flip) and record.staged_version != action.active.version:
+        return action.active.version
+    return None
+
+
+def gives_up(record: InstanceRecord, action: Action, version: int) -> bool:
+    """Whether a staging of `version` that is under way is of no use any more."""
+    return not isinstance(action, Rest) and to_stage(record, action) != version
+
+
 def admits(record: InstanceRecord) -> bool:
     """Whether it may take requests, as far as it knows itself: not on trial, not draining, not torn."""
     return record.state in ADMITTING

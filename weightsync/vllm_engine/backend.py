@@ -122,10 +122,14 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def drop(self, version: int, *, previous: bool) -> None:
         """What was staged as `version` is not offered again; with `previous`, nor what a rollback would flip to.
 
-        What runs stays. A staging that is under way is not waited for: the next one begins by giving it up.
+        What runs stays. A staging of it that is under way is told to stop, and not waited for: `report` says when it
+        has, and should it have been through, the next one begins by giving it up.
         """
-        if self._stager.report.running:
+        report = self._stager.report
+        if report.running:
             self._unwanted = version
+            if report.version == version:
+                self._stager.stop()
         else:
             self._give_up(version)
         if previous:

@@ -17,6 +17,7 @@ from weightsync.parts import BASE, DRAFT, LORA
 from .bundle import Bundle, Flippable, PartOrder, Piece
 from .drafts import draft_stager
 from .lora import LoraHost
+from .pacing import go_on
 from .places import on_this_host
 from .stager import Garbage, StageOrder, Stager, StageReport, describe, use_one_core
 
@@ -57,6 +58,7 @@ class BundleStager:
         self._missing: dict[str, PartNotServed] = {}
         self._host: LoraHost | None = None
         self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
         self.report = BundleReport(version=0)
         self.bundle: Bundle | None = None
         self._find_parts()
@@ -82,9 +84,14 @@ class BundleStager:
         self.wait()
         self.bundle = None
         self.report = BundleReport(version, running=True)
+        self._stop = threading.Event()
         args = (version, list(orders), schema, held, garbage)
         self._thread = threading.Thread(target=self._run, args=args, name="hotswap-bundle", daemon=True)
         self._thread.start()
+
+    def stop(self) -> None:
+        """Have the staging that runs end soon, with StagingCancelled; returns at once."""
+        self._stop.set()
 
     def wait(self) -> None:
         """Block until no staging runs."""
@@ -116,6 +123,7 @@ class BundleStager:
                     piece = self._build(on_this_host(order), schema if order.name == BASE else None)
                     fresh.add(order.name)
                 bundle.pieces[order.name] = piece
+                go_on(self._stop)
         except Exception as error:  # reported to the coordinator: the old version goes on serving
             for name in fresh:
                 bundle.pieces[name].generation.release()
@@ -134,7 +142,7 @@ class BundleStager:
         if kind == LORA:
             return self._build_adapter(order)
         stager = self._stagers[order.name]
-        stager.start(StageOrder(order.version, order.slot, order.manifest_digest, schema), Garbage([], []))
+        stager.start(StageOrder(order.version, order.slot, order.manifest_digest, schema), Garbage([], []), self._stop)
         stager.wait()
         if stager.report.error is not None:
             raise _PartFailed(order.name, stager.report.error)

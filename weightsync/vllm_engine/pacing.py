@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import torch
+
+from weightsync.errors import StagingCancelled
 
 # Decoding goes first. The stager gives the memory bus and the interpreter back for a moment with every piece (1 MB).
 # The work takes 0.16 s of a core for 0.8 GB, the pauses about 0.5 s: staging goes at 1 GB/s beside 16 streams
@@ -14,6 +17,12 @@ YIELD_BYTES = 64 << 10
 YIELD_RATE = 2e9  # bytes per second of pause
 LONGEST_YIELD_S = 0.002
 IDLE_AFTER_S = 0.05  # without a step: sampling, scheduling and a slow client's next request fit in between
+
+
+def go_on(stop: threading.Event) -> None:
+    """Raises StagingCancelled when the staging is to end."""
+    if stop.is_set():
+        raise StagingCancelled()
 
 
 class Pacer:

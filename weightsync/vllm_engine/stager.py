@@ -25,12 +25,13 @@ from .build import Builder, Built, Sums
 from .exchange import DevicePool, ExchangeGeneration
 from .generation import Generation, Memory, build_flips
 from .layout import plan_layout
-from .pacing import Pacer
+from .pacing import Pacer, go_on
 from .pool import LayoutPool
 from .skeleton import build_skeleton, pair_parameters
 
 # The decode thread need not wait Python's usual 5 ms for a lock that the stager holds.
 SWITCH_INTERVAL_S = 0.0002
+LOOK_S = 0.01  # for whether to go on, while there is nothing to do but wait
 VERSIONS_HELD = 3  # live, previous and staged: one layout slot each, shared by all instances of the host
 
 
@@ -96,13 +97,15 @@ class Stager:
         self.report = StageReport(version=0)
         self.generation: Generation | None = None
 
-    def start(self, order: StageOrder, garbage: Garbage) -> None:
-        """Begin staging `order`; `garbage` is freed first, on the same thread."""
+    def start(self, order: StageOrder, garbage: Garbage, stop: threading.Event) -> None:
+        """Begin staging `order`; `garbage` is freed first, on the same thread. Once `stop` is set it ends soon."""
         self.wait()
         if self.generation is not None:
             garbage.generations.append(self.take())
         self.report = StageReport(order.version, running=True)
-        self._thread = threading.Thread(target=self._run, args=(order, garbage), name="hotswap-stager", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(order, garbage, stop), name="hotswap-stager", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> None:
@@ -117,15 +120,16 @@ class Stager:
         generation, self.generation = self.generation, None
         return generation
 
-    def _run(self, order: StageOrder, garbage: Garbage) -> None:
+    def _run(self, order: StageOrder, garbage: Garbage, stop: threading.Event) -> None:
         use_one_core()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         started = time.perf_counter()
         try:
             garbage.free()
-            if self._spares is not None:
-                self._spares.join()
-            self.generation, nbytes = self._build(order)
+            while self._spares is not None and self._spares.is_alive():
+                self._spares.join(LOOK_S)
+                go_on(stop)
+            self.generation, nbytes = self._build(order, stop)
         except Exception as error:  # reported to the coordinator: the old version goes on serving
             self.report = StageReport(order.version, error=describe(error))
             return
@@ -152,7 +156,7 @@ class Stager:
     def _is_linear(self, name: str) -> bool:
         return any(s.name == name and s.role == "linear" for s in self._slots)
 
-    def _build(self, order: StageOrder) -> tuple[Generation, int]:
+    def _build(self, order: StageOrder, stop: threading.Event) -> tuple[Generation, int]:
         reader = SlotReader.open(
             Path(order.slot), manifest_digest=order.manifest_digest, version=order.version, populate=False
         )
@@ -161,7 +165,7 @@ class Stager:
                 require_same_schema(order.schema, reader.manifest.schema)
             slot = self._acquire(Path(order.slot).parent, order.manifest_digest)
             try:
-                built, sums = self._complete(reader, slot)
+                built, sums = self._complete(reader, slot, stop)
                 if not slot.built:
                     slot.seal(order.manifest_digest, sums)
             except BaseException:
@@ -173,12 +177,17 @@ class Stager:
         finally:
             reader.close()
 
-    def _complete(self, reader: SlotReader, slot: Memory) -> tuple[Built, Sums]:
+    def _complete(self, reader: SlotReader, slot: Memory, stop: threading.Event) -> tuple[Built, Sums]:
         """Build what is not there yet; what another instance built is taken with the sums it noted."""
         if slot.built and not self._builder.has_private:
             return Built(), slot.sums or self._builder.check(reader, slot.data)
+
+        def pace(nbytes: int) -> None:
+            go_on(stop)
+            self._pace(nbytes)
+
         reader.populate()
-        built = self._builder.build(reader, None if slot.built else slot.data, self._pace)
+        built = self._builder.build(reader, None if slot.built else slot.data, pace)
         if slot.built:
             return built, joined(slot.sums or self._builder.check(reader, slot.data), built.sums())
         return built, built.sums()
