@@ -161,6 +161,30 @@ def diff(
     show_diff(found, as_json=as_json)
 
 
+@app.command()
+def export(
+    version: Annotated[int, typer.Argument(help="a version from `hotswap weights list`, or one on disk")],
+    directory: Annotated[Path, typer.Argument(help="made, or empty")],
+    part: Annotated[str, typer.Option(help='"draft" or "lora/NAME" (default: the base model)')] = "",
+    model_dir: Annotated[
+        Path | None, typer.Option(help="where configuration and tokenizer are; default: what an instance was given")
+    ] = None,
+    state_dir: StateDir = None,
+    store: StoreUrl = None,
+    name: Name = None,
+) -> None:
+    """Write a version on this host as a Hugging Face checkpoint (an adapter as PEFT's)."""
+    from weightsync.persist.export import export as export_version
+
+    where = _records(state_dir, store, name)
+    try:
+        done = export_version(*where, version, directory.expanduser(), part=part, model_dir=model_dir)
+    except WeightSyncError as error:
+        raise CliError(str(error)) from error
+    what = f"version {done.version}{f' ({done.part})' if done.part else ''}"
+    Console().print(f"{what}: {done.tensors} tensors, {done.nbytes:,} bytes in {done.directory}")
+
+
 def _records(state_dir: Path | None, store: str | None, name: str | None) -> tuple[str, str]:
     """The store with a model's records, and the model's name. Raises CliError."""
     if store is not None and state_dir is None:

@@ -166,3 +166,14 @@ def test_a_url_and_a_key_are_enough_where_no_server_was_started(
     monkeypatch.setenv("HOTSWAP_ADMIN_KEY", "secret")
     with pytest.raises(RequestFailed, match="HTTP 502 and no JSON; is that the admin port"):
         AdminClient(None, page).call("GET", "/admin/keys")
+
+
+def test_a_version_is_exported(state_dir: Path) -> None:
+    home, target = state_dir / "model", state_dir / "out"
+    home.mkdir()
+    (home / "config.json").write_text("{}")
+    status, said = run("export", 2, target, "--model-dir", home, "--state-dir", state_dir)
+    assert (status, "version 2: 2 tensors, 148 bytes" in said) == (0, True)
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
+    with pytest.raises(CliError, match="not an empty directory"):
+        run("export", 1, target, "--model-dir", home, "--state-dir", state_dir)

@@ -1,0 +1,115 @@
+"""A version as a Hugging Face checkpoint: what transformers and PEFT make of it is what was published."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from weightsync import Publisher, SyncStore
+from weightsync.errors import BadPart, PersistError, UnknownVersion
+from weightsync.parts import Adapter
+from weightsync.persist.disk import Disk
+from weightsync.persist.export import export
+from weightsync.push import push
+from weightsync.records import DiskRecord, Keys
+
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A tiny model with tied embeddings in bf16, as `save_pretrained` leaves it, and a file of a tokenizer."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    return tmp_path / "source"
+
+
+def logits(directory: Path) -> torch.Tensor:
+    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    with torch.no_grad():
+        found: torch.Tensor = loaded(torch.arange(16)[None]).logits
+    return found
+
+
+@pytest.mark.parametrize("shard_nbytes", [5 << 30, 4096])
+def test_a_round_trip_gives_the_same_logits(source: Path, store_url: str, tmp_path: Path, shard_nbytes: int) -> None:
+    version = push(source, store=store_url, model="demo", activate=False)
+    target = tmp_path / "out" / "model"
+    done = export(store_url, "demo", version, target, shard_nbytes=shard_nbytes)
+    assert (target / "model.safetensors.index.json").exists() == (shard_nbytes == 4096)
+    assert torch.equal(logits(target), logits(source))
+    assert {"config.json", "generation_config.json", "tokenizer.json"} <= {path.name for path in target.iterdir()}
+    assert done.tensors == len(load_file(source / "model.safetensors"))
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
+    assert push(target, store=store_url, model="demo", activate=False) == version + 1  # and it can be pushed again
+
+
+def test_a_version_that_is_on_disk_alone(source: Path, store_url: str, arena_directory: Path, tmp_path: Path) -> None:
+    version = push(source, store=store_url, model="demo", activate=False)
+    with Publisher(store_url, model="demo") as publisher:
+        (record,) = publisher.versions()
+    disk = Disk(tmp_path / "copies")
+    disk.write(record, {"": Path(record.slot)}, [])
+    Path(record.slot).unlink()
+    with pytest.raises(UnknownVersion):
+        export(store_url, "demo", version, tmp_path / "out")
+    store = SyncStore(store_url)
+    store.put(Keys("demo").disk(""), DiskRecord("", str(disk.directory), (1,), 1, 0.0).to_json())
+    store.close()
+    export(store_url, "demo", version, tmp_path / "out")
+    assert torch.equal(logits(tmp_path / "out"), logits(source))
+
+
+def test_an_adapter_is_exported_as_peft_has_it(store_url: str, publisher: Publisher, tmp_path: Path) -> None:
+    adapter = {"base_model.model.q_proj.lora_A.weight": torch.full((2, 8), 1.5, dtype=torch.bfloat16)}
+    base = {"w": torch.zeros(3)}
+    version = publisher.publish(base, parts={"lora/math": Adapter(adapter, CONFIG)}, activate=False)
+    export(store_url, "demo", version, tmp_path / "out", part="lora/math")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert stored.keys() == adapter.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in adapter.items())
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text()) == CONFIG
+    with pytest.raises(BadPart, match="lora/math"):
+        export(store_url, "demo", version, tmp_path / "other", part="draft")
+
+
+def test_nothing_is_overwritten_or_left_half(source: Path, store_url: str, tmp_path: Path) -> None:
+    version = push(source, store=store_url, model="demo", activate=False)
+    full, empty = tmp_path / "full", tmp_path / "empty"
+    full.mkdir()
+    (full / "mine").write_text("kept")
+    with pytest.raises(PersistError, match="not an empty directory"):
+        export(store_url, "demo", version, full)
+    with pytest.raises(PersistError, match="not an empty directory"):
+        export(store_url, "demo", version, full / "mine")
+    assert (full / "mine").read_text() == "kept"
+    with pytest.raises(UnknownVersion):
+        export(store_url, "demo", 9, empty)
+    assert not empty.exists()
+    shutil.move(source / "config.json", tmp_path / "config.json")
+    with pytest.raises(PersistError, match="--model-dir"):
+        export(store_url, "demo", version, empty)
+    empty.mkdir()
+    shutil.move(tmp_path / "config.json", source / "config.json")
+    export(store_url, "demo", version, empty, model_dir=source)
+    assert (empty / "config.json").exists()
