@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, get, post, running_gateway, wait_for
 from tests.server.gateway_upstream import Link, Received, upstream
-from weightsync.records import SwapPhase, SwapRecord
+from weightsync.records import ActiveRecord, DiskRecord, SwapPhase, SwapRecord
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -136,6 +136,17 @@ async def test_phases_and_stalls_of_swaps(gateway: RunningGateway) -> None:
     assert found["swap_duration_seconds_count", ()] == 2
     assert found["swap_stall_seconds_count", ()] == 1
     assert found["swap_stall_seconds_sum", ()] == pytest.approx(0.004)
+
+
+async def test_what_hosts_have_on_disk(gateway: RunningGateway) -> None:
+    gateway.store.put(KEYS.active, ActiveRecord(3, 1, None, "swap", 0.0).to_json())
+    for versions, failures, current in (((1, 2), 1, 0.0), ((2, 3), 1, 1.0)):
+        record = DiskRecord("", "/copies", versions, 4096, 0.0, wanted=3, failures=failures)
+        gateway.store.put(KEYS.disk(""), record.to_json())
+        wanted = {"disk_current": current, "disk_bytes": 4096.0, "disk_failures_total": 1.0}
+        await eventually(lambda versions=versions: gateway.gateway.fleet.disks["-"].versions == versions)  # type: ignore[misc]
+        found = await samples(gateway)
+        assert {name: found[name, (("host", "-"),)] for name in wanted} == wanted
 
 
 async def test_the_page_says_what_runs(gateway: RunningGateway) -> None:

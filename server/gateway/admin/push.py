@@ -154,10 +154,12 @@ class Pusher:
         stalled = asyncio.create_task(_stalled(process.pid))
         try:
             await asyncio.wait({answering, stalled}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done() and stalled.done():
+                what = f"Publishing made no progress for {STALLED_S:g} s and was ended; nothing was published."
+                raise UpstreamTimeout(what, code="push_stalled")
             if not answering.done():
-                what = f"made no progress for {STALLED_S:g} s" if stalled.done() else f"took over {timeout_s:g} s"
-                code = "push_stalled" if stalled.done() else "push_timeout"
-                raise UpstreamTimeout(f"Publishing {what} and was ended; nothing was published.", code=code)
+                what = f"Publishing took over {timeout_s:g} s and was ended; nothing was published."
+                raise UpstreamTimeout(what, code="push_timeout")
             out, err = answering.result()
         finally:
             stalled.cancel()

@@ -26,7 +26,7 @@ from server.gateway.proxy.journal import ReplayMemory
 from server.gateway.proxy.terms import Need
 from server.gateway.proxy.waiting import Patience, WaitingRoom
 from weightsync.errors import RecordError, StoreError, TlsUnavailable
-from weightsync.records import ActiveRecord, InstanceRecord, Keys, SwapRecord
+from weightsync.records import ActiveRecord, DiskRecord, InstanceRecord, Keys, SwapRecord
 from weightsync.store import KeyValue, Store
 from weightsync.tls import ClusterTls
 
@@ -49,6 +49,7 @@ class Fleet:
         self.active: ActiveRecord | None = None
         self.swap: SwapRecord | None = None
         self.drains: dict[str, DrainRecord] = {}  # by instance; an operator wants them to get nothing new
+        self.disks: dict[str, DiskRecord] = {}  # what hosts have on disk, by host
         self.serving: list[Instance] = []  # those that may be asked; made anew with every change of the view
         self.watched: list[Instance] = []  # the same, and those an operator has drained
         self.unwell: list[Instance] = []  # of those that serve, who are ejected or do not answer probes
@@ -256,6 +257,8 @@ class Fleet:
                 self._put_instance(InstanceRecord.from_json(kv.value))
             elif kv.key.startswith(self._drains):
                 self.drains[kv.key.removeprefix(self._drains)] = DrainRecord.from_json(kv.value)
+            elif kv.key.startswith(self._keys.disks):
+                self.disks[kv.key.removeprefix(self._keys.disks)] = DiskRecord.from_json(kv.value)
             elif kv.key == self._keys.active:
                 self.active = ActiveRecord.from_json(kv.value)
             elif kv.key == self._keys.swap:

@@ -50,6 +50,7 @@ class GatewayCollector(Collector):  # type: ignore[misc]
     def collect(self) -> Iterator[Metric]:
         yield from self._traffic()
         yield from self._swaps()
+        yield from self._disks()
         yield from self._instances()
         yield from self._signals()
         yield from routing_metrics(self._fleet)
@@ -136,6 +137,17 @@ class GatewayCollector(Collector):  # type: ignore[misc]
             "hotswap_active_version", "The committed weight version, 0 if none", value=active.version if active else 0
         )
         yield GaugeMetricFamily("hotswap_active_epoch", "Commits so far", value=active.epoch if active else 0)
+
+    def _disks(self) -> Iterator[Metric]:
+        current = GaugeMetricFamily("hotswap_disk_current", "1 if the active version is on disk there", labels=["host"])
+        nbytes = GaugeMetricFamily("hotswap_disk_bytes", "What the versions on disk take", labels=["host"])
+        failures = CounterMetricFamily("hotswap_disk_failures", "Copies that could not be written", labels=["host"])
+        active = self._fleet.active.version if self._fleet.active is not None else None
+        for host, record in self._fleet.disks.items():
+            current.add_metric([host], float(active in record.versions))
+            nbytes.add_metric([host], record.nbytes)
+            failures.add_metric([host], record.failures)
+        yield from (current, nbytes, failures)
 
     def _instances(self) -> Iterator[Metric]:
         state = GaugeMetricFamily("hotswap_instance_state", "1 for the state it is in", labels=["instance_id", "state"])
