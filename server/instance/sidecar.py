@@ -137,6 +137,7 @@ class Sidecar:
             drain=self._admission.idle,
             pause=self._engine.pause,
             resume=self._engine.resume,
+            guard_url=self._config.store,
         )
 
     async def _join(self, store: Store, participant: Participant) -> None:

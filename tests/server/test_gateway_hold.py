@@ -144,6 +144,18 @@ async def test_the_hold_is_over(hasty: RunningGateway) -> None:
         assert code(answer) == (504, "version_wait_timeout")
 
 
+async def test_who_has_just_left_is_not_to_be_started(hasty: RunningGateway) -> None:
+    answer = await hasty.ask(post())
+    assert "start one" in orjson.loads(answer.body)["error"]["message"]
+    hasty.register("http://127.0.0.1:1")
+    hasty.unregister()
+    answer = await hasty.ask(post())
+    assert code(answer) == (503, "no_instance")
+    message = orjson.loads(answer.body)["error"]["message"]
+    assert "Try again" in message
+    assert "start one" not in message
+
+
 async def test_the_client_leaves(gateway: RunningGateway) -> None:
     async with upstream() as up:
         gateway.register(up, state="STARTING")

@@ -94,8 +94,12 @@ class Participant:
         pause: PauseCall | None = None,
         resume: PauseCall | None = None,
         lease_ttl_s: float = 5.0,
+        guard_url: str = "",
     ) -> None:
-        """`record` says who this is and, in `active_version`, what it runs already, if that came from a version."""
+        """`record` says who this is and, in `active_version`, what it runs already, if that came from a version.
+
+        `guard_url`: of the store, where a guard keeps the lease while this process is busy (weightsync/lease.py).
+        """
         if (pause is None) != (resume is None):
             raise TypeError("give both pause and resume, or neither")
         self._store, self._keys, self._record = store, Keys(model), record
@@ -103,7 +107,7 @@ class Participant:
         self._pauses = PauseFollower(store, self._keys, pause, resume) if pause and resume else None
         self._draining: tuple[str, asyncio.Task[None]] | None = None
         self._staging: _Staging | None = None
-        self._lease_ttl_s = lease_ttl_s
+        self._lease_ttl_s, self._guard_url = lease_ttl_s, guard_url
         self._lease: LeaseKeeper | None = None
         self._task: asyncio.Task[None] | None = None
         self._serving = asyncio.Event()
@@ -174,7 +178,7 @@ class Participant:
 
     async def _session(self) -> None:
         """Register under a fresh lease and follow the records until the store or the lease is lost."""
-        former, self._lease = self._lease, await LeaseKeeper.grant(self._store, self._lease_ttl_s)
+        former, self._lease = self._lease, await LeaseKeeper.grant(self._store, self._lease_ttl_s, self._guard_url)
         await self._publish()
         if former is not None:
             await former.end()  # only now, or the record would be gone for a moment

@@ -174,6 +174,12 @@ class Fleet:
 
     def unavailable(self) -> Unavailable:
         """Why no instance can be asked, and what to do."""
+        if not self.instances and (ago := time.monotonic() - self._last_seen) < REMEMBERED_S:
+            return Unavailable(
+                f"No instance of {self.model!r} is registered: the last one left {ago:.0f} s ago, to start again or "
+                "because it cannot reach the store. Try again; if it stays away, see its log.",
+                retry_after_s=2,
+            )
         if not self.instances:
             return Unavailable(
                 f"No instance of {self.model!r} is registered: start one (`hotswap instance`) or wait for it to load.",

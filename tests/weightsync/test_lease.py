@@ -1,0 +1,107 @@
+"""A lease outlives work that keeps its process from its event loop, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from weightsync.lease import LeaseKeeper
+from weightsync.store import Store, open_store
+
+TTL_S = 2.0
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    store = open_store(f"sqlite://{tmp_path / 'store.db'}")
+    yield store
+    await store.close()
+
+
+def guards() -> list[psutil.Process]:
+    """Guards of this process that watch."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if any("store.db" in file.path for file in child.open_files()):
+                found.append(child)
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.01)
+
+
+async def guarded(store: Store, ttl_s: float) -> LeaseKeeper:
+    keeper = await LeaseKeeper.grant(store, ttl_s, store.url)
+    await store.put("here", b"", keeper.id)
+    await until(lambda: bool(guards()))
+    return keeper
+
+
+async def test_who_is_busy_keeps_its_lease(store: Store) -> None:
+    keeper = await guarded(store, TTL_S)
+    end = time.monotonic() + 2.5 * TTL_S
+    while time.monotonic() < end:
+        sum(range(10_000))  # no turn for the event loop
+    assert await store.get("here") is not None
+    await store.keep_alive(keeper.id)
+    await keeper.end()
+    assert await store.get("here") is None
+    await until(lambda: not guards())
+
+
+async def test_who_stands_still_loses_it(store: Store) -> None:
+    """As when it is stopped, or waits for a lock for ever."""
+    keeper = await guarded(store, TTL_S / 2)
+    time.sleep(1.25 * TTL_S)  # noqa: ASYNC251
+    assert await store.get("here") is None
+    await asyncio.wait_for(keeper.lost.wait(), 10)
+    await keeper.stop()
+    await until(lambda: not guards())
+
+
+async def test_without_a_guard_who_is_busy_loses_it(store: Store) -> None:
+    """What the guard is for."""
+    keeper = await LeaseKeeper.grant(store, TTL_S / 2)
+    await store.put("here", b"", keeper.id)
+    time.sleep(1.25 * TTL_S)  # noqa: ASYNC251
+    assert await store.get("here") is None
+    await keeper.stop()
+
+
+DIES = """
+import asyncio, os, psutil, sys
+from weightsync.lease import LeaseKeeper
+from weightsync.store import open_store
+async def main():
+    store = open_store(sys.argv[1])
+    await LeaseKeeper.grant(store, 5.0, sys.argv[1])
+    while not psutil.Process().children():
+        await asyncio.sleep(0.01)
+    print(psutil.Process().children()[0].pid, flush=True)
+    os._exit(0)
+asyncio.run(main())
+"""
+
+
+async def test_a_guard_ends_with_what_it_watches(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DIES, f"sqlite://{tmp_path / 'store.db'}"]
+    ran = subprocess.run(command, capture_output=True, timeout=60, check=True)  # noqa: ASYNC221
+    guard = int(ran.stdout)
+
+    def has_ended() -> bool:
+        return not psutil.pid_exists(guard) or psutil.Process(guard).status() == psutil.STATUS_ZOMBIE
+
+    await until(has_ended)
+    assert not ran.stderr
