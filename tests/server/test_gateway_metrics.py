@@ -140,12 +140,13 @@ async def test_phases_and_stalls_of_swaps(gateway: RunningGateway) -> None:
 
 async def test_what_hosts_have_on_disk(gateway: RunningGateway) -> None:
     gateway.store.put(KEYS.active, ActiveRecord(3, 1, None, "swap", 0.0).to_json())
-    for versions, failures, current in (((1, 2), 1, 0.0), ((2, 3), 1, 1.0)):
-        record = DiskRecord("", "/copies", versions, 4096, 0.0, wanted=3, failures=failures)
+    disks = gateway.gateway.fleet.disks
+    for versions, current in (((1, 2), 0.0), ((2, 3), 1.0)):
+        record = DiskRecord("", "/copies", versions, 4096, 0.0, wanted=3, failures=1)
         gateway.store.put(KEYS.disk(""), record.to_json())
-        wanted = {"disk_current": current, "disk_bytes": 4096.0, "disk_failures_total": 1.0}
-        await eventually(lambda versions=versions: gateway.gateway.fleet.disks["-"].versions == versions)  # type: ignore[misc]
+        await eventually(lambda record=record: disks.get("-") == record)  # type: ignore[misc]
         found = await samples(gateway)
+        wanted = {"disk_current": current, "disk_bytes": 4096.0, "disk_failures_total": 1.0}
         assert {name: found[name, (("host", "-"),)] for name in wanted} == wanted
 
 
