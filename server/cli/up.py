@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from server.cli import interrupts, store
+from server.cli import interrupts, missing, store
 from server.cli.cores import share_of_cores
 from server.cli.errors import CliError, ProcessFailed
 from server.cli.paths import ServerInfo, default_state_dir, resolve_model
@@ -229,6 +229,7 @@ class Server:
 
 def run_up(config: UpConfig) -> None:
     """The command: start, report, watch, and stop on SIGINT or SIGTERM."""
+    missing.require("torch", "vllm")  # of the processes that it starts
     console = Console()
     server = Server(config)
     interrupts.install()

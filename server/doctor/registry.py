@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from server.doctor.finding import Finding
+from server.doctor.finding import Finding, fail
 from server.doctor.world import World
 
 Function = Callable[[World], Iterable[Finding]]
@@ -40,5 +40,15 @@ def all_checks() -> list[Check]:
     """By name."""
     package = importlib.import_module("server.doctor.checks")
     for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
+        try:
+            importlib.import_module(f"{package.__name__}.{module.name}")
+        except ModuleNotFoundError as error:
+            name = module.name.replace("_", "-")
+            _CHECKS[name] = _unable(name, error.name or "a package")
     return [_CHECKS[name] for name in sorted(_CHECKS)]
+
+
+def _unable(name: str, package: str) -> Check:
+    """Stands for a check that cannot run without `package`."""
+    mend = "`make setup`, or pip install --no-deps -r requirements/{cpu,cuda}.txt"
+    return Check(name, "", lambda _: [fail(f"the package {package} is not installed, so this cannot be checked", mend)])

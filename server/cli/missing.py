@@ -1,0 +1,28 @@
+"""What a command says where a package that it needs is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from server.cli.errors import CliError
+
+INSTALL = "pip install --no-deps -r requirements/cpu.txt (cuda.txt for GPUs), in a checkout of Hotswap"
+OURS = frozenset({"server", "weightsync", "trainer", "loadtest"})
+
+
+def told(package: str) -> CliError:
+    """The error that names `package` and the command that installs it."""
+    return CliError(f"the package {package} is not installed. This brings all that is needed: {INSTALL}")
+
+
+def require(*packages: str) -> None:
+    """Raises CliError for the first that cannot be found; imports none of them."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise told(package)
+
+
+def of(error: ModuleNotFoundError) -> CliError | None:
+    """What to say of `error`; None if a module of our own is missing, which is a fault of ours."""
+    package = (error.name or "").partition(".")[0]
+    return told(package) if package and package not in OURS else None
