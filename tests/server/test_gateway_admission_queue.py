@@ -206,6 +206,43 @@ async def test_what_an_answer_really_cost_is_charged_to_its_key(gateway: Running
         assert [(await a.answer()).status for a in asked] == [200] * 4
 
 
+async def test_a_client_that_hangs_up_has_had_its_prompt(tmp_path: Path) -> None:
+    """Whoever breaks off every answer is charged for what the instance read, and does not go first for it."""
+    arrived: list[str] = []
+    begin = asyncio.Event()
+
+    async def handler(link: Link, received: Received) -> None:
+        arrived.append(prompt := orjson.loads(received.body)["prompt"][:8])
+        if prompt == "hangs up":
+            await link.sse_head()
+            await link.chunk(b'data: {"choices":[]}\n\n')
+            return
+        await begin.wait()
+        await link.json(b'{"usage":{"prompt_tokens":5000,"total_tokens":5001,"completion_tokens":1}}')
+
+    async def break_off(asked: Asked) -> None:
+        await asked.reader.readuntil(b"data: ")
+        asked.writer.close()
+
+    file = tmp_path / "keys"
+    file.write_text("".join(f"sha256:{hashlib.sha256(k.encode()).hexdigest()} {k}\n" for k in KEYS))
+    file.chmod(0o600)
+    with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False, api_key_file=file) as gateway:
+        first, second = (f"Authorization: Bearer {k}\r\n" for k in KEYS)
+        async with upstream(handler) as up:
+            gateway.register(up, max_num_seqs=1)
+            gateway.gateway.fleet.instances["i0"].window.limit = 1
+            reading = [await ask(gateway, "is read", second)]
+            hanging = [await in_line(gateway, "hangs up" + "x" * 20_000, first) for _ in range(7)]
+            reading += [await in_line(gateway, "is read", second) for _ in range(7)]
+            breaking = [asyncio.create_task(break_off(each)) for each in hanging]
+            begin.set()
+            for each in reading:
+                assert (await each.answer()).status == 200
+            await asyncio.gather(*breaking)
+    assert "hangs up " * 3 not in " ".join(arrived[:-3]) + " ", "they take turns"
+
+
 async def test_a_client_that_leaves_frees_its_place(gateway: RunningGateway) -> None:
     async with slow() as s:
         (first,) = await fill(gateway, s)

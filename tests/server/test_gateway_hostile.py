@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 
 import orjson
+import psutil
 import pytest
 
 from server.errors import BadRequest
@@ -403,3 +406,23 @@ async def test_the_log_holds_neither_keys_nor_prompts(
         await gateway.ask(post(body=b'{"prompt": "PROMPT-IN-CLEAR', headers="X-Api-Key: KEY-IN-CLEAR\r\n"))
     assert "IN-CLEAR" not in caplog.text
     assert caplog.records  # the broken answer itself is logged
+
+
+async def test_a_body_in_tiny_chunks_takes_the_memory_of_its_bytes(tmp_path: Path) -> None:
+    """Of as many objects as chunks, each would take 20 times its bytes."""
+    size = 2 * 2**20
+    data = random.Random(0).randbytes(size)  # not one byte again and again, which Python would keep once
+    framed = b"".join(b"2\r\n%b\r\n" % data[at : at + 2] for at in range(0, size, 2))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with running_gateway(tmp_path, run_coordinator=False) as gateway:
+        before = psutil.Process().memory_info().rss
+        reader, writer = await gateway.connect()
+        writer.write(head)
+        for at in range(0, len(framed), 65_536):
+            writer.write(framed[at : at + 65_536])
+            await writer.drain()
+        await eventually(lambda: gateway.gateway.buffered == size)
+        assert psutil.Process().memory_info().rss - before < 8 * size
+        writer.close()
+        await eventually(lambda: gateway.gateway.buffered == 0)
+        del reader

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from server.errors import HttpError, TooManyRequests, Unavailable
 from server.gateway import QueueSettings
+from server.gateway.access.output import Cost
 from server.gateway.fleet.signals import Signals
 from server.gateway.proxy.terms import Need
+from server.gateway.proxy.usage import Usage
 from server.gateway.queue.capacity import HEADROOM, UNKNOWN, Window
-from server.gateway.queue.cost import MOST_OUTPUT, USUAL_OUTPUT, estimate
 from server.gateway.queue.drain import LONGEST_RETRY_S, MEMORY, DrainRate, retry_after
 from server.gateway.queue.line import TURN_FOR_ALL, AdmissionQueue, Ticket
 
@@ -89,6 +90,37 @@ def test_what_a_request_really_cost_is_charged_afterwards() -> None:
         if key == b"a":
             line.settle(key, 0, 20)  # three times what was thought
     assert 2.5 <= served[b"b"] / served[b"a"] <= 3.5
+
+
+def test_who_always_hangs_up_gets_no_more_than_its_share() -> None:
+    """Prompts of 25,000 tokens whose answers are cut, beside requests of 1,000 that are read to their end."""
+    line = queue()
+    hung_up, read = Cost(25_000, 256), Cost(900, 100)
+    served = Counter[bytes]()
+    for _ in range(4):
+        line.enter(ticket("hangs up", hung_up.total), 0.0)
+        line.enter(ticket("reads", read.total), 0.0)
+    for _ in range(2000):
+        key = line.pop(0.0).key
+        served[key] += 1
+        cost, usage, status = (hung_up, Usage(0, 1, exact=False), 499)
+        if key == b"reads":
+            cost, usage, status = read, Usage(900, 100), 200
+        line.settle(key, 0, cost.used(usage, status) - cost.total)
+        line.enter(ticket(key.decode(), cost.total), 0.0)
+    assert served[b"hangs up"] * 25_000 <= served[b"reads"] * 1000 + 2 * 25_256
+
+
+def test_a_refund_lets_nobody_go_before_those_who_waited_longer() -> None:
+    """It pays for the next request at most: with a tag in the past, one key would have the line for itself."""
+    line = queue()
+    for _ in range(12):
+        line.enter(ticket("a", cost=10), 0.0)
+        line.enter(ticket("b", cost=10), 0.0)
+    assert line.pop(0.0).key == b"a"
+    line.settle(b"a", 0, -1000)
+    served = [line.pop(0.0).key for _ in range(6)]
+    assert served.count(b"b") >= 2
 
 
 # bounds
@@ -429,24 +461,3 @@ def test_an_unlimited_window_stays_so() -> None:
     window.adapt(Signals(num_requests_waiting=1000, num_preemptions=5), 1000)
     window.adapt(Signals(num_requests_waiting=1000, num_preemptions=9), 1000)
     assert window.limit == math.inf
-
-
-@pytest.mark.parametrize(
-    ("body", "output"),
-    [
-        (b'{"prompt": "x", "max_tokens": 10}', 10),
-        (b'{"max_completion_tokens": 7, "max_tokens": 10, "n": 3}', 21),
-        (b'{"max_output_tokens": 7}', 7),
-        (b'{"prompt": "x"}', USUAL_OUTPUT),
-        (b'{"max_tokens": "many", "n": [1]}', USUAL_OUTPUT),
-        (b'{"max_tokens": -5, "n": 0}', USUAL_OUTPUT),
-        (b'{"max_tokens": 7.5, "n": true}', USUAL_OUTPUT),
-        (b'{"max_tokens": 99999999999999999999}', MOST_OUTPUT),
-        (b'{"max_tokens": 9999999999999, "n": 9999999999999}', MOST_OUTPUT),
-        (b"not JSON", USUAL_OUTPUT),
-    ],
-)
-def test_estimates(body: bytes, output: int) -> None:
-    prompt = len(body) // 4 + 1
-    assert estimate(body) == prompt + output
-    assert estimate(body, generates=False) == prompt

@@ -80,7 +80,18 @@ def test_no_minute_holds_more_than_the_limit(limit: int, waits: list[int]) -> No
         (CHAT, b'{"max_tokens":7,"max_completion_tokens":9}', 9),
         (CHAT, b'{"max_tokens":7,"max_completion_tokens":null}', 7),
         (CHAT, b'{"max_tokens":7,"n":3}', 21),
-        (CHAT, b'{"max_tokens":"7","n":"3"}', output.USUAL_OUTPUT),
+        (CHAT, b'{"max_tokens":"7","n":"3.0"}', 21),
+        (CHAT, b'{"max_tokens":"many","n":[1]}', output.USUAL_OUTPUT),
+        (CHAT, b'{"max_tokens":-5,"n":0}', output.USUAL_OUTPUT),
+        (CHAT, b'{"max_tokens":99999999999999999999,"n":9999999999999}', output.MOST),
+        (CHAT, b'{"max_tokens":1' + b"0" * 400 + b"}", output.MOST),
+        ("/v1/completions", b'{"prompt":["a","b","c"],"max_tokens":5,"n":2}', 30),
+        ("/v1/completions", b'{"prompt":["a","b","c"],"max_tokens":5,"n":2,"best_of":4}', 60),
+        ("/v1/completions", b'{"prompt":[1,2,3],"max_tokens":5}', 5),
+        ("/v1/completions", b'{"prompt":[[1,2],[3],[4,5]],"max_tokens":5}', 15),
+        ("/v1/completions", rb'{"prompt":["\\","a\"","[\\\"b"],"max_tokens":5}', 20),
+        ("/v1/completions", b'{"prompt":"a, [\\"b\\"]","max_tokens":5}', 5),
+        ("/generate", b'{"prompt":["a","b"]}', 32),
         ("/v1/completions", b"{}", 16),
         ("/v1/completions", b'{"max_output_tokens":5}', 16),
         ("/v1/responses", b'{"max_output_tokens":5}', 5),
@@ -91,7 +102,74 @@ def test_no_minute_holds_more_than_the_limit(limit: int, waits: list[int]) -> No
     ],
 )
 def test_what_an_answer_is_expected_to_take(route: str, body: bytes, tokens: int) -> None:
-    assert output.expected(check_object(body), route) == tokens
+    assert output.reckon(check_object(body), route, len(body)).output == tokens
+
+
+def test_what_a_prompt_is_taken_for() -> None:
+    def prompt(body: bytes) -> int:
+        return output.reckon(check_object(body), "/v1/completions", len(body)).prompt
+
+    text = b'{"prompt":"' + b"x" * 400 + b'"}'
+    assert prompt(text) == len(text) // output.BYTES_PER_TOKEN + 1
+    ids = b'{"prompt":[' + b",".join([b"7"] * 300) + b"]}"
+    assert prompt(ids) == 300
+
+
+def test_a_keys_own_bound_is_what_an_answer_may_take() -> None:
+    assert output.reckon(check_object(b"{}"), CHAT, 2, 50).output == 50
+    assert output.reckon(check_object(b'{"max_tokens":7}'), CHAT, 2, 50).output == 7
+    assert output.reckon(check_object(b"{}"), "/v1/completions", 2, 50).output == 16
+
+
+def test_a_request_of_many_prompts_takes_what_all_of_them_may_cost(clock: Clock) -> None:
+    limits, p = Limits(Counter()), principal(tokens_per_min=400)
+    body = b'{"prompt":[' + b",".join([b"[5]"] * 60) + b'],"max_tokens":200}'
+    with pytest.raises(BadRequest) as caught:
+        limits.admit(p, check_object(body), "/v1/completions", body)
+    assert caught.value.code == "request_over_limit"
+
+
+def test_a_long_stream_counts_as_it_grows(clock: Clock) -> None:
+    limits, p = Limits(Counter()), principal(tokens_per_min=2000)
+    grant = limits.admit(p, NONE, CHAT, b"x" * 40)
+    assert grant is not None
+    (meter,) = limits.meters()
+    assert meter.tokens is not None
+    for grown in (100, 256, 300, 300):
+        grant.grown(grown)
+    assert meter.tokens.used == 11 + 300
+    clock.now += 5
+    grant.grown(2000)
+    with pytest.raises(RateLimited):
+        limits.admit(p, NONE, CHAT, b"{}")
+    grant.settle(Usage(11, 1900), 200)
+    assert meter.tokens.used == 1911
+    grant.grown(5000)
+    assert meter.tokens.used == 1911
+
+
+def test_what_is_refused_was_asked_for(clock: Clock) -> None:
+    """Other gateways hand on their part of a limit by it."""
+    limits, p = Limits(Counter()), principal(requests_per_min=9, tokens_per_min=100, concurrency=1)
+    body = b'{"max_tokens":45}'
+    assert limits.admit(p, check_object(body), CHAT, body) is not None
+    with pytest.raises(RateLimited):
+        limits.admit(p, check_object(body), CHAT, body)
+    (meter,) = limits.meters()
+    asked = {name.partition("/")[2]: quota.asked for name, quota in meter.quotas().items()}
+    assert asked == {"requests": 2, "concurrency": 2, "tokens": 50}
+
+
+def test_one_key_may_reserve_its_limit_to_the_last_token(clock: Clock) -> None:
+    limits, p = Limits(Counter()), principal(requests_per_min=9, tokens_per_min=100)
+    body = b'{"max_tokens":45}'  # 5 + 45
+    for _ in range(2):
+        assert limits.admit(p, check_object(body), CHAT, body) is not None
+    with pytest.raises(RateLimited) as caught:
+        limits.admit(p, check_object(body), CHAT, body)
+    assert caught.value.code == "tokens_limit"
+    whole = b'{"max_tokens":95}'  # 5 + 95: as much as a minute has
+    assert Limits(Counter()).admit(principal(tokens_per_min=100), check_object(whole), CHAT, whole) is not None
 
 
 class Clock:

@@ -3,8 +3,8 @@
 Nothing is awaited and nothing is read from the store: what a gateway may use of a limit (`Quota.allotted`) is settled
 beside the requests (sharing.py), and only where several gateways run.
 
-Tokens are charged when a request is admitted, as an estimate (body bytes / 4, plus the most it may be answered with),
-and settled with the true count at the end. If that is higher it counts from then on; if it is lower, the rest is given
+Tokens are charged when a request is admitted, with the most it may cost (output.py), and settled with the true count at
+the end. If that is higher it counts from then on, and that of a stream as it grows; if it is lower, the rest is given
 back to the minute it was taken from.
 """
 
@@ -21,7 +21,6 @@ from server.gateway.access.quota import SLOTS, Quota, Window
 from server.gateway.access.records import KeyLimits
 from server.gateway.proxy.usage import Usage
 
-BYTES_PER_TOKEN = 4
 KINDS = ("requests", "tokens", "concurrency")
 _DURATIONS = [b"%ds" % s if s < 60 else b"%dm%ds" % divmod(s, 60) for s in range(SLOTS + 1)]
 _REQUESTS = (
@@ -99,15 +98,25 @@ class Meter:
 class Grant:
     """Leave for one request. `head` goes into the head of its answer; `settle` is called when it has ended."""
 
-    __slots__ = ("_meter", "_output", "_prompt", "_taken_at", "body", "head")
+    __slots__ = ("_cost", "_meter", "_reserved", "_taken_at", "body", "head")
 
-    def __init__(self, meter: Meter, body: bytes, taken_at: int, prompt: int, expected: int) -> None:
+    def __init__(self, meter: Meter, body: bytes, taken_at: int, cost: output.Cost | None) -> None:
         self._meter: Meter | None = meter
         self._taken_at = taken_at
-        self._prompt = prompt
-        self._output = expected
+        self._cost = cost  # None: its key's tokens are not limited
+        self._reserved = cost.total if cost is not None else 0
         self.body = body
         self.head = meter.head_after_take()
+
+    def grown(self, completion_tokens: int) -> None:
+        """Its stream has so many tokens by now: what is over the reservation counts at once."""
+        meter, cost = self._meter, self._cost
+        if meter is None or cost is None or meter.tokens is None:
+            return
+        more = cost.prompt + completion_tokens - self._reserved
+        if more > 0:
+            self._reserved += more
+            self._correct(meter.tokens, more)
 
     def settle(self, usage: Usage | None, status: int) -> None:
         """The answer has ended, with `status`; `usage` is what is known of its tokens. Does nothing the second time."""
@@ -115,17 +124,14 @@ class Grant:
         if meter is None:
             return
         meter.concurrency.used -= 1
-        tokens = meter.tokens
-        if tokens is None or not self._prompt:  # the second: they were not limited yet when it was admitted
-            return
-        if usage is None:  # the answer says nothing: none if it failed, else what the prompt was taken for
-            used = self._prompt if status < 400 or status == 499 else 0
-        else:
-            used = (usage.prompt_tokens if usage.exact else self._prompt) + usage.completion_tokens
+        if meter.tokens is not None and self._cost is not None:
+            self._correct(meter.tokens, self._cost.used(usage, status) - self._reserved)
+
+    def _correct(self, tokens: Window, more: int) -> None:
         now = int(time.monotonic())
         if now != tokens.now:
             tokens.advance(now)
-        tokens.correct(self._taken_at, used - self._prompt - self._output)
+        tokens.correct(self._taken_at, more)
 
 
 class Limits:
@@ -178,7 +184,7 @@ class Limits:
     def _take(self, meter: Meter, asked: output.Asked, route: str, body: bytes) -> Grant:
         requests, tokens, running = meter.requests, meter.tokens, meter.concurrency
         now = int(time.monotonic())
-        prompt = expected = 0
+        cost: output.Cost | None = None
         if requests is not None:
             if now != requests.now:
                 requests.advance(now)
@@ -191,21 +197,20 @@ class Limits:
         if tokens is not None:
             if now != tokens.now:
                 tokens.advance(now)
-            prompt = len(body) // BYTES_PER_TOKEN + 1
-            expected = output.expected(asked, route)
-            self._check_tokens(tokens, prompt + expected)
-            tokens.take(prompt + expected)
+            cost = output.reckon(asked, route, len(body), meter.limits.max_output_tokens)
+            self._check_tokens(tokens, cost.total)
+            tokens.take(cost.total)
         if requests is not None:
             requests.take(1)
         running.used += 1
-        return Grant(meter, body, now, prompt, expected)
+        return Grant(meter, body, now, cost)
 
     def _check_tokens(self, tokens: Window, needed: int) -> None:
         if needed > tokens.limit:
             self._hits["tokens"] += 1
             raise BadRequest(
                 f"This request may take {needed} tokens, and its key {tokens.limit} a minute: send a shorter prompt, "
-                "or a lower bound on the answer.",
+                "fewer prompts, or a lower bound on the answers.",
                 code="request_over_limit",
             )
         tokens.asked += needed

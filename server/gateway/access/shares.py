@@ -236,7 +236,7 @@ class Division:
         target = use.used + divide(max(0, free), demands | {self.me: use.demand})[self.me]
         held = self.held(resource, use.limit)
         if target <= held:
-            return max(target, min(use.used, held))
+            return target  # not below what is used
         return max(held, min(target, self._room(resource, use.limit)))
 
 

@@ -29,6 +29,7 @@ from server.gateway.observe.context import TraceContext
 from server.gateway.observe.stats import Stats
 from server.gateway.proxy import failover
 from server.gateway.proxy.journal import ReplayMemory
+from server.gateway.proxy.json_check import NONE
 from server.gateway.proxy.placing import Placing
 from server.gateway.proxy.relay import ResponseRelay
 from server.gateway.proxy.request import Client, Request
@@ -132,6 +133,8 @@ class Exchange(Placing):
 
     def sweep(self, now: float, read_idle_timeout_s: float, stalled_client_s: float) -> None:
         """Ends an exchange that no side moves any more; called about once a second."""
+        if self.request.grant is not None and self._relay.sse:
+            self.request.grant.grown(self._relay.events())
         idle = now - self.last_progress
         if self._paused and idle > stalled_client_s:
             self._stats.disconnects["stalled"] += 1
@@ -180,6 +183,7 @@ class Exchange(Placing):
         if self._relay.journal is None:
             self.request.need = None
             self.request.body = b""
+            self.request.fields = NONE
         if self._continuation is not None:
             self._stats.failovers["resumed"] += 1
         self._client.body_done()
@@ -322,8 +326,9 @@ class Exchange(Placing):
             self._link = None
         if self.request.target.route.json_body:
             self.usage = self._relay.usage()
-        if self._charged and self.usage is not None:
-            more = self.usage.prompt_tokens + self.usage.completion_tokens - self._charged
+        cost = self._charged
+        if cost is not None:
+            more = cost.used(self.usage, status) - cost.total
             self._gate.queue.settle(self.request.principal.digest, self.request.priority, more)
         if self.request.grant is not None:
             self.request.grant.settle(self.usage, status)

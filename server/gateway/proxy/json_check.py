@@ -16,6 +16,8 @@ class Fields(msgspec.Struct):
     max_completion_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     max_output_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     n: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    best_of: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def has_wish(self) -> bool:

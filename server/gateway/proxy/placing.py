@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 
 from server.errors import BadUpstream, HttpError, Unavailable
+from server.gateway.access.output import Cost, reckon
 from server.gateway.fleet import retries
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.view import Fleet
@@ -20,7 +21,6 @@ from server.gateway.proxy.failover import Continuation
 from server.gateway.proxy.head import upstream_head
 from server.gateway.proxy.request import Request
 from server.gateway.proxy.upstream import UpstreamConnection
-from server.gateway.queue.cost import estimate
 from server.gateway.queue.gate import Gate, Waiter
 from server.gateway.queue.line import Ticket
 
@@ -32,6 +32,7 @@ class Placing(ABC):
         "_charged",
         "_connecting",
         "_continuation",
+        "_cost",
         "_fleet",
         "_gate",
         "_held_at",
@@ -56,7 +57,8 @@ class Placing(ABC):
         self._fleet = fleet
         self._stats = stats
         self._passed = not request.target.route.works  # it has been let through, and stays so
-        self._charged = 0  # tokens the queue took it to cost, 0 if it did not wait
+        self._cost: Cost | None = None  # as the queue reckons with it
+        self._charged: Cost | None = None  # the same, once its turn in the queue has come
         self._link: UpstreamConnection | None = None
         self._continuation: Continuation | None = None  # of a stream whose instance has died, the last time
         self._connecting: asyncio.Task[None] | None = None
@@ -105,6 +107,7 @@ class Placing(ABC):
     def go_on(self) -> None:
         """It was queued, and its turn has come (gate.Waiter)."""
         self._passed = True
+        self._charged = self._cost
         self._try_next(None)
 
     # choosing and connecting
@@ -128,7 +131,8 @@ class Placing(ABC):
         ticket: Ticket[Waiter] = Ticket(self, request.principal.digest, request.principal.weight, request.priority)
         ticket.need, ticket.size = request.need, len(request.body)
         ticket.deadline = self.started + request.deadline_s
-        ticket.cost = self._charged = estimate(request.body, generates=request.target.route.works == "generate")
+        self._cost = reckon(request.fields, request.target.route.name, len(request.body))
+        ticket.cost = self._cost.total
         try:
             self._gate.join(ticket)
         except HttpError as error:

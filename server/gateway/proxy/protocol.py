@@ -36,7 +36,7 @@ class GatewayProtocol(GuardedProtocol):
         self.exchange: Exchange | None = None
         self._target: Target | None = None  # None: the request is the app's
         self._principal = ANONYMOUS
-        self._body: list[bytes] = []
+        self._body: bytes | bytearray = b""  # the first piece as it came, as most bodies have only one
         self._on_admin_port = False
         self._stopping = False  # told to shut down while a client had reason to think that the connection stays
 
@@ -123,7 +123,12 @@ class GatewayProtocol(GuardedProtocol):
 
     def body_read(self, body: bytes) -> None:
         if self._target is not None:
-            self._body.append(body)
+            if not self._body:
+                self._body = body
+            else:
+                if isinstance(self._body, bytes):
+                    self._body = bytearray(self._body)
+                self._body += body
         else:
             super().body_read(body)
 
@@ -153,20 +158,22 @@ class GatewayProtocol(GuardedProtocol):
 
     def _forward(self, target: Target) -> None:
         assert self.head is not None
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._body = []
+        body = bytes(self._body)
+        self._body = b""
         fields = NONE
         if target.route.json_body:
             fields = check_object(body)
         elif target.route.method == b"GET":
             body = b""
         request = Request(target, self.head, body, None, self.http10, self._keep_alive, self._principal)
-        request.priority = self._principal.priority
+        request.priority, request.fields = self._principal.priority, fields
         mode = self.gateway.config.upstream.failover.mode
         request.failover = mode if target.route.continued else "off"
         in_body = fields.has_wish
         if in_body or self.head.asked:
             asked, request.body = terms.read(self.head.asked or {}, body, in_body=in_body)
+            if in_body:
+                request.fields = check_object(request.body)  # those of the first one would keep that too
             self.head.forward += asked.lines
             request.need, request.deadline_s = asked.need, asked.deadline_s
             request.priority = terms.priority_within(asked, self._principal)
@@ -207,7 +214,7 @@ class GatewayProtocol(GuardedProtocol):
 
     def body_done(self) -> None:
         super().body_done()
-        self._body = []
+        self._body = b""
 
     def answered(self, *, keep_alive: bool) -> None:
         """The answer is complete."""

@@ -179,6 +179,11 @@ class ResponseRelay:
         found = usage.read(tail)
         return found or (usage.estimate(tail, self.body_bytes) if self.sse else None)
 
+    def events(self) -> int:
+        """About how many events of a stream have passed so far."""
+        so_far = usage.estimate(self.tail(), self.body_bytes)
+        return so_far.completion_tokens if so_far is not None else 0
+
     def _drain(self) -> bytes:
         out, self._head = self._head, b""
         piece = b""

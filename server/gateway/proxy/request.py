@@ -13,6 +13,7 @@ from server.gateway.access.limits import Grant
 from server.gateway.config import Failover
 from server.gateway.fleet import affinity
 from server.gateway.proxy.head import RequestHead
+from server.gateway.proxy.json_check import NONE, Fields
 from server.gateway.proxy.routes import Target
 from server.gateway.proxy.terms import Need
 
@@ -50,6 +51,7 @@ class Request:
     known: affinity.Hint | None = None
     failover: Failover = "off"  # who may go on with a stream whose instance dies
     grant: Grant | None = None  # of the key's limits, where it has any
+    fields: Fields = NONE  # of its body, as they were sent
     extra_head: bytes = b""  # header lines for the answer
 
     def hint(self) -> affinity.Hint:
