@@ -41,6 +41,17 @@ def checkpoint(tmp_path: Path) -> Path:
     return directory
 
 
+HANGS = """
+import threading, time
+def keep_a_lease_alive():
+    while True:
+        time.sleep(0.1)
+        open("/dev/null", "wb").write(b"alive")
+threading.Thread(target=keep_a_lease_alive, daemon=True).start()
+threading.Event().wait()
+"""
+
+
 async def version(number: int) -> int:
     return number
 
@@ -88,10 +99,9 @@ async def test_a_publication_that_hangs_is_ended_and_the_next_one_goes_on(
     async def hangs(options: tuple[str, ...], **how: Any) -> asyncio.subprocess.Process:
         if hanging:
             return await real(options, **how)
-        code = "import threading; threading.Event().wait()"
         hanging.append(
             await asyncio.create_subprocess_exec(
-                sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+                sys.executable, "-c", HANGS, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
             )
         )
         return hanging[0]
@@ -108,12 +118,24 @@ async def test_a_publication_that_hangs_is_ended_and_the_next_one_goes_on(
     assert await pusher.push(checkpoint, version) == 1
 
 
-async def test_a_publication_that_works_is_not_taken_for_one_that_hangs() -> None:
-    busy = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+BUSY_ELSEWHERE = """
+import threading
+threading.Thread(target=lambda: [0 for _ in iter(int, 1)], daemon=True).start()
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "while True: open('/dev/zero', 'rb').read(1)", BUSY_ELSEWHERE])
+async def test_a_publication_that_works_is_not_taken_for_one_that_hangs(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push, "STALLED_S", 1.0)
+    busy = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
     try:
-        seen = push._work_done(busy.pid)
-        assert seen is not None
-        await eventually(lambda: push._work_done(busy.pid) != seen)
+        for _ in range(2):
+            seen = push._work_done(busy.pid)
+            assert seen is not None
+            await eventually(lambda seen=seen: push._work_done(busy.pid).has_gone_on(seen))  # type: ignore[misc]
     finally:
         busy.kill()
         await busy.wait()

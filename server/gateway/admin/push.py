@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -206,21 +207,36 @@ async def _stalled(pid: int) -> None:
     while time.monotonic() - since < STALLED_S:
         await asyncio.sleep(STALLED_S / 20)
         now = _work_done(pid)
-        if now is None or now != seen:
+        if seen is None or now is None or now.has_gone_on(seen):
             seen, since = now, time.monotonic()
 
 
-def _work_done(pid: int) -> tuple[bytes, ...] | None:
-    """What its first thread, which publishes, has computed, read and written; None where the kernel does not tell.
+@dataclass(frozen=True)
+class _Work:
+    """What a process has done: its first thread, which publishes, in bytes and ticks, and all of it in seconds."""
 
-    Not the whole process: another thread keeps a lease alive, whatever this one waits for.
-    """
+    first: tuple[bytes, ...]
+    cpu_s: float
+
+    def has_gone_on(self, since: _Work) -> bool:
+        """Another thread keeps a lease alive, whatever the first waits for: of all others a moment is nothing."""
+        return self.first != since.first or self.cpu_s - since.cpu_s > STALLED_S / 20
+
+
+def _work_done(pid: int) -> _Work | None:
+    """None where the kernel does not tell."""
     try:
-        with open(f"/proc/{pid}/task/{pid}/stat", "rb") as stat, open(f"/proc/{pid}/task/{pid}/io", "rb") as io:
-            times = stat.read().rpartition(b")")[2].split()[11:13]
-            return *times, *io.read().split()[1:4:2]
-    except OSError:
+        first, process = Path(f"/proc/{pid}/task/{pid}"), Path(f"/proc/{pid}/stat")
+        io = (first / "io").read_bytes().split()
+        ticks = [int(n) for n in _times(process)]
+        return _Work((*_times(first / "stat"), io[1], io[3]), sum(ticks) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, IndexError):
         return None
+
+
+def _times(stat: Path) -> list[bytes]:
+    """User and system time."""
+    return stat.read_bytes().rpartition(b")")[2].split()[11:13]
 
 
 def _answer_of(status: int | None, out: bytes, err: bytes) -> dict[str, Any]:
