@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from weightsync.parts import Adapter
 from weightsync.persist import Restored, disk, restore, service
 from weightsync.persist.disk import Disk
 from weightsync.persist.service import Persister
-from weightsync.records import ActiveRecord, DiskRecord, Keys, VersionRecord
+from weightsync.records import ActiveRecord, CopyRecord, DiskRecord, Keys, VersionRecord
 from weightsync.swap.history import past_swaps
 
 from .fleet import until
@@ -297,6 +298,40 @@ async def test_numbers_of_another_history_are_not_taken_for_ours(
     assert await persist_now(store, Disk(copies))
     power_loss(arena_directory)
     assert await restored(store, copies) == Restored(1, "disk")
+
+
+async def test_what_a_killed_writer_has_left_is_no_version(
+    publisher: Publisher, commit: Commit, store: Store, arena_directory: Path, copies: Path
+) -> None:
+    commit(publisher.publish(model(1), activate=False))
+    assert await persist_now(store, Disk(copies))
+    commit(publisher.publish(model(2), activate=False))
+    shutil.copytree(copies / "1", copies / ".new-2")
+    (copies / ".new-2" / "version.json").unlink()
+    assert [kept.version for kept in Disk(copies).kept()] == [1]
+    assert await persist_now(store, Disk(copies))
+    assert names(copies) == [".lock", "1", "2"]
+    power_loss(arena_directory)
+    assert await restored(store, copies) == Restored(2, "disk", 1)
+
+
+async def test_what_another_host_has_is_left_to_it_and_else_comes_from_the_disk_here(
+    publisher: Publisher, commit: Commit, store: Store, copies: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(publisher.publish(model(1), activate=False))
+    assert await persist_now(store, Disk(copies))
+    record = version_of(publisher, 1)
+    elsewhere = replace(record, slot=f"//far{record.slot}")
+    await store.put(KEYS.version(1), elsewhere.to_json())
+    copy = CopyRecord("far", elsewhere.slot, record.manifest_digest, 1, "ready", "far:1", 0.0)
+    await store.put(KEYS.copy(record.manifest_digest, "far"), copy.to_json())
+    monkeypatch.setenv("HOTSWAP_HOST", "near")
+    arena = await ensure_arena(store, copies.parent / "near", host="near")
+    assert await restore(store, model="demo", directory=copies, arena=arena) == Restored(1, "memory")
+    assert version_of(publisher, 1) == elsewhere
+    await store.delete(KEYS.copy(record.manifest_digest, "far"))  # its host has died
+    assert await restore(store, model="demo", directory=copies, arena=arena) == Restored(1, "disk")
+    assert version_of(publisher, 1).slot.startswith(f"//near{arena.directory}")
 
 
 async def test_a_copy_under_way_lets_go_of_a_slot_that_a_publisher_needs(
