@@ -108,9 +108,9 @@ class CodeReward(RewardOptions):
     """1 when the program in the answer passes the record's tests (`extra[tests_key]`), run in a sandbox; `partial`
     gives the fraction that passed instead. See docs/trainer/rewards.md for the forms of tests.
 
-    `timeout_s` is for all tests of an answer, `case_timeout_s` for each. `memory_mb` is each process's limit, `disk_mb`
-    the whole sandbox's, `output_kb` a test's; `processes` counts threads too. `sandbox: none` runs model-written code
-    with this process's rights and only the resource limits: for machines that hold nothing.
+    `timeout_s` is for all tests of an answer, `case_timeout_s` for each. `memory_mb` bounds each process, and a test's
+    processes together; `disk_mb` the whole sandbox, `output_kb` a test. `processes` counts threads too. `sandbox: none`
+    runs model-written code with this process's rights and only the resource limits: for machines that hold nothing.
     """
 
     kind: Literal["code"] = "code"

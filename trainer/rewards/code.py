@@ -21,6 +21,7 @@ from trainer.config import CodeReward
 from trainer.errors import RewardError
 from trainer.rewards.base import Reward, RewardRequest
 from trainer.rewards.sandbox import Limits, Sandbox
+from trainer.rewards.sandboxed import canonical
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
@@ -31,18 +32,21 @@ class Case:
 
     asked: dict[str, Any]
     expected: Any
-    tuples: bool = True  # whether a tuple is something else than a list (JSON has only lists)
+
+    @property
+    def tuples(self) -> bool:
+        """Whether a tuple is something else than a list (JSON has only lists)."""
+        return bool(self.asked.get("tuples", True))
 
     def passed(self, outcome: dict[str, Any]) -> bool:
-        """Whether the outcome is the expected one. A value comes as its repr; only literals can be equal."""
+        """Whether the outcome is the expected one. A value comes as its canonical text; only literals can be equal.
+
+        Nothing that a program wrote is evaluated here, where no limits hold.
+        """
         if "input" in self.asked:
             said = outcome.get("output")  # none when it took too long or said too much, which is not an empty one
             return said is not None and _lines(base64.b64decode(said).decode(errors="replace")) == _lines(self.expected)
-        try:
-            value = ast.literal_eval(outcome["value"])
-        except (KeyError, ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-            return False
-        return bool((value if self.tuples else _listed(value)) == self.expected)
+        return bool(outcome.get("value") == canonical(self.expected, tuples=self.tuples))
 
 
 def program_in(answer: str) -> str:
@@ -59,7 +63,7 @@ def read_case(test: Any) -> Case:
         return Case({"input": str(test["input"])}, str(test["output"]))
     if isinstance(test, dict) and "call" in test and "expected" in test:
         call = f"{test['call']}(*{test.get('args', [])!r}, **{test.get('kwargs', {})!r})"
-        return Case({"setup": "", "expression": call}, test["expected"], tuples=False)
+        return Case({"setup": "", "expression": call, "tuples": False}, test["expected"])
     raise RewardError(f"a test is in no known form: {test!r}. Write an assertion, a call, or input and output.")
 
 
@@ -110,9 +114,3 @@ class Code(Reward):
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def _listed(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_listed(item) for item in value]
-    return {key: _listed(item) for key, item in value.items()} if isinstance(value, dict) else value

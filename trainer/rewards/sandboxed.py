@@ -1,8 +1,8 @@
 """What runs inside the sandbox: model-written programs, one process for each test case. Standard library only.
 
 `python -I -S sandboxed.py` reads a job, one line of JSON on standard input, and writes a line of JSON for each case:
-`{"value": REPR}`, `{"output": TEXT}` or `{"error": TEXT}`. It knows no expected results: whoever asked compares. A
-program may end, kill or flood anything in here; at worst its own cases fail.
+`{"value": TEXT}` as `canonical` spells it, `{"output": TEXT}` or `{"error": TEXT}`. It knows no expected results:
+whoever asked compares. A program may end, kill or flood anything in here; at worst its own cases fail.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 CHUNK = 1 << 16
+LOOK_S = 0.02  # how often memory is looked at
 
 
 def main() -> None:
@@ -49,7 +50,8 @@ def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
         os.close(read_end)
         run_program(job, case, write_end)
     os.close(write_end)
-    data, problem = collect(read_end, job["case_timeout_s"], job["output_bytes"], job["replies"])
+    memory = job["memory_bytes"] if job["alone"] else None  # elsewhere nobody can say which processes are the case's
+    data, problem = collect(read_end, job["case_timeout_s"], job["output_bytes"], job["replies"], memory)
     os.close(read_end)
     end(child, alone=job["alone"])
     if problem:
@@ -60,17 +62,25 @@ def run_case(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     return {"value": text[1:]} if text.startswith("v") else {"error": text[1:] or "it ended without a result"}
 
 
-def collect(source: int, seconds: float, limit: int, replies: int) -> tuple[bytes, str]:
-    """What comes from a pipe until its end, and what was wrong with it."""
+def collect(source: int, seconds: float, limit: int, replies: int, memory: int | None) -> tuple[bytes, str]:
+    """What comes from a pipe until its end, and what was wrong with it. `memory`: of all processes together."""
     pieces: list[bytes] = []
     size, deadline = 0, time.monotonic() + seconds
     ready = select.poll()
     ready.register(source, select.POLLIN)
     ready.register(replies, 0)  # an error there is that nobody reads them any more
+    look_at = time.monotonic()
     while True:
-        found = dict(ready.poll(max(0.0, deadline - time.monotonic()) * 1e3))
+        now = time.monotonic()
+        if memory is not None and now >= look_at:
+            if memory_of_others() > memory:
+                return b"", f"its processes took over {memory} bytes of memory together"
+            look_at = now + LOOK_S
+        found = dict(ready.poll(max(0.0, min(deadline, look_at if memory is not None else deadline) - now) * 1e3))
         if not found:
-            return b"", f"it took over {seconds:g} s"
+            if time.monotonic() >= deadline:
+                return b"", f"it took over {seconds:g} s"
+            continue
         if replies in found:
             return b"", "whoever asked has died"
         piece = os.read(source, CHUNK)
@@ -80,6 +90,22 @@ def collect(source: int, seconds: float, limit: int, replies: int) -> tuple[byte
         if size > limit:
             return b"", f"it wrote over {limit} bytes"
         pieces.append(piece)
+
+
+def memory_of_others() -> int:
+    """Bytes that all other processes in here hold, without the pages that each has from us by its birth."""
+    mine = memory_of("self")
+    return sum(max(0, memory_of(name) - mine) for name in os.listdir("/proc") if name.isdecimal() and name != "1")
+
+
+def memory_of(process: str) -> int:
+    """Bytes that a process holds and that no file holds; 0 for one that has ended."""
+    try:
+        with open(f"/proc/{process}/status", "rb") as status:
+            lines = status.read().split(b"\n")
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith((b"RssAnon:", b"RssShmem:")))
 
 
 def end(child: int, *, alone: bool) -> None:
@@ -118,7 +144,7 @@ def run_program(job: dict[str, Any], case: dict[str, Any], channel: int) -> None
         if "input" not in case:
             exec(compile(case["setup"], "tests.py", "exec"), namespace)  # noqa: S102
             value = eval(compile(case["expression"], "tests.py", "eval"), namespace)  # noqa: S307
-            os.write(channel, b"v" + repr(value).encode())
+            os.write(channel, b"v" + canonical(value, tuples=case.get("tuples", True)).encode())
     except SystemExit:
         pass
     except BaseException as error:
@@ -128,6 +154,29 @@ def run_program(job: dict[str, Any], case: dict[str, Any], channel: int) -> None
         with contextlib.suppress(BaseException):  # the program may have closed it
             sys.stdout.flush()
         os._exit(0)
+
+
+def canonical(value: Any, *, tuples: bool = True) -> str:
+    """A text that two values share exactly if they are equal, so that whoever asked reads no value that a program made.
+
+    `tuples`: whether a tuple differs from a list. Raises TypeError for what is no literal, RecursionError.
+    """
+    kind = type(value)
+    if kind is bool or (kind is float and value.is_integer()):
+        return str(int(value))
+    if kind is complex and not value.imag:
+        return canonical(value.real)
+    if kind in (int, float, complex, str, bytes) or value is None or value is ...:
+        return repr(value)
+    if kind in (list, tuple):
+        inside = ",".join(canonical(item, tuples=tuples) for item in value)
+        return f"({inside})" if kind is tuple and tuples else f"[{inside}]"
+    if kind is set:
+        return "{" + ",".join(sorted(canonical(item) for item in value)) + "}"
+    if kind is dict:
+        pairs = (f"{canonical(key)}:{canonical(item, tuples=tuples)}" for key, item in value.items())
+        return "{:" + ",".join(sorted(pairs)) + "}"
+    raise TypeError(f"a {kind.__name__} is no literal")
 
 
 def feed(sink: int, data: bytes) -> None:

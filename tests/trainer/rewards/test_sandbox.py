@@ -25,6 +25,7 @@ from trainer.rewards import RewardRequest, Score, Scorer, build_scorer
 from trainer.rewards.calls import call_filter
 from trainer.rewards.code import program_in, read_case
 from trainer.rewards.sandbox import Limits, Sandbox
+from trainer.rewards.sandboxed import canonical
 
 DOUBLE = ["assert f(2) == 4", {"call": "f", "args": [3], "expected": 6}]
 STDIO = [{"input": "2\n", "output": "4\n"}, {"input": "21\n", "output": "42"}]
@@ -97,6 +98,7 @@ def test_a_program_leaves_no_dead_process_behind_however_it_ends() -> None:
 import asyncio, ctypes, psutil
 from trainer.errors import RewardTimeout
 from trainer.rewards.sandbox import Limits, Sandbox
+from trainer.rewards.sandboxed import canonical
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become ours, as they do number one's
 case = {"setup": "import time; time.sleep(600)", "expression": "1"}
 sandbox = Sandbox(Limits(case_timeout_s=60.0, timeout_s=1.0))
@@ -116,6 +118,7 @@ def test_a_sandbox_ends_with_whoever_asked(scorer: Scorer) -> None:
     script = """
 import asyncio
 from trainer.rewards.sandbox import Limits, Sandbox
+from trainer.rewards.sandboxed import canonical
 limits = Limits(case_timeout_s=600.0, timeout_s=600.0)
 asyncio.run(Sandbox(limits).run("", [{"setup": "import time; time.sleep(600)", "expression": "1"}]))
 """
@@ -220,8 +223,112 @@ def test_no_network(scorer: Scorer) -> None:
         listener.settimeout(0.1)
         with pytest.raises(TimeoutError):
             listener.accept()
-    assert "'lo'" in seen(scorer, "[name for _, name in socket.if_nameindex()]")
-    assert "eth" not in seen(scorer, "[name for _, name in socket.if_nameindex()]")
+    devices = seen(scorer, "open('/proc/net/dev').read()")
+    assert "lo:" in devices
+    assert "eth" not in devices
+
+
+@pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG"])
+def test_sockets_of_other_families_than_unix_s_are_refused(scorer: Scorer, family: str) -> None:
+    """A network namespace does not hold them all: AF_VSOCK reaches the hypervisor."""
+    asked = f"socket.socket(socket.{family}, socket.SOCK_{'SEQPACKET' if family == 'AF_ALG' else 'DGRAM'})"
+    assert "[Errno 97]" in seen(scorer, asked)
+    assert "[Errno 97]" in seen(scorer, asked.replace("DGRAM", "STREAM"))
+    assert "family=1" in seen(scorer, "[socket.socket(socket.AF_UNIX), *socket.socketpair()]")
+
+
+HOGS = """
+import os, time
+def hold(mib):
+    kept = bytearray(mib << 20)
+    for i in range(0, len(kept), 4096):
+        kept[i] = 1
+    time.sleep(30)
+def f(x):
+    for _ in range(6):
+        if os.fork() == 0:
+            hold(100)
+    time.sleep(30)
+"""
+SHARED_HOG = HOGS.replace("bytearray(mib << 20)", "__import__('mmap').mmap(-1, mib << 20)")
+
+
+@pytest.mark.parametrize("program", [HOGS, SHARED_HOG], ids=["private", "shared"])
+def test_memory_of_all_processes_together_is_bounded(scorer: Scorer, program: str) -> None:
+    limits = Limits(case_timeout_s=20.0, timeout_s=25.0, memory_bytes=256 << 20, disk_bytes=4 << 20)
+    (outcome,) = asyncio.run(Sandbox(limits).run(program, [{"setup": "", "expression": "f(2)"}]))
+    assert "268435456 bytes of memory together" in outcome["error"]
+
+
+def test_many_small_processes_are_not_too_much_memory(scorer: Scorer) -> None:
+    """What each has from its birth counts once."""
+    program = """
+import os, time
+for _ in range(6):
+    if os.fork() == 0:
+        time.sleep(0.5)  # the supervisor looks at them several times
+        os._exit(0)
+f = lambda x: 2 * x
+"""
+    limits = Limits(case_timeout_s=5.0, memory_bytes=40 << 20, disk_bytes=4 << 20)
+    (outcome,) = asyncio.run(Sandbox(limits).run(program, [{"setup": "", "expression": "f(2)"}]))
+    assert outcome == {"case": 0, "value": "4"}
+
+
+COLLIDING = "{" + ",".join(str(i * ((1 << 61) - 1)) for i in range(1, 20_000)) + "}"
+
+
+@pytest.mark.parametrize("text", [COLLIDING, COLLIDING.replace(",", ":0,").replace("}", ":0}"), "-" * 60_000 + "1"])
+def test_nothing_that_a_program_wrote_is_evaluated_outside(
+    text: str, scorer: Scorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers that all have one hash make a set that takes the square of their count: minutes, beyond all limits."""
+    forged = {"case": 0, "value": text}
+    case = read_case("assert f() == {1, 2}")
+    monkeypatch.setattr("ast.literal_eval", lambda text: pytest.fail("a program's text is evaluated"))
+    assert not case.passed(forged)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({1, 2.0}, {2, True}), ({"b": [1], "a": 2}, {"a": 2, "b": [True]}), (1.0, 1), (-0.0, 0), (1 + 0j, 1),
+        ((), ()), (set(), set()), ({}, {}), ({(1, 2): {3}}, {(1, 2): {3}}), (b"x", b"x"), (None, None), (1.5, 1.5),
+    ],
+)  # fmt: skip
+def test_values_that_are_equal_are_told_alike(value: Any, expected: Any) -> None:
+    assert value == expected
+    assert canonical(value) == canonical(expected)
+
+
+def test_values_that_differ_are_told_apart() -> None:
+    values = [
+        (),
+        [],
+        {},
+        set(),
+        "",
+        b"",
+        None,
+        0,
+        1,
+        1.5,
+        "1",
+        (1,),
+        [1],
+        {1},
+        {1: 1},
+        ([1], 1),
+        ([1, 1],),
+        "[1]",
+        2j,
+        ...,
+    ]
+    assert len({canonical(value) for value in values}) == len(values)
+    assert canonical((1, [(2,)]), tuples=False) == canonical([1, [[2]]])
+    for value in (frozenset({1}), object(), Ellipsis.__class__, type("L", (list,), {})()):
+        with pytest.raises(TypeError, match="no literal"):
+            canonical(value)
 
 
 @pytest.mark.parametrize("path", HIDDEN)
