@@ -2,7 +2,11 @@
 at all once its engine has died.
 
 The gateway routes nothing to such an instance, but it hears of it a moment later; what it has sent by then is refused
-here, and the gateway asks another instance.
+here. `x-hotswap-refused` tells it why, and that decides whether it may ask others:
+
+    version   other weights run here, or it drains    nothing was begun: any other instance may answer
+    engine    the engine had died before it came       the same
+    lost      the engine died while it ran             it may be what killed the engine: it counts as a loss
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ GENERATING = frozenset(
         "/v1/responses",
     }
 )
+VERSION, ENGINE, LOST = b"version", b"engine", b"lost"  # values of x-hotswap-refused
 PROBE = b"x-hotswap-probe"  # set by the gateway's own probes; from clients the gateway lets no such header through
 
 
@@ -65,8 +70,10 @@ class Admission:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"] not in GENERATING or _is_probe(scope):
             await self._app(scope, receive, send)
+        elif self._dead():
+            await refuse(send, 503, DEAD, ENGINE)
         elif not self.admits():
-            await refuse(send, 409, REFUSAL, b"version")
+            await refuse(send, 409, REFUSAL, VERSION)
         else:
             await self._count(scope, receive, send)
 
@@ -81,14 +88,14 @@ class Admission:
                 self._idle.set()
 
     def _unless_dead(self, send: Any) -> Any:
-        """`send`, but what fails because the engine has died is refused, so that the gateway asks another instance."""
+        """`send`, but what fails because the engine has died meanwhile is told as lost, not as an error of vLLM's."""
         refused = False
 
         async def checked(message: dict[str, Any]) -> None:
             nonlocal refused
             if message["type"] == "http.response.start" and message["status"] >= 500 and self._dead():
                 refused = True
-                await refuse(send, 503, DEAD, b"engine")
+                await refuse(send, 503, DEAD, LOST)
             elif not refused:
                 await send(message)
 
@@ -100,7 +107,7 @@ def _is_probe(scope: Any) -> bool:
 
 
 async def refuse(send: Any, status: int, body: bytes, why: bytes) -> None:
-    """Tell the gateway that another instance may answer."""
+    """Tell the gateway that there is no answer here, and `why`."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers.append((b"x-hotswap-refused", why))
     await send({"type": "http.response.start", "status": status, "headers": headers})

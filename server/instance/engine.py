@@ -19,6 +19,7 @@ from .places import Places, check_hosts, placed
 from .provenance import pooled, traced
 from .ranks import RankFailed, Ranks, check_ranks, rank_name, worker_name
 from .tether import Tethers
+from .vocabulary import known_ids
 
 T = TypeVar("T")
 WATCH_S = 0.1
@@ -53,8 +54,9 @@ class Engine:
         self.hosts: tuple[str, ...] = ("",)
         self.adapters = Adapters()
         self.inflight = Inflight()
-        client.generate = traced(client.generate, self.inflight)
-        client.encode = pooled(client.encode, self.inflight)
+        vocabulary = client.model_config.get_vocab_size()
+        client.generate = known_ids(traced(client.generate, self.inflight), vocabulary)
+        client.encode = known_ids(pooled(client.encode, self.inflight), vocabulary)
 
     @property
     def max_num_seqs(self) -> int:

@@ -170,9 +170,6 @@ def check_model(request: GenerateRequest, state: Any) -> None:
             param="model",
         )
     ids = request.prompt_token_ids or []
-    vocabulary = config.get_vocab_size()
-    if bad := [t for t in ids if not 0 <= t < vocabulary]:
-        raise RequestProblem(f"token id {bad[0]} is outside the vocabulary of {vocabulary}", param="prompt_token_ids")
     if len(ids) + request.max_tokens > config.max_model_len:
         raise RequestProblem(
             f"{len(ids)} prompt tokens + max_tokens {request.max_tokens} exceed the context of {config.max_model_len}; "
@@ -205,8 +202,9 @@ class Run:
                 seed=r.seed, stop=r.stop, stop_token_ids=r.stop_token_ids, ignore_eos=r.ignore_eos,
                 logprobs=0 if r.logprobs else None, output_kind=RequestOutputKind.DELTA,
             )  # fmt: skip
-            prompt = {"prompt": r.prompt} if r.prompt is not None else {"prompt_token_ids": r.prompt_token_ids}
+            asked = {"prompt": r.prompt} if r.prompt is not None else {"prompt_token_ids": r.prompt_token_ids}
             client = self._state.engine_client
+            (prompt,) = await client.renderer.render_cmpl_async([asked])
             adapter = self._state.hotswap_adapters.find(r.model)
             self._outputs = client.generate(
                 prompt, params, self._id, priority=r.priority, lora_request=adapter,

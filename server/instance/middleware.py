@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from . import replay
-from .admission import DEAD, refuse
+from .admission import DEAD, LOST, VERSION, refuse
 from .inflight import VersionMismatch, Wish
 from .provenance import Trace, annotate, annotate_chunk, current_trace, problem_body
 
@@ -124,7 +124,7 @@ class _Answer:
         """The engine has died. What no other instance can go on with ends with vLLM's own error instead: False."""
         if self._start is not None:
             self._over = True
-            await refuse(self._send, 503, DEAD, b"engine")
+            await refuse(self._send, 503, DEAD, LOST)
             return True
         self._over = self._trace.replaying.resumable  # nothing more is sent: the server cuts the connection
         return self._over
@@ -136,7 +136,7 @@ class _Answer:
         body = orjson.dumps(problem_body(self._trace.problem))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         if isinstance(self._trace.problem, VersionMismatch):
-            headers.append((b"x-hotswap-refused", b"version"))
+            headers.append((b"x-hotswap-refused", VERSION))
         await self._send({"type": "http.response.start", "status": 409, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -159,6 +160,36 @@ def test_generate_refuses_with_a_typed_error(live: LiveServer, body: bytes, name
     error = answer.json()["error"]
     assert names in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+BAD_IDS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": [511, 512]}),
+    ("/v1/completions", {"prompt": [511, 512], "stream": True}),
+    ("/v1/completions", {"prompt": [[5, 6], [5, 512]]}),
+    ("/v1/completions", {"prompt": [5, 512], "use_beam_search": True, "n": 2}),
+    ("/v1/completions", {"prompt": [5], "prompt_logprobs": 1, "stop_token_ids": [-1]}),
+    ("/v1/completions", {"prompt": [2**40]}),
+    ("/v1/completions", {"prompt": [5], "stop_token_ids": [512]}),
+    ("/v1/completions", {"prompt": [5], "logit_bias": {"512": 5}}),
+    ("/v1/completions", {"prompt": [5], "allowed_token_ids": [512]}),
+    ("/v1/completions", {"prompt": [5], "logprobs": 1, "logprob_token_ids": [512]}),
+    ("/generate", {"prompt_token_ids": [511, 512]}),
+    ("/generate", {"prompt_token_ids": [511, 512], "stream": False}),
+    ("/generate", {"prompt_token_ids": [5], "stop_token_ids": [512]}),
+]
+
+
+@pytest.mark.parametrize(("route", "body"), BAD_IDS)
+def test_an_id_out_of_the_vocabulary_is_refused_and_the_engine_lives(
+    live: LiveServer, route: str, body: dict[str, Any]
+) -> None:
+    """vLLM admits ids up to the tokenizer's largest. This model has no embedding for it: the engine would die."""
+    engine = [process.pid for process in live.tree()]
+    answer = live.client.post(route, json={"model": live.name, "max_tokens": 4, **body})
+    assert answer.status_code == 400, answer.text
+    assert "vocab" in answer.json()["error"]["message"].lower()
+    assert live.generate([5, 6], 2)["choices"][0]["token_ids"]
+    assert [process.pid for process in live.tree()] == engine
 
 
 def test_generate_unknown_model(live: LiveServer) -> None:

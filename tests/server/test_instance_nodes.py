@@ -149,6 +149,7 @@ class Client:
         self.errored, self.orders, self._hosts, self._reports = False, list[Any](), hosts, reports
         parallel = SimpleNamespace(nnodes=len(set(hosts)), data_parallel_size=1)
         self.vllm_config = SimpleNamespace(parallel_config=parallel)
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 512)
         self.generate = self.encode = None
         self.engine_core = SimpleNamespace(core_engines=[b"0"], _call_utility_async=self._call)
 

@@ -298,7 +298,7 @@ async def test_a_dead_engine(resumable: bool, begun: bool) -> None:
     body = b"".join(m.get("body", b"") for m in sent)
     if not begun:
         assert sent[0]["status"] == 503
-        assert (b"x-hotswap-refused", b"engine") in sent[0]["headers"]
+        assert (b"x-hotswap-refused", b"lost") in sent[0]["headers"]
         assert orjson.loads(body)["error"]["code"] == "engine_died"
     elif resumable:
         assert ERROR not in body

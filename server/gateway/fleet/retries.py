@@ -3,8 +3,10 @@
 Only while nothing of an answer has come: a client must never get the beginning of one answer and the end of another.
 
 * not sent (the connection was refused, or not accepted in time): always, each instance once. It has cost nobody work.
-* refused (`x-hotswap-refused`: another version runs there now, or its engine has died): always; nothing was generated.
-* lost (sent, then the connection broke without a byte): once, and within the budget. The work is not done twice: an
+* refused (`x-hotswap-refused`: another version runs there now, or its engine had died before): always; nothing was
+  begun.
+* lost (sent, then the connection broke without a byte, or the engine died): once, and within the budget. No work is
+  done twice: an
   instance that dies takes it along, one that only lost the connection aborts it, as vLLM does when a client leaves.
   Once, because a request may be what killed the instance. Not on NEVER_AGAIN, where work outlives its connection.
 * anything else (silence until the timeout, an answer that is no HTTP, a 5xx of the instance): never. It may have taken
@@ -22,6 +24,7 @@ Failure = Literal["not_sent", "refused", "lost", "broken"]
 
 WINDOW_S = 10.0
 MIN_PER_S = 3.0
+LOSSES = 1  # instances that one request may lose and still be sent to another, the middle of an answer counted too
 NEVER_AGAIN = frozenset({"/v1/responses"})  # a background response goes on after its connection has ended
 
 
@@ -66,6 +69,6 @@ def again(failure: Failure, route: str, lost_before: int, budget: RetryBudget, n
     """Whether another instance is asked. `lost_before`: how often this request was lost already."""
     if failure in ("not_sent", "refused"):
         return True
-    if failure != "lost" or route in NEVER_AGAIN or lost_before:
+    if failure != "lost" or route in NEVER_AGAIN or lost_before >= LOSSES:
         return False
     return budget.take(now)

@@ -10,9 +10,13 @@ connect fails                 -> next instance, else held, then 503
 refused for its version       -> next instance, else held, then 409 or 504 (nothing of the answer had been passed on)
 pooled connection was stale   -> once more on a fresh one; if the instance takes none, it died of it: lost, as below
 connection lost, no byte yet  -> next instance, within the retry budget (fleet/retries.py)
+engine died, says the instance -> the same: the request may be what killed it
 upstream fails, nothing sent  -> 502/504 as JSON
 upstream fails, mid-answer    -> another instance goes on with the stream (failover.py), else an error event where one
                                  fits, and the connection is cut
+
+A request that is lost, before its first byte or in the middle of its answer, is sent to one more instance and no
+further: whatever it does to instances, it does to two at most.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from server.gateway.queue.gate import Gate
 
 log = logging.getLogger("hotswap.gateway")
 
+LOST = b"lost"  # as server/instance/admission.py says it
 STALE_S = 1.0  # after it was sent: a pooled connection that ends later was not closed already
 
 
@@ -48,6 +53,7 @@ class Exchange(Placing):
         "_client",
         "_losses",
         "_relay",
+        "_resent",
         "_second_try",
         "_write",
         "bytes_in",
@@ -64,6 +70,7 @@ class Exchange(Placing):
         self._client, self._write = client, client.send
         self._relay = self._new_relay(request, fleet.replay)
         self._losses = 0  # connections that ended after it was sent, without a byte
+        self._resent = False  # to the instance that has it now, whose pooled connection had ended
         self._second_try = True  # until the head of an answer that is no refusal
         self.bytes_in = len(request.body)
         self.done = False
@@ -169,7 +176,7 @@ class Exchange(Placing):
             return
         if self._second_try and relay.status:
             if relay.refused:
-                self._refused()
+                self._refused(relay.refused)
                 return
             self._no_second_try()
         self._forward(out)
@@ -188,19 +195,31 @@ class Exchange(Placing):
             self._stats.failovers["resumed"] += 1
         self._client.body_done()
 
-    def _refused(self) -> None:
-        """Its weights changed on the way there, or before this gateway knew: somebody else may have the right ones."""
+    def _refused(self, why: bytes) -> None:
+        """Its weights changed on the way there, or before this gateway knew: another instance may have the right ones.
+
+        Unless its engine died while it had the request, or it had cut it off once before: then it is lost there.
+        """
         refuser = self.instance  # in a name of its own: _try_next may leave nobody, and that is looked at below
         assert refuser is not None
+        if why == LOST or self._resent:
+            self._give_back()
+            self._lost(refuser, BadUpstream("The instance died before its first token.", code="upstream_died"))
+            return
         refuser.refusals += 1
         self._give_back()
+        self._renew_relay()
+        self._try_next(None)
+        if self.instance is not None:
+            self._stats.refusal_retries += 1
+
+    def _renew_relay(self) -> None:
+        """For the answer of the next instance; nothing of this one's has gone out."""
+        self._resent = False
         if self._continuation is not None:
             self._relay.go_on()
         else:
             self._relay = self._new_relay(self.request, self._fleet.replay)
-        self._try_next(None)
-        if self.instance is not None:
-            self._stats.refusal_retries += 1
 
     def upstream_lost(self, exc: Exception | None) -> None:
         if self.done:
@@ -224,6 +243,7 @@ class Exchange(Placing):
         self._stats.stale_retries += 1
         self._link = None
         self._pooled = False
+        self._resent = True
         self._connecting = asyncio.get_running_loop().create_task(self._connect(instance, resent=True))
 
     def _lost(self, instance: Instance, failure: HttpError) -> None:
@@ -237,6 +257,7 @@ class Exchange(Placing):
         self._fleet.failed(instance)
         self._losses += 1
         self._link = None
+        self._renew_relay()
         self._try_next(failure)
         self._count_retry("lost")
 
@@ -276,7 +297,7 @@ class Exchange(Placing):
     def _goes_on(self, error: HttpError) -> bool:
         """Whether the answer does not end with `error`, but in order or elsewhere (failover.py)."""
         relay, journal, last = self._relay, self._relay.journal, self._continuation
-        if journal is None or not journal.broken() or failover.turn_after(last) > failover.LIMIT:
+        if journal is None or not journal.broken() or self._losses >= retries.LOSSES:
             self._stats.failovers["not_resumable" if journal is None or journal.lost else "given_up"] += 1
             return False
         if self._link is not None:
@@ -287,6 +308,7 @@ class Exchange(Placing):
             self._client.write(relay.finish())
             self._complete()
             return True
+        self._losses += 1
         self._tried = [self.instance] if self.instance is not None else []
         others = [i for i in self._fleet.serving if i is not self.instance]
         told = relay.header(b"x-hotswap-weight-version")

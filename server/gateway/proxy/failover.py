@@ -5,11 +5,12 @@
                                                 its answer, which is only what comes next, goes into the same body
     none does                                -> one is waited for as for any request (--hold); a client that allows it
                                                 (`any`) is gone on with by another version
-    nobody in time, or LIMIT is reached, or  -> an error event, and the connection is cut
+    nobody in time, or the request has lost  -> an error event, and the connection is cut
+    an instance before (retries.LOSSES), or
     the stream cannot be continued
 
 Continuations are not paid for out of the retry budget: there are no more of them than streams that were being served,
-and each is work that was admitted. LIMIT bounds what a request can do that is itself what kills instances.
+and each is work that was admitted. LOSSES bounds what a request can do that is itself what kills instances.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from server.gateway.proxy.terms import Need
 from server.gateway.proxy.waiting import Patience
 from server.resume import RESUMABLE, RESUME
 
-LIMIT = 2  # times one stream is gone on with
 # Silence of an instance since it left the store, after which it counts as dead. After an outage of the store all have
 # left, until they try to register again: at most 2 s (weightsync/swap/agent.py, LAST_RETRY_S).
 GONE_S = 3.0
@@ -39,7 +39,6 @@ class Continuation:
 
     error: HttpError
     since: float
-    turn: int  # the first is 1
     need: Need | None  # which versions may go on
     own_need: Need | None  # which the client asked for
     prefix: bytes
@@ -54,11 +53,6 @@ class Continuation:
         return Patience("fleet", self.since - started + hold_s, self.error)
 
 
-def turn_after(last: Continuation | None) -> int:
-    """The number of the next continuation."""
-    return 1 if last is None else last.turn + 1
-
-
 def go_on(
     journal: Journal, last: Continuation | None, error: HttpError, now: float, need: Need | None, version: int | None
 ) -> Continuation:
@@ -66,7 +60,7 @@ def go_on(
     must go on, None if it need not be the same."""
     own = need if last is None else last.own_need
     same = own if version is None else Need(version, None, 0.0)
-    return Continuation(error, now, turn_after(last), same, own, msgspec.json.encode(journal.resume(version)))
+    return Continuation(error, now, same, own, msgspec.json.encode(journal.resume(version)))
 
 
 def version_for(journal: Journal, told: bytes, mode: Failover, others: list[Instance]) -> int | None:

@@ -92,7 +92,7 @@ class ResponseRelay:
         self.complete = False
         self.keep_alive = keep_alive  # the client's connection may carry another request
         self.reusable = False  # the upstream connection may carry another request
-        self.refused = False  # for the version it runs, or a dead engine: another instance may answer
+        self.refused = b""  # why the instance has no answer (server/instance/admission.py), empty if it has one
         self.body_bytes = 0
         self.extra_head = b""  # header lines for the client
         self._going_on = False  # the head of an answer that another instance left unfinished was sent before
@@ -133,8 +133,8 @@ class ResponseRelay:
         """The instance has died; the next one's answer is what comes after the events that went out."""
         self._parser = httptools.HttpResponseParser(self)
         self._going_on, self.status, self._head_size = True, 0, 0
-        self.seen = self.complete = self.reusable = self.refused = self._close_delimited = False
-        self._fault = None
+        self.seen = self.complete = self.reusable = self._close_delimited = False
+        self.refused, self._fault = b"", None
         self._between_chunks = False
         self._body.clear()
 
@@ -239,7 +239,7 @@ class ResponseRelay:
         if status > 599:
             self._fail(f"status {status}")
         if status in (409, 503):
-            self.refused = any(name == b"x-hotswap-refused" for name, _ in self._headers)
+            self.refused = self.header(b"x-hotswap-refused")
         if not self._going_on:
             self._head = self._build_head(status)
             self._open_journal(status)
