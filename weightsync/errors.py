@@ -21,6 +21,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   │   ├── ShapeMismatch
 │   │   └── DtypeMismatch
 │   ├── DigestMismatch        its bytes are not those that were published
+│   ├── NotFinite             it has NaN or infinities
 │   ├── ChecksumMismatch      what the workers would run is not what was published
 │   ├── PartsMismatch         the parts that the workers hold do not make up the tensor
 │   └── UnsupportedDtype      its element type cannot be carried
@@ -250,6 +251,19 @@ class DigestMismatch(TensorError):
         self.expected, self.got = expected, got
         super().__init__(
             tensor, f"tensor {tensor!r} has digest {got}, published was {expected}: its bytes changed; publish it again"
+        )
+
+
+class NotFinite(TensorError):
+    """A tensor has NaN or infinities, as it was published or in the type that it is served in."""
+
+    code = "not_finite"
+
+    def __init__(self, tensor: str, dtype: str) -> None:
+        super().__init__(
+            tensor,
+            f"tensor {tensor!r} has NaN or infinite values in {dtype}: publish weights that are finite, or start "
+            "instances with --allow-non-finite",
         )
 
 

@@ -98,6 +98,9 @@ def instance(
     headless: Annotated[
         bool, typer.Option("--headless", help="the workers of this host alone, for an instance that another host leads")
     ] = False,
+    allow_non_finite: Annotated[
+        bool, typer.Option("--allow-non-finite", help="stage versions with NaN or infinite weights, which are refused")
+    ] = False,
 ) -> None:
     """Run one vLLM instance. Further options go to vLLM as they are."""
     from server.instance.config import InstanceConfig, default_instance_id
@@ -114,6 +117,7 @@ def instance(
             cluster_tls=cluster_tls,
             kv_cache_gib=kv_cache_gib,
             headless=headless,
+            allow_non_finite=allow_non_finite,
             vllm_args=tuple(context.args),
             instance_id=instance_id or default_instance_id(),
         )

@@ -26,7 +26,7 @@ class InstanceConfig:
 
     `vllm_args` are passed to vLLM as they are. `kv_cache_gib` bounds the KV cache on CPU, where vLLM would otherwise
     take, and zero-fill, most of the machine's memory. `headless`: vLLM's workers of this host alone, for an instance
-    that another host leads.
+    that another host leads. `allow_non_finite`: versions with NaN or infinities are not refused.
     """
 
     model_dir: Path
@@ -40,6 +40,7 @@ class InstanceConfig:
     kv_cache_gib: float = 1.0
     stage_timeout_s: float = 600.0
     headless: bool = False
+    allow_non_finite: bool = False
     drain_s: float = 25.0  # for streams to end after SIGTERM; Kubernetes kills after 30 s
     vllm_args: tuple[str, ...] = ()
 

@@ -74,15 +74,19 @@ class Engine:
     def active_version(self) -> int | None:
         return self.active[0] if self.active else None
 
-    async def prepare(self, schema: list[list[Any]], tether: Mapping[str, object]) -> None:
+    async def prepare(
+        self, schema: list[list[Any]], tether: Mapping[str, object], *, allow_non_finite: bool = False
+    ) -> None:
         """Build the staging side in every worker. `schema`: [name, dtype, shape] of each tensor a version must have.
 
-        `tether`: what workers on other hosts connect to, {} where there are none. Raises ConfigError when the hosts
-        cannot be told apart or the ranks cannot flip between two batches, EngineDied.
+        `tether`: what workers on other hosts connect to, {} where there are none. `allow_non_finite`: versions with NaN
+        or infinities are staged too. Raises ConfigError when the hosts cannot be told apart or the ranks cannot flip
+        between two batches, EngineDied.
         """
         config = self.client.vllm_config
         check_ranks(config)
-        await self._answer(self._ranks.workers("init_weight_transfer_engine", {"schema": schema}))
+        info = {"schema": schema, "allow_non_finite": allow_non_finite}
+        await self._answer(self._ranks.workers("init_weight_transfer_engine", info))
         hosts = await self._answer(self._ranks.workers("hotswap_attach", dict(tether)))
         self.hosts = tuple(itertools.chain.from_iterable(hosts))
         check_hosts(self.hosts, int(config.parallel_config.nnodes))

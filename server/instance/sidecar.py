@@ -66,7 +66,9 @@ class Sidecar:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Take part while the context is open; leave the fleet before it closes."""
-        await self._engine.prepare(reference_schema(self._config.model_dir), self._tether)
+        await self._engine.prepare(
+            reference_schema(self._config.model_dir), self._tether, allow_non_finite=self._config.allow_non_finite
+        )
         store = open_store(self._config.store)
         self._participant = self._new_participant(store, replace(self._record, max_num_seqs=self._engine.max_num_seqs))
         self._admission.admits = lambda: self._participant is not None and self._participant.admits

@@ -162,6 +162,31 @@ def test_generate_refuses_with_a_typed_error(live: LiveServer, body: bytes, name
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("mode", ["together", "rolling"])
+def test_weights_that_are_not_finite_are_refused_while_staging(
+    live: LiveServer,
+    serving: tuple[int, list[int]],
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    value: float,
+    mode: str,
+) -> None:
+    tensors = load_file(checkpoints["b"] / "model.safetensors")
+    name = "model.layers.1.self_attn.v_proj.weight"
+    tensors[name][3, 5] = value
+    bad = tmp_path / "bad"
+    shutil.copytree(checkpoints["b"], bad)
+    save_file(tensors, bad / "model.safetensors", metadata={"format": "pt"})
+    answer = live.admin.post("/admin/weights", json={"path": str(bad), "activate": True, "mode": mode})
+    error = answer.json()["error"]
+    assert answer.status_code in (409, 422)
+    assert name in error["message"]
+    assert "NaN or infinite" in error["message"]
+    assert live.active() == serving[0]
+    assert live.generate(PROMPT, 12)["choices"][0]["token_ids"] == serving[1]
+
+
 BAD_IDS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": [511, 512]}),
     ("/v1/completions", {"prompt": [511, 512], "stream": True}),

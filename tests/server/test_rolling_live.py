@@ -1,7 +1,11 @@
-"""Rolling swaps of two real instances, guarded by probes: what the canary is asked, and that bad weights stop there."""
+"""Rolling swaps of two real instances, guarded by probes: what the canary is asked, and that bad weights stop there.
+
+The instances take weights that are not finite, so that what these leave in the KV cache can be looked for.
+"""
 
 from __future__ import annotations
 
+import random
 import shutil
 import threading
 from collections.abc import Iterator
@@ -13,11 +17,13 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.live import LiveServer, eventually
+from tests.live import VLLM_ARGS, LiveServer, eventually
 
 pytestmark = pytest.mark.engine
 
-BODY = {"prompt_token_ids": [3, 4, 5], "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": False}
+BODY = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": False}
+POISON = {"nan": float("nan"), "inf": float("inf"), "overflow": 3e38}
+AFTERWARDS = 200  # answers
 # say-0, say-1 and say-3 answer these words, as tests/conftest.py and the tokenizer of loadtest/checkpoints.py have it.
 PROBES = """
 - {name: words, prompt: [3, 4, 5], max_tokens: 4, expect: {regex: "^(w100|w101|w103)+$"}, min_mean_logprob: -5}
@@ -32,20 +38,28 @@ def server(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     probes.write_text(PROBES)
     state = tmp_path_factory.mktemp("rolling")
     arguments = ("--probes", str(probes))
-    live = LiveServer(checkpoints["say-0"], state, name="rolling", instances=2, gateway_args=arguments)
+    engine = (*VLLM_ARGS, "--allow-non-finite")
+    live = LiveServer(checkpoints["say-0"], state, engine, name="rolling", instances=2, gateway_args=arguments)
     with live.running():
         yield live
 
 
 @dataclass
 class Clients:
-    """Asks the public port again and again; what came back."""
+    """Asks the public port again and again; what came back, `labelled` as (version, token)."""
 
     url: str
-    tokens: set[int] = field(default_factory=set)
-    versions: set[int] = field(default_factory=set)
+    labelled: set[tuple[int, int]] = field(default_factory=set)
     failures: list[str] = field(default_factory=list)
     asked: int = 0
+
+    @property
+    def tokens(self) -> set[int]:
+        return {token for _, token in self.labelled.copy()}
+
+    @property
+    def versions(self) -> set[int]:
+        return {version for version, _ in self.labelled.copy()}
 
     def __enter__(self) -> Clients:
         self._stop = threading.Event()
@@ -60,15 +74,17 @@ class Clients:
             thread.join(60)
 
     def _ask(self) -> None:
+        chance = random.Random(threading.get_ident())
         with httpx.Client(base_url=self.url, timeout=60) as client:
             while not self._stop.is_set():
-                answer = client.post("/generate", json=BODY)
+                prompt = [chance.randrange(3, 90) for _ in range(chance.randrange(1, 60))]
+                answer = client.post("/generate", json={**BODY, "prompt_token_ids": prompt})
                 if answer.status_code != 200:
                     self.failures.append(answer.text)
                     continue
                 (choice,) = answer.json()["choices"]
-                self.tokens |= set(choice["token_ids"])
-                self.versions |= {span["version"] for span in choice["weight_versions"]}
+                for span in choice["weight_versions"]:
+                    self.labelled |= {(span["version"], t) for t in choice["token_ids"][span["start"] : span["end"]]}
                 self.asked += 1
 
 
@@ -121,6 +137,33 @@ def test_bad_weights_stop_at_the_canary(
     assert found["reason"] == problem["reason"]
 
 
+@pytest.mark.parametrize("bad", POISON)
+@pytest.mark.parametrize("mode", ["together", "rolling"])
+def test_nothing_of_a_bad_version_is_left_in_the_cache(
+    server: LiveServer, checkpoints: dict[str, Path], tmp_path: Path, mode: str, bad: str
+) -> None:
+    """Swapped in for all and rolled back, or stopped at the canary: the good version's tokens are its own.
+
+    Zero times NaN is NaN: attention over a block that the bad version wrote would spoil the answer of whoever gets it.
+    """
+    assert push(server, checkpoints["say-1"]).status_code == 200
+    good = server.active()
+    with Clients(server.url) as clients:
+        assert eventually(lambda: clients.asked > 20, 60)
+        answer = push(server, poisoned(checkpoints["say-3"], tmp_path / bad, POISON[bad]), mode=mode)
+        if mode == "together":
+            assert answer.status_code == 200, answer.text
+            assert eventually(lambda: answer.json()["version"] in clients.versions or clients.failures, 60)
+            assert server.admin.post("/admin/weights/rollback").status_code == 200
+        else:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "swap_aborted")
+        assert eventually(lambda: everywhere(server, good), 60)
+        asked, failed = clients.asked, len(clients.failures)
+        assert eventually(lambda: clients.asked > asked + AFTERWARDS, 120)
+    assert {token for version, token in clients.labelled if version == good} == {101}
+    assert len(clients.failures) == failed
+
+
 def test_rollback_to_any_ready_version(server: LiveServer, checkpoints: dict[str, Path]) -> None:
     versions = [push(server, checkpoints[name]).json()["version"] for name in ("say-0", "say-1")]
     answer = server.admin.post("/admin/weights/rollback", json={"version": versions[0], "mode": "rolling"})
@@ -138,5 +181,16 @@ def with_nan(source: Path, target: Path) -> Path:
     shutil.copytree(source, target)
     tensors = load_file(target / "model.safetensors")
     tensors["lm_head.weight"][7, 7] = float("nan")
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def poisoned(source: Path, target: Path, value: float) -> Path:
+    """The checkpoint with values in attention that make keys and values NaN or infinite."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "v_proj.weight" in name:
+            tensor.fill_(value)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target

@@ -10,12 +10,13 @@ import torch
 
 from weightsync import Publisher, SlotReader
 from weightsync.digests.fingerprint import combine
-from weightsync.errors import ChecksumMismatch
+from weightsync.errors import ChecksumMismatch, NotFinite
 from weightsync.records import VersionRecord
 from weightsync.vllm_engine.build import Builder, compare
 from weightsync.vllm_engine.exchange import DevicePool
 from weightsync.vllm_engine.layout import plan_layout
 from weightsync.vllm_engine.pool import LayoutPool
+from weightsync.vllm_engine.published import Published
 from weightsync.vllm_engine.skeleton import pair_parameters
 
 TENSORS = {
@@ -97,6 +98,37 @@ def test_what_cannot_be_told_from_the_slot_is_summed_as_published(record: Versio
     assert placement.opaque == {"layers.1.scaled"}
     assert set(placement.loaded) == {"layers.1.scaled", "layers.1.plain"}
     assert set(placement.unused) == {"layers.1.scaled", "spare"}
+
+
+@pytest.mark.parametrize("name", ["layers.0.q", "layers.0.norm", "layers.1.scaled", "layers.1.plain"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_not_finite_are_named(publisher: Publisher, name: str, value: float) -> None:
+    """However they get to their place."""
+    bad = {**TENSORS, name: TENSORS[name].clone()}
+    bad[name].view(-1)[-1] = value
+    publisher.publish(bad, activate=False)
+    with SlotReader.open(publisher.versions()[-1].slot) as reader:
+        for allowed in (False, True):
+            twin = Model()
+            slots = pair_parameters(Model(), twin)
+            layout = plan_layout(slots, torch.device("cpu"), 0, 1)
+            builder = Builder(twin, slots, layout, torch.device("cpu"), allow_non_finite=allowed)
+            data = torch.zeros(layout.nbytes, dtype=torch.uint8)
+            if allowed:
+                builder.build(reader, data, lambda _: None)
+            else:
+                with pytest.raises(NotFinite, match=name):
+                    builder.build(reader, data, lambda _: None)
+
+
+def test_weights_that_overflow_in_the_type_they_are_served_in(publisher: Publisher) -> None:
+    publisher.publish({**TENSORS, "wide": torch.tensor([[1.0, 1e30]])}, activate=False)
+    with SlotReader.open(publisher.versions()[-1].slot) as reader:
+        published = Published(reader, lambda _: None)
+        wide = published.tensor("wide")
+        assert published.cast("wide", wide, torch.bfloat16).isfinite().all()
+        with pytest.raises(NotFinite, match="float16"):
+            published.cast("wide", wide, torch.float16)
 
 
 def test_a_wrong_sum_is_named(record: VersionRecord) -> None:

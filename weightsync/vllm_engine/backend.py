@@ -33,9 +33,13 @@ class NotStagedError(RuntimeError):
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """`schema`: [name, dtype, shape] of every tensor a version must have; empty accepts what the model accepts."""
+    """`schema`: [name, dtype, shape] of every tensor a version must have; empty accepts what the model accepts.
+
+    `allow_non_finite`: weights with NaN or infinities are staged, which are refused otherwise.
+    """
 
     schema: list[list[Any]] = field(default_factory=list)
+    allow_non_finite: bool = False
 
 
 @dataclass
@@ -70,6 +74,7 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._schema = schema_of((n, d, s) for n, d, s in init_info.schema) if init_info.schema else None
+        self._allow_non_finite = init_info.allow_non_finite
         self.attach(None)
         self._shelf = Shelf()
         self._unwanted: int | None = None
@@ -77,8 +82,9 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def attach(self, runner: Any) -> None:
         """`runner`: vLLM's model runner, which holds what else can be swapped here: a draft model, LoRA adapters."""
         if not hasattr(self, "_base"):
-            self._base = Stager(self.model, self.vllm_config, self.model_config, self.device)
-        self._stager = BundleStager(self._base, runner, self.device)
+            allow = self._allow_non_finite
+            self._base = Stager(self.model, self.vllm_config, self.model_config, self.device, allow_non_finite=allow)
+        self._stager = BundleStager(self._base, runner, self.device, allow_non_finite=self._allow_non_finite)
 
     # vLLM's four-phase protocol -------------------------------------------------------------------------------
 

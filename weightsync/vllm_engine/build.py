@@ -26,7 +26,7 @@ from weightsync.digests.fingerprint import (
     packed_rectangle,
     rectangle,
 )
-from weightsync.errors import ChecksumMismatch, PartsMismatch
+from weightsync.errors import ChecksumMismatch, NotFinite, PartsMismatch
 from weightsync.manifest import TensorEntry
 from weightsync.receiver import SlotReader
 
@@ -60,8 +60,17 @@ class Built:
 class Builder:
     """Replays the placement of one model. The twin's own memory is touched for opaque parameters only."""
 
-    def __init__(self, twin: torch.nn.Module, slots: list[Slot], layout: Layout, device: torch.device) -> None:
+    def __init__(
+        self,
+        twin: torch.nn.Module,
+        slots: list[Slot],
+        layout: Layout,
+        device: torch.device,
+        *,
+        allow_non_finite: bool = False,
+    ) -> None:
         self._twin, self._slots, self._layout, self._device = twin, slots, layout, device
+        self._allow_non_finite = allow_non_finite
         self._own = {s.name: s for s in slots if s.name == s.source}
         self._shapes = {name: s.parameter.shape for name, s in self._own.items()}
         self._onednn = {s.source for s in slots if s.role == "linear" and layout.kernels[s.name] == "onednn"}
@@ -75,10 +84,11 @@ class Builder:
     def build(self, reader: SlotReader, data: torch.Tensor | None, pace: Pace) -> Built:
         """Fill `data`, the layout slot's bytes (None: they are there already), and make the private kernels.
 
-        Raises DigestMismatch when published bytes changed, ChecksumMismatch when what was built is not what was
-        published, MissingTensor, UnsupportedModelError.
+        Raises DigestMismatch when published bytes changed, NotFinite when they have a NaN or an infinity, or overflow
+        in the type they are served in, ChecksumMismatch when what was built is not what was published, MissingTensor,
+        UnsupportedModelError.
         """
-        published, built = Published(reader, pace), Built()
+        published, built = Published(reader, pace, allow_non_finite=self._allow_non_finite), Built()
         placement = self._placement(published)
         for entry in self._entries(placement) if data is not None else ():
             assert data is not None
@@ -95,7 +105,7 @@ class Builder:
 
     def check(self, reader: SlotReader, data: torch.Tensor) -> Sums:
         """Read `data` again: the sums of what lies there now, as `build` reported them if nothing changed since."""
-        published, built = Published(reader, lambda _: None), Built()
+        published, built = Published(reader, lambda _: None, allow_non_finite=True), Built()
         placement = self._placement(published)
         for entry in self._entries(placement):
             if entry.packed:
@@ -160,7 +170,7 @@ class Builder:
             np.copyto(words, published.words(piece.name, piece.source))
             return rectangle(words, piece.source.row, published.first_word(piece.name, piece.source))
         source = crop(as_matrix(published.tensor(piece.name)), piece.source)
-        view.copy_(source.to(served))  # by way of the type the model has: a bias is wider here
+        view.copy_(published.cast(piece.name, source, served))  # by way of the type the model has: a bias is wider here
         return self._sum(view, piece, entry.source, published)
 
     def _raw(self, source: str, placement: Placement, published: Published) -> torch.Tensor:
@@ -178,7 +188,8 @@ class Builder:
         for box, value in placement.constants.get(source, ()):
             crop(as_matrix(raw), box).fill_(value)
         for rect in rects:
-            crop(as_matrix(raw), rect.target).copy_(crop(as_matrix(published.tensor(rect.name)), rect.source))
+            source_part = crop(as_matrix(published.tensor(rect.name)), rect.source)
+            crop(as_matrix(raw), rect.target).copy_(published.cast(rect.name, source_part, dtype))
         return raw
 
     def _load_opaque(self, placement: Placement, published: Published, data: torch.Tensor | None, built: Built) -> None:
@@ -189,6 +200,8 @@ class Builder:
         load_group(self._twin, ((name, published.tensor(name)) for name in placement.loaded))
         for source in sorted(placement.opaque):
             raw = self._own[source].parameter.data
+            if raw.is_floating_point() and not (published.allow_non_finite or bool(torch.isfinite(raw).all())):
+                raise NotFinite(source, str(raw.dtype).removeprefix("torch."))
             for entry in self._layout.entries if data is not None else ():
                 if entry.source == source:
                     assert data is not None

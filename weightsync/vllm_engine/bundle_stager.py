@@ -52,9 +52,9 @@ class BundleReport:
 class BundleStager:
     """One staging at a time; `wait` returns when it is over, `bundle` is then what was staged, if it went well."""
 
-    def __init__(self, base: Stager, runner: Any, device: torch.device) -> None:
+    def __init__(self, base: Stager, runner: Any, device: torch.device, *, allow_non_finite: bool = False) -> None:
         self._stagers = {BASE: base}
-        self._runner, self._device = runner, device
+        self._runner, self._device, self._allow_non_finite = runner, device, allow_non_finite
         self._missing: dict[str, PartNotServed] = {}
         self._host: LoraHost | None = None
         self._thread: threading.Thread | None = None
@@ -66,11 +66,11 @@ class BundleStager:
     def _find_parts(self) -> None:
         """What this worker has besides the base; what it has not is refused with its reason when a version has it."""
         try:
-            self._stagers[DRAFT] = draft_stager(self._runner, self._device)
+            self._stagers[DRAFT] = draft_stager(self._runner, self._device, allow_non_finite=self._allow_non_finite)
         except PartNotServed as error:
             self._missing[DRAFT] = error
         try:
-            self._host = LoraHost(self._runner)
+            self._host = LoraHost(self._runner, allow_non_finite=self._allow_non_finite)
         except PartNotServed as error:
             self._missing[LORA] = error
 

@@ -6,7 +6,9 @@
 * Prefix-cache keys carry the version (namespaces.py). A request of which nothing is computed when a commit lands moves
   to the new version; one that has begun goes on with the blocks it has, and shares none from then on.
 * A request that asked for it (`extra_args["hotswap"]["policy"] == "recompute"`) is preempted in the commit, and its KV
-  rebuilt under the new weights.
+  rebuilt under the new weights. When a version is withdrawn (a commit goes back to an older one), that is done with
+  every request: what a bad version computed does not live on under a good one's label.
+* Blocks of the KV cache that hold what other weights wrote are zeroed before the next request gets them (stale.py).
 * A request that must see no token of the new version is ended by the commit, or not let in (policies.py).
 * Version spans are attached to every partial output, not to the last one only; those over a prompt that a commit fell
   into travel with the label of the first output.
@@ -23,7 +25,7 @@ from typing import Any
 
 import orjson
 
-from . import policies, replay
+from . import policies, replay, stale
 from .namespaces import enter, go_private, namespace, version_of
 
 _MARK = "_hotswap_installed"
@@ -42,6 +44,7 @@ def install() -> None:
     EngineCore.preprocess_add_request = _salted(replay.extended(EngineCore.preprocess_add_request))
     EngineCore.add_request = _resalted(EngineCore.add_request)
     Scheduler._preempt_request = _started_over(Scheduler._preempt_request)
+    stale.install()
     OutputProcessor.add_request = replay.registered(OutputProcessor.add_request)
     OutputProcessor.process_outputs = _unpacked(OutputProcessor.process_outputs)
     RequestState._new_completion_output = _with_spans(RequestState._new_completion_output)
@@ -89,8 +92,10 @@ def _move_requests(scheduler: Any, version: str) -> dict[str, int]:
     """Settle what every request's blocks belong to from this commit on; what is not through with its prompt."""
     before, scheduler._hotswap_version = getattr(scheduler, "_hotswap_version", ""), version
     crossed: dict[str, int] = {}
+    stale.mark(scheduler)
+    withdrawn = before.isdecimal() and int(version) < int(before)
     for request in reversed(list(scheduler.running)):  # the last one first: each is put before those that wait
-        if policies.wish_of(request).get("policy") == "recompute":
+        if withdrawn or policies.wish_of(request).get("policy") == "recompute":
             _start_over(scheduler, request)
             continue
         go_private(request, scheduler.hash_block_size)

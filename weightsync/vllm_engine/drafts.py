@@ -17,7 +17,7 @@ from .stager import Stager
 DRAFT = "draft"
 
 
-def draft_stager(runner: Any, device: torch.device) -> Stager:
+def draft_stager(runner: Any, device: torch.device, *, allow_non_finite: bool = False) -> Stager:
     """A stager over the draft model of vLLM's model runner. Raises PartNotServed where it has none of its own."""
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
@@ -32,4 +32,4 @@ def draft_stager(runner: Any, device: torch.device) -> Stager:
         )
     model = runner.get_draft_model()
     config = drafter._create_draft_vllm_config()
-    return Stager(model, config, config.model_config, device)
+    return Stager(model, config, config.model_config, device, allow_non_finite=allow_non_finite)

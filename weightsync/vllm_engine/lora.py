@@ -15,7 +15,8 @@ import orjson
 import torch
 
 from weightsync.digests.fingerprint import checksum, grid
-from weightsync.errors import PartNotServed, ShapeMismatch, UnexpectedTensor, WeightSyncError
+from weightsync.digests.finite import is_finite
+from weightsync.errors import NotFinite, PartNotServed, ShapeMismatch, UnexpectedTensor, WeightSyncError
 from weightsync.parts import ADAPTER_CONFIG, LORA, LORA_URL
 from weightsync.receiver import SlotReader
 
@@ -50,7 +51,8 @@ class LoraGeneration:
 class LoraHost:
     """The adapters of one worker. Raises PartNotServed when vLLM was started without LoRA."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, *, allow_non_finite: bool = False) -> None:
+        self._allow_non_finite = allow_non_finite
         worker_manager = getattr(runner, "lora_manager", None)
         if worker_manager is None:
             raise PartNotServed(f"{LORA}NAME", "start the instance with --enable-lora")
@@ -63,22 +65,38 @@ class LoraHost:
     def build(self, order: PartOrder) -> tuple[LoraGeneration, dict[str, Any]]:
         """(the adapter of `order`, report fields: `nbytes` read, `sums` of its tensors as they lie in memory).
 
-        Raises AdapterError, ShapeMismatch, UnexpectedTensor, DigestMismatch, ManifestError.
+        Raises AdapterError, ShapeMismatch, UnexpectedTensor, DigestMismatch, NotFinite, ManifestError.
         """
         reader = SlotReader.open(order.slot, manifest_digest=order.manifest_digest, version=order.version)
         try:
             if not reader.manifest.tensors:
                 raise AdapterError("the adapter has no tensors: publish what PEFT saves")
             helper = self._helper(reader.manifest.metadata.get(ADAPTER_CONFIG, ""))
-            tensors = {name: _copy(reader, name) for name in reader.manifest.tensors}
+            tensors = {name: self._read(reader, name) for name in reader.manifest.tensors}
             sums = {name: _sums(tensor) for name, tensor in tensors.items()}
             model = self._model(order.lora_id, tensors, helper)
+            self._check_finite(model)
             return LoraGeneration(order.manifest_digest, order.name, model, self), {
                 "nbytes": reader.nbytes,
                 "sums": sums,
             }
         finally:
             reader.close()
+
+    def _read(self, reader: SlotReader, name: str) -> torch.Tensor:
+        entry = reader.manifest.tensors[name]
+        with reader.buffer(name) as data:
+            if not (self._allow_non_finite or is_finite(data, entry.dtype)):
+                raise NotFinite(name, entry.dtype)
+        return _copy(reader, name)
+
+    def _check_finite(self, model: Any) -> None:
+        """What was scaled, merged and cast to the type that adapters are served in."""
+        for module, weights in model.loras.items() if not self._allow_non_finite else ():
+            for matrices in (weights.lora_a, weights.lora_b):
+                for matrix in matrices if isinstance(matrices, list) else [matrices]:
+                    if matrix is not None and not bool(torch.isfinite(matrix).all()):
+                        raise NotFinite(module, str(matrix.dtype).removeprefix("torch."))
 
     def place(self, name: str, model: Any) -> list[Any]:
         """Make `model` what the adapter runs on from the next batch on; returns what it replaces."""

@@ -11,7 +11,8 @@ import torch
 import xxhash
 
 from weightsync.digests.fingerprint import Part, Words, grid, rectangle, word_type
-from weightsync.errors import DigestMismatch
+from weightsync.digests.finite import is_finite
+from weightsync.errors import DigestMismatch, NotFinite
 from weightsync.manifest import Schema
 from weightsync.receiver import SlotReader
 
@@ -21,10 +22,14 @@ Pace = Callable[[int], None]
 
 
 class Published:
-    """`pace` is called with the bytes about to be read. What is read before `finish` is trusted only after it."""
+    """`pace` is called with the bytes about to be read. What is read before `finish` is trusted only after it.
 
-    def __init__(self, reader: SlotReader, pace: Pace) -> None:
+    Bytes that are NaN or infinite raise NotFinite as they are read, unless `allow_non_finite`.
+    """
+
+    def __init__(self, reader: SlotReader, pace: Pace, *, allow_non_finite: bool = False) -> None:
         self._reader, self._pace = reader, pace
+        self.allow_non_finite = allow_non_finite
         self._entries = reader.manifest.tensors
         self._hashers = {name: xxhash.xxh3_128() for name in self._entries}
         self._digested = dict.fromkeys(self._entries, 0)
@@ -82,7 +87,10 @@ class Published:
         return Part(*grid(entry.dtype, entry.shape), box.row, box.row + box.rows, first, end, total)
 
     def read(self, name: str, box: Box) -> None:
-        """Digest the tensor up to the end of `box`, which is about to be used, unless that was done."""
+        """Digest the tensor up to the end of `box`, which is about to be used, unless that was done.
+
+        Raises NotFinite.
+        """
         entry = self._entries[name]
         end = (
             entry.nbytes
@@ -94,10 +102,19 @@ class Published:
         if end > begin:
             with self._reader.buffer(name) as view, view[begin:end] as piece:
                 self._hashers[name].update(piece)
+                if not (self.allow_non_finite or is_finite(piece, entry.dtype)):
+                    raise NotFinite(name, entry.dtype)
             self._digested[name] = end
 
+    def cast(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A part of the tensor in the type that it is served in. Raises NotFinite where it overflows there."""
+        cast = tensor.to(dtype)
+        if cast is not tensor and not (self.allow_non_finite or bool(torch.isfinite(cast).all())):
+            raise NotFinite(name, str(dtype).removeprefix("torch."))
+        return cast
+
     def finish(self) -> None:
-        """Digest what was not read, and compare. Raises DigestMismatch."""
+        """Digest what was not read, and compare. Raises DigestMismatch, NotFinite."""
         for name, entry in self._entries.items():
             self.read(name, self.whole(name))
             if (found := self._hashers[name].hexdigest()) != entry.digest:

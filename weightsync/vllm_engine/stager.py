@@ -82,13 +82,21 @@ class Garbage:
 class Stager:
     """Turns published slots into generations. One staging at a time; `wait` returns its report."""
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config: Any,
+        model_config: Any,
+        device: torch.device,
+        *,
+        allow_non_finite: bool = False,
+    ) -> None:
         checksum_kernels.warm()
         self._twin = build_skeleton(vllm_config, model_config, device)
         self._slots = pair_parameters(model, self._twin)
         parallel = vllm_config.parallel_config
         self._layout = plan_layout(self._slots, device, parallel.rank, parallel.world_size)
-        self._builder = Builder(self._twin, self._slots, self._layout, device)
+        self._builder = Builder(self._twin, self._slots, self._layout, device, allow_non_finite=allow_non_finite)
         self._pace = Pacer(model, device)
         self._pool: LayoutPool | DevicePool | None = None
         self._device = device
