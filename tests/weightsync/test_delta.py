@@ -329,3 +329,42 @@ def test_a_refused_delta_leaves_no_version(publisher: Publisher) -> None:
         with publisher.begin(header.schema, base=first) as draft, pytest.raises(WeightSyncError):
             apply_delta(DeltaReader(io.BytesIO(bytes(raw))), slot, draft)
     assert [v.version for v in publisher.versions()] == [first]
+
+
+# what no writer writes, one byte at a time ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("numbers", "places"), [([3], [3]), ([0, 2], [0, 3]), ([4], None), ([0, 3], None)])
+def test_a_change_is_within_its_block(numbers: list[int], places: list[int] | None) -> None:
+    words = np.array(numbers, np.uint8)
+    if places is not None:
+        assert delta_codec._unpack_gaps(words, len(numbers), 4).tolist() == places
+        return
+    with pytest.raises(DeltaError, match="outside of itself"):
+        delta_codec._unpack_gaps(words, len(numbers), 4)
+
+
+@pytest.mark.parametrize("said", [6, 8])
+def test_a_stream_says_the_size_it_has(said: int) -> None:
+    packed = memoryview(zstandard.compress(b"1234567"))
+    assert bytes(delta_codec._unpack(delta_codec.ZSTD, packed, 7)) == b"1234567"
+    with pytest.raises(DeltaError, match=f"unpacks to 7, not {said} bytes"):
+        delta_codec._unpack(delta_codec.ZSTD, packed, said)
+
+
+@pytest.mark.parametrize(
+    ("table", "data", "complaint"),
+    [
+        ([2, 1], b"abc", None),
+        ([2, 1], b"abcd", "belong to no stream"),
+        ([2, 1], b"ab", "reaches beyond"),
+        ([2, 2], b"abc", "reaches beyond"),
+    ],
+)
+def test_streams_fill_their_block(table: list[int], data: bytes, complaint: str | None) -> None:
+    body = b"".join(delta_codec._STREAM.pack(delta_codec.STORED << 30 | size) for size in table) + data
+    if complaint is None:
+        assert [bytes(plane) for plane in delta_codec._unpack_streams(memoryview(body), table)] == [b"ab", b"c"]
+        return
+    with pytest.raises(DeltaError, match=complaint):
+        delta_codec._unpack_streams(memoryview(body), table)

@@ -12,7 +12,8 @@ import torch
 from tests.trainer.algorithms import reference as plain
 from tests.trainer.algorithms.batches import LONGEST, Trial, groups
 from trainer.algorithms import ActorCritic, Grpo, PolicyGradient, Ppo, Reinforce, Rloo, build_algorithm
-from trainer.algorithms.base import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES
+from trainer.algorithms.base import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, VERSION_LAG
+from trainer.algorithms.correction import correct
 from trainer.batch import MASK, lay_out
 from trainer.config import (
     AlgorithmConfig,
@@ -354,3 +355,10 @@ def test_an_algorithm_that_leaves_something_unsaid_is_never_built() -> None:
 def test_those_that_ask_for_values_and_no_others_train_a_critic(config: AlgorithmConfig) -> None:
     algorithm = build_algorithm(config, LONGEST)
     assert isinstance(algorithm, ActorCritic) == (VALUES in algorithm.needs) == (config.name == "ppo")
+
+
+def test_a_token_as_old_as_the_bound_is_kept() -> None:
+    fields = {MASK: torch.ones(1, 3), VERSION_LAG: torch.tensor([[1.0, 2.0, 3.0]])}
+    found = correct(CorrectionConfig(max_lag=2, lag_decay=0.5), torch.zeros(1, 3), fields)
+    assert found.kept.tolist() == [[1.0, 1.0, 0.0]]
+    assert found.weights.tolist() == [[0.5, 0.25, 0.0]]
