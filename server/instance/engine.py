@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from weightsync.errors import WeightSyncError
@@ -227,5 +228,7 @@ async def build_vllm_app(engine: Engine, args: Any) -> Any:
     tasks = await engine.client.get_supported_tasks()
     app = build_app(args, tasks, engine.client.model_config)
     await init_app_state(engine.client, app.state, args, tasks)
+    # vLLM's handler of engine errors ends its own server here; the sidecar ends an instance whose engine has died.
+    app.state.server = SimpleNamespace(should_exit=False)
     engine.adapters.bind(app.state.openai_serving_models.lora_requests)
     return app

@@ -21,6 +21,7 @@ extras:
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -31,6 +32,7 @@ from . import replay
 from .inflight import Inflight, VersionMismatch, WeightsChanged, Wish
 from .replay import Replaying
 
+log = logging.getLogger("hotswap.instance")
 Span = dict[str, int]
 MESSAGES = ("message", "message_delta")
 current_trace: ContextVar[Trace | None] = ContextVar("current_trace", default=None)
@@ -150,7 +152,7 @@ def pooled(encode: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> Cal
             await inflight.admit(wish)
             with inflight.running(wish):
                 began = inflight.active
-                outputs = encode(prompt, pooling_params, request_id, **kwargs)
+                outputs = _accepted(encode(prompt, pooling_params, request_id, **kwargs))
                 async with contextlib.aclosing(outputs):  # type: ignore[type-var]
                     async for output in outputs:
                         crossed = inflight.active != began and wish.policy in ("abort", "finish")
@@ -171,7 +173,7 @@ async def _follow(
         await inflight.admit(trace.wish)
         _check_resumed(trace, inflight)
         with inflight.running(trace.wish):
-            outputs = begin()
+            outputs = _accepted(begin())
             try:
                 async for output in _with_replay(_uncut(outputs, trace.wish, inflight), trace):
                     trace.record(base, output.outputs, len(output.prompt_token_ids or ()))
@@ -181,6 +183,27 @@ async def _follow(
     except (VersionMismatch, WeightsChanged) as problem:
         trace.problem = problem
         raise
+
+
+async def _accepted(outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The engine's outputs. Raises VLLMValidationError, a 400 on every route, where vLLM fails over a field that its
+    schema admits, before the engine has the request; vLLM itself would call that a fault of the engine's."""
+    begun = False
+    async with contextlib.aclosing(outputs):  # type: ignore[type-var]
+        try:
+            async for output in outputs:
+                begun = True
+                yield output
+        except Exception as error:
+            from vllm.exceptions import VLLMValidationError
+            from vllm.v1.engine.exceptions import EngineGenerateError
+
+            cause = error.__cause__ if isinstance(error, EngineGenerateError) else None
+            if begun or not isinstance(cause, AttributeError | LookupError | TypeError | ValueError):
+                raise
+            log.warning("vLLM cannot take a request", exc_info=cause)
+            message = f"vLLM cannot take this request ({type(cause).__name__}: {cause}); check the types of its fields"
+            raise VLLMValidationError(message) from error
 
 
 def _check_resumed(trace: Trace, inflight: Inflight) -> None:

@@ -239,6 +239,19 @@ def test_structured_output_logprobs_and_embeddings_as_vllm_gives_them(live: Live
         client.embeddings.create(model=live.name, input="hi")  # a generating model offers none
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_vllm_fails_over_is_told_as_the_client_s(live: LiveServer, path: str, stream: bool) -> None:
+    """Its schema admits a text there, and its code asks the text for a key."""
+    asks = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    body = {"model": live.name, "max_tokens": 2, "stream": stream, **asks}
+    answer = live.client.post(path, json={**body, "vllm_xargs": {"kv_transfer_params": "x"}})
+    assert "vLLM cannot take this request" in answer.text
+    assert "has no attribute 'server'" not in answer.text
+    assert stream or (answer.status_code, answer.json()["error"]["type"]) == (400, "BadRequestError")
+    assert live.client.post(path, json=body).status_code == 200
+
+
 PUBLISHER = """
 import sys, torch
 from safetensors.torch import load_file

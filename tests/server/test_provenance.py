@@ -184,3 +184,29 @@ def test_the_scheduler_goes_by_priority_unless_it_is_told_otherwise(tmp_path: Pa
 async def test_embeddings_of_a_version_that_is_not_here_are_refused() -> None:
     with pytest.raises(VersionMismatch):
         await embed(Wish(min_version=3))
+
+
+@pytest.mark.parametrize(
+    ("cause", "after", "told"),
+    [
+        (AttributeError("'str' object has no attribute 'get'"), 0, "VLLMValidationError"),
+        (AttributeError("'str' object has no attribute 'get'"), 1, "EngineGenerateError"),  # it had been taken
+        (MemoryError(), 0, "EngineGenerateError"),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [traced, pooled])
+async def test_what_vllm_fails_over_before_it_has_the_request_is_the_client_s(
+    wrapped: Any, cause: Exception, after: int, told: str
+) -> None:
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    async def fails(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        for _ in range(after):
+            yield SimpleNamespace(outputs=[], prompt_token_ids=[])
+        raise EngineGenerateError from cause
+
+    params = SimpleNamespace(n=1, extra_args=None, extra_kwargs=None)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - its type is looked at below
+        async for _ in wrapped(fails, Inflight())("prompt", params, "id"):
+            pass
+    assert type(caught.value).__name__ == told
