@@ -354,16 +354,17 @@ async def test_the_public_port_has_none_of_it(gateway: RunningGateway, method: s
         assert (answer.status, code_of(answer)) == (404, "not_found")
 
 
-async def test_the_admin_port_has_health_and_metrics_and_no_inference_but_the_chats(gateway: RunningGateway) -> None:
+async def test_the_admin_port_has_health_and_metrics_and_inference_behind_its_key(gateway: RunningGateway) -> None:
     key = f"Authorization: Bearer {ADMIN_KEY}\r\n"
     for path in ("/healthz", "/metrics"):
         assert (await gateway.ask(get(path), admin=True)).status == 200
-    for raw in (get("/v1/models", key), post("/v1/chat/completions", headers=key), post("/generate", headers=key)):
-        assert (await gateway.ask(raw, admin=True)).status == 503  # past the key: there is no instance
+    for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
+        assert (await gateway.ask(post(path, headers=key), admin=True)).status == 503  # past the key: no instance
+    assert (await gateway.ask(get("/v1/models", key), admin=True)).status == 503
     for raw in (get("/v1/models"), post("/v1/chat/completions"), post("/generate")):
         assert (await gateway.ask(raw, admin=True)).status == 401
-    assert (await gateway.ask(post(headers=key), admin=True)).status == 404
-    assert (await gateway.ask(post(), admin=True)).status == 401
+    assert (await gateway.ask(post("/v1/nowhere", headers=key), admin=True)).status == 404
+    assert (await gateway.ask(post("/v1/nowhere"), admin=True)).status == 401
 
 
 async def test_inference_asks_for_a_key_where_there_are_some(gateway: RunningGateway) -> None:

@@ -59,6 +59,7 @@ STATUS: dict[str, type[HttpError]] = {
     "swap_error": Conflict,
     "swap_aborted": Conflict,
     "swap_timeout": UpstreamTimeout,
+    "staging_cancelled": Conflict,
     "fingerprint_mismatch": Conflict,
     "unknown_version": NotFound,
     "transfer_error": Unavailable,
