@@ -18,7 +18,6 @@ from server.gateway.admin.error_map import to_http
 from server.gateway.admin.routers import routers
 from server.gateway.config import GatewayConfig
 from server.gateway.deps import GatewayDep
-from server.gateway.fleet.scrape import answering
 from server.gateway.gateway import Gateway
 from server.gateway.middleware import AdminGate, RequestIdMiddleware, error_response
 from server.gateway.openapi import routes as openapi
@@ -41,7 +40,6 @@ def build_app(config: GatewayConfig) -> FastAPI:
     app.add_exception_handler(WeightSyncError, _weightsync_error)
     app.add_exception_handler(HTTPException, _starlette_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(Exception, _unforeseen)
     app.add_middleware(AdminGate)
     app.add_middleware(RequestIdMiddleware)
     _add_probes(app)
@@ -64,9 +62,9 @@ def _add_probes(app: FastAPI) -> None:
         ready = [i for i in gateway.fleet.serving if i.record.active_version is not None]
         if not ready:
             raise gateway.fleet.unavailable()
-        for instance in ready:
-            if await answering(instance, PROBE_TIMEOUT_S):
-                return {"status": "ready", "instance": instance.id, "version": instance.record.active_version}
+        instance = await gateway.readiness.find(ready, PROBE_TIMEOUT_S)
+        if instance is not None:
+            return {"status": "ready", "instance": instance.id, "version": instance.record.active_version}
         raise Unavailable(
             f"{len(ready)} instance(s) are registered, none answers its health check.", code="not_answering"
         )
@@ -124,7 +122,3 @@ async def _validation_error(_: Request, exc: Exception) -> Response:
     return error_response(
         BadRequest(f"{where or 'body'}: {first['msg']}", code="invalid_parameter", param=where or None)
     )
-
-
-async def _unforeseen(_: Request, exc: Exception) -> Response:
-    return error_response(HttpError("The gateway failed to answer; the fault is in its log."))

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from server.gateway.access.key_files import KeyFiles, load_keys
 from server.gateway.access.key_store import KeyStore
@@ -20,7 +20,7 @@ from server.gateway.admin.probes import ProbeSettings, build_probe
 from server.gateway.admin.push import Pusher
 from server.gateway.admin.updates import Updates
 from server.gateway.config import GatewayConfig
-from server.gateway.fleet.scrape import scrape_forever
+from server.gateway.fleet.scrape import Readiness, scrape_forever
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.metrics import build_registry, render
 from server.gateway.observe.series import Throughput
@@ -43,6 +43,7 @@ log = logging.getLogger("hotswap.gateway")
 
 SWEEP_INTERVAL_S = 0.25
 RELOAD_INTERVAL_S = 1.0
+RESTART_S = 0.5
 FIRST_VIEW_TIMEOUT_S = 2.0
 
 
@@ -73,6 +74,7 @@ class Gateway:
         self.training = TrainingLog(store, config.model)
         self.registry = build_registry(self.stats, self.fleet, self.gate)
         self.pages = Pages(config.worker, lambda: render(self.registry))
+        self.readiness = Readiness()
         self.leaving = False  # it was told to stop: load balancers are to send nothing more
         self.outbox = Outbox()
         self.buffered = 0  # bytes of request bodies held now
@@ -94,7 +96,7 @@ class Gateway:
                     await gateway.key_store.refresh()
                     await gateway.sharing.enter()
                     await gateway.fleet.refresh()
-            tasks = [asyncio.create_task(_outlive(name, work)) for name, work in gateway._work().items()]
+            tasks = [asyncio.create_task(keep_going(name, work)) for name, work in gateway._work().items()]
             with contextlib.suppress(TimeoutError):  # the other gateways make room for this one
                 await asyncio.wait_for(gateway.sharing.entered.wait(), FIRST_VIEW_TIMEOUT_S)
             yield gateway
@@ -110,21 +112,21 @@ class Gateway:
             await store.close()
             await asyncio.to_thread(close_watchers)
 
-    def _work(self) -> dict[str, Coroutine[Any, Any, None]]:
-        work: dict[str, Coroutine[Any, Any, None]] = {
-            "fleet": self.fleet.run(),
-            "scraper": scrape_forever(self.fleet, self.config.upstream),
-            "sweeper": self._sweep_forever(),
-            "keys": self.key_store.run(),
-            "limits": self.sharing.run(),
-            "files": self._reload_forever(),
-            "cache scopes": self.scopes.keep_adopting(self.store),
-            "throughput": self.throughput.run(self.fleet.instances),
-            "training": self.training.run(),
-            "metrics page": self.pages.serve(),
+    def _work(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        work: dict[str, Callable[[], Awaitable[None]]] = {
+            "fleet": self.fleet.run,
+            "scraper": lambda: scrape_forever(self.fleet, self.config.upstream),
+            "sweeper": self._sweep_forever,
+            "keys": self.key_store.run,
+            "limits": self.sharing.run,
+            "files": self._reload_forever,
+            "cache scopes": lambda: self.scopes.keep_adopting(self.store),
+            "throughput": lambda: self.throughput.run(self.fleet.instances),
+            "training": self.training.run,
+            "metrics page": self.pages.serve,
         }
         if self.config.run_coordinator:
-            work["coordinator"] = self.coordinator.run()
+            work["coordinator"] = self.coordinator.run
         return work
 
     async def _sweep_forever(self) -> None:
@@ -145,12 +147,12 @@ class Gateway:
             self.key_files.reload()
 
 
-async def _outlive(name: str, work: Coroutine[Any, Any, None]) -> None:
-    """Runs a background task; a fault in it is logged at once rather than when the process ends."""
-    try:
-        await work
-    except asyncio.CancelledError:
-        raise
-    except Exception:
-        log.exception("the %s task of the gateway ended", name)
-        raise
+async def keep_going(name: str, work: Callable[[], Awaitable[None]]) -> None:
+    """Runs a background task to its end, and begins it anew after a fault: requests go on, so what keeps them must."""
+    while True:
+        try:
+            await work()
+            return
+        except Exception:
+            log.exception("the %s task of the gateway failed; it begins again in %g s", name, RESTART_S)
+            await asyncio.sleep(RESTART_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -13,6 +14,8 @@ from server.gateway.access.keys import ADMIN
 from server.gateway.console.routes import is_open
 from server.gateway.observe.finished import Finished
 from server.gateway.proxy.routes import elsewhere
+
+log = logging.getLogger("hotswap.gateway")
 
 Scope = dict[str, Any]
 Message = MutableMapping[str, Any]
@@ -40,10 +43,22 @@ class RequestIdMiddleware:
                 message["headers"] = [*message["headers"], (b"x-request-id", scope["state"]["request_id"])]
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            log.exception("%s: a fault of the gateway", scope["state"]["request_id"].decode())
+            if status != 499:
+                raise  # the answer has begun: uvicorn cuts it
+            failed = HttpError("The gateway failed to answer; the fault is in its log.")
+            await error_response(failed)(scope, receive, send_with_id)
+        finally:
+            self._tell(scope, status, time.monotonic() - began)
+
+    @staticmethod
+    def _tell(scope: Scope, status: int, duration_s: float) -> None:
         stats = scope["state"]["gateway"].stats
         if stats.watchers and scope["path"] not in OPEN:
-            stats.tell(_finished(scope, status, time.monotonic() - began))
+            stats.tell(_finished(scope, status, duration_s))
 
 
 def _finished(scope: Scope, status: int, duration_s: float) -> Finished:

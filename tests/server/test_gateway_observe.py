@@ -86,6 +86,7 @@ async def test_ready_means_a_committed_version_that_answers(
     gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server.gateway.app.PROBE_TIMEOUT_S", 10.0)
+    monkeypatch.setattr("server.gateway.fleet.scrape.HOLDS_S", 0.0)
     vllm = Vllm()
     assert (await gateway.ask(get("/healthz"))).status == 200
     assert await ready(gateway) == (503, "no_instance")

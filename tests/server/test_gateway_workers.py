@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +74,14 @@ def test_a_family_is_described_once() -> None:
 
 async def test_workers_give_each_other_their_pages(tmp_path: Path) -> None:
     places = [Place(i, 3, 0, -1, str(tmp_path), os.getpid()) for i in range(3)]
-    pages = [Pages(place, lambda i=place.index: page(i + 1.0)) for place in places]  # type: ignore[misc]
+
+    def made(value: float) -> Callable[[], Awaitable[bytes]]:
+        async def make() -> bytes:
+            return page(value)
+
+        return make
+
+    pages = [Pages(place, made(place.index + 1.0)) for place in places]
     tasks = [asyncio.create_task(p.serve()) for p in pages[:2]]  # the third is not up
     async with asyncio.timeout(10):
         while not all(places[i].page_socket(i).exists() for i in range(2)):  # noqa: ASYNC110
@@ -90,7 +97,30 @@ async def test_workers_give_each_other_their_pages(tmp_path: Path) -> None:
 
 
 async def test_a_gateway_alone_has_no_label() -> None:
-    assert await Pages(None, lambda: b"# nothing\n").all() == b"# nothing\n"
+    async def make() -> bytes:
+        return b"# nothing\n"
+
+    assert await Pages(None, make).all() == b"# nothing\n"
+
+
+async def test_a_page_is_made_once_for_all_who_ask_at_a_time() -> None:
+    made = 0
+    go_on = asyncio.Event()
+
+    async def make() -> bytes:
+        nonlocal made
+        made += 1
+        await go_on.wait()
+        return b"page"
+
+    pages = Pages(None, make)
+    asked = [asyncio.create_task(pages.all()) for _ in range(20)]
+    while not made:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)  # a page that took so long is kept for nine times as long
+    go_on.set()
+    assert await asyncio.gather(*asked) == [b"page"] * 20
+    assert made == 1
 
 
 # what a worker is told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from server.errors import BadUpstream, HttpError
@@ -16,6 +17,8 @@ from server.gateway.proxy.relay import ResponseRelay
 log = logging.getLogger("hotswap.gateway")
 
 MAX_PAGE = 8 * 2**20
+HOLDS_S = 0.25
+MOST_ASKED = 32
 
 
 class _Fetch:
@@ -71,6 +74,43 @@ async def answering(instance: Instance, timeout_s: float) -> bool:
     except (HttpError, TimeoutError):
         return False
     return status == 200
+
+
+class Readiness:
+    """Which instance answers its health check, asked once for all who want to know at a time.
+
+    All instances are asked at once, up to `MOST_ASKED` of them, and the first good answer is enough. It holds for
+    `HOLDS_S`, and as long as the same instances serve: anybody may ask, and an instance is not asked as often.
+    """
+
+    def __init__(self) -> None:
+        self._asking = asyncio.Lock()
+        self._asked: list[Instance] = []
+        self._found: Instance | None = None
+        self._until = 0.0
+
+    async def find(self, instances: list[Instance], timeout_s: float) -> Instance | None:
+        """One of `instances` that answers within `timeout_s`, None if none does."""
+        async with self._asking:
+            if self._asked != instances or time.monotonic() >= self._until:
+                self._found = await _first_answering(instances[:MOST_ASKED], timeout_s)
+                self._asked, self._until = instances, time.monotonic() + HOLDS_S
+            return self._found
+
+
+async def _first_answering(instances: list[Instance], timeout_s: float) -> Instance | None:
+    async def ask(instance: Instance) -> Instance | None:
+        return instance if await answering(instance, timeout_s) else None
+
+    asked = [asyncio.create_task(ask(instance)) for instance in instances]
+    try:
+        for each in asyncio.as_completed(asked):
+            if (found := await each) is not None:
+                return found
+        return None
+    finally:
+        for task in asked:
+            task.cancel()
 
 
 async def scrape(instance: Instance, timeout_s: float) -> None:

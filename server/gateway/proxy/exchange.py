@@ -322,6 +322,8 @@ class Exchange(Placing):
         return True
 
     def _break_off(self, error: HttpError) -> None:
+        if self.done:
+            return
         answered = self.status != 0
         self._end(status=self.status or error.status, code=error.code)
         if answered:

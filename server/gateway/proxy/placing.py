@@ -6,6 +6,7 @@ What comes back is exchange.py's affair, and so is what happens when nobody can 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -23,6 +24,8 @@ from server.gateway.proxy.request import Request
 from server.gateway.proxy.upstream import UpstreamConnection
 from server.gateway.queue.gate import Gate, Waiter
 from server.gateway.queue.line import Ticket
+
+log = logging.getLogger("hotswap.gateway")
 
 
 class Placing(ABC):
@@ -176,6 +179,14 @@ class Placing(ABC):
             self._connecting = asyncio.get_running_loop().create_task(self._connect(instance))
 
     async def _connect(self, instance: Instance, *, resent: bool = False) -> None:
+        try:
+            await self._connect_to(instance, resent=resent)
+        except Exception:  # nobody awaits this task: its client would wait for ever
+            log.exception("%s: a fault of the gateway", self.request.head.request_id.decode())
+            self._connecting = None
+            self._break_off(HttpError("The gateway failed to send this request on; the fault is in its log."))
+
+    async def _connect_to(self, instance: Instance, *, resent: bool) -> None:
         try:
             link = await instance.pool.connect()
         except Unavailable as exc:

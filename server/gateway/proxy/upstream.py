@@ -147,16 +147,19 @@ class Pool:
         return link
 
     def _refused(self, exc: OSError) -> Unavailable:
-        where = f"The instance at {self.authority.decode()}"
+        """What clients are told, who are not told where instances are; the log is."""
+        where = self.authority.decode()
         if isinstance(exc, ssl.SSLError):
             reason = exc.verify_message if isinstance(exc, ssl.SSLCertVerificationError) else exc.reason
-            message = f"{where} has not shown that it is a member of this cluster ({reason})."
+            message = f"has not shown that it is a member of this cluster ({reason})."
             if message != self._told:
                 self._told = message
-                log.error("%s It gets no requests: are its certificate and this gateway's of one authority?", message)
-            return Unavailable(message, code="instance_untrusted")
-        reason = "did not accept a connection in time" if isinstance(exc, TimeoutError) else "refused"
-        return Unavailable(f"{where} {reason}; try again shortly.", code="instance_unreachable")
+                advice = "It gets no requests: are its certificate and this gateway's of one authority?"
+                log.error("The instance at %s %s %s", where, message, advice)
+            return Unavailable(f"An instance {message}", code="instance_untrusted")
+        reason = "did not accept a connection in time" if isinstance(exc, TimeoutError) else "refused a connection"
+        log.debug("the instance at %s %s", where, reason)
+        return Unavailable(f"An instance {reason}; try again shortly.", code="instance_unreachable")
 
     def give_back(self, link: UpstreamConnection) -> None:
         """Keeps `link` for the next request, unless there are enough or it is closing."""
