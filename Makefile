@@ -7,7 +7,7 @@ PYTHON ?= python3
 JOBS ?= 2
 PYTEST = $(PY) -m pytest tests -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all broad soak check lint types setup native clean
+.PHONY: demo test test-all broad mutants soak check lint types setup native clean
 demo: setup
 	$(PY) -m loadtest.demo $(if $(KEEP),--keep) $(DEMO_ARGS)
 
@@ -20,6 +20,10 @@ broad: setup
 	$(PYTEST) -m "broad and not gpu and not soak"
 
 test-all: test broad
+
+# Whether the tests notice changes of meaning in the pure logic; half an hour. MUTANTS=delta: those of files with that word.
+mutants: setup
+	OMP_NUM_THREADS=1 $(PY) -m tests.mutants $(MUTANTS)
 
 # About an hour: ten thousand swaps under load, and an hour of random schedules.
 soak: setup
