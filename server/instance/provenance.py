@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -33,6 +33,7 @@ from .inflight import Inflight, VersionMismatch, WeightsChanged, Wish
 from .replay import Replaying
 
 log = logging.getLogger("hotswap.instance")
+MOST_SCORES = 2**20  # log-probabilities of prompt tokens in one answer: about 100 bytes each, and written in one call
 Span = dict[str, int]
 MESSAGES = ("message", "message_delta")
 current_trace: ContextVar[Trace | None] = ContextVar("current_trace", default=None)
@@ -50,6 +51,7 @@ class Trace:
         self._sent: dict[int, int] = {}
         self._prompt_tokens: dict[int, int] = {}  # by first choice
         self._calls = 0
+        self._scores = 0  # log-probabilities of prompt tokens that were asked for
 
     def open(self, choices: int) -> int:
         """A new engine request with `choices` samples; returns the index of its first choice."""
@@ -58,13 +60,32 @@ class Trace:
         return base
 
     def open_for(self, prompt: Any, params: Any) -> int:
-        """The same, for this prompt and these sampling parameters, which are given what the engine must know."""
+        """The same, for this prompt and these sampling parameters, which are given what the engine must know.
+
+        Raises VLLMValidationError if the answer would be too large.
+        """
+        self._count_scores(prompt, params)
         base = self.open(params.n or 1)
         self.replaying.begins(self._calls, prompt, params)
         # Always written: what a client puts there itself (vllm_xargs) must not reach the engine.
         asked = self.wish.for_engine() | self.replaying.for_engine()
         params.extra_args = {**(params.extra_args or {}), "hotswap": asked}
         return base
+
+    def _count_scores(self, prompt: Any, params: Any) -> None:
+        """An answer is written in one call, for which every stream of this instance stands still."""
+        each = getattr(params, "prompt_logprobs", None)
+        if each is None or not isinstance(prompt, Mapping):
+            return
+        self._scores += len(prompt.get("prompt_token_ids") or ()) * (each + 1)
+        if self._scores > MOST_SCORES:
+            from vllm.exceptions import VLLMValidationError
+
+            raise VLLMValidationError(
+                f"the prompts of this request ask for over {MOST_SCORES} log-probabilities; send fewer prompts in one "
+                "request, or ask for fewer `prompt_logprobs`",
+                parameter="prompt_logprobs",
+            )
 
     def record(self, base: int, outputs: Sequence[Any], prompt_tokens: int = 0) -> None:
         """Note the spans of an engine output (`RequestOutput.outputs`)."""

@@ -14,7 +14,7 @@ import pytest
 from server.instance.config import InstanceConfig
 from server.instance.inflight import Inflight, VersionMismatch, WeightsChanged, Wish
 from server.instance.middleware import ProvenanceMiddleware
-from server.instance.provenance import Trace, annotate, annotate_chunk, current_trace, pooled, traced
+from server.instance.provenance import MOST_SCORES, Trace, annotate, annotate_chunk, current_trace, pooled, traced
 
 
 @dataclass
@@ -210,3 +210,18 @@ async def test_what_vllm_fails_over_before_it_has_the_request_is_the_client_s(
         async for _ in wrapped(fails, Inflight())("prompt", params, "id"):
             pass
     assert type(caught.value).__name__ == told
+
+
+def test_the_scores_of_all_prompts_of_a_request_are_bounded() -> None:
+    """At the bound it is taken; one token more is not, whichever prompt it is in."""
+    from vllm.exceptions import VLLMValidationError
+
+    def asks(tokens: int, each: int | None) -> tuple[Any, Any]:
+        return {"prompt_token_ids": [1] * tokens}, SimpleNamespace(n=1, extra_args=None, prompt_logprobs=each)
+
+    trace = Trace()
+    for _ in range(4):
+        trace.open_for(*asks(MOST_SCORES // 16, 3))
+    trace.open_for(*asks(1000, None))
+    with pytest.raises(VLLMValidationError, match="fewer prompts"):
+        trace.open_for(*asks(1, 0))
