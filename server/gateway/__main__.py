@@ -35,6 +35,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--admin-port", type=int, help="port of /admin/* (default: the one after --port, or any free one)")
     p.add_argument("--admin-key-file", type=Path, help="file with the admin key, made (0600) if it does not exist")
     p.add_argument("--api-key-file", type=Path, help="file with keys for inference, one a line")
+    p.add_argument(
+        "--allow-origin", action="append", default=[], metavar="ORIGIN", help="page that may ask while no key is needed"
+    )
     p.add_argument("--require-key", action="store_true", help="ask for a key for inference even before there is one")
     p.add_argument("--max-body", type=int, default=limits.max_body, help="largest request body, bytes")
     p.add_argument("--max-buffered", type=int, default=limits.max_buffered, help="request bodies held at a time, bytes")
@@ -116,6 +119,7 @@ def config_from(args: argparse.Namespace, worker: Place | None = None) -> Gatewa
         admin_key_file=args.admin_key_file,
         api_key_file=args.api_key_file,
         require_key=args.require_key,
+        allowed_origins=tuple(args.allow_origin),
         limits=_limits(args),
         upstream=UpstreamSettings(
             connect_timeout_s=args.connect_timeout,

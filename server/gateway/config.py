@@ -137,6 +137,7 @@ class GatewayConfig:
     admin_key_file: Path | None = None  # None: `admin.key` beside the SQLite store
     api_key_file: Path | None = None  # keys for inference, beside those in the store
     require_key: bool = False  # ask for a key for inference even while there is none
+    allowed_origins: tuple[str, ...] = ()  # pages that may ask while no key is needed, beside this machine's
     limits: Limits = Limits()
     upstream: UpstreamSettings = UpstreamSettings()
     queue: QueueSettings = QueueSettings()

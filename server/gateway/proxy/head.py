@@ -56,6 +56,7 @@ class RequestHead:
     expect_continue: bool = False
     asked: dict[bytes, bytes] | None = None  # x-hotswap-* headers, for terms.read
     session: bytes | None = None  # x-session-id, which is forwarded too
+    origin: bytes | None = None  # of the page that has a browser ask
     scope: bytes = b""  # whose prefix cache it may hit, as the header line that says so
 
 
@@ -117,6 +118,10 @@ def _transfer_encoding(head: RequestHead, value: bytes, http_version: str) -> No
     head.chunked = True
 
 
+def _origin(head: RequestHead, value: bytes, _: str) -> None:
+    head.origin = value
+
+
 def _connection(head: RequestHead, value: bytes, _: str) -> None:
     options = {option.strip().lower() for option in value.split(b",")}
     if not options <= _CONNECTION_OPTIONS:
@@ -172,6 +177,7 @@ _READERS = {
     b"transfer-encoding": _transfer_encoding,
     b"connection": _connection,
     b"expect": _expect,
+    b"origin": _origin,
     b"authorization": _authorization,
     b"x-api-key": _api_key,
     b"x-request-id": _request_id,

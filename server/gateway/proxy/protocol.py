@@ -21,6 +21,7 @@ from server.gateway.proxy.exchange import Exchange
 from server.gateway.proxy.guard import GuardedProtocol
 from server.gateway.proxy.head import RequestHead
 from server.gateway.proxy.json_check import NONE, Fields, check_object
+from server.gateway.proxy.origin import check_origin
 from server.gateway.proxy.outbox import MANY
 from server.gateway.proxy.request import Request
 from server.gateway.proxy.routes import Target, find
@@ -98,6 +99,10 @@ class GatewayProtocol(GuardedProtocol):
             return
         self._principal = ANONYMOUS
         self._principal = self.gateway.keys.authorize(head.key, ADMIN if targets[0].route.admin else INFER)
+        if head.origin is not None and self.gateway.keys.open_inference:
+            host = next((value for name, value in self.headers if name == b"host"), b"")
+            listening_on = self.server[0] if self.server is not None else ""
+            check_origin(head.origin, host, listening_on, self.gateway.config.allowed_origins)
         head.scope = self.gateway.scopes.line(self._principal)
         head.forward += head.scope
         for target in targets:
