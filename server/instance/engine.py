@@ -25,6 +25,7 @@ from .vocabulary import known_ids
 T = TypeVar("T")
 WATCH_S = 0.1
 STAGING_POLL_S = 0.002
+STOP_TIMEOUT_S = 10.0  # a staging stops with its next piece; a worker that hangs must not keep the instance from ending
 FLIP_TIMEOUT_S = 10.0  # a flip takes milliseconds, and waits for at most one batch
 
 
@@ -112,9 +113,10 @@ class Engine:
             async with asyncio.timeout(timeout_s):
                 reports = await self._until_staged(self._ranks.workers("hotswap_stage", order))
         except (TimeoutError, asyncio.CancelledError, RankFailed) as ended:
-            with contextlib.suppress(EngineDied, RankFailed):
-                await self.drop(version.version, previous=False)
-                await self._until_staged(self._ranks.workers("hotswap_report"))
+            with contextlib.suppress(EngineDied, RankFailed, TimeoutError):
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await self.drop(version.version, previous=False)
+                    await self._until_staged(self._ranks.workers("hotswap_report"))
             if isinstance(ended, TimeoutError):
                 raise StagingFailed(f"staging version {version.version} took longer than {timeout_s:.0f} s") from None
             raise

@@ -13,6 +13,7 @@ from server.errors import ConfigError
 from server.instance.engine import Engine, StagingFailed
 from server.instance.ranks import RankFailed
 from server.instance.tether import Tethers
+from tests.weightsync.fleet import until
 from weightsync.records import VersionRecord
 
 VERSION = VersionRecord(2, "ready", "/arena/base", 1, "d", None, None, "p", 1, 0.0, "", 1)
@@ -57,6 +58,7 @@ def engine_of(*cores: Core, moe: bool = False) -> Engine:
     parallel = SimpleNamespace(nnodes=1, data_parallel_size=len(cores))
     client = SimpleNamespace(
         errored=False,
+        model_config=SimpleNamespace(get_vocab_size=lambda: 8),
         generate=None,
         encode=None,
         vllm_config=SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=moe)),
@@ -121,6 +123,17 @@ async def test_a_staging_that_is_cancelled_ends_when_every_rank_has_stopped(turn
         assert "hotswap_stage" not in core.calls[core.calls.index("hotswap_drop") :]
         assert core.calls[-1] == "hotswap_report"
         assert not core.reports[0]["running"]
+
+
+async def test_a_worker_that_hangs_does_not_keep_a_cancelled_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.instance.engine.STOP_TIMEOUT_S", 0.05)
+    core = Core(report(running=True))
+    staging = asyncio.create_task(engine_of(core).stage(VERSION, WAIT_S))
+    await until(lambda: "hotswap_stage" in core.calls)
+    monkeypatch.setattr(core, "call", lambda *_: asyncio.Event().wait())
+    staging.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(staging, WAIT_S)
 
 
 async def test_a_staging_that_takes_too_long_is_stopped() -> None:
