@@ -15,6 +15,7 @@ from weightsync.parts import combined
 from weightsync.records import VersionRecord
 
 from .adapters import Adapters
+from .grammars import bounded
 from .inflight import Inflight
 from .places import Places, check_hosts, placed
 from .provenance import pooled, traced
@@ -57,7 +58,7 @@ class Engine:
         self.adapters = Adapters()
         self.inflight = Inflight()
         vocabulary = client.model_config.get_vocab_size()
-        client.generate = known_ids(traced(client.generate, self.inflight), vocabulary)
+        client.generate = bounded(known_ids(traced(client.generate, self.inflight), vocabulary))
         client.encode = known_ids(pooled(client.encode, self.inflight), vocabulary)
 
     @property

@@ -217,6 +217,33 @@ def test_an_id_out_of_the_vocabulary_is_refused_and_the_engine_lives(
     assert [process.pid for process in live.tree()] == engine
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"json": {"type": "array", "minItems": 10**9}},
+        {"choice": [str(n) for n in range(100_000)]},
+        {"grammar": 'root ::= root "a" | root root | "a"'},
+        {"json": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
+        {"regex": "((a{1,100}){1,100}){1,100}"},
+    ],
+    ids=["items", "choices", "rules", "references", "repeats"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_would_take_the_host_is_refused(live: LiveServer, asked: dict[str, Any], stream: bool) -> None:
+    processes = live.tree()
+    before = sum(process.memory_info().rss for process in processes)
+    body = {"model": live.name, "max_tokens": 4, "structured_outputs": asked, "stream": stream}
+    for route, prompt in (
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ):
+        answer = live.client.post(route, json={**body, **prompt})
+        assert answer.status_code == 400, answer.text
+        assert "structured output" in answer.json()["error"]["message"]
+    assert sum(process.memory_info().rss for process in live.tree()) < before + (64 << 20)
+    assert live.generate([5, 6], 2)["choices"][0]["token_ids"]
+
+
 def test_generate_unknown_model(live: LiveServer) -> None:
     answer = live.client.post("/generate", json={"prompt": "a", "model": "no-such-model"})
     assert answer.status_code == 404
