@@ -33,7 +33,9 @@ class Worker:
 
 
 @contextlib.contextmanager
-def worker(checkpoint: Path, *, dtype: str = "bfloat16", rank: int = 0, world: int = 1) -> Iterator[Worker]:
+def worker(
+    checkpoint: Path, *, dtype: str = "bfloat16", rank: int = 0, world: int = 1, allow_non_finite: bool = False
+) -> Iterator[Worker]:
     """A model with dummy weights and its stager. With `world` > 1 the ranks only believe that the others exist."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -58,6 +60,7 @@ def worker(checkpoint: Path, *, dtype: str = "bfloat16", rank: int = 0, world: i
                 get_model_loader(config.load_config).load_weights(model, config.model_config)
                 process_weights_after_loading(model, config.model_config, cpu)
             config.compilation_config.static_forward_context = {}
-            yield Worker(model, config, Stager(model, config, config.model_config, cpu))
+            stager = Stager(model, config, config.model_config, cpu, allow_non_finite=allow_non_finite)
+            yield Worker(model, config, stager)
     finally:
         parallel_state._TP, parallel_state._PP = saved

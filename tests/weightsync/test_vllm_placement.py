@@ -147,7 +147,7 @@ def test_not_a_number_keeps_its_bits(tmp_path: Path, publisher: Publisher) -> No
         [0x7F81, 0x7FC1], dtype=torch.int16
     )  # a signalling one, one with a payload
     record = publish(publisher, tensors)
-    with worker(checkpoint) as w:
+    with worker(checkpoint, allow_non_finite=True) as w:
         w.stage(record).release()
         assert combine([w.stager.report.sums]) == record.fingerprint
 
@@ -378,3 +378,21 @@ def test_a_staging_that_is_stopped_ends_with_the_next_piece_and_can_be_begun_aga
         assert stager.report.error is None
         assert combine([stager.report.to_dict()["sums"]]) == record.fingerprint
         stager.take().pieces[BASE].generation.release()
+
+
+def test_what_was_built_without_looking_for_nan_is_not_taken_by_who_looks(
+    tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two instances of one host share slots, and one of them was started with --allow-non-finite."""
+    monkeypatch.setenv("HOTSWAP_LINEAR_KERNEL", "plain")  # nothing is private: a slot that is there is taken as it is
+    checkpoint = checkpoint_of(tmp_path, "llama", "float32")
+    tensors = tensors_of(checkpoint)
+    tensors["model.layers.1.self_attn.v_proj.weight"][3, 3] = torch.nan
+    record = publish(publisher, tensors)
+    with (
+        worker(checkpoint, dtype="float32", allow_non_finite=True) as lenient,
+        worker(checkpoint, dtype="float32") as strict,
+    ):
+        assert lenient.stage(record).slot.built
+        with pytest.raises(AssertionError, match=r"not_finite.*model\.layers\.1\.self_attn\.v_proj\.weight"):
+            strict.stage(record)

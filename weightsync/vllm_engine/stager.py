@@ -98,6 +98,7 @@ class Stager:
         self._layout = plan_layout(self._slots, device, parallel.rank, parallel.world_size)
         self._builder = Builder(self._twin, self._slots, self._layout, device, allow_non_finite=allow_non_finite)
         self._pace = Pacer(model, device)
+        self._key_suffix = "-unchecked" if allow_non_finite else ""  # who looks for NaN builds a slot of its own
         self._pool: LayoutPool | DevicePool | None = None
         self._device = device
         self._thread: threading.Thread | None = None
@@ -171,11 +172,12 @@ class Stager:
         try:
             if order.schema is not None:
                 require_same_schema(order.schema, reader.manifest.schema)
-            slot = self._acquire(Path(order.slot).parent, order.manifest_digest)
+            key = order.manifest_digest + self._key_suffix
+            slot = self._acquire(Path(order.slot).parent, key)
             try:
                 built, sums = self._complete(reader, slot, stop)
                 if not slot.built:
-                    slot.seal(order.manifest_digest, sums)
+                    slot.seal(key, sums)
             except BaseException:
                 slot.release()
                 raise
