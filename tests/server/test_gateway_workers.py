@@ -103,7 +103,9 @@ async def test_a_gateway_alone_has_no_label() -> None:
     assert await Pages(None, make).all() == b"# nothing\n"
 
 
-async def test_a_page_is_made_once_for_all_who_ask_at_a_time() -> None:
+async def test_a_page_is_made_once_for_all_who_ask_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.gateway.workers.pages.MOST_KEPT_S", 60.0)
+    monkeypatch.setattr("server.gateway.workers.pages.SHARE", 1e9)
     made = 0
     go_on = asyncio.Event()
 
@@ -117,7 +119,6 @@ async def test_a_page_is_made_once_for_all_who_ask_at_a_time() -> None:
     asked = [asyncio.create_task(pages.all()) for _ in range(20)]
     while not made:  # noqa: ASYNC110
         await asyncio.sleep(0)
-    await asyncio.sleep(0.01)  # a page that took so long is kept for nine times as long
     go_on.set()
     assert await asyncio.gather(*asked) == [b"page"] * 20
     assert made == 1
