@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import orjson
@@ -13,9 +13,12 @@ import pytest
 from server.gateway import UpstreamSettings
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.finished import Finished
+from server.gateway.observe.stats import Stats
 from server.gateway.proxy.upstream import Pool
-from tests.server.gateway_harness import RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway_harness import KEYS, MODEL, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, upstream
+from weightsync.records import InstanceRecord
+from weightsync.store import Event, KeyValue
 
 QUIET = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0)
 
@@ -120,6 +123,30 @@ async def test_readiness_asks_all_instances_at_once_and_for_all_who_ask(gateway:
         answers = await asyncio.gather(*(gateway.ask(get("/readyz")) for _ in range(20)))
         assert {a.status for a in answers} == {200}
         assert {orjson.loads(a.body)["instance"] for a in answers} == {"z"}
+
+
+class Burst:
+    """A store whose watch tells of many instances at once."""
+
+    async def list(self, _: str) -> tuple[list[KeyValue], int]:
+        return [], 0
+
+    async def watch(self, _: str, __: int) -> AsyncIterator[Event]:
+        for i in range(64):
+            record = InstanceRecord(f"i{i}", "http://127.0.0.1:9", "SERVING", active_version=1, active_epoch=1)
+            yield Event("put", KeyValue(KEYS.instance(record.id), record.to_json(), i, i))
+        await asyncio.Event().wait()
+
+
+async def test_records_that_change_together_are_worked_out_once() -> None:
+    fleet = Fleet(Burst(), MODEL, QUIET, Stats())  # type: ignore[arg-type]
+    changes: list[int] = []
+    fleet.on_change = lambda: changes.append(len(fleet.serving))
+    task = asyncio.create_task(fleet.run())
+    await eventually(lambda: len(fleet.serving) == 64)
+    assert changes == [0, 64]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_errors_do_not_say_where_instances_are(gateway: RunningGateway) -> None:

@@ -59,6 +59,7 @@ class Fleet:
         self.picks = Counter(dict.fromkeys(("only", "load", "prefix", "session"), 0))  # what decided
         self.room = WaitingRoom(settings.max_held)
         self.on_change: Callable[[], None] = lambda: None  # called after every change, when those held have tried again
+        self._changing = False  # `_work_out` is about to be called
         self._last_seen = -REMEMBERED_S  # monotonic, of any instance
         self._store = store
         self._keys = Keys(model)
@@ -241,7 +242,21 @@ class Fleet:
                 self.drains.pop(event.kv.key.removeprefix(self._drains), None)
             elif event.kv.key == self._keys.active:
                 self.active = None
+            self._changes()
+
+    def _changes(self) -> None:
+        """A swap writes a record of each instance at once: what follows from them is worked out once for all."""
+        if not self._changing:
+            self._changing = True
+            asyncio.get_running_loop().call_soon(self._work_out)
+
+    def _work_out(self) -> None:
+        self._changing = False
+        try:
             self._changed()
+        except Exception:  # nobody else would try again before the next change
+            log.exception("the view of the fleet could not be worked out; it is tried again in %g s", RETRY_STORE_S)
+            asyncio.get_running_loop().call_later(RETRY_STORE_S, self._changes)
 
     def _changed(self) -> None:
         able = (i for i in self.instances.values() if routing.eligible(i.record, self.active, self.swap))
