@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from weightsync.hosts import this_host
 from weightsync.manifest import schema_of
 
+from . import stale
 from .bundle import BASE, Bundle, PartOrder, Shelf
 from .bundle_stager import BundleReport, BundleStager
 from .stager import Garbage, Stager
@@ -180,6 +181,7 @@ class WorkerMethods:
     def hotswap_attach(self, tether: dict[str, Any]) -> str:
         """`tether`: the leader's end of it, {} on one host. Returns the name of this worker's host, "" for the one."""
         self.weight_transfer_engine.attach(self.model_runner)
+        stale.cover(self.model_runner)
         host = this_host()
         if tether and host != tether["host"]:
             hold(Tether(**tether), self.rank, host)

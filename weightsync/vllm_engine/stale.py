@@ -11,6 +11,7 @@ Blocks that are found by their hash are not allocated: their keys carry the vers
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 
@@ -25,17 +26,36 @@ def install() -> None:
 
     def blocks_to_zero(self: Any) -> list[int] | None:
         allocated: list[int] = self.kv_cache_manager.take_new_block_ids()
-        if own(self.kv_cache_config):
-            return allocated or None
         marked: bytearray | None = getattr(self, "_hotswap_stale", None)
-        if marked is None or not allocated:
+        if not allocated or (marked is None and not own(self.kv_cache_config)):
             return None
+        if marked is None or own(self.kv_cache_config):
+            return allocated
         found = [block for block in allocated if marked[block]]
         for block in found:
             marked[block] = 0
         return found or None
 
     Scheduler._get_new_block_ids_to_zero = blocks_to_zero
+
+
+def cover(runner: Any) -> None:
+    """Give vLLM's runner on CPU a method for what its own leaves out: the layers with a sliding window."""
+    if runner.device.type == "cpu":
+        runner._zero_block_ids = functools.partial(_zero, runner)
+
+
+def _zero(self: Any, block_ids: list[int]) -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    blocks, seen = torch.tensor(block_ids), set[int]()
+    for group in self.kv_cache_config.kv_cache_groups:
+        for name in group.layer_names if not isinstance(group.kv_cache_spec, MambaSpec) else ():
+            cache = getattr(self.compilation_config.static_forward_context.get(name), "kv_cache", None)
+            if isinstance(cache, torch.Tensor) and cache.data_ptr() not in seen:
+                seen.add(cache.data_ptr())
+                cache.index_fill_(0, blocks, 0)
 
 
 def mark(scheduler: Any) -> None:
