@@ -107,7 +107,7 @@ MUTATIONS: list[Mutation] = [
     *of("trainer/schedules/asynchronous.py", TR + "schedules/test_asynchronous.py", changes=[
         ("most = (max_lag + 1) * batch", "most = (max_lag + 2) * batch"),
         ("min(self._buffer, room, steps_left * self.batch)", "min(self._buffer, room)"),
-        ("if count >= left + (deadline - version) * self.batch:", "if count > left + (deadline - version) * self.batch + self.batch:"),
+        ("deadline = pending.version + self.max_lag\n", "deadline = pending.version + self.max_lag + 1\n"),
     ]),
     *of("server/gateway/fleet/routing.py", GW + "routing.py", changes=[
         ("record.active_epoch == active.epoch - 1", "record.active_epoch <= active.epoch"),

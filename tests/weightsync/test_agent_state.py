@@ -74,6 +74,13 @@ def test_a_canary_that_ran_the_version_before_follows_a_commit_it_missed() -> No
     assert decide(TRIAL, view(missed, CANARY)) == Rest()
 
 
+def test_fingerprints_count_when_both_are_known() -> None:
+    assert agent_state.same("f1", "f1")
+    assert agent_state.same(None, "f1")
+    assert agent_state.same("f1", "")
+    assert not agent_state.same("f1", "f2")
+
+
 def test_a_staging_goes_on_as_long_as_its_version_is_wanted() -> None:
     stages, flips = replace(SERVING, state="STAGING", swap_id="new"), Flip(COMMITTED)
     assert agent_state.to_stage(stages, Stage(SWAP)) == agent_state.to_stage(stages, flips) == 2

@@ -344,6 +344,12 @@ def test_a_change_is_within_its_block(numbers: list[int], places: list[int] | No
         delta_codec._unpack_gaps(words, len(numbers), 4)
 
 
+@pytest.mark.parametrize("numbers", [[3, 255], [255], [3, 0]])
+def test_a_block_lists_as_many_changes_as_it_claims_and_nothing_after(numbers: list[int]) -> None:
+    with pytest.raises(DeltaError, match="another number of changes"):
+        delta_codec._unpack_gaps(np.array(numbers, np.uint8), 1, 600)
+
+
 @pytest.mark.parametrize("said", [6, 8])
 def test_a_stream_says_the_size_it_has(said: int) -> None:
     packed = memoryview(zstandard.compress(b"1234567"))

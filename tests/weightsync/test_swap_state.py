@@ -248,6 +248,8 @@ def test_every_step_depends_on_the_leader_and_a_commit_on_everybody() -> None:
         found = depends_on(Step(kind, SWAP), keys)  # type: ignore[arg-type]
         assert {keys.leader, keys.swap, keys.active} <= set(found)
         assert (keys.instance("a") in found) == (kind in ("try", "commit"))
+        assert (keys.target in found) == (kind in ("open", "refuse"))
+        assert (keys.version(2) in found) == (kind in ("open", "try", "commit"))
 
 
 def without_it(swap: SwapRecord = SWAP, **left: InstanceRecord) -> Step:

@@ -110,6 +110,10 @@ def test_what_does_not_fit_a_row_is_refused(pairs: bool, what: str) -> None:
         pack(sequences(40, pairs=pairs), 20)
 
 
+def test_a_sequence_as_long_as_a_row_has_one_to_itself() -> None:
+    assert sorted(plan_rows([Sequence((1,) * n, (2,)) for n in (9, 4, 4)], 10)) == [[0], [1, 2]]
+
+
 def test_packed_fields_say_the_same_as_unpacked_ones() -> None:
     found = sequences(30)
     rows = plan_rows(found, 90, ranks=2)
