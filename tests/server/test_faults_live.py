@@ -116,15 +116,14 @@ def test_admin_needs_the_admin_key(live: LiveServer) -> None:
         assert "error" in answer.json()
 
 
-CONTROL = ["/pause", "/resume", "/collective_rpc", "/start_weight_update", "/update_weights", "/sleep", "/load"]
+CONTROL = ["/pause", "/resume", "/collective_rpc", "/start_weight_update", "/update_weights", "/sleep"]
 
 
 @pytest.mark.parametrize("path", CONTROL)
 def test_control_routes_are_not_reachable(live: LiveServer, path: str) -> None:
     assert live.client.post(path, json={}).status_code == 404
     instance = live.instance()["address"]
-    if path != "/load":
-        assert httpx.post(instance + path, json={}).status_code in (404, 405)
+    assert httpx.post(instance + path, json={}).status_code in (404, 405)
 
 
 def test_openai_sdk_gets_typed_errors(live: LiveServer) -> None:
