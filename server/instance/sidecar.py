@@ -7,10 +7,11 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import Counter, Gauge
 
@@ -72,7 +73,7 @@ class Sidecar:
         store = open_store(self._config.store)
         self._participant = self._new_participant(store, replace(self._record, max_num_seqs=self._engine.max_num_seqs))
         self._admission.admits = lambda: self._participant is not None and self._participant.admits
-        tasks = [asyncio.create_task(self._live(store)), asyncio.create_task(self._end_with_engine())]
+        tasks = [asyncio.create_task(self._vital(work)) for work in (self._live(store), self._end_with_engine())]
         try:
             yield
         finally:
@@ -82,6 +83,14 @@ class Sidecar:
             with contextlib.suppress(StoreUnavailable):
                 await self._participant.stop()
             await store.close()
+
+    async def _vital(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a task without which this instance would answer on, and take part in no swap: a fault in it ends all."""
+        try:
+            await work
+        except Exception:
+            log.exception("this instance cannot take part any more; it ends, to be started anew")
+            os.kill(os.getpid(), signal.SIGTERM)
 
     async def leave(self) -> bool:
         """On SIGTERM: no new requests, and the fleet is told; returns when those in flight have ended, or after
@@ -100,7 +109,7 @@ class Sidecar:
         keys = Keys(self._config.model)
         while True:
             assert self._participant is not None
-            joining = asyncio.create_task(self._join(store, self._participant))
+            joining = asyncio.create_task(self._vital(self._join(store, self._participant)))
             try:
                 order = await ordered(store, keys, self._config.instance_id)
             finally:
@@ -188,7 +197,7 @@ class Sidecar:
 async def _has_active(store: Store, model: str) -> bool:
     try:
         return await store.get(Keys(model).active) is not None
-    except StoreUnavailable:
+    except StoreError:
         return False
 
 

@@ -39,6 +39,42 @@ async def test_a_torn_instance_says_so_and_then_ends(tmp_path: Path, monkeypatch
     assert killed == [(os.getpid(), signal.SIGTERM)]
 
 
+class WellEngine:
+    """It has nothing to do here."""
+
+    max_num_seqs = 1
+    dead = False
+
+    async def prepare(self, *_: object, **__: object) -> None: ...
+
+    async def pause(self, *_: object) -> None: ...
+
+    async def resume(self, *_: object) -> None: ...
+
+    async def died(self) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("name", ["ordered", "_has_active"])
+async def test_an_instance_that_cannot_take_part_any_more_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Else it would answer requests for ever, with the weights that it happens to have."""
+    killed = asyncio.Event()
+    monkeypatch.setattr(os, "kill", lambda *_: killed.set())
+
+    async def fail(*_: object) -> None:
+        raise RuntimeError("what no code expects")
+
+    monkeypatch.setattr(sidecar, name, fail)
+    url = f"sqlite://{tmp_path / 'store.db'}"
+    config = InstanceConfig(model_dir=tmp_path, model="m", store=url, instance_id="i")
+    engine: Any = WellEngine()
+    failing = Sidecar(config, engine, Admission(None), address="http://127.0.0.1:1")
+    async with failing.running(), asyncio.timeout(20):
+        await killed.wait()
+
+
 def test_schema_comes_from_the_checkpoint_and_is_empty_without_weights(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

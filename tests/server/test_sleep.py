@@ -166,7 +166,7 @@ class SleepyEngine:
     def __init__(self, sleeps_in_place: bool) -> None:
         self.sleeps_in_place, self.log = sleeps_in_place, list[str]()
 
-    async def prepare(self, schema: object, tether: object) -> None: ...
+    async def prepare(self, schema: object, tether: object, **_: object) -> None: ...
 
     async def died(self) -> None:
         await asyncio.Event().wait()
