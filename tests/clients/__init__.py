@@ -1,0 +1,1 @@
+"""Clients of other projects, unmodified, against a server whose weights are swapped under them."""

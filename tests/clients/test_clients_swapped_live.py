@@ -1,0 +1,63 @@
+"""Other projects' clients while the weights are swapped every two seconds: no request fails."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clients import program
+from tests.live import VLLM_ARGS, LiveServer
+
+pytestmark = [pytest.mark.engine, pytest.mark.broad]
+LIST = Path(__file__).parents[2] / "requirements" / "clients.txt"
+EVERY_S = 2.0
+SWAPS = 4
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    """The clients' packages, which pip brings once for each state of the list."""
+    kept = Path(sys.prefix) / f"clients-{hashlib.sha256(LIST.read_bytes()).hexdigest()[:12]}"
+    if not (kept / "complete").exists():
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(kept), "-r", str(LIST)]
+        subprocess.run(command, check=True, timeout=240)
+        (kept / "complete").touch()
+    return kept
+
+
+@pytest.fixture(scope="module")
+def swapped(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server of its own: tools need a parser, and with one no other instance can go on with a chat."""
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    server = LiveServer(checkpoints["a"], tmp_path_factory.mktemp("state"), (*VLLM_ARGS, *tools))
+    with server.running():
+        server.push(checkpoints["b"])
+        yield server
+
+
+@pytest.mark.parametrize("client", program.CLIENTS)
+def test_no_request_fails_for_a_swap(swapped: LiveServer, site: Path, client: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(site), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}
+    command = [sys.executable, str(program.__file__), client, swapped.url, swapped.name]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as asking:
+        assert asking.stdout is not None
+        first = asking.stdout.readline()
+        due = time.monotonic()
+        for _ in range(SWAPS if first else 0):
+            time.sleep(max(0.0, due - time.monotonic()))  # the rate is what is asked for; nothing is waited for
+            due = time.monotonic() + EVERY_S
+            assert swapped.admin.post("/admin/weights/rollback").status_code == 200
+        output, errors = asking.communicate(timeout=120)
+    assert asking.returncode == 0, errors[-3000:]
+    told = json.loads(output.strip().splitlines()[-1])
+    assert told["failures"] == []
+    assert set(told["asked"]) == set(told["ways"])
