@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,12 @@ def push_both(live: LiveServer, checkpoints: dict[str, Path]) -> None:
         live.push(checkpoints[name])
 
 
-async def crossing(live: LiveServer, policy: str, tokens: int) -> tuple[list[int], dict[str, Any], int]:
-    """A stream that one rollback crosses: its tokens, its last event, and the new version."""
+async def crossing(
+    live: LiveServer, policy: str, tokens: int, go: Callable[[LiveServer], Coroutine[Any, Any, int]] | None = None
+) -> tuple[list[int], dict[str, Any], int]:
+    """A stream that one swap crosses, a rollback unless `go` says otherwise: its tokens, its last event, the version
+    that `go` returns."""
+    go = go or back
     seen: list[int] = []
     last: dict[str, Any] = {}
     swap: asyncio.Task[int] | None = None
@@ -75,16 +80,18 @@ async def crossing(live: LiveServer, policy: str, tokens: int) -> tuple[list[int
             if line.startswith("data: "):
                 last = orjson.loads(line.removeprefix("data: "))
                 seen += last.get("token_ids", [])
-                swap = swap or asyncio.create_task(back(live))
+                swap = swap or asyncio.create_task(go(live))
     assert swap is not None
     return seen, last, await swap
 
 
-async def test_recompute_goes_on_as_an_engine_that_only_knew_the_new_weights(
-    live: LiveServer, checkpoints: dict[str, Path]
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+async def test_after_a_rollback_it_goes_on_as_an_engine_that_only_knew_the_old_weights(
+    live: LiveServer, checkpoints: dict[str, Path], policy: str
 ) -> None:
+    """Whatever the policy: the version is withdrawn, and nothing of what it computed stays."""
     push_both(live, checkpoints)
-    seen, last, version = await crossing(live, "recompute", 700)
+    seen, last, version = await crossing(live, policy, 700)
     old, new = last["choices"][0]["weight_versions"]
     assert new["version"] == version
     assert old["end"] == new["start"] > 0
@@ -97,7 +104,14 @@ async def test_no_later_request_hits_blocks_of_one_that_kept_its_old_keys_and_va
     live: LiveServer, checkpoints: dict[str, Path]
 ) -> None:
     push_both(live, checkpoints)
-    seen, last, _ = await crossing(live, "keep", 700)
+    newer = live.active()
+    assert live.admin.post("/admin/weights/rollback").status_code == 200
+
+    async def forward(live: LiveServer) -> int:
+        assert (await asyncio.to_thread(live.activate, newer)).status_code == 200
+        return newer
+
+    seen, last, _ = await crossing(live, "keep", 700, forward)
     old, _new = last["choices"][0]["weight_versions"]
     assert hits(live, PROMPT + seen) == 0
     assert live.admin.post("/admin/weights/rollback").status_code == 200
