@@ -207,3 +207,16 @@ def test_what_is_restored_keeps_its_age_under_new_numbers(sampler: Sampler) -> N
     assert [rollout.draw.number for rollout in rollouts] == [used[-1] + 1, used[-1] + 2]
     assert resumed.stats()["stale_groups"] == 0
     assert {draw.number for draw in after.sent}.isdisjoint(p["number"] for p in saved["pending"])
+
+
+def test_what_is_due_is_waited_for_though_younger_groups_are_ready(sampler: Sampler) -> None:
+    built = schedule(sampler, max_lag=1)
+    first, due, young = (range(BATCH * i, BATCH * (i + 1)) for i in range(3))
+    sampler.version = 1
+    sampler.soon(lambda: sampler.finish(*first))
+    assert numbers(built.take(1, 9)) == [*first]
+    sampler.version = 2
+    built._send_next(BATCH, 2)
+    sampler.finish(*young)
+    sampler.soon(lambda: sampler.finish(*due))
+    assert numbers(built.take(2, 8)) == [*due]
