@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -10,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from weightsync import Publisher
+from weightsync import Publisher, StageResult
 from weightsync.errors import DigestMismatch
-from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord
+from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
 
 from .fleet import KEYS, Engine, Fleet, running_fleet, until
 from .tensors import model
@@ -180,6 +181,41 @@ async def test_a_staging_begins_when_the_one_before_it_has_stopped(fleet: Fleet,
     engine.stopping.set()
     await until(lambda: fleet.participants["a"].record.staged_version == 2)
     assert engine.calls == [("stage", 1), ("cancelled", 1), ("drop", 1), ("stage", 2)]
+
+
+async def test_a_staging_that_ends_in_spite_of_all_is_not_taken_for_the_next_one(
+    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was through just when it was cancelled, and ends while the instance says that it stages the next."""
+    engine, stopping = Engine(), asyncio.Event()
+
+    async def stage(version: VersionRecord) -> StageResult:
+        if version.version > 1:
+            return await Engine.stage(engine, version)
+        engine.calls.append(("stage", 1))
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await stopping.wait()
+        return StageResult("of version 1")
+
+    monkeypatch.setattr(engine, "stage", stage)
+    await fleet.instance("a", engine)
+    participant, store = fleet.participants["a"], fleet.store()
+    publish_record = participant._publish
+
+    async def ends_meanwhile() -> None:
+        await publish_record()
+        if participant.record.swap_id == "s2" and not stopping.is_set() and participant._staging is not None:
+            stopping.set()
+            await asyncio.wait({participant._staging.task})
+
+    monkeypatch.setattr(participant, "_publish", ends_meanwhile)
+    for version in (await publish(publisher), await publish(publisher)):
+        await store.put(KEYS.swap, opened(version).to_json())
+        await until(lambda v=version: participant.record.swap_id == f"s{v}" and engine.calls)  # type: ignore[misc]
+    await until(lambda: participant.record.staged_version == 2)
+    assert engine.calls == [("stage", 1), ("drop", 1), ("stage", 2)]
+    assert participant.record.staged_fingerprint != "of version 1"
 
 
 async def test_a_lease_that_is_lost_while_staging_is_replaced_at_once(fleet: Fleet, publisher: Publisher) -> None:
