@@ -98,13 +98,14 @@ class Meter:
 class Grant:
     """Leave for one request. `head` goes into the head of its answer; `settle` is called when it has ended."""
 
-    __slots__ = ("_cost", "_meter", "_reserved", "_taken_at", "body", "head")
+    __slots__ = ("_cost", "_meter", "_reserved", "_taken_at", "body", "head", "unbounded")
 
     def __init__(self, meter: Meter, body: bytes, taken_at: int, cost: output.Cost | None) -> None:
         self._meter: Meter | None = meter
         self._taken_at = taken_at
         self._cost = cost  # None: its key's tokens are not limited
         self._reserved = cost.total if cost is not None else 0
+        self.unbounded = cost is not None and not cost.bounded  # `grown` is worth its while
         self.body = body
         self.head = meter.head_after_take()
 

@@ -50,13 +50,14 @@ class Asked(Protocol):
 
 
 class Cost:
-    """Tokens of a request's `prompt`s, and of all answers it may get (`output`)."""
+    """Tokens of a request's `prompt`s, and of all answers it may get (`output`), which are `bounded` or a guess."""
 
-    __slots__ = ("output", "prompt")
+    __slots__ = ("bounded", "output", "prompt")
 
-    def __init__(self, prompt: int, output: int) -> None:
+    def __init__(self, prompt: int, output: int, *, bounded: bool = True) -> None:
         self.prompt = prompt
         self.output = output
+        self.bounded = bounded
 
     @property
     def total(self) -> int:
@@ -85,9 +86,9 @@ def reckon(asked: Asked, route: str, size: int, bound: int | None = None) -> Cos
     for name in names:
         if not most:
             most = _number(getattr(asked, name))
-    most = most or default or bound or USUAL_OUTPUT
+    most = most or default or bound or 0
     answers = max(_number(asked.n), _number(asked.best_of), 1)
-    return Cost(prompt, min(prompts * most * answers, MOST))
+    return Cost(prompt, min(prompts * (most or USUAL_OUTPUT) * answers, MOST), bounded=bool(most))
 
 
 def _prompts(raw: bytes) -> tuple[int, int]:

@@ -140,8 +140,9 @@ class Exchange(Placing):
 
     def sweep(self, now: float, read_idle_timeout_s: float, stalled_client_s: float) -> None:
         """Ends an exchange that no side moves any more; called about once a second."""
-        if self.request.grant is not None and self._relay.sse:
-            self.request.grant.grown(self._relay.events())
+        grant = self.request.grant
+        if grant is not None and grant.unbounded and self._relay.sse:
+            grant.grown(self._relay.events())
         idle = now - self.last_progress
         if self._paused and idle > stalled_client_s:
             self._stats.disconnects["stalled"] += 1
