@@ -130,6 +130,7 @@ def _server(work: Path, model: Path) -> Iterator[Server]:
         model=str(model),
         name=MODEL,
         port=0,
+        throwaway=True,
         state_dir=work / "state",
         kv_cache_gib=0.25,
         vllm_args=("--dtype", "bfloat16", "--max-model-len", "256"),

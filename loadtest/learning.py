@@ -131,6 +131,7 @@ def run(
             model=str(work / "random"),
             name=MODEL,
             port=0,
+            throwaway=True,
             state_dir=work / "state",
             kv_cache_gib=KV_CACHE_GIB,
             vllm_args=ENGINE_ARGS,

@@ -90,7 +90,13 @@ def _measure(root: Path, model: Path, steps: int, level: int | None) -> dict[str
     root.mkdir()
     vllm = ("--max-model-len", "256", "--max-num-seqs", "64", "--dtype", "float32")
     config = UpConfig(
-        model=str(model), name=MODEL, port=0, state_dir=root / "state", kv_cache_gib=KV_CACHE_GIB, vllm_args=vllm
+        model=str(model),
+        name=MODEL,
+        port=0,
+        throwaway=True,
+        state_dir=root / "state",
+        kv_cache_gib=KV_CACHE_GIB,
+        vllm_args=vllm,
     )
     with Server(config) as server:
         resident = _train(server, _configuration(root, model, server, steps, level))

@@ -118,7 +118,11 @@ async def _measure(server: Server, other: Path, rollbacks: int) -> dict[str, Any
 
 
 def _server(model: Path, state: Path) -> Server:
-    return Server(UpConfig(model=str(model), name=MODEL, port=0, state_dir=state, kv_cache_gib=0.25, vllm_args=ARGS))
+    return Server(
+        UpConfig(
+            model=str(model), name=MODEL, port=0, throwaway=True, state_dir=state, kv_cache_gib=0.25, vllm_args=ARGS
+        )
+    )
 
 
 def _print(figures: dict[str, Any]) -> None:

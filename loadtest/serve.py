@@ -186,8 +186,8 @@ def _stand(work: Path, shape: dict[str, Any]) -> Iterator[Stand]:
     args = ("--max-model-len", "2048", "--max-num-seqs", str(MAX_NUM_SEQS))
     server = Server(
         UpConfig(
-            model=str(model), name=MODEL, port=free_port("127.0.0.1"), state_dir=work / "state", api_key_file=keys,
-            kv_cache_gib=1.0, vllm_args=args,
+            model=str(model), name=MODEL, port=free_port("127.0.0.1"), throwaway=True, state_dir=work / "state",
+            api_key_file=keys, kv_cache_gib=1.0, vllm_args=args,
         )
     )  # fmt: skip
     server.start()

@@ -51,7 +51,13 @@ def run(
     work = Path("runs") / "soak"
     models = [_checkpoint(work / f"say-{i}", FIRST_TOKEN + i) for i in range(CHECKPOINTS)]
     config = UpConfig(
-        model=str(models[1]), name=MODEL, port=0, state_dir=work / "state", instances=instances, vllm_args=VLLM_ARGS
+        model=str(models[1]),
+        name=MODEL,
+        port=0,
+        throwaway=True,
+        state_dir=work / "state",
+        instances=instances,
+        vllm_args=VLLM_ARGS,
     )
     with Server(config) as server:
         report = _soak(server, models, swaps, clients, minutes)

@@ -161,7 +161,13 @@ def _server(case: Case, model: Path, work: Path) -> Iterator[Server]:
     if case.tensor_parallel > 1:  # a core for each rank
         os.environ[BIND_ENV] = "|".join(str(rank) for rank in range(case.tensor_parallel))
     config = UpConfig(
-        model=str(model), name="fleet", port=0, state_dir=state, instances=case.instances, vllm_args=tuple(args)
+        model=str(model),
+        name="fleet",
+        port=0,
+        throwaway=True,
+        state_dir=state,
+        instances=case.instances,
+        vllm_args=tuple(args),
     )
     try:
         with Server(config) as server:

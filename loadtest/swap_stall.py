@@ -73,7 +73,9 @@ def _checkpoints(work: Path, small: bool) -> list[Path]:
 
 
 def _hotswap(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[Gaps, Windows, dict[str, int]]:
-    config = UpConfig(model=str(models[0]), name="bench", port=0, state_dir=work / "state", vllm_args=VLLM_ARGS)
+    config = UpConfig(
+        model=str(models[0]), name="bench", port=0, throwaway=True, state_dir=work / "state", vllm_args=VLLM_ARGS
+    )
     windows = Windows()
     with Server(config) as server:
         admin = AdminClient(server.state_dir)

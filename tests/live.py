@@ -31,15 +31,15 @@ class LiveServer:
                 state_dir=state_dir,
                 kv_cache_gib=0.06,
                 vllm_args=vllm_args,
-                **more,
+                **{"throwaway": True, **more},
             )
         )
         self.url, self.name = self.processes.url, name
 
     @contextlib.contextmanager
     def running(self) -> Iterator[LiveServer]:
-        self.processes.start()
         try:
+            self.processes.start()
             self.processes.wait_ready(300)  # a machine that others use too
             with httpx.Client(base_url=self.url, timeout=60) as self.client, self._admin() as self.admin:
                 yield self

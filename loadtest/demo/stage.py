@@ -170,6 +170,7 @@ class Demo:
             model=str(self.run_dir / "model"),
             name=MODEL,
             port=0,
+            throwaway=True,
             state_dir=self.run_dir / "state",
             kv_cache_gib=KV_CACHE_GIB,
             vllm_args=ENGINE_ARGS,

@@ -35,7 +35,15 @@ class Step:
 def server(model: Path, state: Path) -> Server:
     """A gateway and an engine that serve the model in the trainer's precision."""
     return Server(
-        UpConfig(model=str(model), name=MODEL, port=0, state_dir=state, kv_cache_gib=0.5, vllm_args=ENGINE_ARGS)
+        UpConfig(
+            model=str(model),
+            name=MODEL,
+            port=0,
+            throwaway=True,
+            state_dir=state,
+            kv_cache_gib=0.5,
+            vllm_args=ENGINE_ARGS,
+        )
     )
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import httpx
 
 from loadtest.upgrade.clients import MODEL
-from server.cli import store
 from server.cli.cores import share_of_cores
 from server.cli.errors import ProcessFailed
 from server.cli.processes import Child
 from server.cli.up import free_port
+from weightsync import ensure_arena, open_store
 
 CHART = Path(__file__).parent.parent.parent / "k8s" / "hotswap"
 PROBE = CHART / "files" / "probe.py"
@@ -77,7 +77,7 @@ class Site:
     def open(self) -> Iterator[Site]:
         shutil.rmtree(self._state, ignore_errors=True)
         self._state.mkdir(parents=True)
-        asyncio.run(store.prepare(self.store, self._arena, MODEL))
+        asyncio.run(_settle_arena(self.store, self._arena))
         try:
             yield self
         finally:
@@ -105,6 +105,12 @@ class Site:
         pod = Pod(name, kind, port, Child(name, args, self._state / f"{name}.log", env), ready)
         self._pods.append(pod)
         return pod
+
+
+async def _settle_arena(url: str, directory: Path) -> None:
+    store = open_store(url)
+    await ensure_arena(store, directory)
+    await store.close()
 
 
 def _gateway_ready(port: int) -> bool:

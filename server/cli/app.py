@@ -39,6 +39,10 @@ def up(
     host: Annotated[str, typer.Option(help="address the gateway listens on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port the gateway listens on")] = 8000,
     state_dir: Annotated[Path | None, typer.Option(help="store, keys and logs; default: per model name")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="discard keys, versions and history of the state")] = False,
+    persist: Annotated[str | None, typer.Option(help="directory for copies of versions, or off")] = None,
+    persist_keep: Annotated[int, typer.Option(help="versions kept on disk")] = 2,
+    persist_max_gib: Annotated[float | None, typer.Option(help="most that they may take, GiB")] = None,
     admin_key_file: Annotated[Path | None, typer.Option(help="file with the admin key; default: made on start")] = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="file with API keys, one a line; default: none asked")
@@ -47,7 +51,7 @@ def up(
     train: Annotated[Path | None, typer.Option(help="also run this trainer configuration")] = None,
     kv_cache_gib: Annotated[float, typer.Option(help="KV cache on CPU, GiB, of each instance")] = 1.0,
     instances: Annotated[int, typer.Option(help="vLLM instances; they share the weights' memory")] = 1,
-    store: Annotated[str | None, typer.Option(help="etcd://HOST:PORT/...; default: a SQLite file made anew")] = None,
+    store: Annotated[str | None, typer.Option(help="etcd://HOST:PORT/...; default: a SQLite file")] = None,
     keep_versions: Annotated[int, typer.Option(help="versions kept staged, the active one included")] = 2,
     probes: Annotated[Path | None, typer.Option(help="prompts that the canary of a rolling swap is asked")] = None,
     max_logprob_drift: Annotated[float | None, typer.Option(help="drift of its log-probabilities let pass")] = None,
@@ -64,7 +68,10 @@ def up(
     ] = None,
     trace_sample_ratio: Annotated[float, typer.Option(help="share of the traces begun here")] = 1.0,
 ) -> None:
-    """Start a gateway and vLLM instances on this host. Further options go to vLLM as they are."""
+    """Start a gateway and vLLM instances on this host, where the last start with this state left off.
+
+    Further options go to vLLM as they are.
+    """
     from server.cli.up import UpConfig, run_up
 
     gateway_args = ["--keep-versions", str(keep_versions), "--cache-scope", cache_scope, "--hold", str(hold)]
@@ -76,7 +83,9 @@ def up(
     config = UpConfig(
         model=model, name=name, host=host, port=port, state_dir=state_dir, admin_key_file=admin_key_file,
         api_key_file=api_key_file, train=train, kv_cache_gib=kv_cache_gib, instances=instances, store=store,
-        gateway_args=tuple(gateway_args), vllm_args=tuple(context.args), otlp_endpoint=otlp_endpoint,
+        gateway_args=tuple(gateway_args), vllm_args=tuple(context.args), otlp_endpoint=otlp_endpoint, fresh=fresh,
+        persist="off" if persist == "off" else Path(persist) if persist is not None else None,
+        persist_keep=persist_keep, persist_max_gib=persist_max_gib,
     )  # fmt: skip
     run_up(config)
 

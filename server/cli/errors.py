@@ -2,6 +2,10 @@
 
 CliError
 ├── ModelNotFound     no checkpoint directory of that name
+├── OtherCheckpoint   the state goes on with what began with another checkpoint
+├── PortTaken         somebody else listens there
+├── StateLost         the store of a state directory is gone, or another one
+├── StateTaken        another server uses the state directory
 ├── ProcessFailed     a started process ended early
 └── RequestFailed     the gateway refused, or did not answer
 """
@@ -15,6 +19,22 @@ class CliError(Exception):
 
 class ModelNotFound(CliError):
     """`--model` names no checkpoint directory and no model in the local cache or hub."""
+
+
+class OtherCheckpoint(CliError):
+    """`up` was asked to serve another checkpoint than the one that its state began with."""
+
+
+class PortTaken(CliError):
+    """`up` cannot listen where it was asked to."""
+
+
+class StateLost(CliError):
+    """A state directory without the store that belongs there: it is not made anew unasked."""
+
+
+class StateTaken(CliError):
+    """Another server, or what is left of one, uses the state directory."""
 
 
 class ProcessFailed(CliError):

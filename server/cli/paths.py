@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from server.cli.errors import CliError, ModelNotFound
+from server.files import write_file
 
 STATE_ENV = "HOTSWAP_STATE_DIR"
 
@@ -24,7 +25,7 @@ class ServerInfo:
     pid: int
 
     def write(self, state_dir: Path) -> None:
-        (state_dir / "server.json").write_text(json.dumps(asdict(self), indent=1))
+        write_file(state_dir / "server.json", json.dumps(asdict(self), indent=1))
 
     @classmethod
     def read(cls, state_dir: Path) -> ServerInfo:

@@ -24,9 +24,17 @@ def die_with_parent() -> None:
 class Child:
     """One `python -m` process of ours, in a group of its own."""
 
-    def __init__(self, name: str, args: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        args: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        inherited: Sequence[int] = (),
+    ) -> None:
+        """`inherited`: descriptors that it has open too, for as long as it lives."""
         self.name, self.log = name, log
-        self._args, self._env = list(args), {**os.environ, **(env or {})}
+        self._args, self._env, self._inherited = list(args), {**os.environ, **(env or {})}, tuple(inherited)
         self.start()
 
     def start(self) -> None:
@@ -38,6 +46,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env=self._env,
                 start_new_session=True,
+                pass_fds=self._inherited,
                 preexec_fn=die_with_parent,
             )
 

@@ -1,35 +1,52 @@
-"""`hotswap up`: the processes of one host, started, watched, and stopped together."""
+"""`hotswap up`: the processes of one host, started, watched, and stopped together.
+
+A start goes on where the run before ended, however it ended (resume.py); the state directory is used by one `up` at a
+time (state.py), and whatever is refused is refused before anything of it is touched. A stop first lets the copy of the
+active version get to the disk, and then gives the shared memory back.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import httpx
 from rich.console import Console
 
-from server.cli import interrupts, missing, store
+from server.cli import interrupts, missing, resume
 from server.cli.cores import share_of_cores
-from server.cli.errors import CliError, ProcessFailed
+from server.cli.errors import CliError, PortTaken, ProcessFailed
 from server.cli.paths import ServerInfo, default_state_dir, resolve_model
 from server.cli.processes import Child
+from server.cli.state import StateDir
 from server.errors import ConfigError
+from server.files import write_new_file
 from server.gateway.observe.otlp import traces_url
 from server.instance import options
-from weightsync.errors import StoreError
+from weightsync.arena import DEFAULT_ROOT
+from weightsync.errors import ArenaError, PersistError, StoreError
+from weightsync.hosts import this_host
 
 READY_TIMEOUT_S = 600.0
 RESTART_PAUSE_S = 2.0
 LEAVES_S, TRAINER_LEAVES_S = 10.0, 130.0  # after SIGTERM; a trainer saves first, within its faults.grace_s (120 s)
+PERSIST_S = 600.0  # for the copy of the active version at a stop
+USERS = ".users"  # the file in an arena that its servers hold a shared lock on
+LOOK_S = 1.0  # between two looks at the store's file
 
 
 @dataclass(frozen=True)
@@ -46,7 +63,12 @@ class UpConfig:
     train: Path | None = None
     kv_cache_gib: float = 1.0
     instances: int = 1
-    store: str | None = None  # None: a SQLite file in the state directory, made anew
+    store: str | None = None  # None: a SQLite file in the state directory
+    fresh: bool = False  # discard what the state directory holds, and begin anew
+    persist: Path | Literal["off"] | None = None  # where committed versions are copied to; None: in the state directory
+    persist_keep: int = 2
+    persist_max_gib: float | None = None
+    throwaway: bool = False  # of a test or a benchmark: begins anew, copies nothing to disk, and a stop keeps nothing
     gateway_args: tuple[str, ...] = ()
     vllm_args: tuple[str, ...] = ()
     otlp_endpoint: str | None = None  # a collector of traces, for the gateway and for vLLM
@@ -60,16 +82,17 @@ class UpConfig:
             raise CliError(f"--instances {self.instances}: at least 1 is needed to answer anything")
         if self.store is not None and not self.store.startswith("etcd://"):
             raise CliError("--store: only etcd://... is taken here; without it a SQLite store is made")
+        if self.store is not None and self.fresh:
+            raise CliError("--fresh: what an etcd holds is not this server's to discard; name another namespace in it")
+        if self.persist_keep < 1 or (self.persist_max_gib or 1.0) <= 0:
+            raise CliError("--persist-keep and --persist-max-gib: must be more than 0")
 
 
 class Server:
     """A gateway and instances on this host, with a store, a key and logs in one state directory.
 
     Start-up overlaps: the checkpoint is published into shared memory while vLLM imports itself; instances start with
-    dummy weights and receive the version like any other.
-
-    The SQLite store is made anew: what is served is what the command line names. What an etcd store holds is kept, and
-    its active version served, if its bytes are still on this host; else the model becomes a new version.
+    dummy weights and receive the version like any other. If there is a version to go on with, it is there before.
     """
 
     def __init__(self, config: UpConfig) -> None:
@@ -81,11 +104,16 @@ class Server:
         self.url = f"http://{config.host}:{self.config.port}"
         self.admin_port = _free_port_after(self.config.port)
         self.admin_url = f"http://127.0.0.1:{self.admin_port}"
-        self.store = config.store or f"sqlite://{self.state_dir / 'store.db'}"
-        self.arena = Path(f"/dev/shm/hotswap-{name}-{self.config.port}")  # noqa: S108 - directory of the slots
+        self.state = StateDir(self.state_dir)
+        self.store = config.store or f"sqlite://{self.state.store}"
+        self.arena = DEFAULT_ROOT / arena_name(name, self.state_dir)
         self.admin_key_file = config.admin_key_file or self.state_dir / "admin.key"
         self.children: dict[str, Child] = {}
+        self.said: tuple[str, ...] = ()  # what the operator should know of what it goes on with
         self._restart_at: dict[str, float] = {}
+        self._store_seen: tuple[int, int] | None = None
+        self._arena_lock: int | None = None  # shared with other servers in the same arena, if the store is
+        self._look_at = 0.0
 
     def __enter__(self) -> Server:
         """Started and ready; stopped when the context ends."""
@@ -100,19 +128,64 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(self) -> None:
-        """Start every process; returns at once. Raises CliError."""
-        self._fresh_state()
+    def start(self, say: Callable[[str], None] = lambda _: None) -> None:
+        """Start every process; returns at once. `say` is told what it waits for, or discards. Raises CliError.
+
+        What is refused leaves everything as it was. Call `stop` whatever happens.
+        """
+        self.state.claim()
+        self.children.clear()
+        self.state.end_leftovers(LEAVES_S, TRAINER_LEAVES_S, say)
+        for port, host in ((self.config.port, self.config.host), (self.admin_port, "127.0.0.1")):
+            _require_free(host, port)
+        begun = self._begin(say)
+        self.said = begun.said
+        (self.state_dir / "server.json").unlink(missing_ok=True)
+        self.state.rotate_logs()
+        self._make_admin_key()
+        self._start_children(begun)
+
+    def _begin(self, say: Callable[[str], None]) -> resume.Begun:
+        """Store, shared memory and records in order. Raises CliError."""
+        shared, c = self.config.store is not None, self.config
+        wanted = resume.Wanted(
+            model=self.name,
+            checkpoint=self.model_dir,
+            draft=draft_dir(c.vllm_args),
+            adapters="--enable-lora" in c.vllm_args,
+            copies=self._copies if self._persists or self._default_copies.is_dir() else None,
+            arena=self.arena,
+        )
         try:
-            found = asyncio.run(store.prepare(self.store, self.arena, self.name))
-        except StoreError as error:
-            raise CliError(f"the store {self.store} cannot be used: {error}") from error
-        self.arena = found.arena
+            if not shared:
+                self.state.finish_discard(self.arena)
+                if c.fresh or c.throwaway:
+                    self._discard(wanted, say)
+            store_id = None if shared else self.state.require_store()
+            url = self.store if shared else f"sqlite://{self.state.store}{f'?id={store_id}' if store_id else ''}"
+            begun = asyncio.run(resume.begin(url, wanted, None if shared else self.state.remember))
+        except (StoreError, ArenaError, PersistError) as error:
+            raise CliError(f"the state in {self.state_dir} cannot be used: {error}") from error
+        self.store, self.arena = begun.url, begun.arena
+        if shared:
+            self._arena_lock = os.open(self.arena / USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._arena_lock, fcntl.LOCK_SH)
+        else:
+            self._store_seen = _inode(self.state.store)
+        return begun
+
+    def _discard(self, wanted: resume.Wanted, say: Callable[[str], None]) -> None:
+        if self.state.store.exists():
+            say(f"discarding {asyncio.run(resume.describe(f'sqlite://{self.state.store}', self.name))}")
+        self.state.discard(wanted.copies, self.arena)
+
+    def _start_children(self, begun: resume.Begun) -> None:
         self._spawn("gateway", self._gateway_args())
-        if not found.has_version:
-            push = ["weightsync.push", "--store", self.store, "--model", self.name, str(self.model_dir)]
-            draft = draft_dir(self.config.vllm_args)
-            self._spawn("publish", push if draft is None else [*push, "--with", f"draft={draft}"])
+        if self._persists:
+            self._spawn("persist", self._persist_args())
+        if begun.publish is not None:
+            push = ["weightsync.push", "--store", self.store, "--model", self.name]
+            self._spawn("publish", [*push, *begun.publish])
         for index in range(self.config.instances):
             env = share_of_cores(index, self.config.instances, self.config.vllm_args, os.environ)
             self._spawn(f"instance-{index}", self._instance_args(index), {**env, **self._instance_tracing()})
@@ -134,6 +207,7 @@ class Server:
         """Restart what dies, until interrupted; a trainer that ends by itself is left ended."""
         while True:
             self.restart_ended()
+            self._look_at_store()
             time.sleep(0.2)
 
     def restart_ended(self) -> None:
@@ -154,12 +228,46 @@ class Server:
         """Start the trainer against this server."""
         return self._spawn("trainer", ["trainer.main", "--config", str(config)])
 
-    def stop(self) -> None:
-        """Stop every process and free the shared memory."""
-        for child in reversed(self.children.values()):
+    def stop(self, say: Callable[[str], None] = lambda _: None) -> None:
+        """Stop every process, the one that copies to disk last, and free the shared memory if the copy is there.
+
+        Where the start was refused nothing is touched.
+        """
+        if not self.state.held:
+            return
+        persist = self.children.get("persist")
+        for child in reversed([c for c in self.children.values() if c is not persist]):
             child.stop(TRAINER_LEAVES_S if child.name == "trainer" else LEAVES_S)
-        (self.state_dir / "server.json").unlink(missing_ok=True)
-        shutil.rmtree(self.arena, ignore_errors=True)
+        if persist is not None:
+            persist.stop(PERSIST_S)
+        if self.state.claimed:
+            (self.state_dir / "server.json").unlink(missing_ok=True)
+            self._leave_memory(persist is not None and persist.process.returncode == 0, say)
+        if self._arena_lock is not None:
+            os.close(self._arena_lock)
+            self._arena_lock = None
+        self.state.release()
+
+    def _leave_memory(self, is_copied: bool, say: Callable[[str], None]) -> None:
+        """Free the shared memory, unless the only copy of the active version is there."""
+        if self.config.throwaway:
+            shutil.rmtree(self.arena, ignore_errors=True)
+        elif is_copied:
+            self._free_arena()
+        elif self.children and self.arena.exists():
+            say(f"the active version stays in shared memory ({self.arena}) for the next start: it is not on disk")
+
+    def _free_arena(self) -> None:
+        """Not what others use: with an etcd other servers may have their slots there, and with a name of this host a
+        peer does."""
+        if self._arena_lock is None:
+            resume.free_arena(self.arena)
+            return
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._arena_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not this_host():
+                (self.arena / USERS).unlink(missing_ok=True)
+                resume.free_arena(self.arena)
 
     def instance_id(self, index: int) -> str:
         """Stable over restarts; in a store that several hosts share it says where to look."""
@@ -172,37 +280,58 @@ class Server:
         return os.environ.get("HOTSWAP_ADMIN_KEY") or self.admin_key_file.read_text().strip()
 
     def _ready(self) -> bool:
+        """Whether each instance serves, or sleeps as it was ordered to before."""
         ours = {self.instance_id(index) for index in range(self.config.instances)}
         key = {"authorization": f"Bearer {self.admin_key}"}
         try:
-            if httpx.get(f"{self.url}/readyz", timeout=2.0).status_code != 200:
+            asked = {}
+            for what in ("instances", "sleep"):
+                answer = httpx.get(f"{self.admin_url}/admin/{what}", headers=key, timeout=2.0)
+                asked[what] = answer.raise_for_status().json()
+            asleep = {row["id"] for row in asked["sleep"]["asleep"]}
+            eligible = {row["id"] for row in asked["instances"]["instances"] if row["eligible"]}
+            if not ours <= eligible | asleep:
                 return False
-            fleet = httpx.get(f"{self.admin_url}/admin/instances", headers=key, timeout=2.0)
-            return ours <= {i["id"] for i in fleet.raise_for_status().json()["instances"] if i["eligible"]}
+            return ours <= asleep or httpx.get(f"{self.url}/readyz", timeout=2.0).status_code == 200
         except httpx.HTTPError:
             return False
 
-    def _fresh_state(self) -> None:
-        """Nothing of an earlier run on this host is left, but its admin key."""
-        if _runs(self.state_dir):
-            raise CliError(f"a server already runs with its state in {self.state_dir}; stop it or pass --state-dir")
-        for stale in ("store.db", "store.db-wal", "store.db-shm", "server.json"):
-            (self.state_dir / stale).unlink(missing_ok=True)
-        shutil.rmtree(self.state_dir / "logs", ignore_errors=True)
-        if self.config.store is None:
-            shutil.rmtree(self.arena, ignore_errors=True)
-        (self.state_dir / "logs").mkdir(parents=True, mode=0o700)
-        self.state_dir.chmod(0o700)
+    def _make_admin_key(self) -> None:
         if not self.admin_key_file.exists():
-            fd = os.open(self.admin_key_file, os.O_WRONLY | os.O_CREAT, 0o600)
-            os.write(fd, secrets.token_urlsafe(32).encode())
-            os.close(fd)
+            write_new_file(self.admin_key_file, secrets.token_urlsafe(32))
+
+    def _look_at_store(self) -> None:
+        """Say once that the store is gone, or another one: nothing is swapped from then on, and no key changed."""
+        now = time.monotonic()
+        if self.config.store is not None or now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        if (seen := _inode(self.state.store)) == self._store_seen:
+            return
+        self._store_seen = seen
+        if (problem := resume.lost(self.store)) is not None:
+            print(f"hotswap: {problem}. Requests are answered; no weights and no keys can be changed", file=sys.stderr)
+
+    @property
+    def _persists(self) -> bool:
+        return self.config.persist != "off" and not self.config.throwaway
+
+    @property
+    def _default_copies(self) -> Path:
+        return self.state_dir / "versions"
+
+    @property
+    def _copies(self) -> Path:
+        """Where copies of committed versions are."""
+        named = self.config.persist
+        return named.resolve() if isinstance(named, Path) else self._default_copies
 
     def _spawn(self, name: str, args: list[str], env: Mapping[str, str] | None = None) -> Child:
         environment = {"HOTSWAP_STORE": self.store, "HOTSWAP_ARENA": str(self.arena), "HOTSWAP_URL": self.url}
         environment |= env or {}
         with interrupts.held():
-            child = Child(name, args, self.state_dir / "logs" / f"{name}.log", environment)
+            log = self.state_dir / "logs" / f"{name}.log"
+            child = Child(name, args, log, environment, [self.state.inherited])
             self.children[name] = child
         return child
 
@@ -212,6 +341,12 @@ class Server:
         args += ["--admin-port", str(self.admin_port), "--admin-key-file", str(self.admin_key_file)]
         args += ["--otlp-endpoint", c.otlp_endpoint] if c.otlp_endpoint else []
         return [*args, *(["--api-key-file", str(c.api_key_file)] if c.api_key_file else []), *c.gateway_args]
+
+    def _persist_args(self) -> list[str]:
+        c = self.config
+        args = ["weightsync.persist", "--store", self.store, "--model", self.name, "--dir", str(self._copies)]
+        args += ["--keep", str(c.persist_keep)]
+        return [*args, *(["--max-bytes", str(int(c.persist_max_gib * 2**30))] if c.persist_max_gib else [])]
 
     def _instance_args(self, index: int) -> list[str]:
         c = self.config
@@ -235,7 +370,9 @@ def run_up(config: UpConfig) -> None:
     interrupts.install()
     try:
         with console.status(f"starting {server.name}: gateway, {config.instances} x vLLM, first version"):
-            server.start()
+            server.start(console.print)
+            for line in server.said:
+                console.print(line)
             server.wait_ready()
         console.print(f"[bold]{server.name}[/] answers on {server.url}  (OpenAI: {server.url}/v1)")
         console.print(f"console: {server.admin_url}/console")
@@ -247,7 +384,7 @@ def run_up(config: UpConfig) -> None:
         console.print("stopping")
     finally:
         interrupts.ignore()
-        server.stop()
+        server.stop(console.print)
 
 
 def draft_dir(vllm_args: Sequence[str]) -> Path | None:
@@ -274,7 +411,30 @@ def free_port(host: str) -> int:
 
 def _is_lasting(name: str) -> bool:
     """Whether a child of that name is to run for ever: not a publication, and not a trainer, which ends by itself."""
-    return name == "gateway" or name.startswith("instance-")
+    return name in ("gateway", "persist") or name.startswith("instance-")
+
+
+def arena_name(model: str, state_dir: Path) -> str:
+    """The directory of the slots in shared memory belongs to the state directory, wherever the server listens."""
+    readable = re.sub("[^A-Za-z0-9._-]", "-", model)[:64]
+    return f"hotswap-{readable}-{hashlib.blake2b(str(state_dir).encode(), digest_size=6).hexdigest()}"
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        return found.st_dev, found.st_ino
+    return None
+
+
+def _require_free(host: str, port: int) -> None:
+    """Raises PortTaken."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise PortTaken(
+            f"cannot listen on {host}, port {port} ({error.strerror or error}): stop what does, or pass another --port"
+        ) from error
 
 
 def _free_port_after(port: int) -> int:
@@ -284,11 +444,3 @@ def _free_port_after(port: int) -> int:
         except (OSError, OverflowError):
             return free_port("127.0.0.1")
     return port + 1
-
-
-def _runs(state_dir: Path) -> bool:
-    """Whether the server described there is alive; what cannot be read is not."""
-    try:
-        return store.process_lives(ServerInfo.read(state_dir).pid)
-    except CliError:
-        return False

@@ -1,4 +1,4 @@
-"""`hotswap up` as a user runs it: what dies comes back with the same weights, and stopping leaves nothing behind."""
+"""`hotswap up` as a user runs it: what dies comes back with the same weights, and all of it does, however it ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,73 @@ import psutil
 import pytest
 
 from server.cli.paths import ServerInfo
+from server.cli.up import arena_name
 from tests.live import VLLM_ARGS, eventually
+from weightsync.arena import DEFAULT_ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 ASK = {"prompt_token_ids": [3, 4, 5, 6], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": False}
 
 
-@dataclass
 class Up:
-    """The running command, and what it wrote about itself."""
+    """The command on one state directory, started again and again, and what it writes about itself."""
 
-    process: subprocess.Popen[bytes]
-    state_dir: Path
-    info: ServerInfo
+    def __init__(self, model: Path, state_dir: Path) -> None:
+        self.state_dir, self.key = state_dir, ""
+        self.arena = DEFAULT_ROOT / arena_name(model.name, state_dir.resolve())
+        self.command = [sys.executable, "-m", "server.cli", "up", "--model", str(model), "--port", "0"]
+        self.command += ["--state-dir", str(state_dir), "--kv-cache-gib", "0.06", *VLLM_ARGS]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns when it says that it is ready."""
+        assert self.process is None
+        with self.output.open("wb") as output:
+            self.process = process = subprocess.Popen(self.command, stdout=output, stderr=subprocess.STDOUT)
+        assert eventually(lambda: self.info_of(process.pid) is not None or process.poll() is not None, 300)
+        assert process.poll() is None, self.said()
+
+    @property
+    def output(self) -> Path:
+        return self.state_dir.with_suffix(".out")
+
+    def said(self) -> str:
+        return " ".join(self.output.read_text().split())  # the console breaks lines
+
+    def info_of(self, pid: int) -> ServerInfo | None:
+        path = self.state_dir / "server.json"
+        info = ServerInfo.read(self.state_dir) if path.exists() else None
+        return info if info is not None and info.pid == pid else None
+
+    @property
+    def info(self) -> ServerInfo:
+        assert self.process is not None
+        info = self.info_of(self.process.pid)
+        assert info is not None
+        return info
+
+    def family(self) -> list[psutil.Process]:
+        assert self.process is not None
+        up = psutil.Process(self.process.pid)
+        return [up, *up.children(recursive=True)]
+
+    def end(self, number: int) -> int:
+        """Send a signal to the command, or SIGKILL to all of its processes; its exit status, when all have ended."""
+        assert self.process is not None
+        family = self.family()
+        for process in family if number == signal.SIGKILL else family[:1]:
+            process.send_signal(number)
+        status = self.process.wait(120)
+        assert eventually(lambda: all_ended(family), 15)
+        self.process = None
+        return status
 
     def hotswap(self, *args: str) -> str:
         command = [sys.executable, "-m", "server.cli", *args, "--state-dir", str(self.state_dir)]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
     def child(self, module: str) -> psutil.Process:
-        (found,) = [p for p in psutil.Process(self.process.pid).children() if module in " ".join(p.cmdline())]
+        (found,) = [p for p in self.family()[0].children() if module in " ".join(p.cmdline())]
         return found
 
     def ready(self) -> bool:
@@ -44,45 +90,74 @@ class Up:
         except httpx.TransportError:
             return False
 
-    def ask(self) -> dict[str, Any]:
-        answer = httpx.post(self.info.url + "/generate", json=ASK, timeout=30)
+    def ask(self, key: str | None = None) -> httpx.Response:
+        headers = {"authorization": f"Bearer {self.key if key is None else key}"} if key != "" else {}
+        return httpx.post(self.info.url + "/generate", json=ASK, headers=headers, timeout=30)
+
+    def answer(self) -> dict[str, Any]:
+        answer = self.ask()
         answer.raise_for_status()
         return dict(answer.json()["choices"][0])
 
 
+def all_ended(processes: list[psutil.Process]) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
 @pytest.fixture
 def up(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Up]:
-    command = [sys.executable, "-m", "server.cli", "up", "--model", str(checkpoints["a"]), "--port", "0"]
-    command += ["--state-dir", str(tmp_path), "--kv-cache-gib", "0.06", *VLLM_ARGS]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    found = Up(checkpoints["a"], tmp_path / "state")
+    found.start()
     try:
-        assert eventually((tmp_path / "server.json").exists, 300)
-        yield Up(process, tmp_path, ServerInfo.read(tmp_path))
+        yield found
     finally:
-        process.terminate()
-        process.wait(30)
+        if found.process is not None:
+            found.process.terminate()
+            found.process.wait(120)
 
 
-def test_instance_and_gateway_killed_then_stopped(up: Up, checkpoints: dict[str, Path]) -> None:
+def test_killed_in_part_killed_whole_and_stopped(up: Up, checkpoints: dict[str, Path]) -> None:
     up.hotswap("weights", "push", str(checkpoints["b"]))
-    before = up.ask()
+    up.key = up.hotswap("keys", "create", "somebody").strip()
+    before = up.answer()
     assert before["weight_versions"][0]["version"] == 2
+    assert up.ask(key="").status_code == 401
 
     for module in ("server.cli instance", "server.gateway"):
         victim = up.child(module)
         family = [victim, *victim.children(recursive=True)]
         os.kill(victim.pid, signal.SIGKILL)
-        assert eventually(lambda: not any(p.is_running() and p.status() != "zombie" for p in family), 15)  # noqa: B023
+        assert eventually(lambda: all_ended(family), 15)  # noqa: B023
         assert eventually(lambda: not up.ready(), 15)
         assert eventually(up.ready, 300)
-        assert up.ask() == before, f"the answer changed after {module} was killed"
+        assert up.answer() == before, f"the answer changed after {module} was killed"
 
-    assert "active" in up.hotswap("weights", "list")
+    second = subprocess.run([*up.command, "--fresh"], capture_output=True, text=True, timeout=120, check=False)
+    assert second.returncode != 0
+    assert "already runs with its state in" in second.stderr
+    assert up.hotswap("status").count("SERVING") == 1
+    assert up.answer() == before
+
+    up.end(signal.SIGKILL)
+    assert list(up.arena.glob("slot-*"))
+    up.start()
+    assert "going on with version 2" in up.said()
+    assert "from shared memory" in up.said()
+    assert up.answer() == before
+    assert up.ask(key="").status_code == 401
     assert "is active" in up.hotswap("weights", "rollback")
-    assert up.ask()["weight_versions"][0]["version"] == 1
+    assert up.answer()["weight_versions"][0]["version"] == 1
 
-    family = psutil.Process(up.process.pid).children(recursive=True)
-    up.process.send_signal(signal.SIGTERM)
-    assert up.process.wait(30) == 0
-    assert eventually(lambda: not any(p.is_running() and p.status() != "zombie" for p in family), 15)
-    assert not list(Path("/dev/shm").glob(f"hotswap-*{up.info.url.rsplit(':', 1)[1]}*"))
+    assert up.end(signal.SIGINT) == 0
+    assert not up.arena.exists()
+    up.start()
+    assert "going on with version 1" in up.said()
+    assert f"its copy in {up.state_dir}" in up.said()
+    assert up.answer()["weight_versions"][0]["version"] == 1
+    assert up.ask(key="").status_code == 401
+    assert "is active" in up.hotswap("weights", "rollback")
+    assert up.answer() == before
+    assert "version 3" in up.hotswap("weights", "push", str(checkpoints["a"]))
+
+    assert up.end(signal.SIGTERM) == 0
+    assert not up.arena.exists()

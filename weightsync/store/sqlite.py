@@ -45,7 +45,13 @@ class SqliteStore:
     @property
     def url_of_this(self) -> str:
         """The URL under which this very store is opened, and no other that may come to be in its place."""
-        return f"{self.url}?id={self._db.store_id}"
+        return f"{self.url}?id={self.store_id}"
+
+    @property
+    def store_id(self) -> str:
+        """What tells this store from any other."""
+        assert self._db.store_id is not None, "it was opened"
+        return self._db.store_id
 
     async def get(self, key: str) -> KeyValue | None:
         return await self._call(lambda: self._db.get(key))

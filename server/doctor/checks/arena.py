@@ -40,7 +40,10 @@ def leftovers(world: World) -> Iterator[Finding]:
         return
     nbytes = sum(held_nbytes(path) or path.stat().st_blocks * 512 for path in dead)
     names = " ".join(str(path) for path in dead)
-    mend = f"If no other container shares {world.shm}: rm -r {names}"
+    mend = (
+        "A `hotswap up` that was killed goes on with its arena: start it again, with its state directory. Else, if no "
+    )
+    mend += f"other container shares {world.shm}: rm -r {names}"
     yield warn(f"{len(dead)} in {world.shm} that no process uses, {size(nbytes)}", mend)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import secrets
 import stat
 from pathlib import Path
 
 from server.errors import ConfigError
+from server.files import write_new_file
 from server.gateway.access.keys import ADMIN, INFER, KeyRing, Principal
 from server.gateway.config import GatewayConfig
 from weightsync.tls import Stamp, stamp
@@ -100,16 +100,16 @@ def _admin_digest(config: GatewayConfig) -> bytes:
 
 def _generated(path: Path) -> str:
     """The key in `path`, written first if it is not there; another gateway may be doing the same."""
+    if path.exists():
+        return read_admin_key(path)
+    key = "hs-admin-" + secrets.token_urlsafe(32)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        write_new_file(path, key + "\n")
     except FileExistsError:
         return read_admin_key(path)
     except OSError as exc:
         raise ConfigError(f"No admin key could be written to {path} ({exc.strerror}); set --admin-key-file.") from exc
-    key = "hs-admin-" + secrets.token_urlsafe(32)
-    with os.fdopen(handle, "w") as file:
-        file.write(key + "\n")
     log.info("wrote a new admin key to %s", path)
     return key
 

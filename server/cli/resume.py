@@ -1,0 +1,339 @@
+"""What `hotswap up` finds of the run before, and what it goes on with: settled before any process starts.
+
+    nothing was ever committed     the checkpoint becomes the first version
+    the version committed last     is served again, under its number: from shared memory, else from its copy on disk
+    it is lost in both             the newest version that is whole is served, as a commit of its own; else the
+                                   checkpoint becomes a new version. Both are said
+    the checkpoint is another one  refused: what is meant cannot be known
+
+A swap that was under way is left to the coordinator, which ends it from its record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from server.cli.errors import CliError, OtherCheckpoint
+from server.cli.state import own_copies_in
+from server.gateway.access.records import DOOR, KEYS_PREFIX
+from weightsync import open_store
+from weightsync.arena import Arena, SlotLock
+from weightsync.checkpoint import Checkpoint
+from weightsync.errors import CheckpointError, Conflict, RecordError, StoreError, VersionLost
+from weightsync.hosts import arena_key, this_host
+from weightsync.ledger import ensure_arena
+from weightsync.parts import DRAFT, LORA
+from weightsync.peer.copies import own_copies, pieces, place
+from weightsync.persist import Restored, restore
+from weightsync.persist.disk import Disk
+from weightsync.persist.pieces import slot_is_whole
+from weightsync.records import ActiveRecord, ArenaRecord, CounterRecord, InstanceRecord, Keys, Record, VersionRecord
+from weightsync.store import MISSING, Store
+from weightsync.store.sqlite import SqliteStore
+
+ORIGIN = "origin"
+SLOT = "slot-"  # what the names of slots begin with in an arena
+
+
+@dataclass(frozen=True)
+class OriginRecord(Record):
+    """Which checkpoint the store of a state directory began with. `digest` is `Checkpoint.glance` ("": no weights)."""
+
+    model: str
+    path: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What `up` was asked to serve: a checkpoint under a name, and what goes with it.
+
+    `copies`: where versions are on disk. `arena`: where the slots go; of a shared store, unless it says where.
+    """
+
+    model: str
+    checkpoint: Path
+    draft: Path | None
+    adapters: bool
+    copies: Path | None
+    arena: Path
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What there is to go on with.
+
+    `url` opens this very store. `publish`: the arguments of `weightsync.push` for what must be published first, None
+    if nothing. `said` is for the operator.
+    """
+
+    url: str
+    arena: Path
+    publish: tuple[str, ...] | None
+    said: tuple[str, ...] = ()
+
+
+async def begin(url: str, wanted: Wanted, remember: Callable[[str], None] | None) -> Begun:
+    """Opens the store, makes it if need be, and puts it in order.
+
+    `remember` is told the id of the store of a state directory; None: it is an etcd, which others use too.
+
+    Raises StoreError, ArenaError, PersistError, OtherCheckpoint, CliError.
+    """
+    store = open_store(url)
+    try:
+        if remember is not None:
+            assert isinstance(store, SqliteStore)
+            remember(store.store_id)
+        return await _Beginning(store, wanted, shared=remember is None).run()
+    finally:
+        await store.close()
+
+
+async def describe(url: str, model: str) -> str:
+    """What a store holds, in a line, for who is about to discard it."""
+    try:
+        store = open_store(url, create=False)
+    except StoreError as error:
+        return f"a store that cannot be read ({error})"
+    try:
+        keys = Keys(model)
+        made = [kv for kv in (await store.list(KEYS_PREFIX))[0] if kv.key != DOOR]
+        counter = await store.get(keys.counter)
+        newest = CounterRecord.from_json(counter.value).version if counter is not None else 0
+        swaps = len((await store.list(keys.history))[0])
+        versions = f"versions 1 to {newest}" if newest else "no version"
+        return f"{len(made)} API key(s), {versions} and a history of {swaps} swap(s)"
+    except StoreError as error:
+        return f"a store that cannot be read ({error})"
+    finally:
+        await store.close()
+
+
+def lost(url: str) -> str | None:
+    """Why the store that `url` names cannot be used now; None if it can."""
+
+    async def look() -> None:
+        await open_store(url, create=False).close()
+
+    try:
+        asyncio.run(look())
+    except StoreError as error:
+        return str(error)
+    return None
+
+
+def process_lives(pid: int) -> bool:
+    """Whether there is such a process on this host."""
+    return Path(f"/proc/{pid}").exists()
+
+
+def free_arena(directory: Path) -> None:
+    """Give back what nobody uses of the shared memory in `directory`."""
+    _remove_unused(directory)
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+class _Beginning:
+    """One start. `store` is nobody else's meanwhile, unless it is shared."""
+
+    def __init__(self, store: Store, wanted: Wanted, shared: bool) -> None:
+        self.store, self.wanted, self.shared = store, wanted, shared
+        self.keys = Keys(wanted.model)
+        self.said: list[str] = []
+
+    async def run(self) -> Begun:
+        active = await self._active()
+        digest = await self._judge(active)
+        if self.wanted.copies is not None:
+            own_copies_in(self.wanted.copies, self._name)
+            await self._count_on_from(self.wanted.copies)
+        arena = await self._settle_arena()
+        await self._forget_killed()
+        restored = await self._restore(arena, active)
+        if restored is None:
+            await self._retire_gone()
+            if not self.shared:
+                await self._write_origin(digest)
+            publish = [str(self.wanted.checkpoint)]
+            publish += [] if self.wanted.draft is None else ["--with", f"{DRAFT}={self.wanted.draft}"]
+            return self._begun(arena, publish)
+        return self._begun(arena, await self._missing_draft(restored.version))
+
+    def _begun(self, arena: Arena, publish: Sequence[str] | None) -> Begun:
+        url = self.store.url_of_this if isinstance(self.store, SqliteStore) else self.store.url
+        return Begun(url, arena.directory, tuple(publish) if publish is not None else None, tuple(self.said))
+
+    @property
+    def _name(self) -> str:
+        """What tells this store from others, wherever its file is moved."""
+        if isinstance(self.store, SqliteStore):
+            return self.store.store_id
+        return "etcd " + self.store.url.partition("?")[0].partition("://")[2].partition("/")[2]
+
+    # what the command line means here
+
+    async def _judge(self, active: ActiveRecord | None) -> str:
+        """The digest of the checkpoint. Raises OtherCheckpoint if what is served began with another one."""
+        digest = glance(self.wanted.checkpoint)
+        if self.shared:
+            return digest
+        found = await self.store.get(ORIGIN)
+        origin = OriginRecord.from_json(found.value) if found is not None else None
+        if origin is None:
+            if active is not None:  # of a release that noted none
+                await self._write_origin(digest)
+            return digest
+        if origin.model != self.wanted.model and await self.store.get(Keys(origin.model).active) is not None:
+            raise OtherCheckpoint(
+                f"this state directory serves {origin.model}, not {self.wanted.model}: name another --state-dir, or "
+                f"begin anew with --fresh (it discards {await describe(self.store.url, origin.model)})"
+            )
+        if active is None:
+            return digest
+        named = str(self.wanted.checkpoint)
+        if digest != origin.digest and named != origin.path:
+            raise OtherCheckpoint(
+                f"this state directory began with {origin.path} and serves version {active.version}; {named} is "
+                f"another checkpoint. To serve it as the next version, start with --model {origin.path} and run "
+                f"`hotswap weights push {named}`; to serve it beside, name another --state-dir or --name; to begin "
+                f"anew with it, --fresh (it discards {await describe(self.store.url, self.wanted.model)})"
+            )
+        if digest and digest != origin.digest:
+            self.said.append(
+                f"{named} has changed since this state began with it: `hotswap weights push {named}` serves it as it is"
+            )
+        elif named != origin.path:  # it was moved
+            await self._write_origin(digest)
+        return digest
+
+    async def _write_origin(self, digest: str) -> None:
+        origin = OriginRecord(self.wanted.model, str(self.wanted.checkpoint), digest)
+        await self.store.put(ORIGIN, origin.to_json())
+
+    # shared memory
+
+    async def _settle_arena(self) -> Arena:
+        """Where the slots are. What a killed run has left there besides slots cannot be verified, and goes."""
+        if self.shared:
+            return await ensure_arena(self.store, self.wanted.arena)
+        arena = Arena(self.wanted.arena)
+        record = ArenaRecord(str(arena.directory)).to_json()
+        key = arena_key(this_host())
+        found = await self.store.get(key)
+        if found is None or found.value != record:  # the directory was moved, or copied: its memory is its own
+            await self.store.put(key, record)
+        known = [VersionRecord.from_json(kv.value) for kv in (await self.store.list(self.keys.versions))[0]]
+        _remove_unused(arena.directory, but=SLOT if known else None)
+        return arena
+
+    async def _restore(self, arena: Arena, active: ActiveRecord | None) -> Restored | None:
+        """Have a version in shared memory to go on with; None if there is none."""
+        if active is None:
+            return None
+        try:
+            restored = await self._restored(arena)
+        except VersionLost as loss:
+            if loss.offer is None:
+                self.said.append(f"version {loss.version} is lost: {loss.reason}. The checkpoint becomes a new version")
+                return None
+            self.said.append(f"version {loss.version} is lost: {loss.reason}")
+            restored = await self._restored(arena, loss.offer)
+        assert restored is not None
+        await self._require_parts(restored.version)
+        where = "shared memory" if restored.source == "memory" else f"its copy in {self.wanted.copies}"
+        committed = (await self._active() or active).committed_at
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(committed))
+        back = "" if restored.previous is None else f"; a rollback goes to version {restored.previous}"
+        self.said.append(f"going on with version {restored.version}, committed {when}, from {where}{back}")
+        return restored
+
+    async def _restored(self, arena: Arena, version: int | None = None) -> Restored | None:
+        return await restore(
+            self.store, model=self.wanted.model, directory=self.wanted.copies, arena=arena, version=version
+        )
+
+    # records
+
+    async def _active(self) -> ActiveRecord | None:
+        found = await self.store.get(self.keys.active)
+        return ActiveRecord.from_json(found.value) if found is not None else None
+
+    async def _count_on_from(self, copies: Path) -> None:
+        """Numbers that are on disk were given out, also by a store that was put back from an older copy."""
+        highest = max((kept.version for kept in Disk(copies).kept()), default=0)
+        found = await self.store.get(self.keys.counter)
+        if highest > (CounterRecord.from_json(found.value).version if found is not None else 0):
+            with contextlib.suppress(Conflict):  # a publisher is at work, and counts as well
+                expected = found.mod_revision if found is not None else MISSING
+                await self.store.compare_and_swap(self.keys.counter, expected, CounterRecord(highest).to_json())
+
+    async def _forget_killed(self) -> None:
+        """Ends the records of instances killed on this host: a swap would wait for them until their lease ends."""
+        here = f"{socket.gethostname()}-" if self.shared else ""
+        for kv in (await self.store.list(f"{self.keys.instances}{here}"))[0]:
+            with contextlib.suppress(RecordError):  # another release's: its lease ends
+                if not process_lives(InstanceRecord.from_json(kv.value).pid):
+                    await self.store.delete(kv.key)
+
+    async def _retire_gone(self) -> None:
+        """No version is to be asked for whose bytes are nowhere."""
+        host = this_host()
+        own = await own_copies(self.store, self.keys, host)
+        for kv in (await self.store.list(self.keys.versions))[0]:
+            record = VersionRecord.from_json(kv.value)
+            places = [(place(part, host, own), part.manifest_digest) for part in pieces(record)]
+            if record.state != "ready" or all(path is None or slot_is_whole(path, digest) for path, digest in places):
+                continue  # another host's is that host's to judge
+            with contextlib.suppress(Conflict):
+                await self.store.compare_and_swap(kv.key, kv.mod_revision, replace(record, state="retired").to_json())
+
+    async def _require_parts(self, version: int) -> None:
+        """Raises CliError when the instances would not run something that the version has."""
+        parts = await self._parts(version)
+        if DRAFT in parts and self.wanted.draft is None:
+            raise CliError(
+                f"version {version} has a draft model: name one with --speculative-config, as before, or begin anew "
+                "with --fresh"
+            )
+        if any(part.startswith(LORA) for part in parts) and not self.wanted.adapters:
+            raise CliError(f"version {version} has adapters: start with --enable-lora, as before, or anew with --fresh")
+
+    async def _missing_draft(self, version: int) -> Sequence[str] | None:
+        """What to publish when a draft model is named for the first time."""
+        if self.wanted.draft is None or DRAFT in await self._parts(version):
+            return None
+        self.said.append(f"version {version} has no draft model: a new version gets {self.wanted.draft}")
+        return ["--part", DRAFT, str(self.wanted.draft)]
+
+    async def _parts(self, version: int) -> set[str]:
+        found = await self.store.get(self.keys.version(version))
+        return {part.name for part in VersionRecord.from_json(found.value).parts} if found is not None else set()
+
+
+def glance(checkpoint: Path) -> str:
+    """What tells a checkpoint from others, without reading all of it; "" for one without weights."""
+    try:
+        return Checkpoint(checkpoint).glance()
+    except CheckpointError:
+        return ""
+
+
+def _remove_unused(directory: Path, but: str | None = None) -> None:
+    """`but`: what the names of files begin with that stay."""
+    for path in directory.glob("*"):
+        if but is not None and path.name.startswith(but):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif (lock := SlotLock.try_exclusive(path)) is not None:
+            path.unlink(missing_ok=True)
+            lock.release()

@@ -1,0 +1,298 @@
+"""`hotswap up` without engines: a real store, real slots and copies, and doubles in the place of its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from server.cli.up import Server, UpConfig
+from server.gateway.access.key_store import KeyStore, NewKey
+from server.gateway.access.keys import INFER, KeyRing
+from server.gateway.access.records import KeyLimits
+from tests.weightsync.tensors import model, read_back, save_safetensors
+from weightsync import Coordinator, Publisher, SyncStore, open_store
+from weightsync.errors import WeightSyncError
+from weightsync.persist.disk import Disk
+from weightsync.persist.service import Persister
+from weightsync.push import push
+from weightsync.records import ActiveRecord, CounterRecord, Keys, SwapRecord, VersionRecord
+from weightsync.swap import activation
+
+MODEL = "toy"
+STARTING = ("cli/up.py", "cli/state.py", "cli/resume.py", "server/files.py", "persist/restore.py", "persist/disk.py")
+KEYS = Keys(MODEL)
+
+
+class Child:
+    """In the place of a process: it runs until it is stopped. The one that copies to disk does so when it is."""
+
+    persists = True
+
+    def __init__(self, name: str, args: Sequence[str], *_: object) -> None:
+        self.name, self.args, self.alive, self.process = name, list(args), True, self
+        self.returncode: int | None = None
+        self.calls: list[str] = []
+        self.grace_s = 0.0
+
+    def start(self) -> None:
+        self.calls.append("start")
+        self.alive = True
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        self.calls.append("stop")
+        self.grace_s, self.alive, self.returncode = grace_s, False, -15
+        if self.name == "persist" and self.persists:
+            with contextlib.suppress(WeightSyncError):
+                self.returncode = 0 if run(self._copied()) else 1
+
+    async def _copied(self) -> bool:
+        options = dict(zip(self.args[1::2], self.args[2::2], strict=True))
+        store = open_store(options["--store"], create=False)
+        disk, stopped = Disk(Path(options["--dir"]), keep=int(options["--keep"])), asyncio.Event()
+        stopped.set()
+        try:
+            with disk.lock():
+                return await Persister(store, Keys(options["--model"]), disk).run(stopped)
+        finally:
+            await store.close()
+
+
+@dataclass
+class Up:
+    """One state directory, and the servers that are started with it one after the other."""
+
+    checkpoint: Path
+    state_dir: Path
+    options: dict[str, Any] = field(default_factory=dict)
+    told: list[str] = field(default_factory=list)
+    server: Server | None = None
+
+    def new(self, **options: Any) -> Server:
+        options = {"model": str(self.checkpoint), "name": MODEL, "port": 0, **self.options, **options}
+        return Server(UpConfig(state_dir=self.state_dir, **options))
+
+    def start(self, **options: Any) -> Server:
+        """Started, and its publication done; by a coordinator without instances, so its commit comes at once."""
+        self.told.clear()
+        self.server = server = self.new(**options)
+        server.start(self.told.append)
+        self.publish(server)
+        return server
+
+    def publish(self, server: Server) -> None:
+        if "publish" in server.children:
+            args = server.children["publish"].args  # type: ignore[attr-defined]
+            given = args[args.index("--model") + 2 :]
+            part = given[given.index("--part") + 1] if "--part" in given else ""
+            parts = dict(pair.split("=", 1) for pair in [given[given.index("--with") + 1]]) if "--with" in given else {}
+            directory = Path(given[-1] if part else given[0])
+            more = {name: Path(path) for name, path in parts.items()}
+            version = push(directory, part=part, parts=more, store=server.store, model=MODEL, activate=False)
+            run(committed(server.store, version))
+
+    def trained(self, value: float, *, commit: bool = True) -> int:
+        """A version from a trainer: all its tensors are `value`."""
+        assert self.server is not None
+        with Publisher(self.server.store, model=MODEL) as publisher:
+            version = publisher.publish(model(value), activate=False)
+        if commit:
+            run(committed(self.server.store, version))
+        return version
+
+    def stop(self) -> None:
+        assert self.server is not None
+        self.told.clear()
+        self.server.stop(self.told.append)
+
+    def kill(self) -> None:
+        """What SIGKILL of all processes leaves: files, shared memory, records under leases; and no lock."""
+        assert self.server is not None
+        self.server.state.release()
+        self.server = None
+
+    def lose_power(self) -> None:
+        """`kill`, and the memory is gone."""
+        assert self.server is not None
+        arena = self.server.arena
+        self.kill()
+        for path in arena.iterdir():
+            path.unlink()
+
+    def forget(self, version: int) -> None:
+        """As if it and its number had never been."""
+        with contextlib.closing(SyncStore(f"sqlite://{self.state_dir}/store.db")) as store:
+            store.delete(KEYS.version(version))
+            store.put(KEYS.counter, CounterRecord(version - 1).to_json())
+
+    # looks
+
+    @property
+    def slots(self) -> list[Path]:
+        assert self.server is not None
+        return sorted(self.server.arena.glob("slot-*"))
+
+    def records(self) -> dict[str, bytes]:
+        return run(_records(f"sqlite://{self.state_dir}/store.db"))
+
+    def active(self) -> ActiveRecord:
+        return ActiveRecord.from_json(self.records()[KEYS.active])
+
+    def swap(self) -> SwapRecord:
+        return SwapRecord.from_json(self.records()[KEYS.swap])
+
+    def version(self, number: int) -> VersionRecord:
+        return VersionRecord.from_json(self.records()[KEYS.version(number)])
+
+    def served(self) -> tuple[int, float]:
+        """The active version and the value that its tensors have, every byte verified."""
+        record = self.version(self.active().version)
+        (value,) = {float(v) for tensor in read_back(record).values() for v in tensor.reshape(-1)}
+        return record.version, value
+
+    def make_key(self) -> str:
+        assert self.server is not None
+        return run(_made_key(self.server.store))
+
+    def door(self, key: str | None) -> str:
+        """Who a gateway that starts now takes the bearer of `key` for. Raises HttpError."""
+        return run(_asked(f"sqlite://{self.state_dir}/store.db", key))
+
+
+def save_checkpoint(directory: Path, value: float) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text("{}")
+    save_safetensors(directory / "model.safetensors", model(value))
+    return directory
+
+
+def run(work: Any) -> Any:
+    """On a loop and a thread of its own, so that tests with a loop may call it too."""
+    found: list[Any] = []
+
+    def in_thread() -> None:
+        try:
+            found.append((True, asyncio.run(work)))
+        except BaseException as error:
+            found.append((False, error))
+
+    thread = threading.Thread(target=in_thread)
+    thread.start()
+    thread.join()
+    done, result = found[0]
+    if not done:
+        raise result
+    return result
+
+
+async def committed(url: str, version: int) -> None:
+    async with coordinator(url) as leader:
+        await leader.activate(version)
+
+
+@contextlib.asynccontextmanager
+async def coordinator(url: str) -> AsyncIterator[Coordinator]:
+    store = open_store(url, create=False)
+    leader = Coordinator(store, MODEL)
+    leader.start()
+    try:
+        yield leader
+    finally:
+        await leader.stop()
+        await store.close()
+
+
+async def swap_until(url: str, holds: Callable[[SwapRecord], bool], ask: int | None = None) -> None:
+    """Let a coordinator lead until the swap is as is wanted; `ask`: for this version, first."""
+    store = open_store(url, create=False)
+    try:
+        async with coordinator(url):
+            if ask is not None:
+                await activation.request(store, KEYS, activation.new_target(ask, "test", 60.0))
+            async with asyncio.timeout(20), contextlib.aclosing(store.watch(KEYS.swap, 1)) as events:
+                async for event in events:
+                    if event.kind == "put" and holds(SwapRecord.from_json(event.kv.value)):
+                        return
+    finally:
+        await store.close()
+
+
+async def _records(url: str) -> dict[str, bytes]:
+    store = open_store(url, create=False)
+    try:
+        return {kv.key: kv.value for kv in (await store.list(""))[0]}
+    finally:
+        await store.close()
+
+
+async def _made_key(url: str) -> str:
+    store = open_store(url, create=False)
+    try:
+        new = NewKey("somebody", (INFER,), None, KeyLimits())
+        return (await KeyStore(store, KeyRing({}, required=False)).create(new))[1]
+    finally:
+        await store.close()
+
+
+async def _asked(url: str, key: str | None) -> str:
+    store, ring = open_store(url, create=False), KeyRing({}, required=False)
+    try:
+        await KeyStore(store, ring).refresh()
+        return ring.authorize(key.encode() if key else None, INFER).name
+    finally:
+        await store.close()
+
+
+@contextlib.contextmanager
+def frozen(directory: Path) -> Iterator[None]:
+    """Nothing below `directory` changes meanwhile, but times of access."""
+    before = _contents(directory)
+    yield
+    assert _contents(directory) == before
+
+
+def _contents(directory: Path) -> dict[str, bytes]:
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != "lock"]
+    return {str(path): path.read_bytes() for path in files} | {str(directory): str(os.stat(directory).st_ino).encode()}
+
+
+def killed_at(server: Server, lines: int) -> bool:
+    """Start `server` in a process that is killed when it has run so many lines of what a start consists of.
+
+    False if it came to its end before.
+    """
+    pid = os.fork()
+    if pid == 0:
+        left = itertools.count(lines, -1)
+
+        def trace(frame: Any, event: str, _: object) -> Any:
+            if not frame.f_code.co_filename.endswith(STARTING):
+                return None
+            if event == "line" and next(left) <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        try:
+            sys.settrace(trace)
+            server.start()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    return os.WIFSIGNALED(status)
+
+
+def flip(path: Path, at: int = -4000) -> None:
+    """Damage a byte of a file, counted from its end."""
+    with path.open("r+b") as file:
+        file.seek(at, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(at, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 0xFF]))
