@@ -50,8 +50,8 @@ def test_a_command_names_the_package_that_is_missing(without: str, command: list
     done = hotswap(without, *command)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
-    line = done.stderr.strip().splitlines()[-1]
-    assert f"the package {without.partition(',')[0]} is not installed" in line
+    missing = f"the package {without.partition(',')[0]} is not installed"
+    [line] = [line for line in done.stderr.splitlines() if missing in line]
     assert "pip install" in line
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -177,6 +176,7 @@ class Workers:
     """A gateway of two workers in front of the benchmark's upstream."""
 
     port: int
+    admin: int
     supervisor: subprocess.Popen[bytes]
 
     @property
@@ -212,11 +212,11 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[Workers]:
-    upstream, port = free_port(), free_port()
-    command = [*hotswap(BenchPlace(port, upstream, tmp_path)), "--workers", "2"]
+    upstream, port, admin = free_port(), free_port(), free_port()
+    command = [*hotswap(BenchPlace(port, upstream, tmp_path)), "--workers", "2", "--admin-port", str(admin)]
     mock = running([str(compiled("upstream")), str(upstream)], tmp_path / "upstream.log")
     with mock, running(command, tmp_path / "log") as supervisor:
-        found = Workers(port, supervisor)
+        found = Workers(port, admin, supervisor)
         wait_for(lambda: answers(port))
         wait_for(lambda: found.scraped() == {"0", "1"})
         yield found
@@ -301,12 +301,9 @@ def test_workers_end_with_a_killed_supervisor(workers: Workers) -> None:
 
 def test_the_admin_port_is_one_workers_own(workers: Workers, tmp_path: Path) -> None:
     key = (tmp_path / "admin.key").read_text().strip()
-    log = (tmp_path / "log").read_text()
-    admin = re.search(r"port (\d+)", log)
-    port = int(admin[1]) if admin else workers.port + 1
     for _ in range(6):
         answer = httpx.get(
-            f"http://127.0.0.1:{port}/admin/weights", headers={"authorization": f"Bearer {key}"}, timeout=60
+            f"http://127.0.0.1:{workers.admin}/admin/weights", headers={"authorization": f"Bearer {key}"}, timeout=60
         )
         assert answer.json()["model"] == "mock"
     refused = httpx.get(
