@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from server.cli.errors import CliError, OtherCheckpoint
-from server.cli.state import own_copies_in
+from server.cli.errors import CliError, OtherCheckpoint, StateLost
+from server.cli.state import own, owner, require_own
 from server.gateway.access.records import DOOR, KEYS_PREFIX
 from weightsync import open_store
 from weightsync.arena import Arena, SlotLock
@@ -34,7 +34,16 @@ from weightsync.peer.copies import own_copies, pieces, place
 from weightsync.persist import Restored, restore
 from weightsync.persist.disk import Disk
 from weightsync.persist.pieces import slot_is_whole
-from weightsync.records import ActiveRecord, ArenaRecord, CounterRecord, InstanceRecord, Keys, Record, VersionRecord
+from weightsync.records import (
+    ActiveRecord,
+    ArenaRecord,
+    CounterRecord,
+    DiskRecord,
+    InstanceRecord,
+    Keys,
+    Record,
+    VersionRecord,
+)
 from weightsync.store import MISSING, Store
 from weightsync.store.sqlite import SqliteStore
 
@@ -55,7 +64,8 @@ class OriginRecord(Record):
 class Wanted:
     """What `up` was asked to serve: a checkpoint under a name, and what goes with it.
 
-    `copies`: where versions are on disk. `arena`: where the slots go; of a shared store, unless it says where.
+    `copies`: where versions are copied to, None if nowhere; `kept`: where else there may be some. `arena`: where the
+    slots go; of a shared store, unless it says where.
     """
 
     model: str
@@ -63,6 +73,7 @@ class Wanted:
     draft: Path | None
     adapters: bool
     copies: Path | None
+    kept: Path
     arena: Path
 
 
@@ -97,24 +108,32 @@ async def begin(url: str, wanted: Wanted, remember: Callable[[str], None] | None
         await store.close()
 
 
-async def describe(url: str, model: str) -> str:
-    """What a store holds, in a line, for who is about to discard it."""
+async def describe(url: str, model: str) -> tuple[str, Path | None]:
+    """What a store holds, in a line, for who is about to discard it; and where copies were last written."""
     try:
         store = open_store(url, create=False)
     except StoreError as error:
-        return f"a store that cannot be read ({error})"
+        return f"a store that cannot be read ({error})", None
     try:
         keys = Keys(model)
+        copies = await _copies(store, keys)
         made = [kv for kv in (await store.list(KEYS_PREFIX))[0] if kv.key != DOOR]
         counter = await store.get(keys.counter)
         newest = CounterRecord.from_json(counter.value).version if counter is not None else 0
         swaps = len((await store.list(keys.history))[0])
         versions = f"versions 1 to {newest}" if newest else "no version"
-        return f"{len(made)} API key(s), {versions} and a history of {swaps} swap(s)"
+        line = f"{len(made)} API key(s), {versions} and a history of {swaps} swap(s)"
+        return line, Path(copies.directory) if copies is not None else None
     except StoreError as error:
-        return f"a store that cannot be read ({error})"
+        return f"a store that cannot be read ({error})", None
     finally:
         await store.close()
+
+
+async def _copies(store: Store, keys: Keys) -> DiskRecord | None:
+    """What this host had on disk when copies were last written."""
+    found = await store.get(keys.disk(this_host()))
+    return DiskRecord.from_json(found.value) if found is not None else None
 
 
 def lost(url: str) -> str | None:
@@ -149,16 +168,20 @@ class _Beginning:
         self.store, self.wanted, self.shared = store, wanted, shared
         self.keys = Keys(wanted.model)
         self.said: list[str] = []
+        self.copies: DiskRecord | None = None
 
     async def run(self) -> Begun:
         active = await self._active()
         digest = await self._judge(active)
         if self.wanted.copies is not None:
-            own_copies_in(self.wanted.copies, self._name)
-            await self._count_on_from(self.wanted.copies)
+            require_own(self.wanted.copies, self._name)
+        self.copies = await _copies(self.store, self.keys)
+        await self._count_on()
         arena = await self._settle_arena()
         await self._forget_killed()
         restored = await self._restore(arena, active)
+        if self.wanted.copies is not None:
+            own(self.wanted.copies, self._name)
         if restored is None:
             await self._retire_gone()
             if not self.shared:
@@ -195,7 +218,7 @@ class _Beginning:
         if origin.model != self.wanted.model and await self.store.get(Keys(origin.model).active) is not None:
             raise OtherCheckpoint(
                 f"this state directory serves {origin.model}, not {self.wanted.model}: name another --state-dir, or "
-                f"begin anew with --fresh (it discards {await describe(self.store.url, origin.model)})"
+                f"begin anew with --fresh (it discards {(await describe(self.store.url, origin.model))[0]})"
             )
         if active is None:
             return digest
@@ -205,7 +228,7 @@ class _Beginning:
                 f"this state directory began with {origin.path} and serves version {active.version}; {named} is "
                 f"another checkpoint. To serve it as the next version, start with --model {origin.path} and run "
                 f"`hotswap weights push {named}`; to serve it beside, name another --state-dir or --name; to begin "
-                f"anew with it, --fresh (it discards {await describe(self.store.url, self.wanted.model)})"
+                f"anew with it, --fresh (it discards {(await describe(self.store.url, self.wanted.model))[0]})"
             )
         if digest and digest != origin.digest:
             self.said.append(
@@ -242,6 +265,7 @@ class _Beginning:
         try:
             restored = await self._restored(arena)
         except VersionLost as loss:
+            self._require_copies(loss.version)
             if loss.offer is None:
                 self.said.append(f"version {loss.version} is lost: {loss.reason}. The checkpoint becomes a new version")
                 return None
@@ -249,7 +273,7 @@ class _Beginning:
             restored = await self._restored(arena, loss.offer)
         assert restored is not None
         await self._require_parts(restored.version)
-        where = "shared memory" if restored.source == "memory" else f"its copy in {self.wanted.copies}"
+        where = "shared memory" if restored.source == "memory" else f"its copy in {restored.home}"
         committed = (await self._active() or active).committed_at
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(committed))
         back = "" if restored.previous is None else f"; a rollback goes to version {restored.previous}"
@@ -258,8 +282,25 @@ class _Beginning:
 
     async def _restored(self, arena: Arena, version: int | None = None) -> Restored | None:
         return await restore(
-            self.store, model=self.wanted.model, directory=self.wanted.copies, arena=arena, version=version
+            self.store, model=self.wanted.model, directories=self._places, arena=arena, version=version
         )
+
+    @property
+    def _places(self) -> list[Path]:
+        """Where there may be copies of versions, whatever this start was asked for."""
+        recorded = Path(self.copies.directory) if self.copies is not None else None
+        named = (self.wanted.copies, recorded, self.wanted.kept)
+        return list(dict.fromkeys(place for place in named if place is not None))
+
+    def _require_copies(self, version: int) -> None:
+        """Raises StateLost when a version is on a disk that is not there now: it is not lost."""
+        if self.copies is None or version not in self.copies.versions or self.wanted.copies is None:
+            return
+        if owner(Path(self.copies.directory)) != self._name:
+            raise StateLost(
+                f"version {version} is not in shared memory, and has a copy in {self.copies.directory}, which is not "
+                "there: mount it, or put it back; or go on without it: --persist off"
+            )
 
     # records
 
@@ -267,9 +308,10 @@ class _Beginning:
         found = await self.store.get(self.keys.active)
         return ActiveRecord.from_json(found.value) if found is not None else None
 
-    async def _count_on_from(self, copies: Path) -> None:
+    async def _count_on(self) -> None:
         """Numbers that are on disk were given out, also by a store that was put back from an older copy."""
-        highest = max((kept.version for kept in Disk(copies).kept()), default=0)
+        disks = [Disk(place) for place in self._places if place.is_dir()]
+        highest = max((kept.version for disk in disks for kept in disk.kept()), default=0)
         found = await self.store.get(self.keys.counter)
         if highest > (CounterRecord.from_json(found.value).version if found is not None else 0):
             with contextlib.suppress(Conflict):  # a publisher is at work, and counts as well

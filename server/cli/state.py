@@ -17,12 +17,13 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from server.cli.errors import CliError, StateLost, StateTaken
 from server.files import write_file
+from weightsync.persist.disk import remove_copies
 
 STORE_FILES = ("store.db", "store.db-wal", "store.db-shm", "store.db-notify")
 TRAINER = "trainer.main"
@@ -32,18 +33,18 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class _Known:
-    """What state.json says. `copies`: where the copies of versions are that go with what is discarded."""
+    """What state.json says. `copies`: the directories of the copies of versions that go with what is discarded."""
 
     store_id: str
     discarding: bool = False
-    copies: str | None = None
+    copies: tuple[str, ...] = ()
 
 
 class StateDir:
     """One state directory. All but `claim` is for who has claimed it."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.store = path, path / "store.db"
+        self.path, self.store, self.copies = path, path / "store.db", path / "versions"
         self._lock = self._children = -1
 
     @property
@@ -126,6 +127,12 @@ class StateDir:
 
     # the store
 
+    @property
+    def store_id(self) -> str:
+        """Of the store that belongs here; "" when there was none yet. Raises StateLost."""
+        known = self._known()
+        return known.store_id if known is not None else ""
+
     def require_store(self) -> str | None:
         """The id of the store that belongs here; None when there was none yet. Raises StateLost.
 
@@ -144,17 +151,14 @@ class StateDir:
         if self._known() != (known := _Known(store_id)):
             self._write(known)
 
-    def discard(self, copies: Path | None, arena: Path) -> None:
-        """Remove the store, what is in `arena`, and the copies of versions. The admin key and logs stay.
+    def discard(self, copies: Iterable[Path], arena: Path) -> None:
+        """Remove the store, what is in `arena`, and the copies of its versions. The admin key and the logs stay.
 
-        Once begun it comes to its end, by whichever `up` is next: nobody finds half of it. Raises CliError when the
-        copies are another store's.
+        `copies`: where some may be besides the state directory; another store's stay. Once begun it comes to its end,
+        by whichever `up` is next: nobody finds half of it.
         """
-        known = self._known()
-        store_id = known.store_id if known is not None else ""
-        if copies is not None and copies.parent != self.path and _owner(copies) not in (None, store_id):
-            raise _not_ours(copies)
-        self._write(_Known(store_id, True, str(copies) if copies is not None else None))
+        ours = {str(place) for place in copies if owner(place) == self.store_id}
+        self._write(_Known(self.store_id, True, tuple(sorted(ours | {str(self.copies)}))))
         self.finish_discard(arena)
 
     def finish_discard(self, arena: Path) -> None:
@@ -163,8 +167,11 @@ class StateDir:
         if known is None or not known.discarding:
             return
         shutil.rmtree(arena, ignore_errors=True)
-        if known.copies is not None:
-            remove_copies(Path(known.copies))
+        for place in map(Path, known.copies):
+            remove_copies(place)
+            (place / OWNER).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # there are other things in it
+                place.rmdir()
         for name in STORE_FILES:
             (self.path / name).unlink(missing_ok=True)
         (self.path / "state.json").unlink(missing_ok=True)
@@ -195,35 +202,31 @@ class StateDir:
         return logs
 
 
-def remove_copies(directory: Path) -> None:
-    """The versions in a directory that `weightsync.persist` wrote, and its own files; nothing of anybody else's."""
-    for path in [*directory.glob("[0-9]*"), *directory.glob(".new-*"), *directory.glob(".old-*")]:
-        shutil.rmtree(path, ignore_errors=True)
-    for name in (".lock", OWNER):
-        (directory / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        directory.rmdir()
-
-
-def own_copies_in(directory: Path, store: str) -> None:
-    """Make the copies in `directory` those of `store` (its id, or its URL). Raises CliError."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (owner := _owner(directory)) not in (None, store):
-            raise _not_ours(directory)
-        if owner is None:
-            write_file(directory / OWNER, store)
-    except OSError as error:
-        raise CliError(f"--persist {directory}: cannot be used ({error}); name another directory, or `off`") from error
-
-
-def _owner(copies: Path) -> str | None:
-    """Whose copies are there; None if nobody has said so."""
+def owner(copies: Path) -> str | None:
+    """Whose copies are there: a store's id, or its URL; None if nobody has said so. Raises CliError."""
     try:
         return (copies / OWNER).read_text()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise _unusable(copies, error) from error
 
 
-def _not_ours(copies: Path) -> CliError:
-    return CliError(f"{copies} has the copies of another store's versions; name another directory: --persist DIR")
+def require_own(copies: Path, store: str) -> None:
+    """Raises CliError when the copies in a directory are another store's."""
+    if owner(copies) not in (None, store):
+        raise CliError(f"{copies} has the copies of another store's versions; name another directory: --persist DIR")
+
+
+def own(copies: Path, store: str) -> None:
+    """Make the copies in a directory those of `store`. Raises CliError."""
+    try:
+        copies.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if owner(copies) is None:
+            write_file(copies / OWNER, store)
+    except OSError as error:
+        raise _unusable(copies, error) from error
+
+
+def _unusable(copies: Path, error: OSError) -> CliError:
+    return CliError(f"--persist {copies}: cannot be used ({error}); name another directory, or `off`")

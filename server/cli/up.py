@@ -32,7 +32,7 @@ from server.cli.cores import share_of_cores
 from server.cli.errors import CliError, PortTaken, ProcessFailed
 from server.cli.paths import ServerInfo, default_state_dir, resolve_model
 from server.cli.processes import Child
-from server.cli.state import StateDir
+from server.cli.state import StateDir, require_own
 from server.errors import ConfigError
 from server.files import write_new_file
 from server.gateway.observe.otlp import traces_url
@@ -153,14 +153,15 @@ class Server:
             checkpoint=self.model_dir,
             draft=draft_dir(c.vllm_args),
             adapters="--enable-lora" in c.vllm_args,
-            copies=self._copies if self._persists or self._default_copies.is_dir() else None,
+            copies=self._copies if self._persists else None,
+            kept=self.state.copies,
             arena=self.arena,
         )
         try:
             if not shared:
                 self.state.finish_discard(self.arena)
                 if c.fresh or c.throwaway:
-                    self._discard(wanted, say)
+                    self._discard(say)
             store_id = None if shared else self.state.require_store()
             url = self.store if shared else f"sqlite://{self.state.store}{f'?id={store_id}' if store_id else ''}"
             begun = asyncio.run(resume.begin(url, wanted, None if shared else self.state.remember))
@@ -174,10 +175,15 @@ class Server:
             self._store_seen = _inode(self.state.store)
         return begun
 
-    def _discard(self, wanted: resume.Wanted, say: Callable[[str], None]) -> None:
+    def _discard(self, say: Callable[[str], None]) -> None:
+        copies = [self._copies]
+        if self._persists and self._copies != self.state.copies:
+            require_own(self._copies, self.state.store_id)
         if self.state.store.exists():
-            say(f"discarding {asyncio.run(resume.describe(f'sqlite://{self.state.store}', self.name))}")
-        self.state.discard(wanted.copies, self.arena)
+            line, recorded = asyncio.run(resume.describe(f"sqlite://{self.state.store}", self.name))
+            say(f"discarding {line}")
+            copies += [] if recorded is None else [recorded]
+        self.state.discard(copies, self.arena)
 
     def _start_children(self, begun: resume.Begun) -> None:
         self._spawn("gateway", self._gateway_args())
@@ -317,14 +323,10 @@ class Server:
         return self.config.persist != "off" and not self.config.throwaway
 
     @property
-    def _default_copies(self) -> Path:
-        return self.state_dir / "versions"
-
-    @property
     def _copies(self) -> Path:
         """Where copies of committed versions are."""
         named = self.config.persist
-        return named.resolve() if isinstance(named, Path) else self._default_copies
+        return named.resolve() if isinstance(named, Path) else self.state.copies
 
     def _spawn(self, name: str, args: list[str], env: Mapping[str, str] | None = None) -> Child:
         environment = {"HOTSWAP_STORE": self.store, "HOTSWAP_ARENA": str(self.arena), "HOTSWAP_URL": self.url}

@@ -196,6 +196,51 @@ def test_a_swap_that_was_under_way_is_ended_and_no_number_is_given_out_twice(ser
     assert server.trained(4.0) == 4
 
 
+@pytest.mark.parametrize(("first", "then"), [("one", None), (None, "one"), ("one", "two"), ("one", "off")])
+def test_copies_are_read_where_they_were_written_whatever_is_asked_now(
+    server: Up, tmp_path: Path, first: str | None, then: str | None
+) -> None:
+    def place(name: str | None) -> Path | str | None:
+        return tmp_path / name if name not in (None, "off") else name
+
+    server.start(persist=place(first))
+    server.trained(2.0)
+    server.stop()
+    said = server.start(persist=place(then)).said
+    assert f"its copy in {place(first) or server.state_dir / 'versions'}" in said[-1]
+    assert server.served() == (2, 2.0)
+    server.stop()
+    server.start(persist=place(then))
+    assert server.served() == (2, 2.0)
+
+
+def test_a_disk_that_is_not_mounted_is_not_a_version_that_is_lost(server: Up, tmp_path: Path) -> None:
+    disk, aside = tmp_path / "disk", tmp_path / "aside"
+    server.options["persist"] = disk
+    server.start()
+    server.trained(2.0)
+    server.stop()
+    disk.rename(aside)
+    disk.mkdir()
+    before = server.records()
+    for options in ({}, {}, {"persist": None}):  # the next time, too, and when the option is forgotten
+        with pytest.raises(StateLost, match=f"version 2 .* copy in {disk}.* mount it.*--persist off"):
+            server.start(**options)
+        server.stop()
+    assert list(disk.iterdir()) == []
+    assert {key: value for key, value in server.records().items() if KEYS.versions in key or key == KEYS.active} == {
+        key: value for key, value in before.items() if KEYS.versions in key or key == KEYS.active
+    }
+    disk.rmdir()
+    aside.rename(disk)
+    server.start()
+    assert server.served() == (2, 2.0)
+    server.stop()
+    disk.rename(aside)
+    assert "becomes a new version" in server.start(persist="off").said[-1]
+    assert server.served() == (3, 1.0)
+
+
 def test_numbers_that_are_on_disk_were_given_out(server: Up) -> None:
     """By a store that was put back from an older copy."""
     server.start()
@@ -321,15 +366,44 @@ def test_an_etcd_is_not_discarded() -> None:
         up.UpConfig(model="m", store="etcd://h:1", fresh=True)
 
 
+def test_fresh_takes_the_copies_of_this_store_wherever_they_are_and_nothing_else(server: Up, tmp_path: Path) -> None:
+    steps, used = tmp_path / "steps", tmp_path / "used"
+    (steps / "1000").mkdir(parents=True)
+    (steps / "1000" / "model.safetensors").write_bytes(b"a trainer's")
+    server.start(persist=used)
+    server.stop()
+    shutil.copytree(used / "1", steps / "1")  # a copy that nobody has said is this store's
+    with frozen(steps):
+        server.start(fresh=True, persist="off")
+    assert not used.exists()
+    server.stop()
+    server.start(fresh=True, persist=steps)
+    assert (steps / "1" / "version.json").exists()
+    assert (steps / "1000" / "model.safetensors").exists()
+    assert server.served() == (2, 1.0)
+    server.stop()
+    server.start(fresh=True)
+    assert [path.name for path in steps.iterdir()] == ["1000"]
+    server.stop()
+    server.start(fresh=True, persist=used)
+    server.stop()
+    server.start()  # what is in its own place is its own
+    assert server.served() == (1, 1.0)
+
+
 def test_copies_of_another_store_are_neither_used_nor_discarded(server: Up, tmp_path: Path) -> None:
     server.options["persist"] = tmp_path / "copies"
     server.start()
     server.stop()
-    other = Up(server.checkpoint, tmp_path / "other-state", {"persist": tmp_path / "copies"})
+    other = Up(server.checkpoint, tmp_path / "other-state")
+    other.start()
+    other.stop()
+    before = other.records()
     for options in ({}, {"fresh": True}):
         with frozen(tmp_path / "copies"), pytest.raises(CliError, match="copies of another store's versions"):
-            other.start(**options)
+            other.start(persist=tmp_path / "copies", **options)
         other.stop()
+        assert other.records() == before
 
 
 # what runs is left alone

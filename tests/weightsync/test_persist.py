@@ -22,7 +22,7 @@ from weightsync.checkpoint import Checkpoint
 from weightsync.errors import PersistFull, UnknownVersion, VersionLost
 from weightsync.parts import Adapter
 from weightsync.persist import Restored, disk, restore, service
-from weightsync.persist.disk import Disk
+from weightsync.persist.disk import Disk, remove_copies
 from weightsync.persist.service import Persister
 from weightsync.records import ActiveRecord, CopyRecord, DiskRecord, Keys, VersionRecord
 from weightsync.swap.history import past_swaps
@@ -104,6 +104,10 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
 def power_loss(arena: Path) -> None:
     for slot in arena.iterdir():
         slot.unlink()
@@ -119,7 +123,11 @@ def values(record: VersionRecord) -> set[float]:
 
 async def restored(store: Store, directory: Path | None, version: int | None = None) -> Restored | None:
     return await restore(
-        store, model="demo", directory=directory, arena=await ensure_arena(store, host=""), version=version
+        store,
+        model="demo",
+        directories=[directory] if directory is not None else [],
+        arena=await ensure_arena(store, host=""),
+        version=version,
     )
 
 
@@ -315,6 +323,26 @@ async def test_what_a_killed_writer_has_left_is_no_version(
     assert await restored(store, copies) == Restored(2, "disk", 1)
 
 
+async def test_what_is_not_ours_in_the_directory_is_left_alone(
+    publisher: Publisher, commit: Commit, store: Store, copies: Path
+) -> None:
+    """A trainer names its checkpoints after steps, too."""
+    for name in ("3", "1000", "2026-backup", ".git-annex", ".old-trainer"):
+        (copies / name).mkdir(parents=True)
+        (copies / name / "weights.bin").write_bytes(b"x" * 4096)
+    theirs = contents(copies)
+    for number in (1, 2, 3):
+        commit(publisher.publish(model(number), activate=False))
+        assert await persist_now(store, Disk(copies, keep=1, max_bytes=100_000)) is (number < 3)
+    record = await told(store)
+    assert record is not None
+    assert record.error is not None
+    assert "3 holds something else" in record.error.message
+    assert [kept.version for kept in Disk(copies).kept()] == [1, 2]
+    remove_copies(copies)
+    assert contents(copies) == theirs
+
+
 async def test_what_another_host_has_is_left_to_it_and_else_comes_from_the_disk_here(
     publisher: Publisher, commit: Commit, store: Store, copies: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,10 +355,10 @@ async def test_what_another_host_has_is_left_to_it_and_else_comes_from_the_disk_
     await store.put(KEYS.copy(record.manifest_digest, "far"), copy.to_json())
     monkeypatch.setenv("HOTSWAP_HOST", "near")
     arena = await ensure_arena(store, copies.parent / "near", host="near")
-    assert await restore(store, model="demo", directory=copies, arena=arena) == Restored(1, "memory")
+    assert await restore(store, model="demo", directories=[copies], arena=arena) == Restored(1, "memory")
     assert version_of(publisher, 1) == elsewhere
     await store.delete(KEYS.copy(record.manifest_digest, "far"))  # its host has died
-    assert await restore(store, model="demo", directory=copies, arena=arena) == Restored(1, "disk")
+    assert await restore(store, model="demo", directories=[copies], arena=arena) == Restored(1, "disk")
     assert version_of(publisher, 1).slot.startswith(f"//near{arena.directory}")
 
 

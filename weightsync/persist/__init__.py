@@ -11,7 +11,7 @@ waits for it.
 
 Reading, before anything else of a server starts (`restore.py`):
 
-    restored = await restore(store, model=NAME, directory=DIR, arena=arena)    # None: nothing was ever committed
+    restored = await restore(store, model=NAME, directories=[DIR], arena=arena)    # None: nothing was ever committed
     restored.version, restored.source                                          # "memory" or "disk"
 
 The version committed last then lies in a slot of `arena` under its own number, with its manifest digest, whichever way

@@ -31,7 +31,8 @@ from weightsync.records import VersionRecord
 
 VERSION_FILE = "version.json"
 FORMAT = 1
-TEMPORARY = "."  # what names begin with that are no versions
+NEW, OLD = ".new-", ".old-"  # what the names of versions begin with that are being written, or removed
+LOCK = ".lock"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -71,11 +72,10 @@ class Disk:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """To be the one who writes; waits for another. What a writer that was killed has left is removed."""
-        fd = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            for left in self.directory.glob(f"{TEMPORARY}*-*"):
-                shutil.rmtree(left, ignore_errors=True)
+            _remove_halves(self.directory)
             yield
         finally:
             os.close(fd)
@@ -84,7 +84,7 @@ class Disk:
         """What can be read of the directory, the version written first first."""
         found = []
         for path in self.directory.iterdir():
-            if path.name.isdecimal():
+            if _is_copy(path):
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecordError):
                     found.append(_read(path))
         return sorted(found, key=lambda kept: (kept.written_at, kept.version))
@@ -124,6 +124,8 @@ class Disk:
         Raises PersistFull, DigestMismatch, ManifestError, SlotBusy, PersistError, and what `go_on` raises; what was on
         disk before is then still there, but for versions that were not protected.
         """
+        if (place := self.directory / str(record.version)).exists() and not _is_copy(place):
+            raise PersistError(f"{place} holds something else than a copy: move it away, or name another directory")
         missing = [slots[p.name] for p in pieces(record) if p.name in slots and self._shared(p.manifest_digest) is None]
         self._make_room(record, sum(os.stat(slot).st_size for slot in missing if slot.exists()), protected)
         while True:
@@ -145,14 +147,14 @@ class Disk:
 
     def _remove(self, path: Path) -> None:
         """First out of sight, so that nobody ever finds half of it."""
-        aside = self.directory / f"{TEMPORARY}old-{path.name}"
+        aside = self.directory / f"{OLD}{path.name}"
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
         sync_directory(self.directory)
         shutil.rmtree(aside, ignore_errors=True)
 
     def _write(self, record: VersionRecord, slots: Mapping[str, Path], go_on: Callable[[], None]) -> None:
-        made = self.directory / f"{TEMPORARY}new-{record.version}"
+        made = self.directory / f"{NEW}{record.version}"
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(mode=0o700)
         try:
@@ -214,7 +216,7 @@ class Disk:
     def _all(self) -> list[Path]:
         """Every version's directory, the oldest first; those that cannot be read are older than any other."""
         kept = [k.path for k in self.kept()]
-        named = [path for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir()]
+        named = [path for path in self.directory.iterdir() if _is_copy(path)]
         return [path for path in named if path not in kept] + kept
 
     def _remove_oldest(self, protected: Collection[VersionRecord]) -> bool:
@@ -224,6 +226,26 @@ class Disk:
         if victim is not None:
             self._remove(victim)
         return victim is not None
+
+
+def remove_copies(directory: Path) -> None:
+    """Every version that was copied to `directory`, and what its writers need; nothing of anybody else's."""
+    for path in filter(_is_copy, directory.glob("*")):
+        shutil.rmtree(path, ignore_errors=True)
+    _remove_halves(directory)
+    (directory / LOCK).unlink(missing_ok=True)
+
+
+def _is_copy(path: Path) -> bool:
+    """Whether a version was written there, damaged since or not: the directory may have other things as well."""
+    return path.name.isdecimal() and (path / VERSION_FILE).is_file()
+
+
+def _remove_halves(directory: Path) -> None:
+    """What a writer that was killed has left."""
+    for path in directory.glob(".*"):
+        if path.name.startswith((NEW, OLD)) and path.name[len(NEW) :].isdecimal():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_whole(directory: Path, part: str, piece: Piece, go_on: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ import logging
 import mmap
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -52,29 +52,31 @@ class Restored:
     """`version` is active, and all of it in shared memory: it was still there, or came at least partly from disk.
 
     `previous` is the version that a rollback goes to, if that is there too. `retired` are versions that are nowhere.
+    `home`: the directory of the copy.
     """
 
     version: int
     source: Literal["memory", "disk"]
     previous: int | None = None
     retired: tuple[int, ...] = ()
+    home: Path | None = field(default=None, compare=False)
 
 
 async def restore(
-    store: Store, *, model: str, directory: Path | None, arena: Arena, version: int | None = None
+    store: Store, *, model: str, directories: Sequence[Path], arena: Arena, version: int | None = None
 ) -> Restored | None:
     """Have the version committed last in shared memory again; None when none was ever committed.
 
-    Every byte is compared with the digests of its manifest. Without a `directory` only memory is looked at. `version`
-    is the decision to serve another one than was committed last (see `VersionLost.offer`): it is committed with an
-    epoch of its own, and the history says so.
+    Every byte is compared with the digests of its manifest. `directories`: where copies may be. `version` is the
+    decision to serve another one than was committed last (see `VersionLost.offer`): it is committed with an epoch of
+    its own, and the history says so.
 
     Raises VersionLost, UnknownVersion (`version` is nowhere), ArenaError, StoreError, PersistError.
     """
-    disk = Disk(directory) if directory is not None else None
+    disks = [Disk(directory) for directory in directories if directory.is_dir()]
     for _ in range(ATTEMPTS):
         with contextlib.suppress(Conflict):
-            attempt = await _Attempt.begin(store, Keys(model), disk, arena)
+            attempt = await _Attempt.begin(store, Keys(model), disks, arena)
             if attempt is None:
                 return None
             with contextlib.closing(attempt):
@@ -88,7 +90,7 @@ class _Attempt:
 
     store: Store
     keys: Keys
-    disk: Disk | None
+    disks: Sequence[Disk]
     arena: Arena
     host: str
     active: ActiveRecord
@@ -98,9 +100,10 @@ class _Attempt:
     copied: set[str]
     filled: dict[str, SlotLock] = field(default_factory=dict)  # by manifest digest
     whole: dict[str, bool] = field(default_factory=dict)  # what was read in memory, by manifest digest
+    home: Path | None = None  # where the last one that was filled came from
 
     @classmethod
-    async def begin(cls, store: Store, keys: Keys, disk: Disk | None, arena: Arena) -> _Attempt | None:
+    async def begin(cls, store: Store, keys: Keys, disks: Sequence[Disk], arena: Arena) -> _Attempt | None:
         found = {key: await store.get(key) for key in (keys.counter, keys.active)}
         active = found[keys.active]
         if active is None:
@@ -112,7 +115,7 @@ class _Attempt:
         return cls(
             store,
             keys,
-            disk,
+            disks,
             arena,
             host,
             ActiveRecord.from_json(active.value),
@@ -135,21 +138,20 @@ class _Attempt:
                 raise UnknownVersion(asked, None)
             raise VersionLost(wanted, "the store does not know it, and no copy is on disk", await self._offer(wanted))
         try:
-            source = await self._bring(record)
+            source, home = await self._bring(record), self.home
         except DAMAGED as error:
             if asked is not None and asked != self.active.version:
                 raise UnknownVersion(asked, f"nowhere whole ({error})") from error
             raise VersionLost(wanted, str(error), await self._offer(wanted)) from error
         previous = await self._previous(wanted)
-        return await self._write(record, source, previous)
+        return replace(await self._write(record, source, previous), home=home)
 
     def _record(self, version: int) -> VersionRecord | None:
         """As the store has it; of a version it does not know (any more), as the disk has it."""
         known = self.versions.get(version)
         if known is not None and known.manifest_digest:
             return known
-        kept = self.disk.kept() if self.disk is not None else []
-        return next((k.record for k in kept if k.version == version), None)
+        return next((k.record for disk in self.disks for k in disk.kept() if k.version == version), None)
 
     async def _bring(self, record: VersionRecord) -> Literal["memory", "disk"]:
         """Have every piece in memory. Raises DAMAGED, ArenaError."""
@@ -174,12 +176,14 @@ class _Attempt:
     def _fill(self, piece: PartRecord) -> SlotLock:
         """From the first copy on disk that is right. Raises DAMAGED: why the last one is not."""
         digest, where = piece.manifest_digest, f"version {piece.version}{f' ({piece.name})' if piece.name else ''}"
-        homes = self.disk.homes(digest) if self.disk is not None else []
+        homes = [(home, disk.directory) for disk in self.disks for home in disk.homes(digest)]
         last: Exception = ManifestError(f"{where} is not in shared memory any more, and has no copy on disk")
-        for home in homes:
+        for home, directory in homes:
             try:
                 with disk_piece(home, digest) as stored:
-                    return self._into_slot(piece, stored)
+                    lock = self._into_slot(piece, stored)
+                self.home = directory
+                return lock
             except DAMAGED as error:
                 log.error("the copy of %s in %s is damaged: %s", where, home, error)
                 last = error
@@ -237,13 +241,13 @@ class _Attempt:
 
     async def _offer(self, lost: int) -> int | None:
         """The newest other version that is whole, in memory or on disk."""
-        kept = {k.version: k for k in (self.disk.kept() if self.disk is not None else [])}
-        for version in sorted({*self.versions, *kept} - {lost}, reverse=True):
-            record, copy = self.versions.get(version), kept.get(version)
+        kept = [copy for disk in self.disks for copy in disk.kept()]
+        for version in sorted({*self.versions, *(copy.version for copy in kept)} - {lost}, reverse=True):
+            record = self.versions.get(version)
             ready = record is not None and record.state == "ready"
             if record is not None and ready and all([await self._in_memory(piece) for piece in pieces(record)]):
                 return version
-            if copy is not None and (record is None or copy.is_copy_of(record)):
+            for copy in (k for k in kept if k.version == version and (record is None or k.is_copy_of(record))):
                 with contextlib.suppress(*DAMAGED):
                     await asyncio.to_thread(copy.verify)
                     return version

@@ -72,11 +72,11 @@ class Persister:
         """Copy what is active now, of which the board may not have heard yet."""
         try:
             async with Board.follow(self.store, self.keys) as board:
-                while (active := _active(board)) is not None and self.disk.find(active) is None:
-                    if not await self._copy(board, active):
-                        return False
+                is_there = True
+                while is_there and (active := _active(board)) is not None and self.disk.find(active) is None:
+                    is_there = await self._copy(board, active)
                 await self._tell(board)
-                return True
+                return is_there
         except (StoreUnavailable, WatchCompacted) as error:
             log.error("the store is away, and what is active cannot be seen: %s", error)
             return False
