@@ -13,7 +13,7 @@ import psutil
 
 from server.cli.up import Server, UpConfig, free_port
 
-VLLM_ARGS = ("--max-model-len", "1024", "--max-num-seqs", "32")
+VLLM_ARGS = ("--max-model-len", "1024", "--max-num-seqs", "32", "--grammar-seconds", "3")
 
 
 class LiveServer:

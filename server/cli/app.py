@@ -110,9 +110,15 @@ def instance(
     allow_non_finite: Annotated[
         bool, typer.Option("--allow-non-finite", help="stage versions with NaN or infinite weights, which are refused")
     ] = False,
+    grammar_seconds: Annotated[float, typer.Option(help="CPU time to compile one schema, pattern or grammar")] = 30.0,
+    grammar_mib: Annotated[int, typer.Option(help="memory to compile one, MiB")] = 512,
+    grammar_at_once: Annotated[int, typer.Option(help="how many are tried out at one time")] = 4,
+    grammar_waiting: Annotated[int, typer.Option(help="how many more may wait for that")] = 32,
+    grammar_verdicts: Annotated[int, typer.Option(help="how many verdicts are kept")] = 4096,
 ) -> None:
     """Run one vLLM instance. Further options go to vLLM as they are."""
     from server.instance.config import InstanceConfig, default_instance_id
+    from server.instance.grammars.trials import Limits
     from server.instance.main import run_instance
 
     try:
@@ -127,6 +133,7 @@ def instance(
             kv_cache_gib=kv_cache_gib,
             headless=headless,
             allow_non_finite=allow_non_finite,
+            grammars=Limits(grammar_seconds, grammar_mib, grammar_at_once, grammar_waiting, grammar_verdicts),
             vllm_args=tuple(context.args),
             instance_id=instance_id or default_instance_id(),
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from server.errors import ConfigError
 from server.instance import options
+from server.instance.grammars.trials import DEFAULT, Limits
 from weightsync.tls import is_loopback
 
 ANY = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - to be told from an address
@@ -42,6 +43,7 @@ class InstanceConfig:
     headless: bool = False
     allow_non_finite: bool = False
     drain_s: float = 25.0  # for streams to end after SIGTERM; Kubernetes kills after 30 s
+    grammars: Limits = DEFAULT  # of trying one out before vLLM compiles it
     vllm_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

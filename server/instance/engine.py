@@ -15,7 +15,9 @@ from weightsync.parts import combined
 from weightsync.records import VersionRecord
 
 from .adapters import Adapters
-from .grammars import bounded
+from .grammars.backend import Backend
+from .grammars.guard import bounded, bounded_parser, tried
+from .grammars.trials import DEFAULT, Limits, Trials
 from .inflight import Inflight
 from .places import Places, check_hosts, placed
 from .provenance import pooled, traced
@@ -50,7 +52,7 @@ class Engine:
     `hosts`: the name of each rank's host, "" where there is one; `tethers` says when one of the others has ended.
     """
 
-    def __init__(self, client: Any, tethers: Tethers) -> None:
+    def __init__(self, client: Any, tethers: Tethers, grammars: Limits = DEFAULT) -> None:
         self.client, self.tethers = client, tethers
         self._ranks = Ranks(client)
         self.active: tuple[int, int] | None = None
@@ -58,7 +60,10 @@ class Engine:
         self.adapters = Adapters()
         self.inflight = Inflight()
         vocabulary = client.model_config.get_vocab_size()
-        client.generate = bounded(known_ids(traced(client.generate, self.inflight), vocabulary))
+        backend = Backend(client.vllm_config)
+        self.trials = Trials(grammars, backend.kit)
+        generate = traced(tried(client.generate, backend, self.trials), self.inflight)
+        client.generate = bounded(known_ids(generate, vocabulary))
         client.encode = known_ids(pooled(client.encode, self.inflight), vocabulary)
 
     @property
@@ -215,12 +220,16 @@ def _one_fingerprint(reports: list[list[dict[str, Any]]]) -> str:
 
 
 @contextlib.asynccontextmanager
-async def start_engine(args: Any, tethers: Tethers) -> AsyncIterator[Engine]:
-    """vLLM's engine, started; shut down with all its processes on exit."""
+async def start_engine(args: Any, tethers: Tethers, grammars: Limits) -> AsyncIterator[Engine]:
+    """vLLM's engine, started; shut down with all its processes on exit. `grammars`: what trying one out may take."""
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 
     async with build_async_engine_client(args) as client:
-        yield Engine(client, tethers)
+        engine = Engine(client, tethers, grammars)
+        try:
+            yield engine
+        finally:
+            await engine.trials.close()
 
 
 async def build_vllm_app(engine: Engine, args: Any) -> Any:
@@ -234,4 +243,5 @@ async def build_vllm_app(engine: Engine, args: Any) -> Any:
     # vLLM's handler of engine errors ends its own server here; the sidecar ends an instance whose engine has died.
     app.state.server = SimpleNamespace(should_exit=False)
     engine.adapters.bind(app.state.openai_serving_models.lora_requests)
+    app.state.online_renderer.parser = bounded_parser(app.state.online_renderer.parser)
     return app

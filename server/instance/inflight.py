@@ -19,7 +19,15 @@ PUBLIC = "public"
 WITHIN_CLASS = 1000
 
 
-class WeightsChanged(Exception):
+class Problem(Exception):
+    """Why a request gets no answer, or no more of it: what the client is told, whichever route it asked."""
+
+    status, type, code = 409, "conflict_error", ""
+    param: str | None = None
+    retry_after_s: int | None = None
+
+
+class WeightsChanged(Problem):
     """The request was ended by a swap, as it asked, rather than answered by two versions."""
 
     code = "weights_changed"
@@ -28,7 +36,7 @@ class WeightsChanged(Exception):
         super().__init__("the weights changed before the answer was complete; send the request again")
 
 
-class VersionMismatch(Exception):
+class VersionMismatch(Problem):
     """The weights here are not among those the request is bound to; nothing was generated."""
 
     code = "version_mismatch"

@@ -68,7 +68,7 @@ async def serve(config: InstanceConfig) -> bool:
     from .tether import Tethers
 
     tethers = Tethers()
-    async with tethers.listening(args.nnodes, tls) as tether, start_engine(args, tethers) as engine:
+    async with tethers.listening(args.nnodes, tls) as tether, start_engine(args, tethers, config.grammars) as engine:
         app = Admission(await build_app(engine, args, config), dead=lambda: engine.dead)
         await warm_up(app, config.model)
         sidecar = Sidecar(config, engine, app, address=config.address(port), tether=tether)

@@ -23,7 +23,8 @@ TRACED = (
 
 
 class ProvenanceMiddleware:
-    """Wraps vLLM's app. The response head waits for the first body part, so that the header is exact.
+    """Wraps vLLM's app. The response head waits for the first body part that follows an output of the engine, so that
+    the header is exact and what is refused until then has the status of its error, in streams too.
 
     `dead`: whether the engine has ended. `resumable`: routes whose streams may be continued by another instance.
     """
@@ -56,7 +57,7 @@ class ProvenanceMiddleware:
         try:
             await self._app(scope, receive, answer.send)
         except Exception:
-            if not await answer.ended_by_a_swap():
+            if not await answer.told_the_problem():
                 raise
 
 
@@ -68,7 +69,7 @@ class _Answer:
         self._dead = dead
         self._start: dict[str, Any] | None = None
         self._kind = b""
-        self._body = b""
+        self._body = self._held = b""
         self._over = False
 
     async def send(self, message: dict[str, Any]) -> None:
@@ -80,8 +81,8 @@ class _Answer:
         else:
             await self._send(message)
 
-    async def ended_by_a_swap(self) -> bool:
-        """The app broke off; if a swap is why, the client gets the typed error, as an event where its stream runs."""
+    async def told_the_problem(self) -> bool:
+        """The app broke off; the client gets the typed error if there is one, as an event where its stream runs."""
         if self._trace.problem is None:
             return False
         if self._start is not None and not self._over:
@@ -105,7 +106,10 @@ class _Answer:
             events = self._events(body)
             if body and not events and message.get("more_body"):
                 return  # the client has them
-            message = {**message, "body": events}
+            if self._start is not None and not self._trace.begun and message.get("more_body"):
+                self._held += events  # such as the first events of /v1/responses
+                return
+            message = {**message, "body": self._held + events}
         elif self._annotated and self._kind.startswith(b"application/json"):
             self._body += body
             if message.get("more_body"):
@@ -137,7 +141,9 @@ class _Answer:
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         if isinstance(self._trace.problem, VersionMismatch):
             headers.append((b"x-hotswap-refused", VERSION))
-        await self._send({"type": "http.response.start", "status": 409, "headers": headers})
+        if (seconds := self._trace.problem.retry_after_s) is not None:
+            headers.append((b"retry-after", b"%d" % seconds))
+        await self._send({"type": "http.response.start", "status": self._trace.problem.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
     def _whole(self, body: bytes) -> bytes:

@@ -29,7 +29,7 @@ from typing import Any
 import orjson
 
 from . import replay
-from .inflight import Inflight, VersionMismatch, WeightsChanged, Wish
+from .inflight import Inflight, Problem, VersionMismatch, WeightsChanged, Wish
 from .replay import Replaying
 
 log = logging.getLogger("hotswap.instance")
@@ -45,7 +45,8 @@ class Trace:
     def __init__(self, wish: Wish | None = None, replaying: Replaying | None = None) -> None:
         self.wish = wish or Wish()
         self.replaying = replaying or Replaying()
-        self.problem: WeightsChanged | VersionMismatch | None = None
+        self.problem: Problem | None = None
+        self.begun = False  # the engine has answered
         self._prompts: dict[int, list[Span]] = {}
         self._spans: dict[int, list[Span]] = {}
         self._sent: dict[int, int] = {}
@@ -89,6 +90,7 @@ class Trace:
 
     def record(self, base: int, outputs: Sequence[Any], prompt_tokens: int = 0) -> None:
         """Note the spans of an engine output (`RequestOutput.outputs`)."""
+        self.begun = True
         self._prompt_tokens[base] = prompt_tokens or self._prompt_tokens.get(base, 0)
         for output in outputs:
             choice = base + output.index
@@ -311,6 +313,7 @@ def annotate(payload: dict[str, Any], trace: Trace, *, last: bool) -> None:
         payload["hotswap_usage"] = trace.usage()
 
 
-def problem_body(problem: WeightsChanged | VersionMismatch) -> dict[str, Any]:
-    """The OpenAI-shaped error of a request that a swap ended or kept out."""
-    return {"error": {"message": str(problem), "type": "conflict_error", "param": None, "code": problem.code}}
+def problem_body(problem: Problem) -> dict[str, Any]:
+    """The OpenAI-shaped error of a request that was ended or kept out."""
+    error = {"message": str(problem), "type": problem.type, "param": problem.param, "code": problem.code}
+    return {"error": error}

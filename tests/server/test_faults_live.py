@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,49 @@ def test_a_grammar_that_would_take_the_host_is_refused(live: LiveServer, asked: 
         assert "structured output" in answer.json()["error"]["message"]
     assert sum(process.memory_info().rss for process in live.tree()) < before + (64 << 20)
     assert live.generate([5, 6], 2)["choices"][0]["token_ids"]
+
+
+SLOW = "|".join(f"(.*{'abcdefgh'[n % 8]}.{{{1000 + n}}})" for n in range(400))
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_within_the_bounds_that_takes_too_long_is_refused_while_others_are_answered(
+    live: LiveServer, route: str, stream: bool
+) -> None:
+    """It is compiled in a process apart: the API server and the engine neither stand still nor grow."""
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    prompt = {"/v1/completions": {"prompt": "hi"}, "/v1/chat/completions": chat, "/v1/responses": {"input": "hi"}}
+    few = "max_output_tokens" if route == "/v1/responses" else "max_tokens"
+    body = {"model": live.name, few: 4, "stream": stream, **prompt[route]}
+    slow = {"structured_outputs": {"regex": f"({SLOW})x{len(route)}{stream}"}}  # each case a grammar of its own
+    quick = {"structured_outputs": {"choice": ["yes", "no"]}, "model": live.name, "max_tokens": 4, **chat}
+    assert live.client.post("/v1/chat/completions", json=quick).status_code == 200  # the helper runs
+    before = {p.pid: p.memory_info().rss for p in live.tree()}
+    with ThreadPoolExecutor(1) as other:
+        refused = other.submit(httpx.post, live.url + route, json=body | slow, timeout=100)
+        answered = 0
+        while not refused.done():
+            assert live.client.post("/v1/chat/completions", json=quick).status_code == 200
+            answered += 1
+    error = refused.result().json()["error"]
+    assert (refused.result().status_code, error["code"]) == (400, "grammar_too_costly"), error
+    assert "more than 3 s to compile; simplify" in error["message"]
+    assert answered > 1
+    again = live.client.post(route, json=body | slow)
+    assert (again.status_code, again.json()["error"]["code"]) == (400, "grammar_too_costly")
+    grown = [p.memory_info().rss - before[p.pid] for p in live.tree() if p.pid in before]
+    assert max(grown) < 64 << 20
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_does_not_compile_is_the_client_s(live: LiveServer, route: str, stream: bool) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    prompt = {"/v1/completions": {"prompt": "hi"}, "/v1/chat/completions": chat, "/v1/responses": {"input": "hi"}}
+    body = {"model": live.name, "stream": stream, **prompt[route], "structured_outputs": {"grammar": "root ::= nobody"}}
+    answer = live.client.post(route, json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_grammar"), answer.text
 
 
 def test_generate_unknown_model(live: LiveServer) -> None:

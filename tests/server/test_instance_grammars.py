@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from server.instance.grammars import MOST_BYTES, MOST_CHOICES, TooMuch, bounded, check
+from server.instance.grammars.bounds import MOST_BYTES, MOST_CHOICES, TooMuch, check
+from server.instance.grammars.guard import bounded
 
 INT = {"type": "integer"}
 

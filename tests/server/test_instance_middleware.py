@@ -7,20 +7,27 @@ from typing import Any
 import orjson
 import pytest
 
-from server.instance.inflight import VersionMismatch, WeightsChanged
+from server.instance.grammars.trials import GrammarRefused, GrammarsBusy
+from server.instance.inflight import Problem, VersionMismatch, WeightsChanged
 from server.instance.middleware import ProvenanceMiddleware
 from server.instance.provenance import current_trace
 
 EVENT = b'event: x\ndata: {"type":"x"}\n\n'
 
 
-async def broken(problem: WeightsChanged | VersionMismatch | None, *parts: bytes, fallback: bool = False) -> list[Any]:
-    """What is sent for an app that streams `parts`, then raises; `fallback`: the framework answers 500 first."""
+async def broken(
+    problem: Problem | None, *parts: bytes, fallback: bool = False, begun: bool = True
+) -> list[dict[str, Any]]:
+    """What is sent for an app that streams `parts`, then raises; `fallback`: the framework answers 500 first.
+
+    `begun`: the engine has answered before the first part.
+    """
     sent: list[dict[str, Any]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         trace = current_trace.get()
         assert trace is not None
+        trace.begun = begun
         if parts or fallback:
             kind = b"text/event-stream" if parts else b"text/plain"
             headers = [(b"content-type", kind)]
@@ -56,6 +63,34 @@ async def test_before_the_first_byte_it_is_a_whole_answer() -> None:
     assert start["status"] == 409
     assert dict(start["headers"])[b"x-hotswap-refused"] == b"version"
     assert orjson.loads(body["body"])["error"]["code"] == "version_mismatch"
+
+
+@pytest.mark.parametrize(("problem", "status"), [(GrammarRefused("x"), 400), (GrammarsBusy("y"), 429)])
+async def test_what_is_refused_before_the_engine_answers_has_its_own_status_in_streams_too(
+    problem: Problem, status: int
+) -> None:
+    """/v1/responses sends events of its own before it asks the engine."""
+    start, body = await broken(problem, EVENT, EVENT, begun=False)
+    assert start["status"] == status
+    assert orjson.loads(body["body"])["error"]["code"] == problem.code
+    assert (b"retry-after", b"2") in start["headers"] or status == 400
+
+
+async def test_a_stream_without_the_engine_is_sent_whole() -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+        await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await ProvenanceMiddleware(app, lambda: 5)({"type": "http", "path": "/v1/responses", "headers": []}, None, send)
+    assert [m["type"] for m in sent] == ["http.response.start", "http.response.body"]
+    assert sent[1]["body"].count(b"event: x") == 2
 
 
 @pytest.mark.parametrize("parts", [(), (EVENT,)])

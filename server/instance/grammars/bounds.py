@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from re import _parser as sre  # type: ignore[attr-defined]
 from typing import Any
 
@@ -30,27 +30,6 @@ _WORD = re.compile(r"\s*(?:\(\s*)*([A-Za-z_][\w-]*)")
 
 class TooMuch(Exception):
     """A bound is exceeded; the message says which."""
-
-
-def bounded(generate: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
-    """`AsyncLLM.generate`, which raises VLLMValidationError (a 400 on every route) before it begins."""
-
-    def wrapper(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        asked = getattr(sampling_params, "structured_outputs", None)
-        if asked is not None:
-            _refuse_too_much(asked)
-        return generate(prompt, sampling_params, *args, **kwargs)
-
-    return wrapper
-
-
-def _refuse_too_much(asked: Any) -> None:
-    from vllm.exceptions import VLLMValidationError
-
-    try:
-        check(asked)
-    except TooMuch as problem:
-        raise VLLMValidationError(f"structured output: {problem}", parameter="structured_outputs") from problem
 
 
 def check(asked: Any) -> None:
