@@ -162,7 +162,7 @@ def _stored(path: Path, name: str, entry: Any, data: int) -> StoredTensor:
         raise _damaged(path, f"tensor {name!r} needs dtype, shape and data_offsets", name) from error
     if any(type(n) is not int or n < 0 for n in numbers):
         raise _damaged(path, f"tensor {name!r} has a shape or offset that is not a natural number", name)
-    if code not in FROM_SAFETENSORS:
+    if not isinstance(code, str) or code not in FROM_SAFETENSORS:
         raise CheckpointError(str(path), f"tensor {name!r} is {code}, which cannot be carried", tensor=name)
     spec = TensorSpec(FROM_SAFETENSORS[code], tuple(shape))
     if end - begin != spec.nbytes:

@@ -14,11 +14,13 @@ import pytest
 
 from server.errors import HttpError, UpstreamTimeout
 from server.gateway.admin import push
+from server.gateway.admin.error_map import to_http
 from server.gateway.admin.push import Pusher
 from server.gateway.config import GatewayConfig
 from tests.server.gateway_harness import eventually
 from tests.weightsync.tensors import model, save_safetensors
 from weightsync import SyncStore
+from weightsync.errors import WeightSyncError
 
 
 @pytest.fixture
@@ -56,6 +58,10 @@ async def version(number: int) -> int:
     return number
 
 
+async def version_of(answer: dict[str, Any]) -> int:
+    return int(answer["version"])
+
+
 async def spare_of(pusher: Pusher) -> asyncio.subprocess.Process:
     assert pusher._spare is not None
     return await asyncio.shield(pusher._spare)
@@ -74,6 +80,34 @@ async def test_from_the_second_publication_on_a_process_waits_for_it(pusher: Pus
         await pusher.push(broken, version)
     assert after.returncode == 1
     assert await pusher.push(checkpoint, version, step=7) == 3
+
+
+HOSTILE = ["--store", "-x", "--with=draft=/x", "lora/--json", "draft\0", "draft\ud800", "-" * 200]
+
+
+@pytest.mark.parametrize("warm", [False, True])
+async def test_no_value_of_a_client_s_is_taken_for_an_option(pusher: Pusher, checkpoint: Path, warm: bool) -> None:
+    if warm:
+        assert await pusher.push(checkpoint, version) == 1
+    for value in HOSTILE:
+        for how in ({"part": value}, {"parts": {value: str(checkpoint)}}):
+            with pytest.raises((HttpError, WeightSyncError)) as refused:
+                await pusher.push(checkpoint, version, **how)
+            error = refused.value if isinstance(refused.value, HttpError) else to_http(refused.value)
+            assert (error.status, error.code) == (422, "bad_part"), error
+    for path in ("/x\0y", "/x\ud800", f"/{'x' * 5000}", "/\n--store"):
+        for what, how in ((checkpoint, {"parts": {"draft": path}}), (Path(path), {})):
+            with pytest.raises(HttpError) as wrong:
+                await pusher.push(what, version, **how)
+            assert 400 <= wrong.value.status < 500, wrong.value
+
+
+async def test_an_upload_id_is_taken_for_no_option(pusher: Pusher) -> None:
+    for upload_id in ("--when-told", "--no-activate"):
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - the publication closes it
+        with pytest.raises(HttpError) as refused:
+            await pusher.push_delta(await pusher.prepare(file, upload_id), version_of)
+        assert (refused.value.status, refused.value.code) == (422, "delta_error")
 
 
 async def test_a_spare_that_died_is_not_missed(pusher: Pusher, checkpoint: Path) -> None:

@@ -25,11 +25,13 @@ import orjson
 from server.errors import BadRequest, HttpError, UpstreamTimeout
 from server.gateway.admin.error_map import from_fields
 from server.gateway.config import GatewayConfig
+from weightsync.parts import check_name
 
 log = logging.getLogger("hotswap.gateway")
 
 T = TypeVar("T")
 STOP_GRACE_S = 5.0
+MOST_PATH = 4096  # bytes, as Linux has it
 STALLED_S = 60.0  # without a byte read or a moment of computing
 SPARE_S = 900.0  # a spare nobody needs for so long gives its memory back
 
@@ -56,21 +58,23 @@ class Pusher:
         """Publishes the checkpoint in `path` and hands its version to `then`, whether or not the caller waits.
 
         `step` is the training step to note down; `part` what is in `path` if not the base model, `parts` {part: path}
-        what else goes into the version. Raises HttpError.
+        what else goes into the version. Raises HttpError, BadPart.
         """
-        if not all(p.is_absolute() for p in (path, *map(Path, (parts or {}).values()))):
-            raise BadRequest("`path` must be an absolute path on the gateway's host.", code="bad_path", param="path")
+        for name, where in {part: str(path), **(parts or {})}.items():
+            check_name(name)
+            _check_path(where)
 
         async def version_only(answer: dict[str, Any]) -> T:
             return await then(int(answer["version"]))
 
-        noted = ["--part", part, *([] if step is None else ["--step", str(step)])]
-        noted += [word for name, where in (parts or {}).items() for word in ("--with", f"{name}={where}")]
+        noted = [f"--part={part}", *([] if step is None else [f"--step={step}"])]
+        noted += [f"--with={name}={where}" for name, where in (parts or {}).items()]
         return await self.keep(self._push((*noted, str(path)), version_only))
 
     async def prepare(self, file: BinaryIO, upload_id: str) -> Prepared:
         """Starts the process that will publish what `file` is going to hold: it imports while the bytes arrive."""
-        options = self._options(("--delta", f"/proc/self/fd/{file.fileno()}", "--upload-id", upload_id, "--when-told"))
+        what = (f"--delta=/proc/self/fd/{file.fileno()}", f"--upload-id={upload_id}", "--when-told")
+        options = self._options(what)
         process = await self._start(options, stdin=asyncio.subprocess.PIPE, pass_fds=(file.fileno(),))
         return Prepared(process, file)
 
@@ -135,7 +139,8 @@ class Pusher:
         return await then(answer)
 
     def _options(self, what: tuple[str, ...]) -> tuple[str, ...]:
-        return "--store", self._config.store, "--model", self._config.model, "--no-activate", "--json", *what
+        """Each with its value in one word: what a client sent is never taken for an option."""
+        return f"--store={self._config.store}", f"--model={self._config.model}", "--no-activate", "--json", *what
 
     async def _start(
         self, options: tuple[str, ...], *, stdin: int = asyncio.subprocess.DEVNULL, pass_fds: tuple[int, ...] = ()
@@ -237,6 +242,16 @@ def _work_done(pid: int) -> _Work | None:
 def _times(stat: Path) -> list[bytes]:
     """User and system time."""
     return stat.read_bytes().rpartition(b")")[2].split()[11:13]
+
+
+def _check_path(path: str) -> None:
+    """Raises BadRequest for what can be no absolute path."""
+    try:
+        good = Path(path).is_absolute() and "\0" not in path and len(os.fsencode(path)) <= MOST_PATH
+    except UnicodeEncodeError:
+        good = False
+    if not good:
+        raise BadRequest("`path` must be an absolute path on the gateway's host.", code="bad_path", param="path")
 
 
 def _answer_of(status: int | None, out: bytes, err: bytes) -> dict[str, Any]:
