@@ -22,7 +22,7 @@ from pathlib import Path
 
 from server.cli.errors import CliError, OtherCheckpoint, StateLost
 from server.cli.state import own, owner, require_own
-from server.gateway.access.records import DOOR, KEYS_PREFIX
+from server.gateway.access.records import DOOR, KEYS_PREFIX, DoorRecord
 from weightsync import open_store
 from weightsync.arena import Arena, SlotLock
 from weightsync.checkpoint import Checkpoint
@@ -118,11 +118,13 @@ async def describe(url: str, model: str) -> tuple[str, Path | None]:
         keys = Keys(model)
         copies = await _copies(store, keys)
         made = [kv for kv in (await store.list(KEYS_PREFIX))[0] if kv.key != DOOR]
+        door = await store.get(DOOR)
+        closed = ", inference closed to who has none" if door and not DoorRecord.from_json(door.value).open else ""
         counter = await store.get(keys.counter)
         newest = CounterRecord.from_json(counter.value).version if counter is not None else 0
         swaps = len((await store.list(keys.history))[0])
         versions = f"versions 1 to {newest}" if newest else "no version"
-        line = f"{len(made)} API key(s), {versions} and a history of {swaps} swap(s)"
+        line = f"{len(made)} API key(s){closed}, {versions} and a history of {swaps} swap(s)"
         return line, Path(copies.directory) if copies is not None else None
     except StoreError as error:
         return f"a store that cannot be read ({error})", None

@@ -245,8 +245,9 @@ class Server:
         for child in reversed([c for c in self.children.values() if c is not persist]):
             child.stop(TRAINER_LEAVES_S if child.name == "trainer" else LEAVES_S)
         if persist is not None:
+            say("waiting for the copies on disk; killed now, the next start goes on from shared memory")
             persist.stop(PERSIST_S)
-        if self.state.claimed:
+        if self.children and self.state.claimed:
             (self.state_dir / "server.json").unlink(missing_ok=True)
             self._leave_memory(persist is not None and persist.process.returncode == 0, say)
         if self._arena_lock is not None:
@@ -260,7 +261,7 @@ class Server:
             shutil.rmtree(self.arena, ignore_errors=True)
         elif is_copied:
             self._free_arena()
-        elif self.children and self.arena.exists():
+        elif self.arena.exists():
             say(f"the active version stays in shared memory ({self.arena}) for the next start: it is not on disk")
 
     def _free_arena(self) -> None:
@@ -370,11 +371,15 @@ def run_up(config: UpConfig) -> None:
     console = Console()
     server = Server(config)
     interrupts.install()
+
+    def say(line: str) -> None:
+        console.print(line, markup=False)
+
     try:
         with console.status(f"starting {server.name}: gateway, {config.instances} x vLLM, first version"):
-            server.start(console.print)
+            server.start(say)
             for line in server.said:
-                console.print(line)
+                say(line)
             server.wait_ready()
         console.print(f"[bold]{server.name}[/] answers on {server.url}  (OpenAI: {server.url}/v1)")
         console.print(f"console: {server.admin_url}/console")
@@ -386,7 +391,7 @@ def run_up(config: UpConfig) -> None:
         console.print("stopping")
     finally:
         interrupts.ignore()
-        server.stop(console.print)
+        server.stop(say)
 
 
 def draft_dir(vllm_args: Sequence[str]) -> Path | None:

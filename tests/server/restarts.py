@@ -9,8 +9,10 @@ import os
 import signal
 import sys
 import threading
+import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +20,21 @@ from server.cli.up import Server, UpConfig
 from server.gateway.access.key_store import KeyStore, NewKey
 from server.gateway.access.keys import INFER, KeyRing
 from server.gateway.access.records import KeyLimits
+from tests.weightsync.fleet import Engine
 from tests.weightsync.tensors import model, read_back, save_safetensors
-from weightsync import Coordinator, Publisher, SyncStore, open_store
+from weightsync import Coordinator, Participant, Publisher, SyncStore, open_store
 from weightsync.errors import WeightSyncError
 from weightsync.persist.disk import Disk
 from weightsync.persist.service import Persister
 from weightsync.push import push
-from weightsync.records import ActiveRecord, CounterRecord, Keys, SwapRecord, VersionRecord
+from weightsync.records import ActiveRecord, CounterRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.swap import activation
 
 MODEL = "toy"
 STARTING = ("cli/up.py", "cli/state.py", "cli/resume.py", "server/files.py", "persist/restore.py", "persist/disk.py")
+PERSISTING = ("weightsync/persist/",)
+SWAPPING = ("weightsync/swap/", "store/sqlite_db.py")
+STOPPING = ("cli/up.py", "cli/state.py", "weightsync/persist/", "cli/resume.py")
 KEYS = Keys(MODEL)
 
 
@@ -124,7 +130,7 @@ class Up:
         assert self.server is not None
         arena = self.server.arena
         self.kill()
-        for path in arena.iterdir():
+        for path in arena.glob("*"):
             path.unlink()
 
     def forget(self, version: int) -> None:
@@ -161,6 +167,10 @@ class Up:
     def make_key(self) -> str:
         assert self.server is not None
         return run(_made_key(self.server.store))
+
+    def forget_keys(self) -> None:
+        assert self.server is not None
+        run(_forgotten(self.server.store))
 
     def door(self, key: str | None) -> str:
         """Who a gateway that starts now takes the bearer of `key` for. Raises HttpError."""
@@ -210,6 +220,24 @@ async def coordinator(url: str) -> AsyncIterator[Coordinator]:
         await store.close()
 
 
+async def swapped(url: str, version: int) -> None:
+    """As `committed`, with an instance that stages and flips."""
+    engine = Engine(running=version - 1)
+    engine.staged.add(version - 1)
+    store = open_store(url, create=False)
+    record = InstanceRecord("instance-0", "http://h:1", active_version=version - 1, pid=os.getpid())
+    instance = Participant(store, MODEL, record, engine.stage, engine.commit, drop=engine.drop)
+    try:
+        async with coordinator(url) as leader:
+            instance.start()
+            await instance.serving()
+            await leader.activate(version)
+        await instance.stop()
+        assert engine.running == version
+    finally:
+        await store.close()
+
+
 async def swap_until(url: str, holds: Callable[[SwapRecord], bool], ask: int | None = None) -> None:
     """Let a coordinator lead until the swap is as is wanted; `ask`: for this version, first."""
     store = open_store(url, create=False)
@@ -242,6 +270,17 @@ async def _made_key(url: str) -> str:
         await store.close()
 
 
+async def _forgotten(url: str) -> None:
+    store = open_store(url, create=False)
+    try:
+        keys = KeyStore(store, KeyRing({}, required=False))
+        for record in await keys.every():
+            await keys.change(record.id, lambda known: replace(known, revoked_at=time.time()))
+            await keys.forget(record.id)
+    finally:
+        await store.close()
+
+
 async def _asked(url: str, key: str | None) -> str:
     store, ring = open_store(url, create=False), KeyRing({}, required=False)
     try:
@@ -264,29 +303,30 @@ def _contents(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in files} | {str(directory): str(os.stat(directory).st_ino).encode()}
 
 
-def killed_at(server: Server, lines: int) -> bool:
-    """Start `server` in a process that is killed when it has run so many lines of what a start consists of.
-
-    False if it came to its end before.
-    """
+def killed_at(work: Callable[[], object], files: Sequence[str], lines: int) -> bool:
+    """Do `work` in a process that is killed when it has run so many lines of `files`. False if it came to its end."""
     pid = os.fork()
     if pid == 0:
         left = itertools.count(lines, -1)
 
         def trace(frame: Any, event: str, _: object) -> Any:
-            if not frame.f_code.co_filename.endswith(STARTING):
+            if not any(file in frame.f_code.co_filename for file in files):
                 return None
             if event == "line" and next(left) <= 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             return trace
 
         try:
+            threading.settrace(trace)
             sys.settrace(trace)
-            server.start()
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    return os.WIFSIGNALED(status)
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
 
 
 def flip(path: Path, at: int = -4000) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -10,7 +11,7 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -26,6 +27,10 @@ from tests.live import eventually
 from tests.server.restarts import (
     KEYS,
     MODEL,
+    PERSISTING,
+    STARTING,
+    STOPPING,
+    SWAPPING,
     Child,
     Up,
     committed,
@@ -35,10 +40,12 @@ from tests.server.restarts import (
     run,
     save_checkpoint,
     swap_until,
+    swapped,
 )
 from tests.weightsync.tensors import model
 from weightsync import Publisher, SyncStore
 from weightsync.checkpoint import Checkpoint
+from weightsync.persist.disk import Disk
 from weightsync.records import CounterRecord, InstanceRecord
 
 NOBODY = 2**22 + 1  # no process has such an id
@@ -104,6 +111,37 @@ def test_an_end_without_warning_loses_no_key_version_number_or_history(server: U
         server.door(None)
     assert server.records().items() >= history.items()
     assert server.trained(3.0) == 3
+
+
+def test_the_door_stays_closed_when_the_last_key_is_gone(server: Up) -> None:
+    server.start()
+    key = server.make_key()
+    server.forget_keys()
+    server.kill()
+    for _ in range(2):
+        server.start()
+        for asked in (None, key):
+            with pytest.raises(Unauthorized):
+                server.door(asked)
+        server.stop()
+    server.start(fresh=True)
+    assert "0 API key(s), inference closed to who has none, " in server.told[0]
+
+
+@pytest.mark.parametrize("torn", ["model.safetensors", "manifest.json", "version.json"])
+def test_a_torn_copy_is_not_served_and_the_version_before_it_is(server: Up, torn: str) -> None:
+    server.start()
+    server.trained(2.0)
+    server.stop()
+    os.truncate(file := server.state_dir / "versions" / "2" / torn, file.stat().st_size // 2)
+    started = server.start()
+    assert started.said[0].startswith("version 2 is lost: ")
+    assert started.said[1].startswith("going on with version 1, ")
+    assert server.served() == (1, 1.0)
+    assert server.trained(3.0) == 3
+    server.stop()
+    server.start()
+    assert server.served() == (3, 3.0)
 
 
 def test_memory_that_was_damaged_meanwhile_is_not_served(server: Up) -> None:
@@ -265,7 +303,7 @@ def test_another_checkpoint_is_refused_with_the_choices_and_nothing_is_changed(s
         server.start(model=str(other))
     for choice in (f"--model {server.checkpoint}", f"weights push {other}", "--state-dir", "--name", "--fresh"):
         assert choice in str(refused.value)
-    assert "1 API key(s), versions 1 to 1" in str(refused.value)
+    assert "1 API key(s), inference closed to who has none, versions 1 to 1" in str(refused.value)
     server.stop()
     assert server.records() == before
     server.start()
@@ -327,7 +365,9 @@ def test_fresh_discards_all_but_the_admin_key_and_says_what(server: Up, shm: Pat
     server.start()
     server.kill()
     started = server.start(fresh=True)
-    assert server.told == ["discarding 1 API key(s), versions 1 to 2 and a history of 2 swap(s)"]
+    assert server.told == [
+        "discarding 1 API key(s), inference closed to who has none, versions 1 to 2 and a history of 2 swap(s)"
+    ]
     assert server.served() == (1, 1.0)
     assert server.door(None) == "anonymous"
     assert started.admin_key == admin_key
@@ -426,7 +466,8 @@ def test_up_twice_is_refused_and_changes_nothing(server: Up, shm: Path) -> None:
 def test_a_port_that_is_taken_is_said_before_anything_is_changed(server: Up, shm: Path, which: str) -> None:
     server.start()
     server.stop()
-    server.start(persist="off")
+    started = server.start(persist="off")
+    ServerInfo("http://h:1", "http://h:2", MODEL, started.store, "/key", os.getpid()).write(server.state_dir)
     server.kill()
     second = server.new(fresh=True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -575,7 +616,7 @@ def test_a_start_may_be_killed_at_any_line(server: Up, before: str, every: int) 
         if before in ("memory", "fresh"):
             server.start()
             server.kill()
-        if not killed_at(server.new(fresh=before == "fresh"), lines):
+        if not killed_at(server.new(fresh=before == "fresh").start, STARTING, lines):
             return
         started = server.start()
         if before == "nothing" or server.active().version == 1:
@@ -590,3 +631,43 @@ def test_a_start_may_be_killed_at_any_line(server: Up, before: str, every: int) 
         assert len(started.admin_key) > 16
         server.stop()
         lines += every
+
+
+@pytest.mark.parametrize("share", [10, pytest.param(1, marks=pytest.mark.broad)])
+@pytest.mark.parametrize("loses", ["processes", "power"])
+@pytest.mark.parametrize(
+    ("work", "files", "every"), [("persist", PERSISTING, 23), ("swap", SWAPPING, 211), ("stop", STOPPING, 23)]
+)
+def test_a_run_may_be_killed_at_any_line(
+    server: Up, work: str, files: Sequence[str], every: int, loses: str, share: int
+) -> None:
+    """While it copies, swaps or stops. The tensors of each version are its number."""
+    server.start()
+    key, newest, lines, was_killed = server.make_key(), 1, 1, True
+    while was_killed:
+        server.stop()
+        started = server.start()
+        before, target = server.active().version, server.trained(newest + 1, commit=work != "swap")
+        works: dict[str, Callable[[], object]] = {
+            "persist": started.children["persist"].stop,
+            "swap": lambda: asyncio.run(swapped(started.store, target)),  # noqa: B023 - called at once
+            "stop": started.stop,
+        }
+        was_killed = killed_at(works[work], files, lines)
+        committed = server.active().version
+        copies = {kept.version: kept for kept in Disk(server.state_dir / "versions").kept()}
+        for kept in copies.values():
+            kept.verify()
+        (server.kill if loses == "processes" else server.lose_power)()
+        goes_on = server.start()
+        run(swap_until(goes_on.store, lambda swap: swap.phase in ("done", "aborted")))
+        if loses == "power" and committed not in copies:
+            assert goes_on.said[0].startswith(f"version {committed} is lost")
+            committed = before
+        assert server.served() == (committed, float(committed))
+        assert server.door(key) == "somebody"
+        with pytest.raises(Unauthorized):
+            server.door(None)
+        newest = server.trained(target + 1, commit=False)
+        assert newest == target + 1
+        lines += every * share

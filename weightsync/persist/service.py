@@ -48,7 +48,10 @@ class Persister:
         self._error: ErrorInfo | None = None
 
     async def run(self, stopped: asyncio.Event) -> bool:
-        """Until `stopped`, and then until the active version is on disk; whether it is. Outages of the store pass."""
+        """Until `stopped`, and then until what is needed is on disk; whether the active version is.
+
+        Outages of the store pass.
+        """
         stop = asyncio.create_task(stopped.wait())
         try:
             while not stop.done():
@@ -69,14 +72,16 @@ class Persister:
         self._give_up = True
 
     async def _finish(self) -> bool:
-        """Copy what is active now, of which the board may not have heard yet."""
+        """Copy what is needed now, of which the board may not have heard yet; whether what is active is there."""
+        tried: set[int] = set()
         try:
             async with Board.follow(self.store, self.keys) as board:
-                is_there = True
-                while is_there and (active := _active(board)) is not None and self.disk.find(active) is None:
-                    is_there = await self._copy(board, active)
+                while missing := [r for r in _needed(board) if r.version not in tried and self.disk.find(r) is None]:
+                    tried.add(missing[0].version)
+                    await self._copy(board, missing[0])
                 await self._tell(board)
-                return is_there
+                active = _active(board)
+                return active is None or self.disk.find(active) is not None
         except (StoreUnavailable, WatchCompacted) as error:
             log.error("the store is away, and what is active cannot be seen: %s", error)
             return False
