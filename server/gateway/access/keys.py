@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 from server.errors import Forbidden, Unauthorized, Unavailable
 from server.gateway.access.records import ADMIN, INFER, DoorRecord, KeyLimits, KeyRecord
@@ -18,7 +19,7 @@ from server.gateway.access.records import ADMIN, INFER, DoorRecord, KeyLimits, K
 __all__ = ["ADMIN", "ANONYMOUS", "INFER", "KeyRing", "Principal"]
 
 MIN_PRIORITY, MAX_PRIORITY = -9, 9
-MAX_WEIGHT = 1000
+MAX_WEIGHT: Final = 1000
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Principal:
     limits: KeyLimits | None = None
 
 
-ANONYMOUS = Principal("anonymous", frozenset({INFER}))
+ANONYMOUS: Final = Principal("anonymous", frozenset({INFER}))
 
 
 class KeyRing:

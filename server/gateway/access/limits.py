@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from server.errors import BadRequest, TooManyRequests
 from server.gateway.access import output
@@ -21,14 +21,14 @@ from server.gateway.access.quota import SLOTS, Quota, Window
 from server.gateway.access.records import KeyLimits
 from server.gateway.proxy.usage import Usage
 
-KINDS = ("requests", "tokens", "concurrency")
-_DURATIONS = [b"%ds" % s if s < 60 else b"%dm%ds" % divmod(s, 60) for s in range(SLOTS + 1)]
-_REQUESTS = (
+KINDS: Final = ("requests", "tokens", "concurrency")
+_DURATIONS: Final = [b"%ds" % s if s < 60 else b"%dm%ds" % divmod(s, 60) for s in range(SLOTS + 1)]
+_REQUESTS: Final = (
     b"x-ratelimit-limit-requests: %d\r\nx-ratelimit-remaining-requests: %d\r\nx-ratelimit-reset-requests: %b\r\n"
 )
-_TOKENS = b"x-ratelimit-limit-tokens: %d\r\nx-ratelimit-remaining-tokens: %d\r\nx-ratelimit-reset-tokens: %b\r\n"
-_BOTH = (_REQUESTS + _TOKENS).replace(b"%b", _DURATIONS[SLOTS])
-_UNBOUNDED = 1 << 62
+_TOKENS: Final = b"x-ratelimit-limit-tokens: %d\r\nx-ratelimit-remaining-tokens: %d\r\nx-ratelimit-reset-tokens: %b\r\n"
+_BOTH: Final = (_REQUESTS + _TOKENS).replace(b"%b", _DURATIONS[SLOTS])
+_UNBOUNDED: Final = 1 << 62
 
 
 class RateLimited(TooManyRequests):

@@ -12,7 +12,7 @@ context, the bound is written in at the end: of two fields of one name, the last
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -21,14 +21,14 @@ from server.gateway.proxy.usage import Usage
 
 Field = msgspec.Raw | msgspec.UnsetType
 
-_UNSET = msgspec.UNSET
-MOST_DIGITS = 18
-BYTES_PER_TOKEN = 4
-USUAL_OUTPUT = 256  # tokens, for an answer that nothing bounds; vLLM would let it fill the context
-MOST = 1 << 40  # tokens; nobody means more
-_MOST_TEXT = 32  # characters of a number
+_UNSET: Final = msgspec.UNSET
+MOST_DIGITS: Final = 18
+BYTES_PER_TOKEN: Final = 4
+USUAL_OUTPUT: Final = 256  # tokens, for an answer that nothing bounds; vLLM would let it fill the context
+MOST: Final = 1 << 40  # tokens; nobody means more
+_MOST_TEXT: Final = 32  # characters of a number
 # What bounds an answer on each route that generates, the one that counts first; and the bound where none is sent.
-_FIELDS: dict[str, tuple[tuple[str, ...], int | None]] = {
+_FIELDS: Final[dict[str, tuple[tuple[str, ...], int | None]]] = {
     "/v1/completions": (("max_tokens",), 16),
     "/v1/chat/completions": (("max_completion_tokens", "max_tokens"), None),
     "/v1/chat/completions/batch": (("max_completion_tokens", "max_tokens"), None),

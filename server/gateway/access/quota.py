@@ -10,7 +10,9 @@ minute. The price is 61 integers a limit.
 
 from __future__ import annotations
 
-SLOTS = 61  # the second that runs, and 60 before it
+from typing import Final
+
+SLOTS: Final = 61  # the second that runs, and 60 before it
 
 
 class Quota:

@@ -13,17 +13,17 @@ what was cut apart, and another gateway's requests are unknown here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
 V = TypeVar("V")
 
-SIZES = tuple(n for exponent in range(8, 16) for n in (2**exponent, 3 * 2 ** (exponent - 1)))  # 256 B to 48 KiB
-LOOK = 4096  # where the prompt's field is looked for; if it is further on, the body counts from its start
+SIZES: Final = tuple(n for exponent in range(8, 16) for n in (2**exponent, 3 * 2 ** (exponent - 1)))  # 256 B to 48 KiB
+LOOK: Final = 4096  # where the prompt's field is looked for; if it is further on, the body counts from its start
 # What comes first in the prompt that a route makes of its body. Inside a JSON string such a name cannot occur: its
 # quotes would be escaped.
-PROMPT_FIELDS: dict[str, tuple[bytes, ...]] = {
+PROMPT_FIELDS: Final[dict[str, tuple[bytes, ...]]] = {
     "/v1/chat/completions": (b'"messages"',),
     "/v1/completions": (b'"prompt"',),
     "/v1/responses": (b'"instructions"', b'"input"'),
@@ -51,7 +51,7 @@ class Hint:
         return self.session or (self.prefixes[0] if self.prefixes else 0)
 
 
-NO_HINT = Hint([], 0, 0)
+NO_HINT: Final = Hint([], 0, 0)
 
 
 def no_hint() -> Hint:

@@ -11,10 +11,12 @@ handed in, and who may be ejected at all is for the fleet to say (view.py).
 
 from __future__ import annotations
 
+from typing import Final
+
 from server.gateway.config import HealthSettings
 
-FAULTS = frozenset({500, 502, 503, 504})
-STATES = ("closed", "half_open", "open")
+FAULTS: Final = frozenset({500, 502, 503, 504})
+STATES: Final = ("closed", "half_open", "open")
 
 
 class Health:

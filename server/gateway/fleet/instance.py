@@ -3,6 +3,7 @@ in its prefix cache."""
 
 from __future__ import annotations
 
+from typing import Final
 from urllib.parse import urlsplit
 
 from xxhash import xxh3_64_intdigest
@@ -18,8 +19,8 @@ from weightsync.errors import RecordError, TlsUnavailable
 from weightsync.records import InstanceRecord
 from weightsync.tls import ClusterTls, is_loopback
 
-PREFIXES = 4096  # remembered per instance and version, at least; about 0.6 MB when twice as many are
-VERSIONS = 2  # whose prefixes are remembered: the active one, and the one a rollback returns to
+PREFIXES: Final = 4096  # remembered per instance and version, at least; about 0.6 MB when twice as many are
+VERSIONS: Final = 2  # whose prefixes are remembered: the active one, and the one a rollback returns to
 
 
 class Instance:

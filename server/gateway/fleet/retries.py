@@ -18,14 +18,16 @@ The budget (as Finagle has it): a share of the requests, and MIN_PER_S more; sav
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Final, Literal
 
 Failure = Literal["not_sent", "refused", "lost", "broken"]
 
-WINDOW_S = 10.0
-MIN_PER_S = 3.0
-LOSSES = 1  # instances that one request may lose and still be sent to another, the middle of an answer counted too
-NEVER_AGAIN = frozenset({"/v1/responses"})  # a background response goes on after its connection has ended
+WINDOW_S: Final = 10.0
+MIN_PER_S: Final = 3.0
+LOSSES: Final = (
+    1  # instances that one request may lose and still be sent to another, the middle of an answer counted too
+)
+NEVER_AGAIN: Final = frozenset({"/v1/responses"})  # a background response goes on after its connection has ended
 
 
 class RetryBudget:

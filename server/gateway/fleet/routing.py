@@ -18,7 +18,7 @@ herd that two choices avoid comes of stale loads, while the requests this gatewa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from server.gateway.fleet.affinity import NO_HINT, Hint
 from server.gateway.fleet.signals import Signals
@@ -26,14 +26,14 @@ from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord
 
 # An instance that stages goes on serving the version it has, so it is asked when nobody better is there: with a single
 # instance a swap must not turn a request away. COMMITTING drains, or has flipped ahead of the commit.
-_RANK = {"SERVING": 0, "STAGED": 0, "STAGING": 1}
-_UNDER_WAY = ("prepare", "canary", "commit")
-_AVOID_AFTER_FAILURE_S = 1.0
+_RANK: Final = {"SERVING": 0, "STAGED": 0, "STAGING": 1}
+_UNDER_WAY: Final = ("prepare", "canary", "commit")
+_AVOID_AFTER_FAILURE_S: Final = 1.0
 
-SLACK = 4.0
-SPREAD = 0.25
-_FULL_FROM = 0.8  # of the KV cache: from here on vLLM may have to preempt
-_FULL_COST = 8.0  # requests that a full KV cache counts for
+SLACK: Final = 4.0
+SPREAD: Final = 0.25
+_FULL_FROM: Final = 0.8  # of the KV cache: from here on vLLM may have to preempt
+_FULL_COST: Final = 8.0  # requests that a full KV cache counts for
 
 
 class Candidate(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, fields
+from typing import Final
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Signals:
 
 
 # Field of Signals by vLLM's metric name, which is followed by labels or a space.
-_SOURCES = {
+_SOURCES: Final = {
     b"vllm:num_requests_running": "num_requests_running",
     b"vllm:num_requests_waiting": "num_requests_waiting",
     b"vllm:kv_cache_usage_perc": "kv_cache_usage",
@@ -37,7 +38,7 @@ _SOURCES = {
     b"vllm:prompt_tokens_total": "prompt_tokens",
     b"vllm:generation_tokens_total": "generation_tokens",
 }
-FIELDS = tuple(f.name for f in fields(Signals) if f.name != "read_at")
+FIELDS: Final = tuple(f.name for f in fields(Signals) if f.name != "read_at")
 
 
 def parse(page: bytes) -> Signals:

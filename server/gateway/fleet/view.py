@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from server.errors import BadUpstream, HttpError, Unavailable
 from server.gateway.config import UpstreamSettings
@@ -30,11 +31,11 @@ from weightsync.records import ActiveRecord, DiskRecord, InstanceRecord, Keys, S
 from weightsync.store import KeyValue, Store
 from weightsync.tls import ClusterTls
 
-log = logging.getLogger("hotswap.gateway")
+log: Final = logging.getLogger("hotswap.gateway")
 
-RETRY_STORE_S = 0.5
-SESSIONS = 8192  # remembered, at least
-REMEMBERED_S = 60.0  # an instance that has gone is expected back for so long
+RETRY_STORE_S: Final = 0.5
+SESSIONS: Final = 8192  # remembered, at least
+REMEMBERED_S: Final = 60.0  # an instance that has gone is expected back for so long
 
 
 class Fleet:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from server.gateway.observe.finished import Finished, Watcher, of_exchange
 from server.gateway.observe.histogram import FIRST_TOKEN, GAP, Histogram
@@ -15,9 +15,9 @@ from server.gateway.proxy.usage import Usage
 if TYPE_CHECKING:
     from server.gateway.proxy.exchange import Exchange
 
-PHASES = ("queued", "held", "connecting", "waiting", "streaming", "stalled")
+PHASES: Final = ("queued", "held", "connecting", "waiting", "streaming", "stalled")
 
-FAILOVERS = ("resumed", "complete", "nobody", "given_up", "not_resumable")
+FAILOVERS: Final = ("resumed", "complete", "nobody", "given_up", "not_resumable")
 
 
 @dataclass

@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import Final
 
 from server.errors import BadUpstream, HttpError, UpstreamTimeout
 from server.gateway.fleet import retries
@@ -40,10 +41,10 @@ from server.gateway.proxy.request import Client, Request
 from server.gateway.proxy.usage import Usage
 from server.gateway.queue.gate import Gate
 
-log = logging.getLogger("hotswap.gateway")
+log: Final = logging.getLogger("hotswap.gateway")
 
-LOST = b"lost"  # as server/instance/admission.py says it
-STALE_S = 1.0  # after it was sent: a pooled connection that ends later was not closed already
+LOST: Final = b"lost"  # as server/instance/admission.py says it
+STALE_S: Final = 1.0  # after it was sent: a pooled connection that ends later was not closed already
 
 
 class Exchange(Placing):

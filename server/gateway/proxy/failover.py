@@ -16,6 +16,7 @@ and each is work that was admitted. LOSSES bounds what a request can do that is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -29,8 +30,8 @@ from server.resume import RESUMABLE, RESUME
 
 # Silence of an instance since it left the store, after which it counts as dead. After an outage of the store all have
 # left, until they try to register again: at most 2 s (weightsync/swap/agent.py, LAST_RETRY_S).
-GONE_S = 3.0
-WANTED = b"%b: 1\r\n" % RESUMABLE
+GONE_S: Final = 3.0
+WANTED: Final = b"%b: 1\r\n" % RESUMABLE
 
 
 @dataclass

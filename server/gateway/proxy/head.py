@@ -14,6 +14,7 @@ import itertools
 import re
 import secrets
 from dataclasses import dataclass
+from typing import Final
 
 from server.errors import BadRequest, HeadersTooLarge
 from server.gateway.config import Limits
@@ -23,7 +24,7 @@ from server.gateway.proxy.routes import Target
 
 Headers = list[tuple[bytes, bytes]]
 
-_FORWARDED = frozenset(
+_FORWARDED: Final = frozenset(
     {
         b"accept",
         b"accept-language",
@@ -36,12 +37,12 @@ _FORWARDED = frozenset(
         b"user-agent",
     }
 )
-SESSION = b"x-session-id"
+SESSION: Final = b"x-session-id"
 # Options of Connection that name no header we act on; anything else tries to make a header hop-by-hop.
-_CONNECTION_OPTIONS = frozenset({b"close", b"keep-alive", b"te", b"upgrade", b"http2-settings", b""})
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-_PROCESS = secrets.token_hex(6).encode()
-_COUNTER = itertools.count(1)
+_CONNECTION_OPTIONS: Final = frozenset({b"close", b"keep-alive", b"te", b"upgrade", b"http2-settings", b""})
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_PROCESS: Final = secrets.token_hex(6).encode()
+_COUNTER: Final = itertools.count(1)
 
 
 @dataclass
@@ -172,7 +173,7 @@ def _read_asked(head: RequestHead, name: bytes, value: bytes) -> None:
     head.asked[name] = value
 
 
-_READERS = {
+_READERS: Final = {
     b"content-length": _content_length,
     b"transfer-encoding": _transfer_encoding,
     b"connection": _connection,

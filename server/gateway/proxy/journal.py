@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import re
 from array import array
+from typing import Final
 
 import msgspec
 
 from server.gateway.proxy.events import Event, Said, decode_event
 from server.resume import Resume, Span
 
-BUNDLE = 16 * 2**10  # bytes kept as they came, at most, and one piece
-ID_BYTES = array("I").itemsize
+BUNDLE: Final = 16 * 2**10  # bytes kept as they came, at most, and one piece
+ID_BYTES: Final = array("I").itemsize
 
-_IDS = re.compile(rb'"token_ids":\[([0-9,]+)\]')
-_VERSION = re.compile(rb'"weight_version":([0-9]+)[,}]')
+_IDS: Final = re.compile(rb'"token_ids":\[([0-9,]+)\]')
+_VERSION: Final = re.compile(rb'"weight_version":([0-9]+)[,}]')
 # In JSON a text cannot hold these: its quotes are escaped.
-_RARE = (b'"weight_versions":', b'"finish_reason":"', b'"error":')
+_RARE: Final = (b'"weight_versions":', b'"finish_reason":"', b'"error":')
 
 
 class ReplayMemory:

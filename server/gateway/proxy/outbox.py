@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from typing import Final
 
-MANY = 16 * 2**10  # bytes that are better written at once, for the transport to say when it has enough
+MANY: Final = 16 * 2**10  # bytes that are better written at once, for the transport to say when it has enough
 
 
 class Outbox:

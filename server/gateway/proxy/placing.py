@@ -10,6 +10,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from typing import Final
 
 from server.errors import BadUpstream, HttpError, Unavailable
 from server.gateway.access.output import Cost, reckon
@@ -25,7 +26,7 @@ from server.gateway.proxy.upstream import UpstreamConnection
 from server.gateway.queue.gate import Gate, Waiter
 from server.gateway.queue.line import Ticket
 
-log = logging.getLogger("hotswap.gateway")
+log: Final = logging.getLogger("hotswap.gateway")
 
 
 class Placing(ABC):

@@ -13,6 +13,7 @@ event still fits into the stream.
 from __future__ import annotations
 
 import http
+from typing import Final
 
 import httptools
 
@@ -23,12 +24,12 @@ from server.gateway.proxy.journal import Journal, ReplayMemory
 from server.gateway.proxy.usage import Usage
 from server.resume import RESUMABLE, RESUMED
 
-MAX_HEAD = 64 * 2**10
-_HOP_BY_HOP = frozenset(
+MAX_HEAD: Final = 64 * 2**10
+_HOP_BY_HOP: Final = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 )
-_OURS = frozenset({b"x-request-id", b"x-hotswap-refused", RESUMABLE, RESUMED})
-STATUS_LINES = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in http.HTTPStatus}
+_OURS: Final = frozenset({b"x-request-id", b"x-hotswap-refused", RESUMABLE, RESUMED})
+STATUS_LINES: Final = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in http.HTTPStatus}
 
 
 def status_line(status: int) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 from urllib.parse import unquote_to_bytes
 
 
@@ -38,8 +38,8 @@ class Target:
     upstream: bytes
 
 
-_GETS = (b"/v1/models", b"/version", b"/tokenizer_info")
-_POSTS: dict[bytes, Literal["", "prefill", "generate"]] = {
+_GETS: Final = (b"/v1/models", b"/version", b"/tokenizer_info")
+_POSTS: Final[dict[bytes, Literal["", "prefill", "generate"]]] = {
     b"/v1/completions": "generate",
     b"/v1/chat/completions": "generate",
     b"/v1/chat/completions/batch": "generate",
@@ -53,7 +53,7 @@ _POSTS: dict[bytes, Literal["", "prefill", "generate"]] = {
     b"/generate": "generate",
 }
 # vLLM's routes between machines, which trainers use beside the admin routes.
-_SCALE_OUT: dict[bytes, Literal["", "prefill", "generate"]] = {
+_SCALE_OUT: Final[dict[bytes, Literal["", "prefill", "generate"]]] = {
     b"/inference/v1/generate": "generate",
     **{
         b"/v1/%b/%b" % (kind, verb): ""
@@ -63,23 +63,23 @@ _SCALE_OUT: dict[bytes, Literal["", "prefill", "generate"]] = {
     b"/v1/messages/render": "",
     b"/v1/responses/render": "",
 }
-_CONTINUED = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/generate"})
-_ROUTES = (
+_CONTINUED: Final = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/generate"})
+_ROUTES: Final = (
     *(Route(path.decode(), b"GET", json_body=False) for path in _GETS),
     *(Route(p.decode(), b"POST", True, works=works, continued=p in _CONTINUED) for p, works in _POSTS.items()),
     *(Route(p.decode(), b"POST", True, works=works, admin=True) for p, works in _SCALE_OUT.items()),
 )
-_EXACT = {route.name.encode(): (Target(route, route.name.encode()),) for route in _ROUTES}
+_EXACT: Final = {route.name.encode(): (Target(route, route.name.encode()),) for route in _ROUTES}
 # What stock vLLM answers and nothing here does, and what to ask instead; on either port.
-_ELSEWHERE = {
+_ELSEWHERE: Final = {
     "/docs": "GET /openapi.json has the document that such a page shows.",
     "/redoc": "GET /openapi.json has the document that such a page shows.",
     "/invocations": "POST the same body to the route of its kind, such as /v1/chat/completions.",
 }
-_RESPONSE_GET = Route("/v1/responses/{id}", b"GET", json_body=False, takes_query=True)
-_RESPONSE_CANCEL = Route("/v1/responses/{id}/cancel", b"POST", json_body=False)
-_RESPONSE_ID = re.compile(rb"/v1/responses/([A-Za-z0-9_-]{1,128})(/cancel)?")
-_ENCODED_DELIMITER = re.compile(rb"%(?:2f|5c|00|25|3f|23|3b)", re.IGNORECASE)
+_RESPONSE_GET: Final = Route("/v1/responses/{id}", b"GET", json_body=False, takes_query=True)
+_RESPONSE_CANCEL: Final = Route("/v1/responses/{id}/cancel", b"POST", json_body=False)
+_RESPONSE_ID: Final = re.compile(rb"/v1/responses/([A-Za-z0-9_-]{1,128})(/cancel)?")
+_ENCODED_DELIMITER: Final = re.compile(rb"%(?:2f|5c|00|25|3f|23|3b)", re.IGNORECASE)
 
 
 def find(url: bytes) -> tuple[Target, ...]:

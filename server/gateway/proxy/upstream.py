@@ -12,7 +12,7 @@ import logging
 import ssl
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from mypy_extensions import mypyc_attr
 
@@ -20,7 +20,7 @@ from server.errors import Unavailable
 from server.gateway.config import UpstreamSettings
 from server.gateway.proxy.outbox import Outbox
 
-log = logging.getLogger("hotswap.gateway")
+log: Final = logging.getLogger("hotswap.gateway")
 
 
 class Owner(Protocol):

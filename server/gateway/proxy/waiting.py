@@ -7,11 +7,11 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from server.errors import HttpError, Unavailable
 
-RETRY_S = 0.5  # for who was turned away by an instance that looked well: the view may not change again
+RETRY_S: Final = 0.5  # for who was turned away by an instance that looked well: the view may not change again
 
 
 class Waiter(Protocol):

@@ -17,13 +17,14 @@ instance that does not say what it can run gets `UNKNOWN` at most.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from server.gateway.fleet.signals import Signals
 
-UNKNOWN = 1024
-SHRINK = 0.8
+UNKNOWN: Final = 1024
+SHRINK: Final = 0.8
 GROWTH, FAST_GROWTH = 16, 4  # steps from nothing to the most
-HEADROOM = 8  # one place ahead for so many that run
+HEADROOM: Final = 8  # one place ahead for so many that run
 
 
 class Window:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
-MEMORY = 64  # departures over which the rate is averaged, exponentially
-LONGEST_RETRY_S = 60
+MEMORY: Final = 64  # departures over which the rate is averaged, exponentially
+LONGEST_RETRY_S: Final = 60
 
 
 class DrainRate:
