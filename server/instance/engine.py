@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
@@ -237,6 +238,7 @@ async def build_vllm_app(engine: Engine, args: Any) -> Any:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 
+    importlib.import_module("server.instance.media")  # registers how images and the like are fetched
     tasks = await engine.client.get_supported_tasks()
     app = build_app(args, tasks, engine.client.model_config)
     await init_app_state(engine.client, app.state, args, tasks)

@@ -45,6 +45,7 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # CPU: one engine process instead of two
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_MEDIA_CONNECTOR", "hotswap")  # media.py
     os.environ["VLLM_SERVER_DEV_MODE"] = "0"  # its control routes have no authentication
     os.environ["HOTSWAP_INSTANCE_PID"] = str(os.getpid())
 
