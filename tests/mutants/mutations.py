@@ -9,13 +9,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old`, which `file` holds once, becomes `new`. `tests`: files that must notice. `explained`: why none can."""
+    """`old`, which `file` holds once, becomes `new`. `tests`: what must notice, files or `file::test`. `explained`: why
+    nothing can."""
 
     file: str
     old: str
     new: str
     tests: tuple[str, ...]
     explained: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}: {self.old.strip()[:80]!r} -> {self.new.strip()[:80]!r}"
 
 
 def of(file: str, *tests: str, changes: list[tuple[str, ...]]) -> list[Mutation]:
@@ -24,15 +29,175 @@ def of(file: str, *tests: str, changes: list[tuple[str, ...]]) -> list[Mutation]
 
 
 WS, GW, TR = "tests/weightsync/", "tests/server/test_gateway_", "tests/trainer/"
+ACCESS, QUEUE, FLEET, PROXY = (f"server/gateway/{room}/" for room in ("access", "queue", "fleet", "proxy"))
+KEYS = [
+    f"{GW}keys.py::{test}"
+    for test in (
+        "test_nothing_is_open_before_the_store_was_read",
+        "test_records_that_cannot_be_read_close_it_while_they_are_there",
+        "test_a_key_without_its_door_record_closes_whatever_became_of_it",
+        "test_a_key_works_until_the_moment_it_expires",
+        "test_the_old_key_ends_with_its_grace_or_with_the_record",
+        "test_scopes_and_standing_are_told_to_who_has_the_key",
+    )
+]
 
 MUTATIONS: list[Mutation] = [
+    *of(ACCESS + "keys.py", *KEYS, changes=[
+        ("not (self._required or unread or self._closed)", "not (self._required or self._closed)"),
+        ("principal.until <= time.time()", "principal.until < time.time()"),
+        ("min(record.old_until, record.expires_at or record.old_until)", "record.old_until"),
+        ("if door is None or record.revoked_at is None)", "if record.revoked_at is None)"),
+        ("(self._closed if door is None else not door.open)", "(False if door is None else not door.open)"),
+    ]),
+    *of(ACCESS + "limits.py", GW + "quota.py", changes=[
+        ("if requests.used >= requests.allotted:", "if requests.used > requests.allotted:"),
+        ("        running.asked += 1\n", ""),
+        ("if tokens.used + needed > tokens.allotted:", "if tokens.used + needed >= tokens.allotted:"),
+        ("if needed > tokens.limit:", "if needed >= tokens.limit:"),
+        ("elsewhere + needed <= quota.limit", "elsewhere + needed < quota.limit"),
+        ("meter, self._meter = self._meter, None", "meter = self._meter"),
+        ("            self._reserved += more\n", ""),
+        ("tokens.correct(self._taken_at, more)", "tokens.correct(now, more)"),
+        ("quota.seconds_until(quota.used + needed - quota.allotted)", "quota.seconds_until(needed)"),
+    ]),
+    *of(ACCESS + "quota.py", GW + "quota.py", changes=[
+        ("elif self.now - taken_at < SLOTS:", "elif self.now - taken_at <= SLOTS:"),
+        ("            if units <= 0:\n", "            if units < 0:\n"),
+    ]),
+    *of(ACCESS + "output.py", GW + "quota.py", GW + "limits.py", changes=[
+        ("max(_number(asked.n), _number(asked.best_of), 1)", "max(_number(asked.n), 1)"),
+        ("if status < 400 or status == 499 else 0", "if status < 400 else 0"),
+        ("(usage.prompt_tokens if usage.exact else self.prompt)", "usage.prompt_tokens"),
+        ("    if most > bound:\n", "    if most >= bound:\n"),
+        ("(default is not None and default <= bound)", "default is not None"),
+        ("max(1, texts + raw.count(b\"[\") - 1)", "max(1, texts + raw.count(b\"[\"))"),
+    ]),
+    *of(ACCESS + "shares.py", GW + "shares.py", changes=[
+        ("return max(held, min(target, self._room(resource, use.limit)))", "return max(held, target)"),
+        ("_by_remainder(exact)[: units - sum(parts.values())]:", "_by_remainder(exact)[:0]:"),
+        ("self._held[resource] = use.used\n        return True", "pass\n        return True"),
+        ("self._held |= {r: min(units, before[r]) for r, units in wanted.items()}", "self._held |= wanted"),
+        ("if not r.endswith(\"/concurrency\")}", "if r}"),
+        ("if self.state == \"active\" else 0", "if self.state != \"left\" else 0"),
+        ("min(self._held[resource], limit // len(self._allows_for))", "min(self._held[resource], limit)"),
+        ("welcome = all(", "welcome = any("),
+    ]),
+    *of(ACCESS + "sharing.py", GW + "shares.py", changes=[
+        ("store.txn({USAGE_ROUND: self._round[0]}, puts", "store.txn({}, puts"),
+        ("self._before = self._division\n            self.entered", "self.entered"),
+    ]),
+    *of(QUEUE + "flows.py", GW + "queue.py", changes=[
+        ("max(flow.start, flow.start + (item.cost + flow.debt) / flow.weight)", "flow.start + (item.cost + flow.debt) / flow.weight"),
+        ("flow.start = max(self._virtual, flow.start)", "flow.start = self._virtual"),
+        ("(item.cost + flow.debt) / flow.weight)", "item.cost + flow.debt)"),
+        ("flow.debt += more", "flow.debt = more"),
+        ("own + (own + 1) * others // weight", "own + own * others // weight"),
+    ]),
+    *of(QUEUE + "line.py", GW + "queue.py", changes=[
+        ("if self.bytes + ticket.size > self._settings.max_bytes:", "if self.bytes + ticket.size >= self._settings.max_bytes:"),
+        ("return min(waiting, key=lambda lines: lines.served)", "return waiting[0]"),
+        ("if ticket.priority == last and lines.is_longest(ticket.key):", "if ticket.priority == last:"),
+        ("if now + wait_s > ticket.deadline:", "if wait_s > ticket.deadline:"),
+        ("min(ticket.deadline, now + self._settings.max_wait_s)", "now + self._settings.max_wait_s"),
+        ("while self.next_deadline() <= now:", "while self.next_deadline() < now:"),
+        ("        if not ahead:\n            return  # who", "        if False:\n            return  # who"),
+    ]),
+    *of(QUEUE + "capacity.py", GW + "queue.py", changes=[
+        ("min(self._size, max(in_flight, self._size / 2)) * SHRINK", "self._size * SHRINK"),
+        ("preempted or signals.num_requests_waiting", "signals.num_requests_waiting"),
+    ]),
+    *of(QUEUE + "drain.py", GW + "queue.py", changes=[
+        ("max(self._seconds / self._departures, (now - self._since) / MEMORY)", "(self._seconds / self._departures)"),
+    ]),
+    *of(QUEUE + "gate.py", GW + "admission_queue.py", changes=[
+        ("            if self._has_room(ticket.need):", "            if True:"),
+        ("instance.working < instance.window.limit", "instance.working <= instance.window.limit"),
+    ]),
+    *of(FLEET + "routing.py", GW + "routing.py", changes=[
+        ("record.active_epoch == active.epoch - 1", "record.active_epoch <= active.epoch"),
+        ("return record.active_version == active.version and (not known or record.fingerprint == active.fingerprint)", "return record.active_version == active.version"),
+        ("\"STAGING\": 1}", "\"STAGING\": 0}"),
+        ("+ SPREAD * sum(loads) / len(loads)", "+ SPREAD * sum(loads)"),
+        ("+ 2 * (c.failed_at > since)", "+ (c.failed_at > since)"),
+    ]),
+    *of(FLEET + "affinity.py", GW + "affinity.py", changes=[
+        ("return SIZES[k] / hint.size", "return 1.0"),
+        ("if len(self._young) >= self._limit:", "if len(self._young) > self._limit:"),
+    ]),
+    *of(FLEET + "health.py", GW + "health.py", changes=[
+        ("if self.closed or now < self.until:", "if self.closed:"),
+        ("asked >= s.min_requests and self._failures", "self._failures"),
+        ("if self.closed and now - self.recovered_at", "if now - self.recovered_at"),
+    ]),
+    *of(FLEET + "retries.py", GW + "health.py", changes=[
+        ("or lost_before >= LOSSES:", "or lost_before > LOSSES:"),
+        ("or route in NEVER_AGAIN or", "or"),
+        ("        self._tokens -= 1.0\n", ""),
+        ("min(most, self._tokens + self.share * new + MIN_PER_S * passed)", "self._tokens + self.share * new + MIN_PER_S * passed"),
+    ]),
+    *of(FLEET + "view.py", GW + "health.py", GW + "fleet.py", changes=[
+        ("return out < most and any(i.health.well for i in others)", "return out < most"),
+        ("any(i not in tried and i.health.admits(now) for i in meets)", "any(i not in tried for i in meets)"),
+        ("candidates = well or candidates  #", "candidates = well  #"),
+    ]),
+    *of(PROXY + "exchange.py", GW + "losses.py", GW + "slow_readers.py", GW + "proxy.py", GW + "cancel.py", changes=[
+        ("if why == LOST or self._resent:", "if why == LOST:"),
+        ("if self._paused and idle > stalled_client_s:", "if idle > stalled_client_s:"),
+        ("elif self._pooled and time.monotonic() - self.last_progress < STALE_S:", "elif self._pooled:"),
+        ("elif not self._paused and self._link is not None and idle", "elif self._link is not None and idle"),
+    ]),
+    *of(PROXY + "exchange.py", GW + "failover.py", GW + "admission_queue.py", changes=[
+        ("or self._losses >= retries.LOSSES:", "or self._losses > retries.LOSSES:"),
+        ("more = cost.used(self.usage, status) - cost.total", "more = cost.used(self.usage, status)"),
+        ("self.request.need = self._continuation.need\n", "pass\n"),
+    ]),
+    *of(PROXY + "failover.py", GW + "failover.py", changes=[
+        ("if limit_s and now - since > limit_s:", "if now - since > limit_s:"),
+        ("return version if served or mode != \"any\" else None", "return version"),
+        ("own = need if last is None else last.own_need", "own = need"),
+        ("now - max(since, instance.left_at) > GONE_S", "now - since > GONE_S"),
+    ]),
+    *of(PROXY + "journal.py", GW + "journal.py", changes=[
+        ("if self._charged + size > memory.per_stream", "if self._charged + size >= memory.per_stream"),
+        ("or memory.used + size > memory.limit:", "or memory.used + size >= memory.limit:"),
+        ("last.version == version and last.end == start", "last.end == start"),
+        ("        elif not self._ids:\n", "        else:\n"),
+        ("piece.rfind(b\"\\n\\n\") + 2", "piece.find(b\"\\n\\n\") + 2"),
+        ("self._memory.used -= self._charged - self._request_bytes", "self._memory.used -= self._charged"),
+        ("if not self._ids or self.finish is not None or any(", "if not self._ids or any("),
+    ]),
+    *of(PROXY + "waiting.py", GW + "hold.py", changes=[
+        ("if len(self._timers) >= self._limit:", "if len(self._timers) > self._limit:"),
+        ("delay = min(left, RETRY_S) if soon else left", "delay = left"),
+    ]),
+    *of(PROXY + "terms.py", GW + "admission.py", changes=[
+        ("version >= self.min_version)", "version > self.min_version)"),
+        ("if asked.priority < principal.priority:", "if asked.priority <= principal.priority:"),
+        ("return \"same\" if chosen == \"any\" and self.uncrossed else chosen", "return chosen"),
+    ]),
+    *of("server/instance/grammars.py", "tests/server/test_instance_grammars.py", changes=[
+        ("if depth > MOST_DEPTH:", "if depth >= MOST_DEPTH:"),
+        ("        if nodes > MOST_NODES:", "        if nodes >= MOST_NODES:"),
+        ("    return inner\n", "    return repeats\n"),
+        ("low if high >= int(sre.MAXREPEAT) else high", "low"),
+        ("check_pattern(node[\"pattern\"], repeats)", "check_pattern(node[\"pattern\"])"),
+        ("for part in body.split(\"|\") if", "for part in [body] if"),
+        ("            left += first.get(rule, ())\n", "            pass\n"),
+        ("        seen.add(reference)\n", "        seen = {reference}\n"),
+    ]),
+    *of("server/instance/vocabulary.py", "tests/server/test_instance_vocabulary.py", changes=[
+        ("max(ids) < vocabulary:", "max(ids) <= vocabulary:"),
+        ("if ids and not 0 <= min(ids) <= max(ids)", "if ids and not max(ids)"),
+        ("(prompt.get(\"encoder_prompt\"), prompt.get(\"decoder_prompt\"))", "(prompt.get(\"decoder_prompt\"),)"),
+        ("place.offset + place.length)}", "place.offset + place.length + 1)}"),
+    ]),
     *of("weightsync/swap/state.py", WS + "test_swap_state.py", changes=[
         ("if waiting and view.now >= swap.deadline:", "if waiting and view.now > swap.deadline:"),
         ("        and instance.active_epoch == 0\n", ""),
         ("    if view.target_state != \"ready\":\n        return abort(", "    if view.target_state is None:\n        return abort("),
         ("previous = before.previous  # committing", "previous = before.version  # committing"),
         ("if view.now >= overdue:", "if view.now > overdue:"),
-        ("epoch=before.epoch + 1 if before is not None else 1,", "epoch=before.epoch if before is not None else 1,"),
         ("if swap.on_lost == \"continue\" and left and swap.canary not in lost:", "if swap.on_lost == \"continue\" and left:"),
         ("i.active_epoch < active.epoch and i.state in PARTICIPATING]", "i.active_epoch < active.epoch]"),
         ("        found.append(keys.target)\n", "        pass\n"),
@@ -59,6 +224,11 @@ MUTATIONS: list[Mutation] = [
         ("SET expires = ttl + ? WHERE id = ?", "SET expires = expires + 0 * ? WHERE id = ?"),
         ("revision = self._revision() + 1\n", "revision = self._revision() + 2\n"),
         ("        if row is None:\n            return False\n        self._record(\"delete\"", "        self._record(\"delete\""),
+        ("(start < oldest and oldest > 1)", "(start <= oldest and oldest > 1)"),
+    ]),
+    *of("weightsync/retention.py", WS + "test_coordinator.py", WS + "test_parts.py", changes=[
+        ("needed |= {active.version, active.previous}", "needed |= {active.version}"),
+        ("return [v for v in candidates[spare:]", "return [v for v in candidates[spare + 1:]"),
     ]),
     *of("weightsync/digests/fingerprint.py", WS + "test_fingerprint.py", changes=[
         ("if (other := boxes.setdefault(part.box, part)).sum != part.sum:", "if False and (other := boxes.setdefault(part.box, part)):"),
@@ -66,9 +236,19 @@ MUTATIONS: list[Mutation] = [
         ("row, col = divmod(self._at, self._cols)", "row, col = 0, self._at % self._cols"),
         ("for name in sorted(checksums))", "for name in checksums)"),
     ]),
+    *of("weightsync/digests/finite.py", WS + "test_finite.py", changes=[
+        ("words.max() < limit | sign", "words.max() <= limit | sign"),
+        ("words.view(signed).max() < limit)", "words.view(signed).max() <= limit)"),
+        ("(np.uint8, 0x7F, np.int8)", "(np.uint8, 0x7E, np.int8)"),
+        ("(np.uint64, 0x7FF0 << 48, np.int64)", "(np.uint64, 0x7FF8 << 48, np.int64)"),
+    ]),
     *of("weightsync/digests/verify.py", WS + "test_verify.py", changes=[
         ("if checksum != entry.checksum:", "if False:"),
         ("        slot.verify(name)\n", ""),
+    ]),
+    *of("weightsync/digests/diff.py", WS + "test_diff.py", changes=[
+        ("use = sound & (before != 0)", "use = before != 0"),
+        ("finite += int(np.count_nonzero(sound))", "finite += len(x)"),
     ]),
     *of("weightsync/delta/codec.py", WS + "test_delta.py", changes=[
         ("if places[-1] >= elements:", "if places[-1] > elements:"),
@@ -78,15 +258,34 @@ MUTATIONS: list[Mutation] = [
         ("or ends[-1] != len(numbers) - 1:", ":"),
         ("np.diff(places, prepend=-1) - 1", "np.diff(places, prepend=0)"),
     ]),
-    *of("weightsync/retention.py", WS + "test_coordinator.py", WS + "test_parts.py", changes=[
-        ("needed |= {active.version, active.previous}", "needed |= {active.version}"),
-        ("return [v for v in candidates[spare:]", "return [v for v in candidates[spare + 1:]"),
+    *of("weightsync/delta/encode.py", WS + "test_delta.py", changes=[
+        ("return delta < PAYS_BELOW * full", "return delta <= full"),
+        ("if base is None or base.manifest_digest != wanted.manifest_digest:", "if base is None:"),
+        ("        if found != digest:\n", "        if False:\n"),
+    ]),
+    *of("weightsync/persist/disk.py", WS + "test_persist.py", changes=[
+        ("self.record.version == record.version and _digests(self.record) == _digests(record)", "self.record.version == record.version"),
+        ("(path for path in self._all() if path not in stay)", "iter(self._all())"),
+        ("self.nbytes + nbytes > self.max_bytes:", "self.nbytes + nbytes >= self.max_bytes:"),
+        ("return path.name.isdecimal() and (path", "return (path"),
+        ("{(stat.st_dev, stat.st_ino): stat.st_size for stat in found}.values()", "[stat.st_size for stat in found]"),
+    ]),
+    *of("weightsync/persist/pieces.py", WS + "test_persist.py", changes=[
+        ("if (found := hasher.hexdigest()) != entry.digest:", "if not (found := hasher.hexdigest()):"),
+    ]),
+    *of("weightsync/persist/restore.py", WS + "test_persist.py", changes=[
+        ("            if piece.manifest_digest not in damaged\n", ""),
+        ("ActiveRecord(record.version, lost.epoch + 1, None", "ActiveRecord(record.version, lost.epoch, None"),
+        ("whole or (path is None and digest in self.copied)", "whole or digest in self.copied"),
+    ]),
+    *of("weightsync/persist/service.py", WS + "test_persist.py", changes=[
+        ("[active.version, active.previous] if active is not None else []", "[active.version] if active is not None else []"),
+        ("protected = [r for r in needed if r.version != record.version]", "protected: list[VersionRecord] = []"),
     ]),
     *of("trainer/experience.py", TR + "test_experience.py", changes=[
         ("self.feed.drawn = max(self.feed.drawn, consumed)", "self.feed.drawn = consumed"),
         ("            self._taken.sort(key=lambda rollout: rollout.draw.number)  # which answer was faster must not count\n", ""),
         ("if length > self._longest:", "if length >= self._longest:"),
-        ("if length > self._longest:", "if length > self._longest + 1:"),
         ("return len(part) >= c.micro_batch * c.parallel.data", "return len(part) > c.micro_batch * c.parallel.data"),
         ("return len(part) >= c.micro_batch * c.parallel.data", "return len(part) >= c.micro_batch"),
     ]),
@@ -98,25 +297,33 @@ MUTATIONS: list[Mutation] = [
     *of("trainer/algorithms/advantages.py", TR + "algorithms/test_policy.py", changes=[
         ("(total - reward) / others for", "total / others for"),
         ("+ gamma * lam * following)", "+ gamma * following)"),
+        ("(values - baseline) * (others > 0)", "values - baseline"),
+    ]),
+    *of("trainer/algorithms/policy.py", TR + "algorithms/test_policy.py", changes=[
+        ("-torch.minimum(ratio * advantage, bounded * advantage)", "-(bounded * advantage)"),
+        ("c.correction.kind != \"none\" and c.updates > 1", "c.correction.kind != \"none\" and c.updates >= 1"),
+        ("c.overlong_penalty * min(o, 1.0)", "c.overlong_penalty * o"),
+    ]),
+    *of("trainer/algorithms/dpo.py", TR + "algorithms/test_dpo.py", changes=[
+        ("- 1 / (2 * c.beta)).square()", "- 1 / c.beta).square()"),
+        ("/ (1 - 2 * c.label_smoothing)", ""),
     ]),
     *of("trainer/batch/packing.py", TR + "batch/test_packing.py", changes=[
         ("place = bisect.bisect_left(room, (lengths[index], -1))", "place = bisect.bisect_left(room, (lengths[index] + 1, -1))"),
         ("if lengths and max(lengths) > max_tokens:", "if lengths and max(lengths) >= max_tokens:"),
         ("count = -(-len(bins) // ranks) * ranks", "count = len(bins)"),
     ]),
+    *of("trainer/batch/shares.py", TR + "batch/test_packing.py", changes=[
+        ("count = -(-rows // (size * ranks * group)) * group", "count = -(-rows // (size * ranks))"),
+    ]),
     *of("trainer/schedules/asynchronous.py", TR + "schedules/test_asynchronous.py", changes=[
         ("most = (max_lag + 1) * batch", "most = (max_lag + 2) * batch"),
         ("min(self._buffer, room, steps_left * self.batch)", "min(self._buffer, room)"),
         ("deadline = pending.version + self.max_lag\n", "deadline = pending.version + self.max_lag + 1\n"),
     ]),
-    *of("server/gateway/fleet/routing.py", GW + "routing.py", changes=[
-        ("record.active_epoch == active.epoch - 1", "record.active_epoch <= active.epoch"),
-        ("return record.active_version == active.version and (not known or record.fingerprint == active.fingerprint)", "return record.active_version == active.version"),
-        ("\"STAGING\": 1}", "\"STAGING\": 0}"),
-        ("+ SPREAD * sum(loads) / len(loads)", "+ SPREAD * sum(loads)"),
-    ]),
-    *of("server/gateway/proxy/failover.py", GW + "failover.py", changes=[
-        ("if limit_s and now - since > limit_s:", "if now - since > limit_s:"),
-        ("return version if served or mode != \"any\" else None", "return version"),
+    *of("trainer/schedules/base.py", TR + "schedules/test_in_order.py", TR + "schedules/test_asynchronous.py", changes=[
+        ("version - oldest <= self.max_lag:", "version - oldest < self.max_lag:"),
+        ("if finished.version >= version or oldest is None or", "if oldest is None or"),
+        ("        self._refills_left -= 1\n", ""),
     ]),
 ]  # fmt: skip
