@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from py_compile import PycInvalidationMode
 
-import hypothesis  # noqa: F401 - slow to import
+import hypothesis
 import pytest
 import torch  # noqa: F401 - slow to import
 
@@ -87,6 +87,9 @@ def run_tests(tree: Path, tests: tuple[str, ...], quiet: bool) -> None:
     sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
+    looking = [p for p in hypothesis.Phase if p is not hypothesis.Phase.shrink]  # any example that fails will do
+    hypothesis.settings.register_profile("mutants", phases=looking, derandomize=True)
+    hypothesis.settings.load_profile("mutants")
     if quiet:
         nowhere = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):

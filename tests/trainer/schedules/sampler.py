@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
@@ -40,13 +39,14 @@ class Sampler:
         self.version = 0
         self.sent: list[Draw] = []
         self._open: dict[int, tuple[Future[Group], int]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
 
     def __call__(self, draw: Draw) -> Future[Group]:
         future: Future[Group] = Future()
         with self._lock:
             self.sent.append(draw)
             self._open[draw.number] = (future, self.version)
+            self._lock.notify_all()
         return future
 
     @property
@@ -54,27 +54,26 @@ class Sampler:
         return sorted(self._open)
 
     def soon(self, action: Callable[[], object]) -> threading.Thread:
-        """Do it, on a thread, when everything has been sent off: some of it is, and nothing more comes."""
-
-        def when_sent() -> None:
-            before = -1
-            while not self._open or len(self.sent) != before:
-                before = len(self.sent)
-                time.sleep(0.05)
-            action()
-
-        thread = threading.Thread(target=when_sent)
+        """Do it on a thread, so that the schedule may wait for it."""
+        thread = threading.Thread(target=action)
         thread.start()
         return thread
 
     def finish(self, *numbers: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> None:
+        """When all of them have been sent off."""
+        self._wait_for(*numbers)
         for number in numbers:
             with self._lock:
                 future, version = self._open.pop(number)
             future.set_result(group(number, version, rewards))
 
     def fail(self, number: int, error: Exception) -> None:
+        self._wait_for(number)
         self._open.pop(number)[0].set_exception(error)
+
+    def _wait_for(self, *numbers: int) -> None:
+        with self._lock:
+            assert self._lock.wait_for(lambda: self._open.keys() >= set(numbers), timeout=60), f"{numbers} were not sent"
 
 
 def useful(group: Group) -> bool:

@@ -37,8 +37,9 @@ def test_groups_are_taken_as_they_finish(sampler: Sampler) -> None:
 def test_back_pressure_bounds_what_is_ahead(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=3)
     taking = built.take(version=0, steps_left=99)
-    sampler.soon(lambda: sampler.finish(*sampler.in_flight))
+    finishing = sampler.soon(lambda: sampler.finish(*range((3 + 1) * BATCH)))
     numbers(taking)
+    finishing.join()
     built.ahead(version=0, steps_left=98)
     assert len(sampler.sent) == (3 + 1) * BATCH  # all are finished, and still no more are sent
     assert built.stats()["groups_ready"] == 3 * BATCH
@@ -47,16 +48,18 @@ def test_back_pressure_bounds_what_is_ahead(sampler: Sampler) -> None:
 def test_a_smaller_buffer_is_respected(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=3, buffer=3)
     taking = built.take(version=0, steps_left=99)
-    sampler.soon(lambda: sampler.finish(*sampler.in_flight))
+    finishing = sampler.soon(lambda: sampler.finish(*range(3)))
     numbers(taking)
+    finishing.join()
     assert len(sampler.sent) == 3
 
 
 def test_nothing_is_sampled_that_no_step_will_use(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=5)
     taking = built.take(version=0, steps_left=2)
-    sampler.soon(lambda: sampler.finish(*sampler.in_flight))
+    finishing = sampler.soon(lambda: sampler.finish(*range(2 * BATCH)))
     numbers(taking)
+    finishing.join()
     built.ahead(version=0, steps_left=1)
     assert len(sampler.sent) == 2 * BATCH
 
@@ -157,8 +160,9 @@ def test_groups_that_teach_nothing_are_replaced(sampler: Sampler) -> None:
 def test_a_checkpoint_loses_and_repeats_nothing(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=2)
     taking = built.take(version=0, steps_left=9)
-    sampler.soon(lambda: sampler.finish(4, 1, 2))
+    finishing = sampler.soon(lambda: sampler.finish(4, 1, 2))
     used = set(numbers(taking))
+    finishing.join()
     saved = json.loads(json.dumps(built.state_dict()))
 
     after = Sampler()
@@ -166,10 +170,9 @@ def test_a_checkpoint_loses_and_repeats_nothing(sampler: Sampler) -> None:
     resumed.load_state_dict(saved)
     assert {p["number"] for p in resumed.state_dict()["pending"]} == {p["number"] for p in saved["pending"]}
     after.version = 1
+    after.soon(lambda: after.finish(0, 3, 5))
     for version in (1, 2):
-        taking = resumed.take(version, steps_left=9)
-        after.soon(lambda: after.finish(*after.in_flight))
-        used |= set(numbers(taking))
+        used |= set(numbers(resumed.take(version, steps_left=9)))
     assert {0, 3, 5} <= {draw.number for draw in after.sent}
     assert not {1, 2, 4} & {draw.number for draw in after.sent}
     assert used == set(range(6))
@@ -193,8 +196,9 @@ def test_what_is_restored_keeps_its_age_under_new_numbers(sampler: Sampler) -> N
     sampler.version = 6
     built = schedule(sampler, max_lag=2)
     taking = built.take(version=6, steps_left=9)
-    sampler.soon(lambda: sampler.finish(*sampler.in_flight))
+    finishing = sampler.soon(lambda: sampler.finish(*range((2 + 1) * BATCH)))
     used = numbers(taking)
+    finishing.join()
     saved = json.loads(json.dumps(built.state_dict()))
 
     after = Sampler()
