@@ -26,7 +26,7 @@ import torch  # noqa: F401 - slow to import
 from .mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 600  # a test that hangs has noticed
+TEST_S, LIMIT_S = 60, 600  # of a test, and of those of one mutation: what hangs has noticed
 FORK = multiprocessing.get_context("fork")
 
 
@@ -42,7 +42,9 @@ def main(words: list[str]) -> int:
             return 2
         bad = [m for m in chosen if not holds(tree, m)]
     minutes = (time.monotonic() - started) / 60
-    print(f"{len(chosen) - len(bad)} of {len(chosen)} mutations were noticed or are explained, in {minutes:.0f} minutes")
+    print(
+        f"{len(chosen) - len(bad)} of {len(chosen)} mutations were noticed or are explained, in {minutes:.0f} minutes"
+    )
     for mutation in bad:
         print(f"  not noticed: {mutation.name}")
     return 1 if bad or not chosen else 0
@@ -95,7 +97,7 @@ def run_tests(tree: Path, tests: tuple[str, ...], quiet: bool) -> None:
         for fd in (0, 1, 2):
             os.dup2(nowhere, fd)
     options = ["-x", "-q", "--disable-warnings", "-m", "not gpu and not soak and not broad", "-p", "no:cacheprovider"]
-    sys.exit(pytest.main([*options, "--only-rerun", "never", *tests]))
+    sys.exit(pytest.main([*options, "--only-rerun", "never", "--timeout", str(TEST_S), *tests]))
 
 
 def copy_tree(tree: Path) -> None:

@@ -141,6 +141,13 @@ def test_what_is_not_used_is_forgotten_and_memory_is_bounded() -> None:
     assert recent.get(0) is None
 
 
+def test_a_memory_of_many_keys_holds_twice_its_limit_at_most() -> None:
+    recent: Recent[int] = Recent(100)
+    for n in range(1000):
+        recent.put(n, n)
+        assert len(recent) <= 200
+
+
 def test_tie_breaks_spread_and_move_only_what_they_must() -> None:
     """Rendezvous: when an instance goes, the keys of the others stay where they are."""
     seeds = [101, 202, 303, 404]

@@ -19,6 +19,7 @@ from server.gateway.proxy.terms import Need
 from server.gateway.proxy.usage import Usage
 from server.gateway.queue.capacity import HEADROOM, UNKNOWN, Window
 from server.gateway.queue.drain import LONGEST_RETRY_S, MEMORY, DrainRate, retry_after
+from server.gateway.queue.flows import Class
 from server.gateway.queue.line import TURN_FOR_ALL, AdmissionQueue, Ticket
 
 Tickets = list[Ticket[int]]
@@ -92,6 +93,32 @@ def test_what_a_request_really_cost_is_charged_afterwards() -> None:
     assert 2.5 <= served[b"b"] / served[b"a"] <= 3.5
 
 
+def test_a_key_whose_line_is_empty_between_its_requests_pays_for_them_all_the_same() -> None:
+    line = queue()
+    for _ in range(30):
+        line.enter(ticket("a", cost=10), 0.0)
+    line.enter(ticket("one at a time", cost=10), 0.0)
+    served = Counter[bytes]()
+    for _ in range(30):
+        key = line.pop(0.0).key
+        served[key] += 1
+        if key == b"one at a time":
+            line.enter(ticket("one at a time", cost=10), 0.0)
+    assert abs(served[b"one at a time"] - served[b"a"]) <= 2
+
+
+def test_all_that_requests_really_cost_is_charged_with_the_next() -> None:
+    """Several answers may end before their key's turn comes again."""
+    line = queue()
+    for _ in range(20):
+        line.enter(ticket("a", cost=10), 0.0)
+        line.enter(ticket("b", cost=10), 0.0)
+    for more in (30, 30, 30):
+        line.settle(b"a", 0, more)
+    served = Counter(line.pop(0.0).key for _ in range(14))
+    assert served[b"b"] - served[b"a"] in range(8, 11)  # 90 more than was thought, 10 a request
+
+
 def test_who_always_hangs_up_gets_no_more_than_its_share() -> None:
     """Prompts of 25,000 tokens whose answers are cut, beside requests of 1,000 that are read to their end."""
     line = queue()
@@ -121,6 +148,17 @@ def test_a_refund_lets_nobody_go_before_those_who_waited_longer() -> None:
     line.settle(b"a", 0, -1000)
     served = [line.pop(0.0).key for _ in range(6)]
     assert served.count(b"b") >= 2
+
+
+def test_a_new_key_waits_for_one_of_each_before_it() -> None:
+    """As the wait is reckoned by which deadlines are refused: equal keys take turns, heavier ones more."""
+    line: Class[Ticket[int]] = Class()
+    for key in "aabbbbbbbbcccccccc":
+        line.push(ticket(key))
+    assert line.ahead(b"new", 1) == 3
+    assert line.ahead(b"new", 3) == 1
+    assert line.ahead(b"a", 1) == 2 + 3 * 2
+    assert line.ahead(b"a", 6) == 2 + 1
 
 
 # bounds

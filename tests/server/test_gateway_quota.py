@@ -218,6 +218,38 @@ def test_headers_and_retry_after(clock: Clock) -> None:
     assert lines(limits.head(p))["x-ratelimit-reset-requests"] == "0s"
 
 
+def test_a_wait_is_for_what_is_missing_and_no_longer(clock: Clock) -> None:
+    """Not until the whole cost of the request has been given back."""
+    limits, p = Limits(Counter()), principal(tokens_per_min=100)
+    body = b'{"max_tokens":35}'  # 5 + 35
+    for _ in range(2):
+        assert limits.admit(p, check_object(body), CHAT, body) is not None
+        clock.now += 10
+    larger = b'{"max_tokens":55}'  # 5 + 55, of which 20 are left: the first 40 make room for it
+    with pytest.raises(RateLimited) as caught:
+        limits.admit(p, check_object(larger), CHAT, larger)
+    assert caught.value.retry_after_s == SLOTS - 20
+    clock.now += caught.value.retry_after_s
+    assert limits.admit(p, check_object(larger), CHAT, larger) is not None
+
+
+def test_what_another_gateway_has_left_is_worth_another_try_at_once(clock: Clock) -> None:
+    """To the last unit of the limit; beyond it the window must move on."""
+    limits, p = Limits(Counter()), principal(requests_per_min=10)
+    short: list[int] = []
+    limits.short = lambda: short.append(1)
+    assert limits.admit(p, NONE, CHAT, b"{}") is not None
+    (meter,) = limits.meters()
+    assert meter.requests is not None
+    meter.requests.allotted = 1
+    waits = []
+    for meter.requests.elsewhere in (8, 9):
+        with pytest.raises(RateLimited) as caught:
+            limits.admit(p, NONE, CHAT, b"{}")
+        waits.append(caught.value.retry_after_s)
+    assert (waits, len(short)) == ([1, SLOTS], 1)
+
+
 def test_what_is_refused_takes_nothing(clock: Clock) -> None:
     hits: Counter[str] = Counter()
     limits, p = Limits(hits), principal(requests_per_min=5, tokens_per_min=300, concurrency=1, max_output_tokens=200)

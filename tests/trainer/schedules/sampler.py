@@ -73,7 +73,9 @@ class Sampler:
 
     def _wait_for(self, *numbers: int) -> None:
         with self._lock:
-            assert self._lock.wait_for(lambda: self._open.keys() >= set(numbers), timeout=60), f"{numbers} were not sent"
+            assert self._lock.wait_for(lambda: self._open.keys() >= set(numbers), timeout=60), (
+                f"{numbers} were not sent"
+            )
 
 
 def useful(group: Group) -> bool:
