@@ -79,13 +79,24 @@ class Answer:
 
 def problems(answer: Answer, length: int, wish: Wish) -> list[tuple[Problem, str]]:
     """What is wrong with the whole of it if it is complete, or with the part that arrived."""
-    return [*_wrong(answer), *_mixed(answer, wish), *_mislabelled(answer, length)]
+    return [*_wrong(answer, wish), *_mixed(answer, wish), *_mislabelled(answer, length)]
 
 
-def _wrong(answer: Answer) -> Iterable[tuple[Problem, str]]:
-    """Tokens that the weights they are labelled with do not answer."""
+def _wrong(answer: Answer, wish: Wish) -> Iterable[tuple[Problem, str]]:
+    """Tokens that the weights they are labelled with do not answer.
+
+    After a bad version's, those of a newer one are anybody's guess, too: the KV cache of the answer is the bad one's
+    still. It is computed anew on the way back to an older version, and on any way with the policy `recompute`.
+    """
+    prompt = (span["version"] for span in answer.prompt_spans or ())
+    spoilt = max((version for version in prompt if badness(version)), default=None)
     for version, token in _labelled(answer):
-        if badness(version) is None and token != token_of(version):
+        if badness(version):
+            spoilt = version
+            continue
+        if spoilt is not None and (version < spoilt or wish.policy == "recompute"):
+            spoilt = None
+        if spoilt is None and token != token_of(version):
             yield "wrong", f"token {token} under version {version}, which answers {token_of(version)}"
 
 

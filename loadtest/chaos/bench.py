@@ -103,7 +103,7 @@ def _run(layout: Layout, work: Path, minutes: float, seed: int, clients: int, ho
     broken = windows(doing.done, ended)
     found = verdict(attempts, broken, began, ended)
     attacked = [orjson.loads(line) for line in attacks.read_bytes().splitlines()]
-    pushes = report.pushes(work / "logs" / f"publisher-{PUBLISHER}.log")
+    pushes = report.pushes(work / "logs" / f"publisher-{PUBLISHER}.log", since)
     wrongs = report.Wrongs(
         ended={name: p.own_ends for name, p in layout.processes.items() if p.own_ends},
         load=load.returncode or enemies.returncode,

@@ -98,11 +98,12 @@ def attacks(made: Sequence[Mapping[str, Any]], complaints: Sequence[str]) -> dic
     return {**dict(sorted(counted.items())), "longest, s": round(longest, 1), "examples": list(complaints[:EXAMPLES])}
 
 
-def pushes(log: Path) -> dict[str, int]:
-    """What the publisher said of its swaps: how often each kind of version had which outcome, over all its lives."""
+def pushes(log: Path, since: float) -> dict[str, int]:
+    """What the publisher said of its swaps from `since` (unix) on: how often each kind of version had which outcome,
+    over all its lives. Before that there may be no instance that could refuse one."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("{")]
     said = [orjson.loads(line) for line in lines if line.endswith("}")]
-    return dict(sorted(Counter(f"{line['what']}: {line['outcome']}" for line in said).items()))
+    return dict(sorted(Counter(f"{line['what']}: {line['outcome']}" for line in said if line["at"] >= since).items()))
 
 
 def let_in(pushes: Mapping[str, int]) -> int:

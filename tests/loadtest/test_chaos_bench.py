@@ -189,6 +189,10 @@ def test_bad_versions_answer_what_they_like_and_good_ones_do_not() -> None:
     spans = [{"version": 23, "start": 0, "end": 1}, {"version": 22, "start": 1, "end": 2}]
     assert problems(answer(0, token_of(22), spans=spans), 2, KEEP) == []
     assert kinds(answer(0, 0, spans=spans), 2, KEEP) == ["wrong"]
+    spans[1]["version"] = 24
+    assert problems(answer(0, 0, spans=spans), 2, KEEP) == []  # with the bad version's KV cache
+    assert kinds(answer(0, 0, spans=spans), 2, Wish("recompute")) == ["wrong"]
+    assert kinds(answer(0, 0, spans=[{"version": 24, "start": 0, "end": 2}]), 2, KEEP) == ["wrong", "wrong"]
 
 
 def test_versions_that_are_not_finite_must_be_refused(tmp_path: Path) -> None:
@@ -197,9 +201,10 @@ def test_versions_that_are_not_finite_must_be_refused(tmp_path: Path) -> None:
         'Traceback of a life before\n{"at": 1.0, "what": "nan rolling", "outcome": "refused"}\n'
         '{"at": 2.0, "what": "overflow together", "outcome": "done"}\n{"at": 3.0, "what": "sma'
     )
-    assert let_in(pushes(log)) == 0
-    log.write_text('{"what": "inf together", "outcome": "done"}\n')
-    assert let_in(pushes(log)) == 1
+    assert let_in(pushes(log, 0.0)) == 0
+    log.write_text('{"at": 4.0, "what": "inf together", "outcome": "done"}\n')
+    assert let_in(pushes(log, 4.0)) == 1
+    assert let_in(pushes(log, 5.0)) == 0
     assert "1 versions that are not finite were swapped in" in violations(
         Verdict(), {"stuck": 0, "not as published": 0}, [], Wrongs(let_in=1)
     )
