@@ -16,6 +16,7 @@ from weightsync.parts import combined
 from weightsync.records import VersionRecord
 
 from .adapters import Adapters
+from .faults import answer_faults
 from .grammars.backend import Backend
 from .grammars.guard import bounded, bounded_parser, tried
 from .grammars.trials import DEFAULT, Limits, Trials
@@ -242,6 +243,7 @@ async def build_vllm_app(engine: Engine, args: Any) -> Any:
     tasks = await engine.client.get_supported_tasks()
     app = build_app(args, tasks, engine.client.model_config)
     await init_app_state(engine.client, app.state, args, tasks)
+    answer_faults(app)
     # vLLM's handler of engine errors ends its own server here; the sidecar ends an instance whose engine has died.
     app.state.server = SimpleNamespace(should_exit=False)
     engine.adapters.bind(app.state.openai_serving_models.lora_requests)

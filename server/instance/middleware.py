@@ -114,7 +114,8 @@ class _Answer:
             self._body += body
             if message.get("more_body"):
                 return
-            message = {**message, "body": self._whole(self._body)}
+            good = self._start is not None and self._start["status"] < 400
+            message = {**message, "body": self._whole(self._body) if good else self._body}
         await self._send_start(message)
         await self._send(message)
 

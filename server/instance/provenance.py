@@ -222,11 +222,16 @@ async def _accepted(outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
             from vllm.v1.engine.exceptions import EngineGenerateError
 
             cause = error.__cause__ if isinstance(error, EngineGenerateError) else None
-            if begun or not isinstance(cause, AttributeError | LookupError | TypeError | ValueError):
+            if begun or not isinstance(cause, AttributeError | LookupError | TypeError | ValueError | ArithmeticError):
                 raise
             log.warning("vLLM cannot take a request", exc_info=cause)
-            message = f"vLLM cannot take this request ({type(cause).__name__}: {cause}); check the types of its fields"
-            raise VLLMValidationError(message) from error
+            raise VLLMValidationError(cannot_take(cause)) from error
+
+
+def cannot_take(error: Exception) -> str:
+    """What a client is told of an error in vLLM's code that its request has caused."""
+    what = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return f"vLLM cannot take this request ({what}); check the types and ranges of its fields"
 
 
 def _check_resumed(trace: Trace, inflight: Inflight) -> None:

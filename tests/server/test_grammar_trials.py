@@ -266,6 +266,16 @@ def test_the_helper_imports_neither_vllm_nor_this_project(kit: dict[str, Any]) -
     assert done.stdout.strip() == b"[]"
 
 
+async def test_a_model_for_which_there_is_no_library_says_so() -> None:
+    def kit() -> dict[str, Any]:
+        raise ValueError("unknown tokenizer")
+
+    for _ in range(2):
+        with pytest.raises(GrammarRefused, match="unknown tokenizer") as refused:
+            await Trials(Limits(), kit).check(regex("a"))
+        assert refused.value.code == "grammars_unavailable"
+
+
 def test_limits_that_cannot_work_are_refused() -> None:
     for wrong in ({"seconds": 0}, {"mib": 0}, {"at_once": 0}, {"waiting": -1}, {"verdicts": 0}):
         with pytest.raises(ConfigError, match="--grammar-"):

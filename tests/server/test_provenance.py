@@ -191,6 +191,7 @@ async def test_embeddings_of_a_version_that_is_not_here_are_refused() -> None:
     [
         (AttributeError("'str' object has no attribute 'get'"), 0, "VLLMValidationError"),
         (AttributeError("'str' object has no attribute 'get'"), 1, "EngineGenerateError"),  # it had been taken
+        (OverflowError("top_k"), 0, "VLLMValidationError"),
         (MemoryError(), 0, "EngineGenerateError"),
     ],
 )

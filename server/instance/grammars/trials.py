@@ -166,7 +166,12 @@ class Trials:
         async with self._starting:
             if self._helper is None or self._helper.ended:
                 await self._end_helper()
-                kit = await asyncio.to_thread(self._kit)
+                try:
+                    kit = await asyncio.to_thread(self._kit)
+                except Exception as error:
+                    log.exception("no grammar can be tried out")
+                    why = f"no library can be set up for this model's tokenizer ({error}); leave it out"
+                    raise GrammarRefused(why, "grammars_unavailable") from error
                 kit |= {"seconds": self._limits.seconds, "nbytes": self._limits.mib << 20, "threads": THREADS}
                 self._helper = await _Helper.start(kit)
             return self._helper
@@ -226,8 +231,11 @@ class _Helper:
             raise EOFError
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        await self._send({"id": number, "attempts": attempts})
-        return await answer
+        try:
+            await self._send({"id": number, "attempts": attempts})
+            return await answer
+        finally:
+            self._asked.pop(number, None)
 
     async def close(self) -> None:
         if self._reading is not None:
@@ -241,7 +249,7 @@ class _Helper:
         try:
             while True:
                 report = await self._receive()
-                if not (answer := self._asked.pop(report["id"])).done():
+                if (answer := self._asked.get(report["id"])) is not None and not answer.done():
                     answer.set_result(report)
         except (asyncio.IncompleteReadError, OSError):
             pass
@@ -249,7 +257,6 @@ class _Helper:
             for answer in self._asked.values():
                 if not answer.done():
                     answer.set_exception(EOFError("it ended while it tried"))
-            self._asked.clear()
 
     async def _send(self, message: dict[str, Any]) -> None:
         data = orjson.dumps(message)
