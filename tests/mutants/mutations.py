@@ -31,15 +31,22 @@ def of(file: str, *tests: str, changes: list[tuple[str, ...]]) -> list[Mutation]
 WS, GW, TR = "tests/weightsync/", "tests/server/test_gateway_", "tests/trainer/"
 ACCESS, QUEUE, FLEET, PROXY = (f"server/gateway/{room}/" for room in ("access", "queue", "fleet", "proxy"))
 KEYS = [
-    f"{GW}keys.py::{test}"
+    f"{GW}keys.py::test_{test}"
     for test in (
-        "test_nothing_is_open_before_the_store_was_read",
-        "test_records_that_cannot_be_read_close_it_while_they_are_there",
-        "test_a_key_without_its_door_record_closes_whatever_became_of_it",
-        "test_a_key_works_until_the_moment_it_expires",
-        "test_the_old_key_ends_with_its_grace_or_with_the_record",
-        "test_scopes_and_standing_are_told_to_who_has_the_key",
-        "test_a_store_that_has_lost_its_records_opens_nothing",
+        "nothing_is_open_before_the_store_was_read",
+        "records_that_cannot_be_read_close_it_while_they_are_there",
+        "a_key_without_its_door_record_closes_whatever_became_of_it",
+        "a_key_works_until_the_moment_it_expires",
+        "the_old_key_ends_with_its_grace_or_with_the_record",
+        "scopes_and_standing_are_told_to_who_has_the_key",
+        "a_store_that_has_lost_its_records_opens_nothing",
+    )
+]
+SILENCE_AND_NEEDS = [
+    f"{GW}failover.py::test_{test}"
+    for test in (
+        "silence_counts_from_when_it_left_the_store",
+        "what_the_client_asked_for_holds_again_where_any_version_may_go_on",
     )
 ]
 
@@ -153,11 +160,13 @@ MUTATIONS: list[Mutation] = [
         ("more = cost.used(self.usage, status) - cost.total", "more = cost.used(self.usage, status)"),
         ("self.request.need = self._continuation.need\n", "pass\n"),
     ]),
-    *of(PROXY + "failover.py", GW + "failover.py", changes=[
+    *of(PROXY + "failover.py", *SILENCE_AND_NEEDS, changes=[
         ("if limit_s and now - since > limit_s:", "if now - since > limit_s:"),
-        ("return version if served or mode != \"any\" else None", "return version"),
         ("own = need if last is None else last.own_need", "own = need"),
         ("now - max(since, instance.left_at) > GONE_S", "now - since > GONE_S"),
+    ]),
+    *of(PROXY + "failover.py", GW + "failover.py", changes=[
+        ("return version if served or mode != \"any\" else None", "return version"),
     ]),
     *of(PROXY + "journal.py", GW + "journal.py", changes=[
         ("if self._charged + size > memory.per_stream", "if self._charged + size >= memory.per_stream"),

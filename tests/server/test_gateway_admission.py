@@ -11,7 +11,9 @@ from typing import Any
 import orjson
 import pytest
 
+from server.errors import Forbidden
 from server.gateway import UpstreamSettings
+from server.gateway.access.keys import Principal
 from server.gateway.proxy import terms
 from server.gateway.proxy.json_check import check_object
 from server.gateway.proxy.terms import Need
@@ -103,6 +105,16 @@ def test_the_rest_of_the_body_keeps_its_bytes() -> None:
     assert asked.need.version == 3  # the last one counts, as everywhere in JSON
     for other in (b'{"model":"hotswap"}', b'{"a":{"hotswap":{"version":1}}}', rb'{"prompt":"say \"hotswap\""}'):
         assert not check_object(other).has_wish
+
+
+def test_a_request_may_ask_for_its_keys_priority_or_a_higher_number() -> None:
+    key = Principal("p", frozenset(), priority=2)
+    for wish, found in ((b"", 2), (b'"priority":2', 2), (b'"priority":3', 3)):
+        asked, _ = terms.read({}, b'{"hotswap":{%b}}' % wish, in_body=True)
+        assert terms.priority_within(asked, key) == found
+    asked, _ = terms.read({}, b'{"hotswap":{"priority":1}}', in_body=True)
+    with pytest.raises(Forbidden):
+        terms.priority_within(asked, key)
 
 
 @pytest.mark.parametrize(

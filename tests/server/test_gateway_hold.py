@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
 import pytest
 
+from server.errors import Unavailable
 from server.gateway import UpstreamSettings
+from server.gateway.proxy.waiting import Patience, WaitingRoom
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Answer, Link, Received, read_answer, upstream
 from weightsync.records import ActiveRecord, SwapRecord
@@ -129,6 +132,23 @@ async def test_held_after_a_refusal_which_leaves_its_connection_good(gateway: Ru
         assert (await read_answer(reader)).status == 200
         assert (len(up.requests), up.connections) == (2, 1)
         writer.close()
+
+
+async def test_who_was_turned_away_by_one_that_looked_well_tries_again_before_anything_changes() -> None:
+    room, woken = WaitingRoom(1), asyncio.Event()
+
+    class Held:
+        started = time.monotonic()
+
+        def wake(self) -> None:
+            woken.set()
+
+    held = Held()
+    room.enter(held, Patience("fleet", 3600.0, Unavailable("nobody came")), soon=True)
+    async with asyncio.timeout(60):
+        await woken.wait()
+    room.leave(held)
+    assert len(room) == 0
 
 
 async def test_the_hold_is_over(hasty: RunningGateway) -> None:

@@ -104,6 +104,16 @@ def test_the_end_of_an_answer() -> None:
     ]
 
 
+def test_what_follows_the_last_token_is_read_whenever_it_comes() -> None:
+    """The usage and the end, of which the journal hears after it has read all tokens; they name the version, too."""
+    tokens, usage, end = chat([4, 5])[:-2], chat([4, 5], usage=True)[-2], chat([4, 5])[-1]
+    journal = opened()
+    for each in (*tokens, b":" + b"x" * BUNDLE + b"\n\n", usage.replace(b"}\n\n", b',"weight_version":1}\n\n'), end):
+        journal.take(each)
+    assert journal.broken()
+    assert (journal.resume(1).usage_sent, journal.done) == (True, True)
+
+
 def test_what_was_held_back_goes_out_when_the_body_ends_in_order() -> None:
     journal = opened()
     assert journal.take(b"data: 1\n\ndata: no en") == b"data: 1\n\n"

@@ -12,6 +12,7 @@ import torch
 from tests.trainer.algorithms import reference as plain
 from tests.trainer.algorithms.batches import LONGEST, Trial, groups
 from trainer.algorithms import ActorCritic, Grpo, PolicyGradient, Ppo, Reinforce, Rloo, build_algorithm
+from trainer.algorithms.advantages import over_group
 from trainer.algorithms.base import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, VERSION_LAG
 from trainer.algorithms.correction import correct
 from trainer.batch import MASK, lay_out
@@ -252,6 +253,12 @@ def test_equal_rewards_teach_nothing_but_count() -> None:
 
 def test_a_sample_alone_has_no_advantage() -> None:
     assert Grpo(GrpoConfig()).credit([1.0]) == Rloo(RlooConfig()).credit([1.0]) == [0.0]
+
+
+def test_a_sequence_alone_in_its_group_has_no_baseline_and_no_value() -> None:
+    values, numbers = torch.tensor([[3.0, 5.0], [7.0, 9.0]]), torch.tensor([[1.0, 1.0], [2.0, 0.0]])
+    real = torch.tensor([[True, True], [True, False]])  # the last slot is empty
+    assert over_group(values, numbers, real).tolist() == [[-2.0, 2.0], [0.0, 0.0]]
 
 
 def test_groups_are_told_apart_whoever_hands_them_in() -> None:

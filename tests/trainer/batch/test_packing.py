@@ -186,6 +186,19 @@ def test_every_rank_gets_as_many_micro_batches_of_one_shape(packing: PackingConf
         assert all(m[TOKENS].shape[0] == 1 for s in shares for m in s)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_micro_batches_come_in_whole_groups(group: int, ranks: int) -> None:
+    """As a pipeline takes them; what fills the last group up trains nothing."""
+    fields = collate(sequences(14))
+    shares = [share(fields, rank, ranks, 4, group=group) for rank in range(ranks)]
+    enough = -(-14 // (4 * ranks * group)) * group
+    assert [len(each) for each in shares] == [enough] * ranks
+    masks = torch.cat([m[MASK] for each in shares for m in each])
+    assert torch.equal(masks[:14], fields[MASK])
+    assert masks[14:].abs().sum() == 0
+
+
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 5, 100])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_unpacked_pairs_stay_in_one_micro_batch(micro_batch: int, ranks: int) -> None:
