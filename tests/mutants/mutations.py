@@ -186,7 +186,7 @@ MUTATIONS: list[Mutation] = [
         ("if asked.priority < principal.priority:", "if asked.priority <= principal.priority:"),
         ("return \"same\" if chosen == \"any\" and self.uncrossed else chosen", "return chosen"),
     ]),
-    *of("server/instance/grammars.py", "tests/server/test_instance_grammars.py", changes=[
+    *of("server/instance/grammars/bounds.py", "tests/server/test_instance_grammars.py", changes=[
         ("if depth > MOST_DEPTH:", "if depth >= MOST_DEPTH:"),
         ("        if nodes > MOST_NODES:", "        if nodes >= MOST_NODES:"),
         ("    return inner\n", "    return repeats\n"),
