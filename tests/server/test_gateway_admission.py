@@ -14,6 +14,7 @@ import pytest
 from server.errors import Forbidden
 from server.gateway import UpstreamSettings
 from server.gateway.access.keys import Principal
+from server.gateway.config import Failover
 from server.gateway.proxy import terms
 from server.gateway.proxy.json_check import check_object
 from server.gateway.proxy.terms import Need
@@ -115,6 +116,25 @@ def test_a_request_may_ask_for_its_keys_priority_or_a_higher_number() -> None:
     asked, _ = terms.read({}, b'{"hotswap":{"priority":1}}', in_body=True)
     with pytest.raises(Forbidden):
         terms.priority_within(asked, key)
+
+
+@pytest.mark.parametrize(
+    ("wish", "mode", "found"),
+    [
+        (b"", "any", "any"),
+        (b'"policy":"finish"', "any", "same"),
+        (b'"policy":"abort"', "any", "same"),
+        (b'"version":3', "any", "same"),
+        (b'"policy":"finish"', "off", "off"),
+        (b'"policy":"keep","failover":"any"', "same", "any"),
+        (b'"failover":"off"', "any", "off"),
+    ],
+)
+def test_an_answer_that_one_version_must_give_is_gone_on_with_by_no_other(
+    wish: bytes, mode: Failover, found: str
+) -> None:
+    asked, _ = terms.read({}, b'{"hotswap":{%b}}' % wish, in_body=True)
+    assert asked.failover_or(mode) == found
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from server.gateway.fleet.health import FAULTS, STATES, Health
 from server.gateway.fleet.retries import MIN_PER_S, NEVER_AGAIN, WINDOW_S, RetryBudget, again
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Stats
+from server.gateway.proxy.terms import Need
 from weightsync.records import InstanceRecord
 
 SETTINGS = HealthSettings()
@@ -233,6 +234,21 @@ class Clock:
 
     def time(self) -> float:
         return self.now
+
+
+def test_who_is_out_is_no_other_to_send_a_lost_request_to() -> None:
+    fleet = Fleet(None, "toy", UpstreamSettings(), Stats())  # type: ignore[arg-type]
+    for n in range(2):
+        fleet._put_instance(
+            InstanceRecord(f"i{n}", f"http://127.0.0.1:{n + 1}", "SERVING", active_version=1, active_epoch=1)
+        )
+    fleet._changed()
+    lost, other = fleet.serving
+    assert fleet.has_other([lost], None)
+    assert not fleet.has_other([lost], Need(2, None, 0.0))
+    while other.health.answering:
+        fleet.probed(other, well=False)
+    assert not fleet.has_other([lost], None)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -20,6 +20,7 @@ import pytest
 from weightsync import Publisher, SlotReader, Store, ensure_arena
 from weightsync.checkpoint import Checkpoint
 from weightsync.errors import PersistFull, UnknownVersion, VersionLost
+from weightsync.hosts import local_path
 from weightsync.parts import Adapter
 from weightsync.persist import Restored, disk, restore, service
 from weightsync.persist.disk import Disk, remove_copies
@@ -187,6 +188,7 @@ async def test_memory_is_believed_only_where_every_byte_is_right(
     assert (lost.value.version, lost.value.offer, lost.value.code) == (1, None, "version_lost")
     assert await restored(store, copies) == Restored(1, "disk")
     assert values(version_of(publisher, 1)) == {1.0}
+    assert version_of(publisher, 1).slot == str(slot), "a slot whose bytes are wrong is room for the right ones"
 
 
 @pytest.mark.parametrize("damage", ["byte", "manifest", "gone", "record"])
@@ -271,6 +273,15 @@ async def test_a_version_over_the_bound_is_complained_of_and_the_old_copy_stays(
             assert (record.error, record.nbytes <= bound) == (None, True)
 
 
+async def test_a_copy_may_take_the_bound_to_the_last_byte(
+    publisher: Publisher, commit: Commit, store: Store, copies: Path
+) -> None:
+    commit(publisher.publish(model(1), activate=False))
+    needed = os.stat(version_of(publisher, 1).slot).st_size
+    assert not await persist_now(store, Disk(copies, max_bytes=needed - 1))
+    assert await persist_now(store, Disk(copies, max_bytes=needed))
+
+
 async def test_a_full_disk_breaks_nothing(
     publisher: Publisher, commit: Commit, store: Store, copies: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +354,19 @@ async def test_what_is_not_ours_in_the_directory_is_left_alone(
     assert contents(copies) == theirs
 
 
+async def test_a_copy_that_somebody_has_put_by_is_theirs(
+    publisher: Publisher, commit: Commit, store: Store, copies: Path
+) -> None:
+    commit(publisher.publish(model(1), activate=False))
+    assert await persist_now(store, Disk(copies, keep=1))
+    shutil.copytree(copies / "1", copies / "the-good-one")
+    theirs = contents(copies / "the-good-one")
+    commit(publisher.publish(model(2), activate=False))
+    assert await persist_now(store, Disk(copies, keep=1))
+    remove_copies(copies)
+    assert contents(copies / "the-good-one") == theirs
+
+
 async def test_what_another_host_has_is_left_to_it_and_else_comes_from_the_disk_here(
     publisher: Publisher, commit: Commit, store: Store, copies: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,6 +384,13 @@ async def test_what_another_host_has_is_left_to_it_and_else_comes_from_the_disk_
     await store.delete(KEYS.copy(record.manifest_digest, "far"))  # its host has died
     assert await restore(store, model="demo", directories=[copies], arena=arena) == Restored(1, "disk")
     assert version_of(publisher, 1).slot.startswith(f"//near{arena.directory}")
+    await store.put(KEYS.copy(record.manifest_digest, "far"), copy.to_json())
+    slot = local_path(version_of(publisher, 1).slot, "near")
+    assert slot is not None
+    with SlotReader.open(slot) as reader:
+        at = reader.entry("model.norm.weight").offset
+    flip(slot, at)  # what another host has does not make this one's bytes right
+    assert await restore(store, model="demo", directories=[copies], arena=arena) == Restored(1, "disk")
 
 
 async def test_a_copy_under_way_lets_go_of_a_slot_that_a_publisher_needs(
