@@ -29,6 +29,7 @@ STORE_FILES = ("store.db", "store.db-wal", "store.db-shm", "store.db-notify")
 TRAINER = "trainer.main"
 OWNER = ".owner"  # in the directory of the copies: which store's they are
 POLL_S = 0.05
+GONE_S = 30.0  # after SIGKILL: what is still there then hangs in the kernel
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class StateDir:
                 if waited > (trainer_leaves_s if TRAINER in command else leaves_s):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(pid, signal.SIGKILL)  # each leads a group of its own
-            if waited > trainer_leaves_s + leaves_s:
+            if waited > trainer_leaves_s + GONE_S:
                 raise StateTaken(f"process {left[0][0]} of the run before in {self.path} does not end; end it")
             time.sleep(POLL_S)
 

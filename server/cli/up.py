@@ -138,15 +138,18 @@ class Server:
         self.state.end_leftovers(LEAVES_S, TRAINER_LEAVES_S, say)
         for port, host in ((self.config.port, self.config.host), (self.admin_port, "127.0.0.1")):
             _require_free(host, port)
-        begun = self._begin(say)
-        self.said = begun.said
-        (self.state_dir / "server.json").unlink(missing_ok=True)
-        self.state.rotate_logs()
-        self._make_admin_key()
-        self._start_children(begun)
+        try:
+            begun = self._begin(say)
+            self.said = begun.said
+            (self.state_dir / "server.json").unlink(missing_ok=True)
+            self.state.rotate_logs()
+            self._make_admin_key()
+            self._start_children(begun)
+        except (StoreError, ArenaError, PersistError, OSError) as error:
+            raise CliError(f"the state in {self.state_dir} cannot be used: {error}") from error
 
     def _begin(self, say: Callable[[str], None]) -> resume.Begun:
-        """Store, shared memory and records in order. Raises CliError."""
+        """Store, shared memory and records in order."""
         shared, c = self.config.store is not None, self.config
         wanted = resume.Wanted(
             model=self.name,
@@ -157,16 +160,13 @@ class Server:
             kept=self.state.copies,
             arena=self.arena,
         )
-        try:
-            if not shared:
-                self.state.finish_discard(self.arena)
-                if c.fresh or c.throwaway:
-                    self._discard(say)
-            store_id = None if shared else self.state.require_store()
-            url = self.store if shared else f"sqlite://{self.state.store}{f'?id={store_id}' if store_id else ''}"
-            begun = asyncio.run(resume.begin(url, wanted, None if shared else self.state.remember))
-        except (StoreError, ArenaError, PersistError) as error:
-            raise CliError(f"the state in {self.state_dir} cannot be used: {error}") from error
+        if not shared:
+            self.state.finish_discard(self.arena)
+            if c.fresh or c.throwaway:
+                self._discard(say)
+        store_id = None if shared else self.state.require_store()
+        url = self.store if shared else f"sqlite://{self.state.store}{f'?id={store_id}' if store_id else ''}"
+        begun = asyncio.run(resume.begin(url, wanted, None if shared else self.state.remember))
         self.store, self.arena = begun.url, begun.arena
         if shared:
             self._arena_lock = os.open(self.arena / USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -353,6 +353,21 @@ def test_what_a_version_has_besides_must_be_run(server: Up, tmp_path: Path) -> N
     assert "publish" not in server.start(vllm_args=drafting).children
 
 
+@pytest.mark.parametrize(("name", "options"), [("logs", {}), ("store.db", {"fresh": True}), ("versions", {})])
+def test_what_is_in_the_way_in_the_state_directory_is_one_line(
+    server: Up, name: str, options: dict[str, object]
+) -> None:
+    server.state_dir.mkdir()
+    if name == "store.db":
+        (server.state_dir / name).mkdir()
+    else:
+        (server.state_dir / name).write_text("somebody's")
+    with pytest.raises(CliError, match="cannot be used"):
+        server.start(**options)
+    assert server.server is not None
+    assert server.server.children == {}
+
+
 # beginning anew
 
 
@@ -633,7 +648,7 @@ def test_a_start_may_be_killed_at_any_line(server: Up, before: str, every: int) 
         lines += every
 
 
-@pytest.mark.parametrize("share", [10, pytest.param(1, marks=pytest.mark.broad)])
+@pytest.mark.parametrize("share", [10, pytest.param(4, marks=pytest.mark.broad)])
 @pytest.mark.parametrize("loses", ["processes", "power"])
 @pytest.mark.parametrize(
     ("work", "files", "every"), [("persist", PERSISTING, 23), ("swap", SWAPPING, 211), ("stop", STOPPING, 23)]
@@ -668,6 +683,7 @@ def test_a_run_may_be_killed_at_any_line(
         assert server.door(key) == "somebody"
         with pytest.raises(Unauthorized):
             server.door(None)
-        newest = server.trained(target + 1, commit=False)
-        assert newest == target + 1
+        assert server.trained(target + 1, commit=False) == target + 1
+        server.forget(target + 1)
+        newest = target
         lines += every * share
