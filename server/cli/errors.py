@@ -4,7 +4,7 @@ CliError
 ├── ModelNotFound     no checkpoint directory of that name
 ├── OtherCheckpoint   the state goes on with what began with another checkpoint
 ├── PortTaken         somebody else listens there
-├── StateLost         the store of a state directory is gone, or another one
+├── StateLost         the store of a state directory, or the disk with its versions, is not there
 ├── StateTaken        another server uses the state directory
 ├── ProcessFailed     a started process ended early
 └── RequestFailed     the gateway refused, or did not answer
@@ -30,7 +30,7 @@ class PortTaken(CliError):
 
 
 class StateLost(CliError):
-    """A state directory without the store that belongs there: it is not made anew unasked."""
+    """What belongs to a state directory, its store or the disk with copies, is not there; none is made anew unasked."""
 
 
 class StateTaken(CliError):
