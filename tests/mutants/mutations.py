@@ -149,15 +149,19 @@ MUTATIONS: list[Mutation] = [
         ("any(i not in tried and i.health.admits(now) for i in meets)", "any(i not in tried for i in meets)"),
         ("candidates = well or candidates  #", "candidates = well  #"),
     ]),
-    *of(PROXY + "exchange.py", GW + "losses.py", GW + "slow_readers.py", GW + "proxy.py", GW + "cancel.py", changes=[
+    *of(PROXY + "exchange.py", GW + "losses.py", changes=[
         ("if why == LOST or self._resent:", "if why == LOST:"),
-        ("if self._paused and idle > stalled_client_s:", "if idle > stalled_client_s:"),
         ("elif self._pooled and time.monotonic() - self.last_progress < STALE_S:", "elif self._pooled:"),
+        ("or self._losses >= retries.LOSSES:", "or self._losses > retries.LOSSES:"),
+    ]),
+    *of(PROXY + "exchange.py", f"{GW}cancel.py::test_how_long_each_side_may_stand_still", changes=[
+        ("if self._paused and idle > stalled_client_s:", "if idle > stalled_client_s:"),
         ("elif not self._paused and self._link is not None and idle", "elif self._link is not None and idle"),
     ]),
-    *of(PROXY + "exchange.py", GW + "failover.py", GW + "admission_queue.py", changes=[
-        ("or self._losses >= retries.LOSSES:", "or self._losses > retries.LOSSES:"),
+    *of(PROXY + "exchange.py", f"{GW}admission_queue.py::test_what_an_answer_really_cost_is_charged_to_its_key", changes=[
         ("more = cost.used(self.usage, status) - cost.total", "more = cost.used(self.usage, status)"),
+    ]),
+    *of(PROXY + "exchange.py", GW + "failover.py", changes=[
         ("self.request.need = self._continuation.need\n", "pass\n"),
     ]),
     *of(PROXY + "failover.py", *SILENCE_AND_NEEDS, changes=[

@@ -199,7 +199,10 @@ async def test_what_an_answer_really_cost_is_charged_to_its_key(gateway: Running
             s.release()
         await eventually(lambda: len(s.gates) == 3)
         (flow,) = gateway.gateway.gate.queue._classes[0]._flows.values()
-        assert flow.start > 5000  # "next" has paid for "dear"; the one that did not wait was free
+        (last,) = flow.line
+        assert (
+            flow.start == 5001 + last.cost
+        )  # "next" has paid for "dear" and itself; the one that did not wait was free
         for done in range(2, 4):
             await eventually(lambda n=done: len(s.gates) > n)  # type: ignore[misc]
             s.release()

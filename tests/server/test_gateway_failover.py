@@ -199,6 +199,16 @@ async def test_only_the_same_version_goes_on(gateway: RunningGateway) -> None:
     assert failovers(gateway)["nobody"] == before + 1
 
 
+async def test_another_version_is_not_even_asked(gateway: RunningGateway) -> None:
+    fleet = Fleet(chat(TOKENS), cuts=[300])
+    async with upstream(fleet.handle) as first, upstream(fleet.handle) as other:
+        gateway.register(first, "i0", active_version=1)
+        gateway.register(other, "i1", active_version=2, state="STAGING")  # asked when nobody better is there
+        answer = await gateway.ask(post(CHAT, {"stream": True}))
+    assert error_code(answer) == "upstream_died"
+    assert (len(fleet.asked), fleet.resumes) == (1, [])
+
+
 @pytest.mark.parametrize(("versions", "bound"), [((1, 2), None), ((1, 1), 1)])
 async def test_any_version_goes_on_where_the_client_allows_it(
     gateway: RunningGateway, versions: tuple[int, int], bound: int | None
