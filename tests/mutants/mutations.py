@@ -151,10 +151,10 @@ MUTATIONS: list[Mutation] = [
     ]),
     *of(PROXY + "exchange.py", GW + "losses.py", changes=[
         ("if why == LOST or self._resent:", "if why == LOST:"),
-        ("elif self._pooled and time.monotonic() - self.last_progress < STALE_S:", "elif self._pooled:"),
         ("or self._losses >= retries.LOSSES:", "or self._losses > retries.LOSSES:"),
     ]),
-    *of(PROXY + "exchange.py", f"{GW}cancel.py::test_how_long_each_side_may_stand_still", changes=[
+    *of(PROXY + "exchange.py", *(f"{GW}cancel.py::test_{test}" for test in ("how_long_each_side_may_stand_still", "a_kept_connection_that_ends_late_was_not_closed_already")), changes=[
+        ("elif self._pooled and time.monotonic() - self.last_progress < STALE_S:", "elif self._pooled:"),
         ("if self._paused and idle > stalled_client_s:", "if idle > stalled_client_s:"),
         ("elif not self._paused and self._link is not None and idle", "elif self._link is not None and idle"),
     ]),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,13 @@ from server.gateway import Limits, UpstreamSettings
 from server.gateway.config import QueueSettings
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Stats
-from server.gateway.proxy.exchange import Exchange
+from server.gateway.proxy.exchange import STALE_S, Exchange
 from server.gateway.proxy.head import RequestHead
 from server.gateway.proxy.request import Request
 from server.gateway.proxy.routes import find
 from server.gateway.queue.gate import Gate
 from tests.server.gateway_harness import RunningGateway, eventually, get, post, running_gateway
-from tests.server.gateway_upstream import Link, Received, read_answer, upstream
+from tests.server.gateway_upstream import Link, Received, Upstream, read_answer, upstream
 from weightsync.records import InstanceRecord, Keys
 from weightsync.store import open_store
 
@@ -198,44 +199,71 @@ class Reader:
         self.cuts += 1
 
 
-async def test_how_long_each_side_may_stand_still(tmp_path: Path) -> None:
-    """To the second: of a paused exchange only the client is to blame, of any other only the instance it waits for."""
+@asynccontextmanager
+async def before_silence(
+    tmp_path: Path,
+) -> AsyncIterator[tuple[Upstream, Stats, Callable[[], tuple[Exchange, Reader]]]]:
+    """The only instance takes requests and says nothing; what begins one."""
     stats = Stats()
     store = open_store(f"sqlite://{tmp_path / 'store.db'}")
     fleet = Fleet(store, "toy", PATIENT, stats)
+
+    def begun() -> tuple[Exchange, Reader]:
+        (target,) = find(b"/v1/completions")
+        client = Reader()
+        request = Request(target, RequestHead(b"r", b""), b"{}", None, http10=False, keep_alive=True)
+        exchange = Exchange(client, request, fleet, Gate(fleet, QueueSettings()), stats)
+        exchange.start()
+        return exchange, client
+
     try:
         async with upstream(lambda link, _: asyncio.sleep(3600)) as up:
             await store.put(Keys("toy").instance("i"), InstanceRecord("i", up.address, "SERVING").to_json())
             await fleet.refresh()
-
-            def begun() -> tuple[Exchange, Reader]:
-                (target,) = find(b"/v1/completions")
-                client = Reader()
-                request = Request(target, RequestHead(b"r", b""), b"{}", None, http10=False, keep_alive=True)
-                exchange = Exchange(client, request, fleet, Gate(fleet, QueueSettings()), stats)
-                exchange.start()
-                return exchange, client
-
-            stalled, client = begun()
-            await eventually(lambda: len(up.requests) == 1)
-            stalled.pause()
-            at = stalled.last_progress
-            stalled.sweep(at + 20.0, read_idle_timeout_s=1.0, stalled_client_s=20.0)
-            assert not stalled.done
-            stalled.sweep(at + 20.5, read_idle_timeout_s=1000.0, stalled_client_s=20.0)
-            assert (stalled.done, stalled.status, client.cuts, stats.disconnects["stalled"]) == (True, 499, 1, 1)
-
-            silent, client = begun()
-            await eventually(lambda: len(up.requests) == 2)
-            at = silent.last_progress
-            silent.sweep(at + 20.0, read_idle_timeout_s=20.0, stalled_client_s=1.0)
-            assert not silent.done
-            silent.sweep(at + 20.5, read_idle_timeout_s=20.0, stalled_client_s=1000.0)
-            assert (silent.done, silent.status, client.cuts, stats.disconnects["stalled"]) == (True, 504, 0, 1)
-            assert [error.status for error in client.refusals] == [504]
+            yield up, stats, begun
     finally:
         fleet.close()
         await store.close()
+
+
+async def test_how_long_each_side_may_stand_still(tmp_path: Path) -> None:
+    """To the second: of a paused exchange only the client is to blame, of any other only the instance it waits for."""
+    async with before_silence(tmp_path) as (up, stats, begun):
+        stalled, client = begun()
+        await eventually(lambda: len(up.requests) == 1)
+        stalled.pause()
+        at = stalled.last_progress
+        stalled.sweep(at + 20.0, read_idle_timeout_s=1.0, stalled_client_s=20.0)
+        assert not stalled.done
+        stalled.sweep(at + 20.5, read_idle_timeout_s=1000.0, stalled_client_s=20.0)
+        assert (stalled.done, stalled.status, client.cuts, stats.disconnects["stalled"]) == (True, 499, 1, 1)
+
+        silent, client = begun()
+        await eventually(lambda: len(up.requests) == 2)
+        at = silent.last_progress
+        silent.sweep(at + 20.0, read_idle_timeout_s=20.0, stalled_client_s=1.0)
+        assert not silent.done
+        silent.sweep(at + 20.5, read_idle_timeout_s=20.0, stalled_client_s=1000.0)
+        assert (silent.done, silent.status, client.cuts, stats.disconnects["stalled"]) == (True, 504, 0, 1)
+        assert [error.status for error in client.refusals] == [504]
+
+
+@pytest.mark.parametrize(("after_s", "again"), [(0.0, True), (STALE_S, False)])
+async def test_a_kept_connection_that_ends_late_was_not_closed_already(
+    tmp_path: Path, after_s: float, again: bool
+) -> None:
+    """The instance has had the request for so long: it may have died of it, and is not sent it a second time."""
+    async with before_silence(tmp_path) as (up, stats, begun):
+        exchange, client = begun()
+        await eventually(lambda: len(up.requests) == 1)
+        exchange._pooled = True
+        exchange.last_progress -= after_s
+        exchange.upstream_lost(None)
+        if again:
+            await eventually(lambda: len(up.requests) == 2)
+            exchange.cancel()
+        assert stats.stale_retries == again
+        assert [error.status for error in client.refusals] == ([] if again else [502])
 
 
 async def test_pipelined_requests_get_one_answer_and_a_close(gateway: RunningGateway) -> None:
