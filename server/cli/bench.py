@@ -100,11 +100,19 @@ def gateway(
     json: Json = None,
     rounds: Annotated[int, typer.Option(help="how often each contender is asked in every way")] = 3,
     only: Annotated[list[str] | None, typer.Option(help="contenders whose name contains this; may be repeated")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="only this gateway and that of another checkout, in pairs; its directory")
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=2, help="with --against: loads of each kind for each of the two")] = 25,
 ) -> None:
     """The gateway beside vllm-router, smg and LiteLLM, one core each: requests/s, CPU, added latency, disconnects."""
     from loadtest.gateway import run
+    from loadtest.gateway_bench import against as paired
 
-    run(json, rounds=rounds, only=only or ())
+    if against is not None:
+        paired.run(against, json, pairs=pairs)
+    else:
+        run(json, rounds=rounds, only=only or ())
 
 
 @app.command()

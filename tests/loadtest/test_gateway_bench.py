@@ -11,6 +11,7 @@ import orjson
 import pytest
 
 from loadtest.gateway import DIRECT, run
+from loadtest.gateway_bench import against
 from loadtest.gateway_bench.cancel import STATES, disconnect_ms, observing
 from loadtest.gateway_bench.contenders import CONTENDERS, FULL, ROUTER, CannotStart, Contender, Running, started
 from loadtest.gateway_bench.loads import CHUNKS, KEY, Load, body
@@ -172,3 +173,24 @@ def test_the_published_tables_are_those_of_the_published_figures() -> None:
     docs = Path(__file__).parents[2] / "docs"
     report = orjson.loads((docs / "benchmarks" / "gateway.json").read_bytes())
     assert tables(report) in (docs / "benchmarks.md").read_text()
+
+
+def test_two_checkouts_are_asked_in_turn(tmp_path: Path) -> None:
+    load = Load("many", body(), clients=2, seconds=0.1, warm_s=0.1)
+    ratios = against.run(against.HERE, tmp_path / "found.json", pairs=2, loads=[load])
+    assert ratios["cpu_us_per_request"].pairs == 2
+    assert ratios["cpu_us_per_request"].this > 0
+    assert orjson.loads((tmp_path / "found.json").read_bytes())["figures"].keys() == {"cpu_us_per_request"}
+
+
+def test_a_ratio_is_of_neighbours() -> None:
+    found = against.Ratio.of([(1.0, 2.0), (10.0, 20.0), (4.0, 4.0)])
+    assert (found.median, found.this, found.other) == (0.5, 4.0, 4.0)
+
+
+def test_compiled_and_not_are_not_compared(tmp_path: Path) -> None:
+    made = tmp_path / "server/gateway/_compiled"
+    if not (against.HERE / "server/gateway/_compiled").exists():
+        made.mkdir(parents=True)
+    with pytest.raises(CannotStart, match="is compiled"):
+        against.run(tmp_path)
