@@ -12,6 +12,8 @@ import httpx
 import psutil
 
 from server.cli.up import Server, UpConfig, free_port
+from weightsync.records import InstanceRecord, Keys
+from weightsync.store.sync import SyncStore
 
 VLLM_ARGS = ("--max-model-len", "1024", "--max-num-seqs", "32", "--grammar-seconds", "3")
 
@@ -71,6 +73,13 @@ class LiveServer:
         """The records of all instances, by id."""
         found = self.admin.get("/admin/instances").json()["instances"]
         return sorted(found, key=lambda record: str(record["id"]))
+
+    def direct(self) -> list[dict[str, Any]]:
+        """Options of an httpx client for each instance, by id: its address, and what it asks of those who ask it."""
+        with contextlib.closing(SyncStore(self.processes.store)) as store:
+            records = [InstanceRecord.from_json(kv.value) for kv in store.list(Keys(self.name).instances)[0]]
+        members = sorted(records, key=lambda record: record.id)
+        return [{"base_url": m.address, "headers": {"authorization": f"Bearer {m.key}"}} for m in members]
 
     def generate(self, prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
         """One greedy answer, whole."""

@@ -297,7 +297,8 @@ class InstanceRecord(Record):
     """One serving instance, written by itself under its lease. `swap_id` is the last swap it answered for.
 
     `fingerprint` is that of the weights it runs, `staged_fingerprint` that of what it has staged. `max_num_seqs` is how
-    many requests its engine runs at one time (None: it does not say).
+    many requests its engine runs at one time (None: it does not say). `key` is what its port asks of a gateway: whoever
+    reads the store is a member; nobody shows it.
     """
 
     id: str
@@ -317,6 +318,7 @@ class InstanceRecord(Record):
     model_dir: str = ""
     path: str = ""
     max_num_seqs: int | None = None
+    key: str = dataclasses.field(default="", repr=False)
 
 
 @dataclass(frozen=True)

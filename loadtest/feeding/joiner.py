@@ -68,6 +68,7 @@ def _followed(host: Host, url: str, instance: Any) -> dict[str, float]:
             record = host.site.instance(host.name) if "up" in at else None
             if "serving" not in at and record is not None and record.state == "SERVING":
                 at["serving"] = now()
+                http.headers["authorization"] = f"Bearer {record.key}"
             if "serving" in at and _says_a_token(http):
                 at["token"] = now()
             return "token" in at

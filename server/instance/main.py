@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from typing import Any
 
@@ -70,7 +71,7 @@ async def serve(config: InstanceConfig) -> bool:
 
     tethers = Tethers()
     async with tethers.listening(args.nnodes, tls) as tether, start_engine(args, tethers, config.grammars) as engine:
-        app = Admission(await build_app(engine, args, config), dead=lambda: engine.dead)
+        app = Admission(await build_app(engine, args, config), dead=lambda: engine.dead, key=secrets.token_urlsafe(32))
         await warm_up(app, config.model)
         sidecar = Sidecar(config, engine, app, address=config.address(port), tether=tether)
         server = LeavingServer(_uvicorn_config(app, tls), sidecar.leave)
@@ -99,14 +100,19 @@ async def build_app(engine: Any, args: Any, config: InstanceConfig) -> Any:
     return ProvenanceMiddleware(app, engine.active_version, lambda: engine.dead, resumable)
 
 
-async def warm_up(app: Any, model: str) -> None:
+async def warm_up(app: Admission, model: str) -> None:
     """One short request per route on the dummy weights: first-use imports and kernels cost seconds, not a client's."""
     asks: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": [0], "logprobs": 1},  # log-probabilities alone cost 1.4 s the first time
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     }
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://warm-up", timeout=None) as client:  # noqa: S113
+    async with httpx.AsyncClient(
+        transport=transport,
+        base_url="http://warm-up",
+        headers={"authorization": f"Bearer {app.key}"},
+        timeout=None,  # noqa: S113
+    ) as client:
         for path, body in asks.items():
             await client.post(path, json={"model": model, "max_tokens": 2, **body})
 

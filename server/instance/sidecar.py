@@ -61,7 +61,11 @@ class Sidecar:
         self.sleeps = False  # whether the process is to start over and sleep
         self.end: Callable[[], None] = lambda: None  # ends the server
         self._record = InstanceRecord(
-            id=config.instance_id, address=address, pid=os.getpid(), model_dir=str(config.model_dir)
+            id=config.instance_id,
+            address=address,
+            pid=os.getpid(),
+            model_dir=str(config.model_dir),
+            key=admission.key,
         )
 
     @contextlib.asynccontextmanager

@@ -123,8 +123,23 @@ CONTROL = ["/pause", "/resume", "/collective_rpc", "/start_weight_update", "/upd
 @pytest.mark.parametrize("path", CONTROL)
 def test_control_routes_are_not_reachable(live: LiveServer, path: str) -> None:
     assert live.client.post(path, json={}).status_code == 404
-    instance = live.instance()["address"]
-    assert httpx.post(instance + path, json={}).status_code in (404, 405)
+    with httpx.Client(**live.direct()[0]) as instance:
+        assert instance.post(path, json={}).status_code in (404, 405)
+
+
+def test_an_instance_answers_its_gateways_alone(live: LiveServer) -> None:
+    """Its port is on loopback, where every program of the host may knock: keys, limits and scopes are the gateway's."""
+    record = live.instance()
+    assert "key" not in record
+    body = {"prompt_token_ids": [3, 4, 5], "max_tokens": 1}
+    for headers in ({}, {"authorization": "Bearer guessed"}, {"x-hotswap-probe": "1"}):
+        answer = httpx.post(record["address"] + "/generate", json=body, headers=headers)
+        assert answer.status_code == 401, answer.text
+        assert answer.json()["error"]["code"] == "instance_key_required"
+    assert httpx.get(record["address"] + "/v1/models").status_code == 401
+    assert httpx.get(record["address"] + "/health").status_code == 200
+    with httpx.Client(**live.direct()[0]) as member:
+        assert member.post("/generate", json=body | {"stream": False}).status_code == 200
 
 
 def test_openai_sdk_gets_typed_errors(live: LiveServer) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from server.gateway import Limits, UpstreamSettings
 from server.gateway.proxy.protocol import GatewayProtocol
-from tests.server.gateway_harness import RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway_harness import ADMIN_KEY, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, Upstream, read_answer, upstream
 
 PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0, hold_s=0.0)
@@ -57,6 +57,30 @@ async def test_post_reaches_the_instance_as_bytes(gateway: RunningGateway) -> No
     assert seen.headers["traceparent"] == "00-1"
     assert seen.headers["host"] == f"127.0.0.1:{up.port}"
     assert not {"authorization", "cookie", "keep-alive", "connection"} & seen.headers.keys()
+
+
+async def test_an_instance_gets_the_key_of_its_record(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        for key in ("first", "of its next life"):
+            gateway.register(up, key=key)
+            assert (await gateway.ask(post(headers="Authorization: Bearer theirs\r\n"))).status == 200
+            shown = await gateway.ask(get("/admin/instances", f"Authorization: Bearer {ADMIN_KEY}\r\n"), admin=True)
+            assert shown.status == 200
+            assert key.encode() not in shown.body
+    assert [seen.headers["authorization"] for seen in up.requests] == ["Bearer first", "Bearer of its next life"]
+
+
+async def test_an_instance_that_does_not_take_the_key_any_more_is_left_for_another(gateway: RunningGateway) -> None:
+    async def stranger(received: Received, link: Link) -> None:
+        await link.json(
+            b'{"error":{"code":"instance_key_required"}}', b"401 Unauthorized", b"x-hotswap-refused: key\r\n"
+        )
+
+    async with upstream(stranger) as restarted, upstream() as other:
+        gateway.register(restarted, "i0")
+        gateway.register(other, "i1")
+        assert [(await gateway.ask(post())).status for _ in range(4)] == [200] * 4
+    assert len(other.requests) == 4
 
 
 @pytest.mark.parametrize("bad", ["", "a b", "x" * 129, 'a"b'])

@@ -49,6 +49,33 @@ async def test_only_probes_generate_while_it_admits_nobody() -> None:
         assert (await ask.post("/tokenize", json={})).status_code == 200
 
 
+async def test_only_members_ask_an_instance_for_anything_but_its_health() -> None:
+    app = App()
+    app.gate.set()
+    async with client(Admission(app, key="of-this-one")) as ask:
+        for headers in ({}, {"authorization": "Bearer of-another"}, {"x-hotswap-probe": "1"}):
+            for path in ("/generate", "/tokenize", "/v1/completions", "/openapi.json", "//health", "/health/"):
+                refused = await ask.post(path, json={}, headers=headers)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "instance_key_required")
+                assert refused.headers["x-hotswap-refused"] == "key"
+        assert app.served == []
+        for path in ("/health", "/metrics"):
+            assert (await ask.get(path)).status_code == 200
+        member = {"authorization": "Bearer of-this-one"}
+        assert (await ask.post("/generate", json={}, headers=member)).status_code == 200
+
+
+async def test_a_web_socket_of_a_stranger_is_closed() -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    app = App()
+    await Admission(app, key="k")({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send)
+    assert (app.served, sent[0]["type"]) == ([], "websocket.close")
+
+
 async def test_what_fails_with_the_engine_is_refused_for_another_instance_to_answer() -> None:
     async def failing(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 500, "headers": []})

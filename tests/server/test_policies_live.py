@@ -24,13 +24,14 @@ def ask(tokens: int, prompt: list[int] | None = None, **more: Any) -> dict[str, 
 
 
 def instance(live: LiveServer) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=live.instance()["address"], timeout=60)
+    return httpx.AsyncClient(**live.direct()[0], timeout=60)
 
 
 def hits(live: LiveServer, prompt: list[int], scope: str = "public") -> float:
     before = live.engine_metric("vllm:prefix_cache_hits_total")
-    headers = {"x-hotswap-cache-scope": scope}
-    httpx.post(live.instance()["address"] + "/generate", json=ask(2, prompt), headers=headers).raise_for_status()
+    with httpx.Client(**live.direct()[0]) as client:
+        headers = {"x-hotswap-cache-scope": scope}
+        client.post("/generate", json=ask(2, prompt), headers=headers).raise_for_status()
     return live.engine_metric("vllm:prefix_cache_hits_total") - before
 
 

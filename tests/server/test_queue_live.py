@@ -35,8 +35,8 @@ def server(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 class Clients:
     """Requests in threads, and the order in which they were answered."""
 
-    def __init__(self, url: str, pool: ThreadPoolExecutor) -> None:
-        self._url, self._pool = url, pool
+    def __init__(self, server: dict[str, Any], pool: ThreadPoolExecutor) -> None:
+        self._server, self._pool = server, pool
         self.order: list[str] = []
         self.answers: list[Future[httpx.Response]] = []
 
@@ -45,7 +45,8 @@ class Clients:
 
     def _ask(self, name: str, headers: dict[str, str], tokens: int, body: dict[str, Any]) -> httpx.Response:
         wanted = {"prompt_token_ids": [5, 6, 7], "max_tokens": tokens, "ignore_eos": True, "stream": False}
-        answer = httpx.post(self._url + "/generate", json=wanted | body, headers=headers, timeout=250)
+        with httpx.Client(**self._server, timeout=250) as client:
+            answer = client.post("/generate", json=wanted | body, headers=headers)
         self.order.append(name)
         return answer
 
@@ -80,7 +81,7 @@ def paused(live: LiveServer) -> Iterator[None]:
 
 def test_a_burst_of_one_key_starves_neither_another_key_nor_an_urgent_request(server: LiveServer) -> None:
     with ThreadPoolExecutor(32) as pool:
-        clients = Clients(server.url, pool)
+        clients = Clients({"base_url": server.url}, pool)
         with paused(server):
             for _ in range(QUEUED - 3):
                 clients.ask("burst", bearer(BURST, priority=5))
@@ -97,7 +98,7 @@ def test_a_burst_of_one_key_starves_neither_another_key_nor_an_urgent_request(se
 
 def test_overload_is_refused_and_what_was_admitted_succeeds(server: LiveServer) -> None:
     with ThreadPoolExecutor(64) as pool:
-        clients = Clients(server.url, pool)
+        clients = Clients({"base_url": server.url}, pool)
         with paused(server):
             for _ in range(60):
                 clients.ask("x", bearer(BURST), tokens=200)
@@ -113,7 +114,7 @@ def test_overload_is_refused_and_what_was_admitted_succeeds(server: LiveServer) 
 
 def test_a_deadline_that_the_line_cannot_meet(server: LiveServer) -> None:
     with ThreadPoolExecutor(32) as pool:
-        clients = Clients(server.url, pool)
+        clients = Clients({"base_url": server.url}, pool)
         with paused(server):
             for _ in range(QUEUED):
                 clients.ask("x", bearer(BURST))
@@ -142,7 +143,7 @@ def test_the_engine_goes_by_class_and_a_body_cannot_leave_its_own(server: LiveSe
 
 def all_waited(server: LiveServer) -> list[str]:
     with ThreadPoolExecutor(16) as pool:
-        clients = Clients(server.instance()["address"], pool)
+        clients = Clients(server.direct()[0], pool)
         for _ in range(2):
             clients.ask("long", {"x-hotswap-priority": "-9"}, tokens=1000)
         assert eventually(lambda: len(clients.order) == 2 or server.engine_metric("vllm:num_requests_running") == 2, 60)

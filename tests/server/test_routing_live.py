@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 from collections.abc import Iterator
@@ -44,20 +45,21 @@ def prompt(application: int, question: int) -> dict[str, Any]:
     return {"prompt_token_ids": shared + asked, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": False}
 
 
-def ask_all(urls: list[str], first: int) -> None:
-    """Every application asks ROUNDS questions, the applications in turn; request n goes to the n-th address in turn."""
-    with httpx.Client(timeout=60) as client:
+def ask_all(servers: list[dict[str, Any]], first: int) -> None:
+    """Every application asks ROUNDS questions, the applications in turn; request n goes to the n-th server in turn."""
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(httpx.Client(**options, timeout=60)) for options in servers]
         for n in range(APPLICATIONS * ROUNDS):
             question, application = divmod(n, APPLICATIONS)
-            answer = client.post(urls[n % len(urls)] + "/generate", json=prompt(first + application, question))
+            answer = clients[n % len(clients)].post("/generate", json=prompt(first + application, question))
             assert answer.status_code == 200, answer.text
 
 
 def test_a_shared_beginning_is_computed_once_and_not_once_per_instance(pair: LiveServer) -> None:
     start = cached_tokens(pair)
-    ask_all([i["address"] for i in pair.instances()], first=100)
+    ask_all(pair.direct(), first=100)
     in_turn = cached_tokens(pair) - start
-    ask_all([pair.url], first=0)
+    ask_all([{"base_url": pair.url}], first=0)
     by_affinity = cached_tokens(pair) - start - in_turn
     assert in_turn == APPLICATIONS * (ROUNDS - 2) * PREFIX  # computed by both
     assert by_affinity == APPLICATIONS * (ROUNDS - 1) * PREFIX  # computed by one

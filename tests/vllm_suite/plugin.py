@@ -1,6 +1,7 @@
 """Pytest plug-in for vLLM's tests: the server they would start is the one at $SUITE_URL, and outcomes go to a file.
 
-It is loaded in a process of its own, in which `tests` is vLLM's package and not this project's.
+It is loaded in a process of its own, in which `tests` is vLLM's package and not this project's. Every request brings
+the key in $SUITE_KEY, if there is one: what an instance asks of its gateways.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
+import requests
 
 outcomes: dict[str, str] = {}
 
@@ -50,6 +53,24 @@ class RemoteOpenAIServer:
 
     def _options(self, path: str, more: dict[str, Any]) -> dict[str, Any]:
         return {"base_url": self.url_root + path, "api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 20} | more
+
+
+def bring_key(client: Any, build: str) -> None:
+    """Requests that `client`, a class, makes in its method `build` bring the key."""
+    made = getattr(client, build)
+
+    def with_key(*args: Any, **more: Any) -> Any:
+        request = made(*args, **more)
+        request.headers["authorization"] = f"Bearer {os.environ['SUITE_KEY']}"
+        return request
+
+    setattr(client, build, with_key)
+
+
+if os.environ.get("SUITE_KEY"):
+    bring_key(httpx.Client, "build_request")
+    bring_key(httpx.AsyncClient, "build_request")
+    bring_key(requests.Session, "prepare_request")
 
 
 utils: Any = types.ModuleType("tests.utils")

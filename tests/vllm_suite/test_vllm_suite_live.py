@@ -30,14 +30,14 @@ def suite(live: LiveServer, checkpoints: dict[str, Path], tmp_path_factory: pyte
     return root
 
 
-def run(root: Path, url: str, names: Iterable[str] = FILES) -> dict[str, str]:
-    """The outcome of each test: "passed", or how it failed."""
+def run(root: Path, url: str, names: Iterable[str] = FILES, key: str = "") -> dict[str, str]:
+    """The outcome of each test: "passed", or how it failed. `key`: what the server at `url` asks for."""
     file = root / "outcomes.json"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "plugin", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
     command += ["--timeout", "30", "-o", "asyncio_mode=auto", "--rootdir", str(root), "-c", os.devnull]
     command += names
     paths = f"{Path(plugin.__file__).parent}{os.pathsep}{root}"
-    environment = os.environ | {"SUITE_URL": url, "SUITE_OUTCOMES": str(file), "PYTHONPATH": paths}
+    environment = os.environ | {"SUITE_URL": url, "SUITE_KEY": key, "SUITE_OUTCOMES": str(file), "PYTHONPATH": paths}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
     assert file.exists(), done.stdout[-3000:] + done.stderr[-3000:]
     return dict(json.loads(file.read_text()))
@@ -45,7 +45,8 @@ def run(root: Path, url: str, names: Iterable[str] = FILES) -> dict[str, str]:
 
 @pytest.mark.timeout(600)
 def test_what_passes_at_the_instance_passes_through_the_gateway(live: LiveServer, suite: Path) -> None:
-    stock = run(suite, live.instance()["address"])
+    instance = live.direct()[0]
+    stock = run(suite, instance["base_url"], key=instance["headers"]["authorization"].removeprefix("Bearer "))
     passed = {name for name, outcome in stock.items() if outcome == "passed"}
     assert len(passed) >= AT_LEAST, {name: outcome[-300:] for name, outcome in stock.items() if outcome != "passed"}
     ours = run(suite, live.url)

@@ -29,6 +29,8 @@ InstanceId = Annotated[str, Path(min_length=1, max_length=200)]
 async def instances(gateway: GatewayDep) -> dict[str, Any]:
     """Every instance: its record, and what this gateway sees of it."""
     rows = [{**asdict(i.record), **_seen(gateway, i)} for i in gateway.fleet.instances.values()]
+    for row in rows:
+        del row["key"]
     return {"model": gateway.config.model, "instances": rows}
 
 

@@ -31,6 +31,7 @@ class Instance:
         self.id = record.id
         self.record = record
         self.pool = _pool(record, settings, tls)
+        self.pool.introduce(record.key)
         self.health = Health(settings.health)
         self.signals: Signals | None = None  # the last scrape, None when it failed
         self.inflight = 0
@@ -70,6 +71,7 @@ class Instance:
             self.prefixes = self._table(record.active_version)
         if record.max_num_seqs != self.record.max_num_seqs:
             self.window = Window(record.max_num_seqs, self._settings.max_in_flight)
+        self.pool.introduce(record.key)
         self.record = record
 
     def left(self, now: float) -> None:

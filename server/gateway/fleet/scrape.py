@@ -55,7 +55,7 @@ async def fetch(instance: Instance, path: bytes, timeout_s: float) -> tuple[int,
         link = instance.pool.take() or await instance.pool.connect()
         ask = _Fetch()
         try:
-            link.send(ask, b"GET %b HTTP/1.1\r\nhost: %b\r\n\r\n" % (path, instance.pool.authority), b"")
+            link.send(ask, b"GET %b HTTP/1.1\r\n%b\r\n" % (path, instance.pool.opening), b"")
             await ask.done
         except BaseException:
             link.abort()

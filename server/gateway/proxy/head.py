@@ -96,12 +96,12 @@ def read_head(headers: Headers, http_version: str, limits: Limits) -> RequestHea
     return head
 
 
-def upstream_head(target: Target, authority: bytes, head: RequestHead, length: int, lines: bytes = b"") -> bytes:
-    """The request head for the instance at `authority` (host:port); `lines` go into it besides those of `head`."""
-    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+def upstream_head(target: Target, opening: bytes, head: RequestHead, length: int, lines: bytes = b"") -> bytes:
+    """The request head for an instance; `opening` are its pool's lines, and `lines` go in besides those of `head`."""
+    return b"%b %b HTTP/1.1\r\n%b%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
         target.route.method,
         target.upstream,
-        authority,
+        opening,
         head.forward,
         lines,
         head.request_id,

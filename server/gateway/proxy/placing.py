@@ -208,7 +208,7 @@ class Placing(ABC):
         body, lines = request.body, b"" if request.failover == "off" else failover.WANTED
         if self._continuation is not None:
             body, lines = self._continuation.prefix + body, self._continuation.lines
-        head = upstream_head(request.target, self.instance.pool.authority, request.head, len(body), lines)
+        head = upstream_head(request.target, self.instance.pool.opening, request.head, len(body), lines)
         self._link = link
         self.last_progress = time.monotonic()
         link.send(self, head, body)

@@ -239,7 +239,7 @@ class ResponseRelay:
             return
         if status > 599:
             self._fail(f"status {status}")
-        if status in (409, 503):
+        if status in (401, 409, 503):
             self.refused = self.header(b"x-hotswap-refused")
         if not self._going_on:
             self._head = self._build_head(status)

@@ -111,12 +111,20 @@ class Pool:
         self.host = host
         self.port = port
         self.authority = (f"[{host}]:{port}" if ":" in host else f"{host}:{port}").encode()
+        self.opening = b""  # the lines that every request to it begins with
+        self.introduce("")
         self._settings = settings
         self._tls = tls
         self._told = ""  # why no connection came about, the last time that the log was told
         self._idle: deque[UpstreamConnection] = deque()
         self._closed = False
         self.outbox = Outbox()
+
+    def introduce(self, key: str) -> None:
+        """Requests bring `key` from now on: what the instance's record says that it asks for."""
+        self.opening = b"host: %b\r\n" % self.authority
+        if key:
+            self.opening += b"authorization: Bearer %b\r\n" % key.encode()
 
     @property
     def idle(self) -> int:
