@@ -62,7 +62,7 @@ def test_heads(headers: list[tuple[bytes, bytes]]) -> None:
         check(error)
         return
     (target,) = find(b"/generate")
-    raw = upstream_head(target, b"127.0.0.1:1", head, 0, asked.lines)
+    raw = upstream_head(target, b"host: 127.0.0.1:1\r\n", head, 0, asked.lines)
     assert raw.endswith(b"\r\n\r\n")
     assert raw.count(b"\r\n\r\n") == 1
     lines = raw.split(b"\r\n")[1:-2]
