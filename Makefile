@@ -21,7 +21,9 @@ broad: setup
 
 test-all: test broad
 
-# Whether the tests notice changes of meaning in the pure logic; half an hour. MUTANTS=delta: those of files with that word.
+# Whether the tests notice changes of meaning in the pure logic: makes some 180 of them, one at a time, in a copy of the tree,
+# runs the tests that must fail, and fails by the name of each that none noticed. About ten minutes of one core.
+# MUTANTS=delta: those of files whose path has the word.
 mutants: setup
 	OMP_NUM_THREADS=1 $(PY) -m tests.mutants $(MUTANTS)
 
