@@ -24,6 +24,7 @@ from .inflight import Inflight
 from .places import Places, check_hosts, placed
 from .provenance import pooled, traced
 from .ranks import RankFailed, Ranks, check_ranks, rank_name, worker_name
+from .sizes import bound_renderer, bound_scoring
 from .tether import Tethers
 from .vocabulary import known_ids
 
@@ -244,6 +245,10 @@ async def build_vllm_app(engine: Engine, args: Any) -> Any:
     app = build_app(args, tasks, engine.client.model_config)
     await init_app_state(engine.client, app.state, args, tasks)
     answer_faults(app)
+    model_len = engine.client.model_config.max_model_len
+    bound_renderer(engine.client.renderer, model_len)
+    if (scoring := getattr(app.state, "serving_generative_scoring", None)) is not None:
+        bound_scoring(scoring, model_len)
     # vLLM's handler of engine errors ends its own server here; the sidecar ends an instance whose engine has died.
     app.state.server = SimpleNamespace(should_exit=False)
     engine.adapters.bind(app.state.openai_serving_models.lora_requests)

@@ -35,3 +35,5 @@ def answer_faults(app: FastAPI) -> None:
 
     for kind in KINDS:
         app.add_exception_handler(kind, refuse)
+    if app.middleware_stack is not None:  # vLLM has had it built, with a copy of the handlers of before
+        app.middleware_stack = app.build_middleware_stack()

@@ -31,6 +31,7 @@ import orjson
 from . import replay
 from .inflight import Inflight, Problem, VersionMismatch, WeightsChanged, Wish
 from .replay import Replaying
+from .sizes import check_count
 
 log = logging.getLogger("hotswap.instance")
 MOST_SCORES = 2**20  # log-probabilities of prompt tokens in one answer: about 100 bytes each, and written in one call
@@ -52,6 +53,7 @@ class Trace:
         self._sent: dict[int, int] = {}
         self._prompt_tokens: dict[int, int] = {}  # by first choice
         self._calls = 0
+        self.running = 0  # choices of calls that have not ended
         self._scores = 0  # log-probabilities of prompt tokens that were asked for
 
     def open(self, choices: int) -> int:
@@ -66,6 +68,8 @@ class Trace:
         Raises VLLMValidationError if the answer would be too large.
         """
         self._count_scores(prompt, params)
+        check_count(self.running + (params.n or 1))
+        self.running += params.n or 1
         base = self.open(params.n or 1)
         self.replaying.begins(self._calls, prompt, params)
         # Always written: what a client puts there itself (vllm_xargs) must not reach the engine.
@@ -155,7 +159,8 @@ def traced(generate: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> C
         trace = current_trace.get() or Trace()
         base = trace.open_for(prompt, sampling_params)
         kwargs["priority"] = trace.wish.in_engine(kwargs.get("priority", 0))
-        return _follow(trace, base, inflight, lambda: generate(prompt, sampling_params, request_id, **kwargs))
+        choices = sampling_params.n or 1
+        return _follow(trace, base, choices, inflight, lambda: generate(prompt, sampling_params, request_id, **kwargs))
 
     return wrapper
 
@@ -190,7 +195,7 @@ def pooled(encode: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> Cal
 
 
 async def _follow(
-    trace: Trace, base: int, inflight: Inflight, begin: Callable[[], AsyncIterator[Any]]
+    trace: Trace, base: int, choices: int, inflight: Inflight, begin: Callable[[], AsyncIterator[Any]]
 ) -> AsyncIterator[Any]:
     try:
         await inflight.admit(trace.wish)
@@ -206,6 +211,8 @@ async def _follow(
     except (VersionMismatch, WeightsChanged) as problem:
         trace.problem = problem
         raise
+    finally:
+        trace.running -= choices
 
 
 async def _accepted(outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:

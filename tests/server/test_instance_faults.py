@@ -31,6 +31,7 @@ def app() -> Any:
     made = FastAPI()
     made.state.args = SimpleNamespace(log_error_stack=False)
     init_exception_handler(made)
+    made.middleware_stack = made.build_middleware_stack()  # as sagemaker_standards_bootstrap does in vLLM's build_app
     answer_faults(made)
 
     @made.post("/v1/completions")
