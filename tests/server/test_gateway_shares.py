@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ from server.gateway.access.keys import Principal
 from server.gateway.access.limits import Limits, Meter
 from server.gateway.access.quota import Quota, Window
 from server.gateway.access.records import USAGE_PREFIX, USAGE_ROUND, KeyLimits
-from server.gateway.access.shares import Division, Plan, Share, UsageRecord, Use, divide
+from server.gateway.access.shares import Division, Other, Plan, Share, State, UsageRecord, Use, divide
 from server.gateway.access.sharing import Sharing
 from server.gateway.observe.stats import Stats
 from tests.etcd import Etcd
@@ -293,6 +294,27 @@ async def test_alone_it_has_the_whole_limit_and_writes_nothing(url: str) -> None
         assert after == before
 
 
+async def test_who_enters_as_another_comes_to_hold_more_enters_anew(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        store = open_store(url)
+        stack.push_async_callback(store.close)
+        one = Gateway(store, KeyLimits(requests_per_min=60))
+        write = store.txn
+
+        async def after_another(compares: Any, puts: Any, leases: Any = None) -> int:
+            if USAGE_ROUND in puts:
+                monkeypatch.undo()
+                await store.put(USAGE_ROUND, b"another")
+            return await write(compares, puts, leases)
+
+        monkeypatch.setattr(store, "txn", after_another)
+        await one.sharing.enter()
+        assert not one.sharing.entered.is_set()
+        one.task = asyncio.create_task(one.sharing.run())
+        stack.push_async_callback(ended, one.task)
+        await asyncio.wait_for(one.sharing.entered.wait(), 60)
+
+
 @on_both_stores
 @pytest.mark.usefixtures("fast")
 async def test_units_come_to_where_they_are_asked_for(url: str) -> None:
@@ -340,6 +362,19 @@ async def test_what_a_gateway_used_counts_after_its_end(url: str) -> None:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         assert (taken, two.take(50)) == (30, 0)
+
+
+def test_what_was_used_before_another_came_is_not_given_to_it() -> None:
+    one = Division("one")
+    one.adopt(one.plan({}))
+    one.seen(UsageRecord("two", "entering", ("two",)), {"much": Use(60, 50, 0), "little": Use(60, 20, 0)})
+    assert (one.held("much", 60), one.held("little", 60)) == (50, 30)
+
+
+@pytest.mark.parametrize(("state", "held"), [("entering", 0), ("active", 30), ("left", 0)])
+def test_only_who_is_active_holds_a_part_of_what_it_does_not_name(state: State, held: int) -> None:
+    other = Other(UsageRecord("two", state, ("one", "two"), (Share("named", 7, 5, 0),)))
+    assert (other.held("unnamed", 60), other.held("named", 60)) == (held, 7)
 
 
 def test_requests_that_end_with_their_gateway_hold_no_place() -> None:

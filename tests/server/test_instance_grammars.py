@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from server.instance.grammars.bounds import MOST_BYTES, MOST_CHOICES, TooMuch, check
+from server.instance.grammars.bounds import MOST_BYTES, MOST_CHOICES, MOST_DEPTH, MOST_NODES, TooMuch, check
 from server.instance.grammars.guard import bounded
 
 INT = {"type": "integer"}
@@ -84,6 +84,18 @@ def test_what_explodes_is_refused(asked: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize("asked", USUAL)
 def test_what_people_send_passes(asked: dict[str, Any]) -> None:
     check(StructuredOutputsParams(**asked))
+
+
+def test_a_schema_may_be_as_large_and_as_deep_as_the_bounds() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(MOST_DEPTH):
+        deep = {"not": deep}
+    wide: dict[str, Any] = {"anyOf": [{}] * (MOST_NODES - 2)}  # beside itself and the list
+    for schema in (deep, wide):
+        check(StructuredOutputsParams(json=schema))
+    for schema in ({"not": deep}, {"anyOf": [*wide["anyOf"], {}]}):
+        with pytest.raises(TooMuch):
+            check(StructuredOutputsParams(json=schema))
 
 
 @given(st.text(alphabet="ab(){}[]|*+?,0123456789\\^$.:=<>!-# \n\"'", max_size=200))
