@@ -273,6 +273,22 @@ async def test_a_version_over_the_bound_is_complained_of_and_the_old_copy_stays(
             assert (record.error, record.nbytes <= bound) == (None, True)
 
 
+async def test_the_version_to_go_back_to_makes_room_for_no_other(
+    publisher: Publisher, commit: Commit, store: Store, copies: Path
+) -> None:
+    for number in (1, 2):
+        commit(publisher.publish(model(number), activate=False))
+        assert await persist_now(store, Disk(copies))
+    commit(1)
+    commit(publisher.publish(model(3), activate=False))
+    needed, made = os.stat(version_of(publisher, 3).slot).st_size, Disk(copies).directory / "1" / "version.json"
+    before = made.stat()
+    assert await persist_now(store, Disk(copies, max_bytes=needed + Disk(copies).nbytes - 1))
+    kept = Disk(copies)
+    assert [kept.find(version_of(publisher, number)) is not None for number in (1, 2, 3)] == [True, False, True]
+    assert (made.stat().st_ino, made.stat().st_ctime_ns) == (before.st_ino, before.st_ctime_ns)  # not made anew
+
+
 async def test_a_copy_may_take_the_bound_to_the_last_byte(
     publisher: Publisher, commit: Commit, store: Store, copies: Path
 ) -> None:
