@@ -132,9 +132,9 @@ NAMED: dict[str, list[Any]] = {
 @pytest.fixture(scope="module")
 def documents(live: LiveServer) -> dict[str, Any]:
     """What vLLM publishes of its routes, ours among them."""
-    instance = live.instance()["address"]
-    own = httpx.get(instance + "/hotswap/openapi.json", timeout=60).json()
-    whole: dict[str, Any] = httpx.get(instance + "/openapi.json", timeout=120).json()
+    with httpx.Client(**live.direct()[0], timeout=120) as instance:
+        own = instance.get("/hotswap/openapi.json").json()
+        whole: dict[str, Any] = instance.get("/openapi.json").json()
     whole["paths"]["/generate"] = own["paths"]["/generate"]
     whole["components"]["schemas"] = own["components"]["schemas"] | whole["components"]["schemas"]
     return whole
