@@ -15,6 +15,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import httpx2
 import openai
 import pytest
 import requests
@@ -68,8 +69,9 @@ def bring_key(client: Any, build: str) -> None:
 
 
 if os.environ.get("SUITE_KEY"):
-    bring_key(httpx.Client, "build_request")
-    bring_key(httpx.AsyncClient, "build_request")
+    for library in (httpx, httpx2):  # the SDKs have moved to the second
+        bring_key(library.Client, "build_request")
+        bring_key(library.AsyncClient, "build_request")
     bring_key(requests.Session, "prepare_request")
 
 
