@@ -15,6 +15,7 @@ import pytest
 
 from tests.clients import program
 from tests.live import VLLM_ARGS, LiveServer
+from tests.node import installed
 
 pytestmark = [pytest.mark.engine, pytest.mark.broad]
 LIST = Path(__file__).parents[2] / "requirements" / "clients.txt"
@@ -43,12 +44,31 @@ def swapped(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
         yield server
 
 
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command that runs the clients in JavaScript."""
+    directory = tmp_path_factory.mktemp("js")
+    return [*installed(Path(__file__).parent / "js", directory), str(directory / "program.js")]
+
+
 @pytest.mark.parametrize("client", program.CLIENTS)
 def test_no_request_fails_for_a_swap(swapped: LiveServer, site: Path, client: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(site), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}
-    command = [sys.executable, str(program.__file__), client, swapped.url, swapped.name]
+    environment = {"PYTHONPATH": str(site), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}
+    ask_while_swapping(swapped, [sys.executable, str(program.__file__), client], environment)
+
+
+@pytest.mark.parametrize("client", ["openai", "anthropic", "vercel"])
+def test_no_request_from_javascript_fails_for_a_swap(swapped: LiveServer, node: list[str], client: str) -> None:
+    ask_while_swapping(swapped, [*node, client], {"AI_SDK_LOG_WARNINGS": "false"})
+
+
+def ask_while_swapping(swapped: LiveServer, program: list[str], environment: dict[str, str]) -> None:
+    """`program` asks in every way it knows until its standard input ends, and says what came of it."""
+    command = [*program, swapped.url, swapped.name]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as asking:
+    with subprocess.Popen(
+        command, env=os.environ | environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    ) as asking:
         assert asking.stdout is not None
         first = asking.stdout.readline()
         due = time.monotonic()

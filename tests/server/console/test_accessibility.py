@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from typing import Any
 
 import orjson
 import pytest
 from playwright.async_api import Browser
 
-from tests.server.browser import Watched, lacking, watched
+from tests.node import installed
+from tests.server.browser import Watched, watched
 from tests.server.console.play import MARKUP, Script, admin_page, answered, ask, put_versions, serve_version, sign_in
 from tests.server.gateway_harness import ADMIN_KEY, KEYS, RunningGateway
-from tests.server.test_sdk_js_live import JS, tools
+from tests.server.test_sdk_js_live import JS
 from weightsync.records import FlipRecord, PastSwapRecord
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -22,16 +22,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest.fixture(scope="module")
 def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
     """axe-core's script, installed as the lock file of tests/js says."""
-    found = tools()
-    if found is None:
-        lacking("node and npm are not installed; see requirements/dev.txt")
     directory = tmp_path_factory.mktemp("axe")
-    for name in ("package.json", "package-lock.json"):
-        (directory / name).write_text((JS / name).read_text())
-    command = [*found[1], "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--prefer-offline"]
-    install = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=240)
-    if install.returncode:
-        lacking(f"npm could not install axe-core: {install.stderr[-500:]}")
+    installed(JS, directory)
     return (directory / "node_modules" / "axe-core" / "axe.min.js").read_text()
 
 
