@@ -63,8 +63,20 @@ def test_doctor_finds_what_is_missing_and_goes_on() -> None:
     assert "open-files" in done.stdout
 
 
-# Imported where they are there, or by commands that name them where they are not.
-OPTIONAL = {"vllm", "torch", "opentelemetry", "mooncake", "numba", "mypyc", "setuptools", "mypy"}
+# Imported where they are there, or by commands that name them where they are not; and what comes with vLLM.
+OPTIONAL = {
+    "vllm",
+    "aiohttp",
+    "llguidance",
+    "xgrammar",
+    "torch",
+    "opentelemetry",
+    "mooncake",
+    "numba",
+    "mypyc",
+    "setuptools",
+    "mypy",
+}
 
 
 def test_what_the_server_imports_is_declared() -> None:

@@ -76,7 +76,8 @@ async def asking(canary: Fake, other: Fake | None = None, **settings: Any) -> As
             if fake is not None:
                 address = (await stack.enter_async_context(upstream(fake))).address
                 state = "COMMITTING" if name == "i0" else "STAGED"
-                fleet.append(InstanceRecord(name, address, state=state, active_version=version))  # type: ignore[arg-type]
+                key = "" if name == "i1" else "of-i0"
+                fleet.append(InstanceRecord(name, address, state=state, active_version=version, key=key))  # type: ignore[arg-type]
         probe = build_probe(ProbeSettings("toy", **{"prompts": PROMPTS, "timeout_s": 20.0, **settings}), lambda: fleet)
         yield lambda: probe(fleet[0], SWAP, ACTIVE)
 
@@ -94,6 +95,7 @@ async def test_a_sound_canary_passes() -> None:
     scopes = {r.headers["x-hotswap-cache-scope"] for r in canary.asked}
     assert len(scopes) == len(canary.asked), "no two probes share cached blocks"
     assert all(re.fullmatch("[0-9a-f]{32}", scope) for scope in scopes)
+    assert {r.headers["authorization"] for r in canary.asked} == {"Bearer of-i0"}
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ class _Asker:
         # A scope of its own: a probe shares no cached block with clients, nor with another probe. A canary that is on
         # trial refuses whatever is not marked as a probe.
         headers = {"x-hotswap-cache-scope": secrets.token_hex(16), "x-hotswap-probe": "1"}
-        headers["authorization"] = f"Bearer {self.instance.key}"
+        headers |= {"authorization": f"Bearer {self.instance.key}"} if self.instance.key else {}
         try:
             answer = await self.client.post(self.instance.address + path, json=body, headers=headers)
             if answer.status_code != 200:
