@@ -36,8 +36,9 @@ def test_it_generates_and_scores(client: Any, live: LiveServer) -> None:
 def test_it_reads_the_server_and_posts_its_verbs(client: Any) -> None:
     assert client.get_world_size() == 1
     client.reset_prefix_cache()
-    with pytest.raises(Exception, match="RemotePublisher"):
+    with pytest.raises(Exception, match="RemotePublisher") as refused:
         client.init_communicator("cpu")
+    assert "hotswap weights push" in str(refused.value)
 
 
 def test_tokens_in_and_out_and_rendering_answer_there_too(client: Any, live: LiveServer) -> None:

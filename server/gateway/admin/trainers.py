@@ -89,8 +89,8 @@ def refused_group(verb: str) -> Unsupported:
     """The answer to what needs a communication group, or shared device memory, with the trainer."""
     return Unsupported(
         f"{verb}: there is no NCCL group and no shared device memory between trainer and engines here. Write weights "
-        "with weightsync.Publisher on this host, or weightsync.RemotePublisher from another one; or send a checkpoint "
-        "path or safetensors.",
+        "with weightsync.Publisher on this host, or weightsync.RemotePublisher from another one; or save a checkpoint "
+        "and run `hotswap weights push DIR`, or send its path or its safetensors to the routes of docs/adapters.md.",
         code="nccl_unsupported",
     )
 
