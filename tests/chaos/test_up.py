@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from server.cli.admin import AdminClient
 from server.cli.paths import ServerInfo
 from server.cli.up import arena_name
 from tests.live import VLLM_ARGS, eventually
@@ -80,6 +84,14 @@ class Up:
         command = [sys.executable, "-m", "server.cli", *args, "--state-dir", str(self.state_dir)]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
+    def pushed(self, model: Path) -> bool:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            return bool(self.hotswap("weights", "push", str(model)))
+        return False
+
+    def history(self) -> list[dict[str, Any]]:
+        return list(AdminClient(self.state_dir).call("GET", "/admin/swaps")["swaps"])
+
     def child(self, module: str) -> psutil.Process:
         (found,) = [p for p in self.family()[0].children() if module in " ".join(p.cmdline())]
         return found
@@ -122,6 +134,8 @@ def test_killed_in_part_killed_whole_and_stopped(up: Up, checkpoints: dict[str, 
     before = up.answer()
     assert before["weight_versions"][0]["version"] == 2
     assert up.ask(key="").status_code == 401
+    history = up.history()
+    assert [swap["version"] for swap in history] == [2, 1]
 
     for module in ("server.cli instance", "server.gateway"):
         victim = up.child(module)
@@ -143,21 +157,64 @@ def test_killed_in_part_killed_whole_and_stopped(up: Up, checkpoints: dict[str, 
     up.start()
     assert "going on with version 2" in up.said()
     assert "from shared memory" in up.said()
-    assert up.answer() == before
+    assert (up.answer(), up.history()) == (before, history)
     assert up.ask(key="").status_code == 401
     assert "is active" in up.hotswap("weights", "rollback")
     assert up.answer()["weight_versions"][0]["version"] == 1
-
-    assert up.end(signal.SIGINT) == 0
-    assert not up.arena.exists()
-    up.start()
-    assert "going on with version 1" in up.said()
-    assert f"its copy in {up.state_dir}" in up.said()
-    assert up.answer()["weight_versions"][0]["version"] == 1
-    assert up.ask(key="").status_code == 401
-    assert "is active" in up.hotswap("weights", "rollback")
-    assert up.answer() == before
     assert "version 3" in up.hotswap("weights", "push", str(checkpoints["a"]))
 
     assert up.end(signal.SIGTERM) == 0
     assert not up.arena.exists()
+
+
+@pytest.mark.broad
+def test_the_supervisor_alone_is_killed_the_store_goes_away_and_the_power_fails(
+    up: Up, checkpoints: dict[str, Path]
+) -> None:
+    up.hotswap("weights", "push", str(checkpoints["b"]))
+    up.key = up.hotswap("keys", "create", "somebody").strip()
+    before, history = up.answer(), up.history()
+    assert [swap["version"] for swap in history] == [2, 1]
+
+    family = up.family()
+    family[0].kill()
+    family[0].wait()
+    up.process = None
+    up.start()  # at once: what is left of the run before is waited for
+    assert all_ended(family)
+    assert "from shared memory" in up.said()
+    assert (up.answer(), up.history()) == (before, history)
+
+    assert up.end(signal.SIGINT) == 0
+    assert not up.arena.exists()
+    up.start()
+    assert f"its copy in {up.state_dir}" in up.said()
+    assert (up.answer(), up.history()) == (before, history)
+    assert "is active" in up.hotswap("weights", "rollback")
+    assert up.answer()["weight_versions"][0]["version"] == 1
+
+    store = [path for path in up.state_dir.glob("store.db*") if path.is_file()]
+    for path in store:
+        path.rename(path.with_name("aside-" + path.name))
+    assert eventually(lambda: "Requests are answered; no weights and no keys can be changed" in up.said(), 30)
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        up.hotswap("weights", "push", str(checkpoints["a"]))
+    assert "not there any more" in " ".join(refused.value.stderr.replace("│", " ").split())
+    assert up.ask().status_code == 200
+    assert not (up.state_dir / "store.db").exists()
+    for path in store:
+        path.with_name("aside-" + path.name).rename(path)
+    assert eventually(lambda: up.pushed(checkpoints["b"]), 30)
+    assert up.answer()["weight_versions"][0]["version"] == 3
+
+    (key,) = json.loads(up.hotswap("keys", "list", "--json"))["keys"]
+    up.hotswap("keys", "revoke", key["id"], "--forget")
+    assert up.ask().status_code == 401
+    assert eventually((up.state_dir / "versions" / "3").is_dir, 60)
+    up.end(signal.SIGKILL)
+    shutil.rmtree(up.arena)
+    up.start()
+    assert "going on with version 3" in up.said()
+    assert up.ask().status_code == 401
+    up.key = up.hotswap("keys", "create", "another").strip()
+    assert {**up.answer(), "weight_versions": None} == {**before, "weight_versions": None}
