@@ -17,7 +17,8 @@ from tests.clients import program
 from tests.live import VLLM_ARGS, LiveServer
 from tests.node import installed
 
-pytestmark = [pytest.mark.engine, pytest.mark.broad]
+# Not run again when it fails: a request that fails now and then is what it looks for. The first test waits for pip.
+pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.flaky(reruns=0), pytest.mark.timeout(900)]
 LIST = Path(__file__).parents[2] / "requirements" / "clients.txt"
 EVERY_S = 2.0
 SWAPS = 4

@@ -43,7 +43,7 @@ def run(root: Path, url: str, names: Iterable[str] = FILES, key: str = "") -> di
     return dict(json.loads(file.read_text()))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)  # up to five runs of it, and the download
 def test_what_passes_at_the_instance_passes_through_the_gateway(live: LiveServer, suite: Path) -> None:
     instance = live.direct()[0]
     stock = run(suite, instance["base_url"], key=instance["headers"]["authorization"].removeprefix("Bearer "))
