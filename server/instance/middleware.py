@@ -109,7 +109,7 @@ class _Answer:
             if self._start is not None and not self._trace.begun and message.get("more_body"):
                 self._held += events  # such as the first events of /v1/responses
                 return
-            message = {**message, "body": self._held + events}
+            message, self._held = {**message, "body": self._held + events}, b""
         elif self._annotated and self._kind.startswith(b"application/json"):
             self._body += body
             if message.get("more_body"):

@@ -76,6 +76,26 @@ async def test_what_is_refused_before_the_engine_answers_has_its_own_status_in_s
     assert (b"retry-after", b"2") in start["headers"] or status == 400
 
 
+async def test_what_came_before_the_engine_answered_is_sent_once() -> None:
+    events = [b'event: x\ndata: {"type":"x%d"}\n\n' % number for number in range(4)]
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        trace = current_trace.get()
+        assert trace is not None
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        for number, event in enumerate(events):
+            trace.begun = number >= 2
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await ProvenanceMiddleware(app, lambda: 5)({"type": "http", "path": "/v1/responses", "headers": []}, None, send)
+    assert b"".join(message.get("body", b"") for message in sent) == b"".join(events)
+
+
 async def test_a_stream_without_the_engine_is_sent_whole() -> None:
     sent: list[dict[str, Any]] = []
 
