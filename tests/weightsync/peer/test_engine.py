@@ -62,5 +62,6 @@ async def test_an_instance_stages_versions_of_another_host(
                 assert record.fingerprint == version.fingerprint
                 assert path_of(hosts.copies(version.manifest_digest)["b"]).parent == hosts.arenas["b"]
                 body = {"prompt_token_ids": [3, 4, 5], "max_tokens": 3, "temperature": 0, "stream": False}
-                answer = (await client.post(f"{record.address}/generate", json=body)).raise_for_status().json()
-                assert set(answer["choices"][0]["token_ids"]) == {token}
+                key = {"authorization": f"Bearer {record.key}"}
+                answer = await client.post(f"{record.address}/generate", json=body, headers=key)
+                assert set(answer.raise_for_status().json()["choices"][0]["token_ids"]) == {token}

@@ -69,7 +69,7 @@ async def answer(store: Store, version: int) -> list[int]:
     """Of the instance, once it serves that version."""
     record = await serving(store, version, "i", WAIT_S)
     body = {"prompt_token_ids": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": False}
-    async with httpx.AsyncClient(timeout=WAIT_S) as client:
+    async with httpx.AsyncClient(timeout=WAIT_S, headers={"authorization": f"Bearer {record.key}"}) as client:
         said = (await client.post(f"{record.address}/generate", json=body)).raise_for_status().json()
     (choice,) = said["choices"]
     assert {span["version"] for span in choice["weight_versions"]} == {version}
