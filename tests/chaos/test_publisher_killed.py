@@ -182,10 +182,13 @@ def test_killed_at_moments_nobody_chose(url: str) -> None:
         versions = wait_for_leases(observer)
         numbers = [v.version for v in versions]
         assert numbers == sorted(set(numbers))
+        # Trainers that die within a lease of each other hold a slot each, so how many there are is left to chance.
+        slots = set(observer.arena.slots(MODEL))
+        assert len(slots) > sum(v.state == "ready" for v in versions), "no trainer left a slot behind"
         for value in range(8):
             observer.publish(tensors(float(value)), activate=False)
             assert value_of(observer.versions()[-1]) == float(value)
-        assert len(observer.arena.slots(MODEL)) <= 8, "slots of dead trainers were not used again"
+        assert set(observer.arena.slots(MODEL)) == slots, "slots of dead trainers were not used again"
 
 
 def test_a_stopped_trainer_that_wakes_up_late_is_refused(url: str) -> None:
