@@ -302,6 +302,26 @@ def test_a_grammar_that_does_not_compile_is_the_client_s(live: LiveServer, route
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_grammar"), answer.text
 
 
+def test_the_library_of_one_grammar_is_not_that_of_the_next(live: LiveServer) -> None:
+    """xgrammar refuses an empty rule and knows no `multipleOf`. A stock engine has the library of who asks first."""
+
+    def ask(asked: dict[str, Any]) -> set[str]:
+        body = {"model": live.name, "messages": [{"role": "user", "content": "?"}], "n": 8, "structured_outputs": asked}
+        answer = live.client.post("/v1/chat/completions", json=body, timeout=100)
+        assert answer.status_code == 200, answer.text
+        return {choice["message"]["content"] for choice in answer.json()["choices"]}
+
+    sevens = {"type": "integer", "minimum": 1000, "maximum": 1012, "multipleOf": 7}
+    with ThreadPoolExecutor(3) as clients:  # so that one batch has grammars of both
+        for _ in range(4):
+            chosen, empty, numbers = clients.map(
+                ask, [{"choice": ["yes", "no"]}, {"grammar": "root ::="}, {"json": sevens}]
+            )
+            assert chosen <= {"yes", "no"}
+            assert empty == {""}
+            assert numbers <= {"1001", "1008"}
+
+
 def test_generate_unknown_model(live: LiveServer) -> None:
     answer = live.client.post("/generate", json={"prompt": "a", "model": "no-such-model"})
     assert answer.status_code == 404

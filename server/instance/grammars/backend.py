@@ -1,8 +1,8 @@
 """What vLLM would compile for a request, with which library, tokenizer and options: the one place that asks vLLM.
 
-vLLM validates a request with each library in turn (`SamplingParams._validate_structured_outputs`), and an engine
-compiles every grammar with the library that its first request had (`StructuredOutputManager`). So with `auto` each
-library may get each grammar: all are tried, and one that vLLM would choose has to succeed.
+With `auto`, vLLM validates a request with one library after the other (`SamplingParams._validate_structured_outputs`)
+and takes the first that accepts it. So each library may get each grammar: all are tried, and one that vLLM would choose
+has to succeed.
 """
 
 from __future__ import annotations
