@@ -19,7 +19,10 @@ importlib.import_module("server.gateway.compiled")
 os.environ.pop("HOTSWAP_PURE")
 
 from loadtest.checkpoints import make_checkpoint, make_constant_checkpoint  # noqa: E402 - see above
+from tests import warm  # noqa: E402
 from tests.live import LiveServer  # noqa: E402
+
+warm.install()
 
 WITH_PROCESSES = {"chaos", "hosts", "k8s", "loadtest", "server", "trainer", "weightsync"}
 

@@ -1,0 +1,199 @@
+"""Instances forked from a process that has imported vLLM, torch and this project once, which saves each its imports.
+
+`install()` has every `hotswap instance` that this process starts (server/cli/processes.py) made so, the first of them
+too. An instance is a process of its own as it is otherwise: a group, a log, an environment and descriptors of its own,
+killed with this process. Two things are not as they are otherwise: vLLM's engine core is forked, too (on CPUs vLLM
+starts a new Python for it), and OMP_NUM_THREADS is that of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from server.cli import processes
+
+MODULES = (
+    "server.cli.app", "server.instance.engine", "server.instance.generate", "server.instance.grammars.guard",
+    "server.instance.main", "server.instance.media", "server.instance.middleware", "server.instance.openapi",
+    "server.instance.replay", "server.instance.sidecar", "server.instance.tether", "transformers",
+    "vllm.entrypoints.openai.api_server", "vllm.model_executor.models.llama", "vllm.model_executor.models.qwen2",
+    "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.executor.uniproc_executor", "vllm.v1.spec_decode.draft_model", "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.worker.cpu_worker", "weightsync.vllm_engine.backend", "weightsync.vllm_engine.core",
+    "weightsync.vllm_engine.stager",
+)  # fmt: skip
+MOST = 1 << 20
+
+
+class WarmProcess:
+    """What `Child` and tests use of a subprocess.Popen, of a process that the warm one has forked."""
+
+    def __init__(self, warm: Warm, pid: int, args: list[str]) -> None:
+        self._warm, self.pid, self.args, self.returncode = warm, pid, args, None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._warm.ask({"poll": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(0.01)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Warm:
+    """The warm process. It ends with this one, and takes all that it forked with it."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        with theirs:
+            command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def ask(self, what: dict[str, Any], descriptors: tuple[int, ...] = ()) -> Any:
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(what).encode()], descriptors)
+            answer = self._socket.recv(MOST)
+        if not answer:
+            raise RuntimeError("the warm process has ended; its last words are above")
+        return json.loads(answer)
+
+    def start(self, args: list[str], env: dict[str, str], log: Path, inherited: tuple[int, ...]) -> WarmProcess:
+        order = {"args": args, "env": env, "log": str(log), "cwd": os.getcwd(), "inherited": inherited}
+        return WarmProcess(self, self.ask(order, inherited), args)
+
+
+@functools.cache
+def warm() -> Warm:
+    return Warm()
+
+
+def install() -> None:
+    """Instances that this process starts are forked from now on."""
+    cold = processes.Child.start
+
+    def start(self: Any) -> None:
+        if self._args[:2] == ["server.cli", "instance"] and "--headless" not in self._args:
+            self.process = warm().start(self._args, self._env, self.log, self._inherited)
+        else:
+            cold(self)
+
+    processes.Child.start = start  # type: ignore[method-assign]
+
+
+def _serve(orders: socket.socket) -> None:
+    """In the warm process: forks what is ordered until the socket's other end is gone."""
+    _fork_engines()
+    for name in MODULES:
+        importlib.import_module(name)
+    gc.freeze()
+    ended: dict[int, int | None] = {}
+    while True:
+        raw, descriptors, _, _ = socket.recv_fds(orders, MOST, 16)
+        if not raw:
+            break
+        order = json.loads(raw)
+        if "poll" in order:
+            answer = ended[order["poll"]] = _status(order["poll"], ended[order["poll"]])
+        else:
+            answer = os.fork()
+            if not answer:
+                orders.close()
+                _become(order, descriptors)
+            ended[answer] = None
+        for descriptor in descriptors:
+            os.close(descriptor)
+        orders.send(json.dumps(answer).encode())
+    for pid in (pid for pid, status in ended.items() if status is None):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _status(pid: int, known: int | None) -> int | None:
+    if known is not None:
+        return known
+    done, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if done else None
+
+
+def _fork_engines() -> None:
+    import multiprocessing
+
+    from vllm.utils import system_utils
+
+    context = multiprocessing.get_context("fork")
+    system_utils.get_mp_context = lambda: context
+    for name in MODULES:
+        if name.startswith("vllm."):
+            importlib.import_module(name)
+    for module in [m for name, m in list(sys.modules.items()) if name.startswith("vllm")]:
+        if "get_mp_context" in vars(module):
+            module.get_mp_context = system_utils.get_mp_context  # type: ignore[attr-defined]
+
+
+def _become(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """In the fork: the process that was ordered."""
+    import setproctitle
+
+    processes.die_with_parent()
+    os.setsid()
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    for here, there in zip(descriptors, order["inherited"], strict=True):
+        os.dup2(here, there, inheritable=True)
+    os.environ.clear()
+    os.environ.update(order["env"])
+    os.chdir(order["cwd"])
+    setproctitle.setproctitle(" ".join([sys.executable, "-m", *order["args"]]))
+    sys.argv = list(order["args"])
+    status = 0
+    try:
+        runpy.run_module(order["args"][0], run_name="__main__", alter_sys=True)
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
+    from server.instance.main import prepare_environment
+
+    prepare_environment()
+    _serve(socket.socket(fileno=int(sys.argv[1])))
