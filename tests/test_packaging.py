@@ -82,12 +82,11 @@ def test_an_image_is_built_from_files_that_are_there_and_not_ignored(accel: str)
 @pytest.mark.parametrize("accel", ACCELERATORS)
 def test_the_pinned_list_of_the_accelerator_is_installed_as_it_is(accel: str) -> None:
     runs = [string.Template(run).safe_substitute(ACCEL=accel) for run in of(chain(accel, "build"), "RUN")]
-    (install,) = [run for run in runs if f"-r /src/requirements/{accel}.txt" in run]
-    assert "pip install --no-deps -r" in install
-    assert (ROOT / "requirements" / f"{accel}.txt").exists()
+    (install,) = [run for run in runs if f"scripts/install.sh /opt/venv requirements/{accel}.txt" in run]
+    assert all((ROOT / "requirements" / f"{name}.txt").exists() for name in (accel, f"extras-{accel}"))
     tools = re.search(r"grep -E '(.*?)'", install)
     assert tools is not None
-    lines = (ROOT / "requirements" / "dev.txt").read_text().splitlines()
+    lines = (ROOT / "requirements" / "test.txt").read_text().splitlines()
     assert any(line.startswith("mypy==") and re.match(tools[1], line) for line in lines)
 
 

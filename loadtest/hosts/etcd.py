@@ -19,11 +19,11 @@ from aetcd import rpc
 from loadtest.hosts.namespaces import Hosts, reaches, until
 
 CLIENTS, PEERS = 2379, 2380
-MISSING = "no etcd: run scripts/etcd.sh (`make setup` does), or install Debian's etcd-server"
+MISSING = "no etcd: run `make setup`, or install Debian's etcd-server"
 
 
 def binary() -> str | None:
-    """etcd from PATH, or where scripts/etcd.sh unpacks it."""
+    """etcd from PATH, or where scripts/debian.sh unpacks it."""
     unpacked = Path(sys.prefix) / "etcd/usr/bin/etcd"
     return shutil.which("etcd") or (str(unpacked) if unpacked.exists() else None)
 

@@ -26,7 +26,7 @@ from loadtest.hosts.iproute import free_network, has_netem, ip, new_prefix, remo
 
 ROOT = Path(__file__).parents[2]
 TUN = Path("/dev/net/tun")
-NO_IP = "there is no `ip`; run scripts/iproute2.sh, or install Debian's iproute2"
+NO_IP = "there is no `ip`; run `make setup`, or install Debian's iproute2"
 
 
 def obstacle() -> str | None:

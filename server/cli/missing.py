@@ -6,7 +6,7 @@ import importlib.util
 
 from server.cli.errors import CliError
 
-INSTALL = "pip install --no-deps -r requirements/cpu.txt (cuda.txt for GPUs), in a checkout of Hotswap"
+INSTALL = "scripts/install.sh VENV requirements/cpu.txt (cuda.txt for GPUs), in a checkout of Hotswap"
 OURS = frozenset({"server", "weightsync", "trainer", "loadtest"})
 
 

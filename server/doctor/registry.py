@@ -50,5 +50,5 @@ def all_checks() -> list[Check]:
 
 def _unable(name: str, package: str) -> Check:
     """Stands for a check that cannot run without `package`."""
-    mend = "`make setup`, or pip install --no-deps -r requirements/{cpu,cuda}.txt"
+    mend = "`make setup`, or scripts/install.sh VENV requirements/{cpu,cuda}.txt"
     return Check(name, "", lambda _: [fail(f"the package {package} is not installed, so this cannot be checked", mend)])

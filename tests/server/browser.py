@@ -20,10 +20,10 @@ TIMEOUT_MS = 30_000  # a condition that comes true is seen at once; this is for 
 
 
 def executable() -> str:
-    """Chromium's path: the one on PATH, or what scripts/chromium.sh unpacked. Skips the test, or fails it on CI."""
+    """Chromium's path: the one on PATH, or what scripts/debian.sh unpacked. Skips the test, or fails it on CI."""
     unpacked = ROOT / ".venv" / "chromium" / "run"
     found = shutil.which("chromium") or (str(unpacked) if unpacked.exists() else None)
-    return found or lacking("there is no Chromium; run scripts/chromium.sh")
+    return found or lacking("there is no Chromium; run scripts/debian.sh")
 
 
 def lacking(reason: str) -> NoReturn:

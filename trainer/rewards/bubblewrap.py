@@ -15,7 +15,7 @@ INSIDE = "/runner.py"
 
 
 def binary() -> str | None:
-    """On PATH, or beside this Python (scripts/bubblewrap.sh)."""
+    """On PATH, or beside this Python (scripts/debian.sh)."""
     return shutil.which("bwrap") or shutil.which("bwrap", path=str(Path(sys.executable).parent))
 
 

