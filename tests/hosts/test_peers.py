@@ -155,6 +155,7 @@ async def test_a_host_whose_source_is_cut_off_reads_on_from_another(
         check(there, await copy(fleet, there, version, 2, "ready"), 2, 2.0)
 
 
+@pytest.mark.broad
 async def test_a_host_that_is_cut_off_while_it_reads_goes_on_when_it_is_back(
     hosts: Hosts, etcd: Etcd, peers: Callable[[str], Peers]
 ) -> None:

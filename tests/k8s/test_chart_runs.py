@@ -140,6 +140,7 @@ def test_the_first_version_is_published_as_the_manifests_say(node: Node) -> None
     assert node.probed("peer", "livenessProbe")
 
 
+@pytest.mark.broad
 @pytest.mark.engine
 def test_the_pod_serves_once_it_says_that_it_is_ready(node: Node) -> None:
     bring_up(node)

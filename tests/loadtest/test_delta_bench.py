@@ -47,6 +47,7 @@ def test_only_versions_that_follow_each_other_are_compared() -> None:
     assert found["changed_share"]["median"] == 0.01
 
 
+@pytest.mark.broad
 def test_versions_travel_between_namespaces() -> None:
     try:
         with shaped_link(None):

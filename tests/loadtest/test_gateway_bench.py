@@ -80,6 +80,7 @@ def test_an_error_answer_is_counted(tmp_path: Path) -> None:
     assert seen.client["requests"] == 0
 
 
+@pytest.mark.broad
 def test_the_whole_run_writes_its_figures(tmp_path: Path) -> None:
     loads = [Load("many", body(), clients=2, seconds=0.3), STREAMS]
     results = run(tmp_path / "g.json", rounds=1, only=[FULL], loads=loads)

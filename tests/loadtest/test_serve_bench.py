@@ -129,6 +129,7 @@ async def test_two_runs_of_a_plan_offer_the_same() -> None:
     assert [s.tokens or s.status for s in first[:count]] == [s.tokens or s.status for s in second[:count]]
 
 
+@pytest.mark.broad
 @pytest.mark.engine
 @pytest.mark.slow
 def test_all_of_it_once(tmp_path: os.PathLike[str]) -> None:

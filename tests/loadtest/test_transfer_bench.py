@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import orjson
+import pytest
 
 from loadtest import transfer
 from loadtest.transfer_peer import RAW
 from weightsync.transport import available
 
 
+@pytest.mark.broad
 def test_it_measures_every_transport_that_is_there(tmp_path: Path) -> None:
     report = transfer.run(tmp_path / "transfer.json", small=True, parts=["reads"])
     assert report == orjson.loads((tmp_path / "transfer.json").read_bytes())

@@ -147,6 +147,7 @@ main(parser.parse_args())
 """
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_vllm_bench_serve(
     live: LiveServer, checkpoints: dict[str, Path], version: int, tmp_path: Path, backend: str

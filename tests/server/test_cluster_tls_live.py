@@ -15,6 +15,8 @@ from tests.cluster_tls import Authority
 from tests.live import VLLM_ARGS, LiveServer, eventually
 from weightsync.tls import ClusterTls, is_loopback
 
+pytestmark = pytest.mark.broad
+
 ADDRESS = "127.0.0.2"  # another one of this machine than the gateway listens on
 LONG = {"prompt_token_ids": [3, 4, 5], "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
 

@@ -82,6 +82,7 @@ def test_nothing_is_in_it_that_mypyc_would_change(source: Path) -> None:
     assert "slots=True" not in text
 
 
+@pytest.mark.broad
 @pytest.mark.timeout(900)
 def test_it_does_what_the_sources_do() -> None:
     files = [str(HERE / f"test_gateway_{name}.py") for name in SAME]

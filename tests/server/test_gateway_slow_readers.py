@@ -40,6 +40,7 @@ async def stall(stack: contextlib.ExitStack, port: int) -> None:
     assert (await loop.sock_recv(client, 64)).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.broad
 async def test_stalled_clients_cost_a_bounded_amount(tmp_path: Path) -> None:
     sent, writing = 0, 0
 

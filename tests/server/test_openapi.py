@@ -142,6 +142,7 @@ async def test_allow_names_the_methods_of_all_routes_at_a_path(gateway: RunningG
     assert (answer.status, answer.headers["allow"]) == (405, "GET, POST")
 
 
+@pytest.mark.broad
 async def test_schemathesis_finds_nothing_on_the_admin_port(gateway: RunningGateway) -> None:
     """Every control route, with data that breaks the rules and data that does not: the store is empty, but for one
     instance."""

@@ -29,6 +29,7 @@ def test_the_document_describes_what_is_served(live: LiveServer) -> None:
     assert schemas["GenerateRequest"]["additionalProperties"] is False
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("which", "examples"), [("--exclude-path-regex", "20"), ("--include-path-regex", "5")])
 def test_schemathesis_finds_nothing(live: LiveServer, checkpoints: dict[str, Path], which: str, examples: str) -> None:
     """No 5xx, only documented statuses, content types, headers and bodies; what breaks the schema is refused."""

@@ -136,6 +136,7 @@ def test_neighbouring_versions_have_different_colours() -> None:
     assert len(set(colours)) == 8
 
 
+@pytest.mark.broad
 def test_two_demos_do_not_share_a_directory(tmp_path: Path) -> None:
     first, second = (Demo(tmp_path, Recipe(), Scene()) for _ in range(2))
     try:

@@ -16,6 +16,8 @@ import yaml
 
 from tests.trainer.fleet import Fleet, fleet
 
+pytestmark = pytest.mark.broad
+
 CONFIGS = Path(__file__).parents[2] / "trainer" / "configs"
 
 

@@ -78,6 +78,7 @@ def test_a_share_that_does_not_come_costs_one_version(
     assert re.search(said, lead[1])
 
 
+@pytest.mark.broad
 def test_a_run_that_another_launcher_starts_on_two_hosts(small_models: dict[str, str], tmp_path: Path) -> None:
     """Each rank is a process with a host's name of its own; each publishes after every step."""
     with fleet(small_models["qwen2"], tmp_path) as running, socket.create_server(("127.0.0.1", 0)) as free:

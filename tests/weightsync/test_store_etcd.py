@@ -344,6 +344,7 @@ def test_children_forked_while_it_writes_come_to_no_harm(etcd: Etcd) -> None:
     subprocess.run([sys.executable, "-c", FORKS, etcd.url("forks")], check=True, timeout=120)
 
 
+@pytest.mark.broad
 def test_it_lives_beside_vllm() -> None:
     """Their protobuf messages share one registry; a clash would show at import."""
     code = "import vllm.sampling_params, opentelemetry.exporter.otlp.proto.grpc, weightsync.store.etcd"

@@ -75,6 +75,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.broad
 async def test_a_watch_misses_nothing_while_etcd_is_killed_and_restarted(server: Etcd, store: Store) -> None:
     _, revision = await store.list("")
     keys, writes = ("w/x", "w/y"), 400
@@ -233,6 +234,7 @@ def cluster() -> Iterator[Etcd]:
     etcd.close()
 
 
+@pytest.mark.broad
 async def test_a_cluster_goes_on_without_any_one_of_its_members(cluster: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsync.store.etcd_watch.PATIENCE_S", LONG_S)
     store = open_store(cluster.url("n"))

@@ -16,7 +16,7 @@ from tests.server.gateway_harness import ADMIN_KEY, KEYS, RunningGateway
 from tests.server.test_sdk_js_live import JS
 from weightsync.records import FlipRecord, PastSwapRecord
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.broad]
 
 
 @pytest.fixture(scope="module")

@@ -73,6 +73,7 @@ def test_nobody_listens() -> None:
     assert "`store`" in only(findings("clock", World(store=url)), "skip").found
 
 
+@pytest.mark.broad
 def test_a_lost_member_is_a_warning_and_a_lost_majority_a_failure() -> None:
     cluster = Etcd(3)
     try:

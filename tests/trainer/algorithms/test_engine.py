@@ -52,6 +52,7 @@ def test_every_algorithm_is_the_same_in_every_layout(
     check(ranks[0], serial)
 
 
+@pytest.mark.broad
 def test_and_with_interleaved_pipeline_stages(one_rank: Ranks, two_ranks: Ranks, tmp_path: Path) -> None:
     """Two stages of two chunks each; the critic's head is on the last chunk."""
     path, parallel = str(tmp_path / "deep"), {"pipeline": 2, "virtual_pipeline": 2}
@@ -72,6 +73,7 @@ def test_and_with_weights_fully_sharded(
     check(two_ranks.call("algorithms", path=small_models["qwen3-tied"], parallel=parallel, names=[name])[0], serial)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("parallel", [{}, {"data": 2}], ids=["serial", "data"])
 def test_packing_changes_nothing(
     one_rank: Ranks, two_ranks: Ranks, small_models: dict[str, str], serial: dict[str, Any], parallel: dict[str, Any]
@@ -103,6 +105,7 @@ def test_the_critic_learns_alone_at_first(one_rank: Ranks, small_models: dict[st
     assert seen["rates"] == [pytest.approx(3e-3), pytest.approx(1e-2)]
 
 
+@pytest.mark.broad
 def test_the_critic_goes_on_where_it_was(
     one_rank: Ranks, two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path
 ) -> None:

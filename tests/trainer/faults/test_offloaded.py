@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file
 
 from tests.trainer.faults.runs import arguments, curve, events
@@ -13,6 +14,8 @@ from tests.trainer.faults.test_resume import killed_and_resumed, uninterrupted
 from tests.trainer.faults.zygote import Zygote
 from tests.trainer.fleet import fleet, never_behind
 from tests.trainer.rewards.functions import Large
+
+pytestmark = pytest.mark.broad
 
 STEPS, EVERY = 8, 2
 

@@ -17,7 +17,7 @@ import pytest
 from tests.trainer.faults.runs import arguments, curve, events
 from tests.trainer.faults.runs import wait_until as wait_for
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.broad]
 
 
 def start(config: dict[str, Any], root: Path) -> subprocess.Popen[str]:

@@ -16,6 +16,8 @@ from tests.trainer.faults.zygote import Zygote
 from tests.trainer.fleet import Fleet, fleet, never_behind
 from trainer.data import take
 
+pytestmark = pytest.mark.broad
+
 BATCH, STEPS, BAD_STEP = 4, 13, 11
 RECORDS = BATCH * STEPS * 2
 BAD_NUMBER = BATCH * (BAD_STEP - 1) + 2

@@ -34,6 +34,7 @@ def phases(ranks: Ranks, path: str, directory: Path, spare: float | None, **para
     return ranks.call("phases", path=path, parallel=parallel, directory=str(directory), spare=spare)
 
 
+@pytest.mark.broad
 def test_training_in_phases_is_the_same_training_and_the_server_gets_the_memory(
     one_rank: Ranks, larger_model: str, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_a_classifier_scores_prompt_and_answer(classifier: Path) -> None:
     assert other.total == pytest.approx(1 - first.total, abs=1e-6)
 
 
+@pytest.mark.broad
 def test_answers_that_wait_are_one_forward_pass(classifier: Path) -> None:
     """Rows of unequal length give what each gives alone."""
     model = Classifier(str(classifier), -1, probability=False, max_tokens=512, batch=8)
@@ -120,6 +121,7 @@ def test_a_classifier_without_padding_takes_one_at_a_time(classifier: Path, tmp_
     )
 
 
+@pytest.mark.broad
 def test_models_rest_and_wake(classifier: Path) -> None:
     """Their processes are gone meanwhile; other rewards go on."""
     configs = [ClassifierReward(path=str(classifier), workers=1), RegexReward(pattern="0")]
@@ -145,6 +147,7 @@ def test_models_rest_and_wake(classifier: Path) -> None:
         scorer.close()
 
 
+@pytest.mark.broad
 def test_a_classifier_that_cannot_be_loaded_is_named(classifier: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot load"):
         build_scorer([ClassifierReward(path=str(tmp_path))])

@@ -100,6 +100,7 @@ def test_a_run_learns_from_samples_within_its_bound(
     assert [step["version"] for step in trained] == sorted({step["version"] for step in trained})
 
 
+@pytest.mark.broad
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("parallel", [{}, {"pipeline": 2}], ids=["1 rank", "2 stages"])
 def test_models_look_at_rollouts_as_they_come_and_all_is_counted(
@@ -117,6 +118,7 @@ def test_models_look_at_rollouts_as_they_come_and_all_is_counted(
     assert sum(step["filtered_groups"] for step in trained) > 0
 
 
+@pytest.mark.broad
 @pytest.mark.timeout(300)
 def test_an_asynchronous_run_goes_on_where_it_stood(mistaken: str, served: Fleet, tmp_path: Path) -> None:
     schedule = {"name": "async", "max_lag": 2}
