@@ -178,6 +178,7 @@ def _become(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.chdir(order["cwd"])
     setproctitle.setproctitle(" ".join([sys.executable, "-m", *order["args"]]))
     sys.argv = list(order["args"])
+    sys.orig_argv = [sys.executable, "-m", *order["args"]]  # with which an instance that wakes begins anew
     status = 0
     try:
         runpy.run_module(order["args"][0], run_name="__main__", alter_sys=True)

@@ -616,7 +616,7 @@ def test_a_store_that_vanishes_under_a_server_is_said_once(server: Up, capsys: p
 # killed at any moment
 
 
-@pytest.mark.parametrize("every", [97, pytest.param(19, marks=pytest.mark.broad)])
+@pytest.mark.parametrize("every", [397, pytest.param(19, marks=pytest.mark.broad)])
 @pytest.mark.parametrize("before", ["nothing", "memory", "disk", "fresh"])
 def test_a_start_may_be_killed_at_any_line(server: Up, before: str, every: int) -> None:
     key, lines = "", 1
@@ -648,7 +648,7 @@ def test_a_start_may_be_killed_at_any_line(server: Up, before: str, every: int) 
         lines += every
 
 
-@pytest.mark.parametrize("share", [10, pytest.param(4, marks=pytest.mark.broad)])
+@pytest.mark.parametrize("share", [40, pytest.param(4, marks=pytest.mark.broad)])
 @pytest.mark.parametrize("loses", ["processes", "power"])
 @pytest.mark.parametrize(
     ("work", "files", "every"), [("persist", PERSISTING, 23), ("swap", SWAPPING, 211), ("stop", STOPPING, 23)]
