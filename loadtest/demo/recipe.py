@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer import strict
-from trainer.config import ArithmeticData
+from trainer.config import ArithmeticData, strict
 from trainer.data import Arithmetic, Tokenizer
 
 MODEL = "demo"

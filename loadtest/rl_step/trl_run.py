@@ -24,8 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from loadtest.rl_step import task as tasks
 from loadtest.rl_step.task import Task
-from trainer import strict
-from trainer.config import ArithmeticData
+from trainer.config import ArithmeticData, strict
 from trainer.data import Arithmetic, Tokenizer
 
 

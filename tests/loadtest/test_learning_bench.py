@@ -10,8 +10,7 @@ import pytest
 from loadtest.learning import LEAST_GAIN, figures
 from loadtest.learning_pages import BEGIN, END, chart, table, update_page
 from loadtest.learning_recipes import TASKS, WAYS, Task, Way, base, recipe
-from trainer import strict
-from trainer.config import PolicyConfig, TrainerConfig
+from trainer.config import PolicyConfig, TrainerConfig, strict
 from trainer.report import RunEvents
 
 

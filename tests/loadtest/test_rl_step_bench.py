@@ -16,8 +16,7 @@ from loadtest.rl_step import ours, task
 from loadtest.rl_step.bench import gains, summary
 from loadtest.rl_step.memory import PeakMemory
 from loadtest.rl_step.ours import Step
-from trainer import strict
-from trainer.config import TrainerConfig
+from trainer.config import TrainerConfig, strict
 
 
 def test_seconds_are_from_one_step_to_the_next(tmp_path: Path) -> None:

@@ -322,20 +322,20 @@ MUTATIONS: list[Mutation] = [
         ("- 1 / (2 * c.beta)).square()", "- 1 / c.beta).square()"),
         ("/ (1 - 2 * c.label_smoothing)", ""),
     ]),
-    *of("trainer/batch/packing.py", TR + "batch/test_packing.py", changes=[
+    *of("trainer/batch.py", TR + "batch/test_packing.py", changes=[
         ("place = bisect.bisect_left(room, (lengths[index], -1))", "place = bisect.bisect_left(room, (lengths[index] + 1, -1))"),
         ("if lengths and max(lengths) > max_tokens:", "if lengths and max(lengths) >= max_tokens:"),
         ("count = -(-len(bins) // ranks) * ranks", "count = len(bins)"),
     ]),
-    *of("trainer/batch/shares.py", TR + "batch/test_packing.py", changes=[
+    *of("trainer/batch.py", TR + "batch/test_packing.py", changes=[
         ("count = -(-rows // (size * ranks * group)) * group", "count = -(-rows // (size * ranks))"),
     ]),
-    *of("trainer/schedules/asynchronous.py", TR + "schedules/test_asynchronous.py", changes=[
+    *of("trainer/schedules.py", TR + "schedules/test_asynchronous.py", changes=[
         ("most = (max_lag + 1) * batch", "most = (max_lag + 2) * batch"),
         ("min(self._buffer, room, steps_left * self.batch)", "min(self._buffer, room)"),
         ("deadline = pending.version + self.max_lag\n", "deadline = pending.version + self.max_lag + 1\n"),
     ]),
-    *of("trainer/schedules/base.py", TR + "schedules/test_in_order.py", TR + "schedules/test_asynchronous.py", changes=[
+    *of("trainer/schedules.py", TR + "schedules/test_in_order.py", TR + "schedules/test_asynchronous.py", changes=[
         ("version - oldest <= self.max_lag:", "version - oldest <= self.max_lag + 1:"),
         ("        self._refills_left -= 1\n", ""),
     ]),

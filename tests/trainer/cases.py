@@ -17,10 +17,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import weightsync
 from tests.trainer.batches import random_batch
-from trainer import strict
 from trainer.algorithms import build_algorithm
 from trainer.batch import MASK, TOKENS
-from trainer.config import TrainerConfig
+from trainer.config import TrainerConfig, strict
 from trainer.errors import TrainerError
 from trainer.megatron import state
 from trainer.megatron.context import local_positions, whole_sequence

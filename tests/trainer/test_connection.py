@@ -21,7 +21,7 @@ from trainer.faults.serving import roll_back_serving
 from trainer.memory.serving import Fleet
 from trainer.rewards import RewardRequest
 from trainer.rewards.judge import Judge
-from trainer.rollout.client import GenerateClient, Request
+from trainer.rollout import GenerateClient, Request
 from trainer.telemetry import HttpMetrics
 from weightsync.tls import ClusterTls
 

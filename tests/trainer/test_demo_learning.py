@@ -17,8 +17,7 @@ import pytest
 
 from loadtest.demo import Demo, DemoFailed, Recipe, Scene
 from loadtest.demo.recipe import ENVIRONMENT, MODEL
-from trainer import strict
-from trainer.config import ArithmeticData
+from trainer.config import ArithmeticData, strict
 from trainer.data import Arithmetic, Tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -17,8 +17,7 @@ from loadtest.demo.display import Recorder, colour, picture, summary
 from loadtest.demo.scene import Answer, Swap
 from loadtest.demo.stage import MetricsTail
 from server.cli import interrupts
-from trainer import strict
-from trainer.config import TrainerConfig
+from trainer.config import TrainerConfig, strict
 
 
 def test_both_recipes_are_configurations_the_trainer_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """The trainer's configuration: one frozen dataclass per component. Imports neither torch nor Megatron.
 
-`load(path, overrides)` reads YAML strictly (trainer/strict.py) and checks what can be checked without the model.
+`load(path, overrides)` reads YAML strictly (trainer/config/strict.py) and checks what can be checked without the model.
 Sizes are counts unless a name ends in `_s` (seconds).
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from trainer import strict
+from trainer.config import strict
 from trainer.config.algorithms import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -23,8 +23,6 @@ from trainer.config.algorithms import (
     RlooConfig,
     SftConfig,
 )
-from trainer.config.checkpoint import CheckpointConfig
-from trainer.config.checks import positive
 from trainer.config.datasets import (
     ArithmeticData,
     CodeTasksData,
@@ -34,10 +32,16 @@ from trainer.config.datasets import (
     ParquetData,
     WebDatasetData,
 )
-from trainer.config.faults import FaultsConfig
-from trainer.config.gateway import GatewayConfig
-from trainer.config.memory import MemoryConfig, ServingMemory
-from trainer.config.packing import PackingConfig
+from trainer.config.operation import (
+    CheckpointConfig,
+    EvalConfig,
+    FaultsConfig,
+    MemoryConfig,
+    ServingMemory,
+    TelemetryConfig,
+    WandbConfig,
+    WatchConfig,
+)
 from trainer.config.rewards import (
     CallableReward,
     ClassifierReward,
@@ -49,16 +53,21 @@ from trainer.config.rewards import (
     RegexReward,
     RewardConfig,
 )
-from trainer.config.schedule import AsyncSchedule, ColocatedSchedule, OneStepOffSchedule, ScheduleConfig
 from trainer.config.sections import (
+    AsyncSchedule,
+    ColocatedSchedule,
     Dtype,
+    GatewayConfig,
     ModelConfig,
+    OneStepOffSchedule,
     OptimizerConfig,
+    PackingConfig,
     ParallelConfig,
     PublishConfig,
     RolloutConfig,
+    ScheduleConfig,
 )
-from trainer.config.watching import EvalConfig, TelemetryConfig, WandbConfig, WatchConfig
+from trainer.config.strict import positive
 from trainer.errors import ConfigError
 
 __all__ = [

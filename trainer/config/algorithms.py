@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainer.config.checks import in_range, positive
+from trainer.config.strict import in_range, positive
 from trainer.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config.checks import in_range, positive
+from trainer.config.strict import in_range, positive
 from trainer.errors import ConfigError
 
 

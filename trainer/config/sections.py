@@ -1,4 +1,4 @@
-"""The components around the algorithm: model, layout, optimizer, server, publishing, checkpoints."""
+"""What a step is made with: model, parallel layout, packing, optimizer, gateway, rollouts, schedule and publishing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config.checks import in_range, positive
+from trainer.config.strict import in_range, key_in, positive, server
 from trainer.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16"]
@@ -177,3 +177,89 @@ class PublishConfig:
     @property
     def store_url(self) -> str:
         return self.store or os.environ.get("HOTSWAP_STORE", "")
+
+
+@dataclass(frozen=True)
+class PackingConfig:
+    """Sequences end to end in rows of at most `max_tokens` tokens, each attending to itself only. A forward pass takes
+    one row, so this bounds its activations; `micro_batch` is not used then."""
+
+    max_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        positive(self, "max_tokens")
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """Where `/generate` answers. `api_key_env` names the environment variable that holds the inference key, or
+    `api_key_file` the file it is in, which is read again for every request. For https, `ca_file` is the authority that
+    signed the gateway's certificate (default: those of the system), or `cluster_tls` a member's directory with tls.crt,
+    tls.key and ca.crt."""
+
+    url: str
+    api_key_env: str | None = None
+    api_key_file: str | None = None
+    ca_file: str | None = None
+    cluster_tls: str | None = None
+    timeout_s: float = 120.0
+    retry_s: float = 30.0
+    concurrency: int = 64
+
+    def __post_init__(self) -> None:
+        positive(self, "timeout_s", "retry_s", "concurrency")
+        server("url", self.url, self.ca_file, self.cluster_tls)
+
+    def api_key(self) -> str | None:
+        """Raises ConfigError when one is named that is not there."""
+        if self.api_key_env is not None:
+            if self.api_key_env not in os.environ:
+                raise ConfigError("gateway.api_key_env", f"{self.api_key_env} is not set", "Export it")
+            return os.environ[self.api_key_env]
+        return key_in(self.api_key_file, "gateway.api_key_file") if self.api_key_file is not None else None
+
+
+@dataclass(frozen=True)
+class ColocatedSchedule:
+    """A step's rollouts, then its training, by turns: the two may share one device. Every token a step trains on was
+    sampled from the weights that the step starts from. `max_refills` bounds how many more prompts, as a multiple of
+    `batch`, a step may draw for groups that the algorithm sends back (dynamic sampling)."""
+
+    name: Literal["colocated"] = "colocated"
+    max_refills: int = 3
+
+    def __post_init__(self) -> None:
+        in_range(self, "max_refills", 0, 1000)
+
+
+@dataclass(frozen=True)
+class OneStepOffSchedule:
+    """The next step's rollouts are under way while this one trains: tokens are at most one version old."""
+
+    name: Literal["one-step-off"] = "one-step-off"
+    max_refills: int = 3
+
+    def __post_init__(self) -> None:
+        in_range(self, "max_refills", 0, 1000)
+
+
+@dataclass(frozen=True)
+class AsyncSchedule:
+    """The server never stops: groups are taken as they finish, answers go on across swaps.
+
+    No token is trained on that is more than `max_lag` versions old. `buffer` is how many groups may be sampled ahead,
+    in flight and finished together; null is the most that the bound allows, (`max_lag` + 1) x `batch`.
+    """
+
+    name: Literal["async"] = "async"
+    max_lag: int = 2
+    buffer: int | None = None
+    max_refills: int = 3
+
+    def __post_init__(self) -> None:
+        in_range(self, "max_lag", 1, 1000)
+        in_range(self, "max_refills", 0, 1000)
+        positive(self, "buffer")
+
+
+ScheduleConfig = ColocatedSchedule | OneStepOffSchedule | AsyncSchedule

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from trainer import strict
-from trainer.config import FileData, JsonlData, ParquetData, WebDatasetData
+from trainer.config import FileData, JsonlData, ParquetData, WebDatasetData, strict
 from trainer.data.formats import Bad, Unit, format_of
 from trainer.data.parse import BadRecord, Parser, TooLong
 from trainer.data.segment import SegmentWriter

@@ -16,6 +16,7 @@ from trainer.batch import (
     Rows,
     Sequence,
     assemble,
+    best_fit,
     collate,
     label_segments,
     lay_out,
@@ -26,7 +27,6 @@ from trainer.batch import (
     take_back,
     to_tokens,
 )
-from trainer.batch.packing import best_fit
 from trainer.config import PackingConfig
 from trainer.errors import DataError
 

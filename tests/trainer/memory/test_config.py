@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainer import strict
-from trainer.config import TrainerConfig
+from trainer.config import TrainerConfig, strict
 from trainer.errors import ConfigError
 
 ASYNC = {"schedule": {"name": "async"}, "algorithm": {"name": "grpo"}, "gateway": {"url": "http://unused"}}

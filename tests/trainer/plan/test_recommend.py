@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainer import strict
-from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig, load
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig, load, strict
 from trainer.errors import ConfigError, NoLayout
 from trainer.main import main
 from trainer.megatron.hf_config import ModelShape, load_shape

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.schedules.sampler import Records, Sampler, everything, numbers, useful
-from trainer.config.schedule import AsyncSchedule
+from trainer.config.sections import AsyncSchedule
 from trainer.rollout import Group
 from trainer.schedules import Feed, Schedule, build_schedule
 
@@ -233,5 +233,5 @@ def test_what_is_due_is_waited_for_though_younger_groups_are_ready(
             sampler.finish(next(number for number in due if number in sampler.in_flight))
         return wait(futures, **how)
 
-    monkeypatch.setattr("trainer.schedules.asynchronous.wait", finishes_only_what_is_waited_for)
+    monkeypatch.setattr("trainer.schedules.wait", finishes_only_what_is_waited_for)
     assert numbers(built.take(2, 8)) == [*due]

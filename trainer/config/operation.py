@@ -1,0 +1,221 @@
+"""How a run is kept going and watched: checkpoints, faults, evaluation, where its numbers go, and device memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.config.strict import in_range, key_in, positive, server
+from trainer.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """`resume`: `auto` goes on from the newest whole checkpoint if there is one, `must` insists, `never` starts new.
+
+    Kept are the newest `keep`, every one whose step is a multiple of `keep_every`, and the `keep_best` with the highest
+    accuracy of an evaluation at their very step (0: none for that). With `asynchronous` a thread writes a copy in host
+    memory while training goes on. `max_failures` is how many in a row may fail to be written before the run stops.
+    """
+
+    path: str
+    every: int = 100
+    keep: int = 2
+    keep_every: int = 0
+    keep_best: int = 0
+    asynchronous: bool = True
+    max_failures: int = 0
+    resume: Literal["auto", "must", "never"] = "auto"
+
+    def __post_init__(self) -> None:
+        positive(self, "every", "keep")
+        for name in ("keep_every", "keep_best", "max_failures"):
+            in_range(self, name, 0, 10**9)
+
+
+@dataclass(frozen=True)
+class FaultsConfig:
+    """`max_restarts`: how often all ranks are started anew after one failed (not after a mistake of the user's).
+
+    Every rank sends a heartbeat each `heartbeat_s`; one that is silent for `heartbeat_timeout_s` is named and ended.
+    When no rank gets on for `hang_s`, each says where it is and ends (0: never; it must be longer than the longest
+    phase, rollouts included). After SIGTERM the ranks have `grace_s` to save and leave.
+
+    `on_diverged` says what a loss or gradient that is not finite, or that leaps, leads to: `stop` ends the run,
+    `rollback` goes back to the last checkpoint, at most `max_rollbacks` times; the batch that did it twice is left out.
+    With `rollback_serving` the server goes back to that checkpoint's version too. A leap is a loss or gradient norm
+    `spike_sigma` standard deviations above the mean of the last `spike_window` steps (0: not watched), `spike_patience`
+    steps in a row.
+    """
+
+    max_restarts: int = 0
+    heartbeat_s: float = 2.0
+    heartbeat_timeout_s: float = 60.0
+    hang_s: float = 1800.0
+    grace_s: float = 120.0
+    on_diverged: Literal["stop", "rollback"] = "stop"
+    max_rollbacks: int = 3
+    rollback_serving: bool = True
+    spike_sigma: float = 0.0
+    spike_window: int = 32
+    spike_patience: int = 1
+
+    def __post_init__(self) -> None:
+        positive(self, "heartbeat_s", "heartbeat_timeout_s", "grace_s", "max_rollbacks", "spike_patience")
+        in_range(self, "max_restarts", 0, 10**6)
+        in_range(self, "hang_s", 0.0, 1e9)
+        in_range(self, "spike_sigma", 0.0, 1e6)
+        in_range(self, "spike_window", 8, 10**6)
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_s:
+            raise ConfigError(
+                "heartbeat_timeout_s",
+                f"{self.heartbeat_timeout_s:g} is less than two heartbeats of {self.heartbeat_s:g} s",
+                "Make it longer, or heartbeat_s shorter",
+            )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Answers to held-out prompts through the gateway: at the start, every `every` steps and at the end. One `samples`
+    is the greedy answer; more are sampled as rollouts are, and their mean and best are reported."""
+
+    every: int = 20
+    prompts: int = 100
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        positive(self, "every", "prompts", "samples")
+
+
+@dataclass(frozen=True)
+class TelemetryConfig:
+    """Where the run's numbers are shown: the gateway's admin port. The key is in the environment variable
+    `admin_key_env`, or in `admin_key_file` (0600), never in this file. `ca_file` and `cluster_tls` are as in
+    `gateway`."""
+
+    admin_url: str
+    admin_key_env: str = "HOTSWAP_ADMIN_KEY"
+    admin_key_file: str | None = None
+    timeout_s: float = 5.0
+    ca_file: str | None = None
+    cluster_tls: str | None = None
+
+    def __post_init__(self) -> None:
+        positive(self, "timeout_s")
+        server("admin_url", self.admin_url, self.ca_file, self.cluster_tls)
+
+    def admin_key(self) -> str:
+        """Raises ConfigError when there is none."""
+        key = os.environ.get(self.admin_key_env, "")
+        if not key and self.admin_key_file is not None:
+            return key_in(self.admin_key_file, "telemetry.admin_key_file")
+        if not key or not key.isascii() or not key.isprintable():
+            advice = f"Set {self.admin_key_env}, or telemetry.admin_key_file"
+            raise ConfigError("telemetry", "there is no admin key to post metrics with", advice)
+        return key
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases. `offline` writes below `dir`, for `wandb sync` later; `online` wants WANDB_API_KEY. Runs of the
+    same `id` are one run there: set it for a run that will be resumed."""
+
+    project: str = "hotswap"
+    name: str | None = None
+    group: str | None = None
+    id: str | None = None
+    tags: tuple[str, ...] = ()
+    dir: str = "runs"
+    mode: Literal["offline", "online"] = "offline"
+
+    def __post_init__(self) -> None:
+        if not self.project:
+            raise ConfigError("project", "empty", "Name the W&B project")
+
+    def check_key(self) -> None:
+        """Raises ConfigError when `online` has no key."""
+        if self.mode == "online" and not os.environ.get("WANDB_API_KEY"):
+            raise ConfigError("watch.wandb.mode", "online, but WANDB_API_KEY is not set", "Set it, or use offline")
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    """`progress` is drawn on standard error: a `bar`, `lines` (one an event, for logs), or nothing; `auto` is a bar on
+    a terminal that does not show the JSON lines already. `tensorboard` is a directory for its event files.
+    `peak_tflops` is what MFU is a share of, by rank (default: the GPU's published bf16 figure; a CPU's is measured)."""
+
+    progress: Literal["auto", "bar", "lines", "off"] = "auto"
+    tensorboard: str | None = None
+    wandb: WandbConfig | None = None
+    peak_tflops: float | None = None
+
+    def __post_init__(self) -> None:
+        positive(self, "peak_tflops")
+
+
+@dataclass(frozen=True)
+class ServingMemory:
+    """The instances that share the device with the trainer, and the admin port that puts them to sleep.
+
+    `instances`: their ids; empty: all there are. `level` 2 gives everything back, 1 what is quick to have again (vLLM's
+    sleep mode where it is on; else the process keeps its imports). Requests get `drain_s` to end. An instance wakes by
+    itself `ttl_s` after the trainer has died. `engine_gib` (null: the published weights) and `kv_cache_gib` are what
+    the instances together take of one device, for the plan. `ca_file` and `cluster_tls` are as in `gateway`.
+    """
+
+    admin_url: str
+    admin_key_env: str = "HOTSWAP_ADMIN_KEY"
+    admin_key_file: str | None = None
+    instances: tuple[str, ...] = ()
+    level: Literal[1, 2] = 2
+    drain_s: float = 30.0
+    timeout_s: float = 180.0
+    ttl_s: float = 60.0
+    engine_gib: float | None = None
+    kv_cache_gib: float = 1.0
+    ca_file: str | None = None
+    cluster_tls: str | None = None
+
+    def __post_init__(self) -> None:
+        positive(self, "timeout_s", "engine_gib")
+        in_range(self, "drain_s", 0.0, 3600.0)
+        in_range(self, "ttl_s", 3.0, 86400.0)
+        in_range(self, "kv_cache_gib", 0.0, 1e6)
+        self.as_telemetry()
+
+    def as_telemetry(self) -> TelemetryConfig:
+        """Where the admin port is and how its key is found, in the form that knows how to read it."""
+        place = (self.admin_url, self.admin_key_env, self.admin_key_file, self.timeout_s)
+        return TelemetryConfig(*place, self.ca_file, self.cluster_tls)
+
+    def admin_key(self) -> str:
+        """Raises ConfigError when there is none."""
+        try:
+            return self.as_telemetry().admin_key()
+        except ConfigError as error:
+            advice = error.advice.replace("telemetry.", "memory.serving.")
+            raise ConfigError("memory.serving", error.problem, advice) from None
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Phases that share a device: what one does not need is offloaded before the next begins.
+
+    `budget_gib` is what trainer and serving may hold of one device together (without a GPU: of this host's memory, all
+    ranks together; null: all there is); `reserve_gib` of it is kept for activations and buffers. `offload` is where to:
+    `host` (pinned memory; needs a GPU), `disk` (a file in `directory` that is gone with the process), or `auto`.
+    """
+
+    budget_gib: float | None = None
+    reserve_gib: float = 0.0
+    offload: Literal["auto", "host", "disk"] = "auto"
+    directory: str = "/var/tmp"  # noqa: S108 - a file without a name, and not memory as /tmp may be
+    serving: ServingMemory | None = None
+
+    def __post_init__(self) -> None:
+        positive(self, "budget_gib")
+        in_range(self, "reserve_gib", 0.0, 1e6)
+        if self.budget_gib is not None and self.reserve_gib >= self.budget_gib:
+            problem = f"{self.reserve_gib:g} leaves nothing of budget_gib ({self.budget_gib:g})"
+            raise ConfigError("reserve_gib", problem, "Lower it, or raise budget_gib")
