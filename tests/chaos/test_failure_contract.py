@@ -162,7 +162,7 @@ def test_trainer_killed_while_publishing(fleet: Fleet) -> None:
     assert_clean(seen, fleet)
 
 
-@pytest.mark.parametrize("on_lost", ["abort", "continue"])
+@pytest.mark.parametrize("on_lost", ["abort", pytest.param("continue", marks=pytest.mark.broad)])
 def test_instance_killed_while_staging(fleet: Fleet, on_lost: str) -> None:
     """Its streams fail over or end with a typed fault; the swap aborts or goes on without it; it comes back."""
     version = fleet.publish()
@@ -262,7 +262,7 @@ def test_gateway_killed(fleet: Fleet) -> None:
     assert set(cut.faults) <= {"RemoteProtocolError", "ReadError", "ConnectError", "no_instance"}
 
 
-@pytest.mark.parametrize("fault", ["frozen", "killed"])
+@pytest.mark.parametrize("fault", [pytest.param("frozen", marks=pytest.mark.broad), "killed"])
 def test_store_away(fleet: Fleet, fault: str) -> None:
     """Clients see nothing; swaps are refused with a typed error; when the store is back, swaps are back."""
     version = fleet.publish()
@@ -317,6 +317,7 @@ except StalePublisher as error:
 """
 
 
+@pytest.mark.broad
 def test_two_trainers(fleet: Fleet) -> None:
     """The one that was replaced is refused; what it would have published is never seen."""
     weights = str(fleet.checkpoints["say-1"] / "model.safetensors")

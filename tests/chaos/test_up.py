@@ -23,7 +23,7 @@ from server.cli.up import arena_name
 from tests.live import VLLM_ARGS, eventually
 from weightsync.arena import DEFAULT_ROOT
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]  # engines start five times over
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.broad, pytest.mark.timeout(900)]  # five starts
 ASK = {"prompt_token_ids": [3, 4, 5, 6], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": False}
 
 

@@ -262,8 +262,17 @@ def test_a_grammar_that_would_take_the_host_is_refused(live: LiveServer, asked: 
 SLOW = "|".join(f"(.*{'abcdefgh'[n % 8]}.{{{1000 + n}}})" for n in range(400))
 
 
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "stream"),
+    [
+        pytest.param("/v1/completions", False, marks=pytest.mark.broad),
+        ("/v1/completions", True),
+        ("/v1/chat/completions", False),
+        pytest.param("/v1/chat/completions", True, marks=pytest.mark.broad),
+        pytest.param("/v1/responses", False, marks=pytest.mark.broad),
+        pytest.param("/v1/responses", True, marks=pytest.mark.broad),
+    ],
+)
 def test_a_grammar_within_the_bounds_that_takes_too_long_is_refused_while_others_are_answered(
     live: LiveServer, route: str, stream: bool
 ) -> None:

@@ -254,6 +254,7 @@ def test_adapters_and_versions_have_prefix_caches_of_their_own(lora: LiveServer,
     assert hits("x") > 0
 
 
+@pytest.mark.broad
 def test_an_instance_that_was_killed_comes_back_with_its_adapters(lora: LiveServer, adapters: dict[str, Path]) -> None:
     version = pushed(lora, adapters["one"], "lora/x")
     expected = answers(lora), answers(lora, "x")

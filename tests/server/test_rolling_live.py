@@ -23,6 +23,7 @@ pytestmark = pytest.mark.engine
 
 BODY = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": False}
 POISON = {"nan": float("nan"), "inf": float("inf"), "overflow": 3e38}
+SMOKE = {("rolling", "nan"), ("together", "overflow")}
 AFTERWARDS = 200  # answers
 # say-0, say-1 and say-3 answer these words, as tests/conftest.py and the tokenizer of loadtest/checkpoints.py have it.
 PROBES = """
@@ -137,8 +138,14 @@ def test_bad_weights_stop_at_the_canary(
     assert found["reason"] == problem["reason"]
 
 
-@pytest.mark.parametrize("bad", POISON)
-@pytest.mark.parametrize("mode", ["together", "rolling"])
+@pytest.mark.parametrize(
+    ("mode", "bad"),
+    [
+        pytest.param(mode, bad, marks=[pytest.mark.broad] if (mode, bad) not in SMOKE else [])
+        for mode in ("together", "rolling")
+        for bad in POISON
+    ],
+)
 def test_nothing_of_a_bad_version_is_left_in_the_cache(
     server: LiveServer, checkpoints: dict[str, Path], tmp_path: Path, mode: str, bad: str
 ) -> None:

@@ -190,6 +190,7 @@ def test_prefix_cache_hits_within_a_version_and_never_across(live: LiveServer, c
     assert hits() > 0
 
 
+@pytest.mark.broad
 async def test_two_hundred_swaps_under_load(live: LiveServer, checkpoints: dict[str, Path]) -> None:
     """No failed or truncated answer; shared memory, descriptors and resident memory grow by less than a slot."""
     published = [live.push(checkpoints[f"say-{i}"]) for i in (0, 1)]

@@ -36,8 +36,10 @@ def traced(
     server = LiveServer(
         checkpoints["a"], tmp_path_factory.mktemp("traced"), VLLM_ARGS, otlp_endpoint=collector.endpoint
     )
-    with server.running():
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms after which the engine sends its spans
+        with server.running():
+            yield server
 
 
 @pytest.mark.parametrize("route", BODIES)

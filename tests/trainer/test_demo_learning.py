@@ -20,7 +20,7 @@ from loadtest.demo.recipe import ENVIRONMENT, MODEL
 from trainer.config import ArithmeticData, strict
 from trainer.data import Arithmetic, Tokenizer
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.broad, pytest.mark.timeout(900)]
 RECIPE = Recipe(seed=1, sft_steps=150, grpo_steps=30)
 LEAST_GAIN = 20.0  # points of held-out accuracy
 

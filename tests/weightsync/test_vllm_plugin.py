@@ -21,6 +21,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.broad
 @pytest.mark.engine
 def test_offline_generation(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "toy")

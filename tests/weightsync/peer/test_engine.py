@@ -19,7 +19,7 @@ from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, path_of, serving
 from weightsync import Store
 from weightsync.records import ActiveRecord, VersionRecord
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.broad]
 STORES = ["etcd"]
 WAIT_S = 120.0  # a guard: an instance takes a quarter of a minute to start
 
