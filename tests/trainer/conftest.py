@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.trainer.batches import random_batch
 from tests.trainer.ranks import Ranks
+from tests.trainer.zygote import Zygote
 from trainer.batch import TOKENS
 from trainer.tiny_model import write_tiny_model
 
@@ -115,3 +116,10 @@ def config(small_models: dict[str, str], tmp_path: Path) -> dict[str, Any]:
         "checkpoint": {"path": str(tmp_path / "checkpoints"), "every": 3},
         "metrics": str(tmp_path / "metrics.jsonl"),
     }
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Starts runs that import nothing first."""
+    with Zygote() as running:
+        yield running

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.trainer.faults.runs import curve, wait_until
+from tests.trainer.zygote import Zygote
 from trainer.main import main
 
 
@@ -93,23 +94,21 @@ def test_user_errors_are_one_line_and_status_2(
         assert len(said.strip().splitlines()) == 1, said
 
 
-def test_run_time_faults_are_one_line_too(config: dict[str, Any], tmp_path: Path) -> None:
+def test_run_time_faults_are_one_line_too(zygote: Zygote, config: dict[str, Any], tmp_path: Path) -> None:
     """In ranks under torchrun: the cause is printed once, by the rank that knows it."""
     faulty = config | {"parallel": {"data": 2}, "algorithm": {"name": "grpo"}, "checkpoint": None}
     faulty |= {"gateway": {"url": "http://127.0.0.1:9", "retry_s": 0.2}}
-    done = subprocess.run(command(faulty, tmp_path), capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert done.stderr.count("error: no rollout from http://127.0.0.1:9") == 1
-    assert "Traceback" not in done.stderr
+    status, _, errors = zygote.run(command(faulty, tmp_path)[3:], tmp_path)
+    assert status == 1
+    assert errors.count("error: no rollout from http://127.0.0.1:9") == 1
+    assert "Traceback" not in errors
 
 
-def test_a_checkpoint_of_another_run_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused(zygote: Zygote, config: dict[str, Any], tmp_path: Path) -> None:
     config |= {"steps": 3, "save_to": str(tmp_path / "out")}
-    subprocess.run(command(config, tmp_path), check=True, timeout=120)
-    again = subprocess.run(
-        command(config | {"seed": 5}, tmp_path), capture_output=True, text=True, timeout=120, check=False
-    )
-    assert again.returncode == 2
-    assert "was written with seed 0, this run has 5" in again.stderr
-    assert "Traceback" not in again.stderr
+    assert zygote.run(command(config, tmp_path)[3:], tmp_path)[0] == 0
+    status, _, errors = zygote.run(command(config | {"seed": 5}, tmp_path)[3:], tmp_path)
+    assert status == 2
+    assert "was written with seed 0, this run has 5" in errors
+    assert "Traceback" not in errors
     assert main(command(config | {"model": {"path": str(tmp_path / "out")}, "steps": 0}, tmp_path)[3:]) == 2

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import yaml
 
 from tests.trainer.fleet import Fleet, fleet
 from tests.trainer.ranks import Ranks
+from tests.trainer.zygote import Zygote
 
 LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {"data": 2}]
 
@@ -78,7 +77,9 @@ def test_a_taken_over_lineage_is_final(one_rank: Ranks, small_models: dict[str, 
         assert "taken over" in message
 
 
-def trained_while_refused(running: Fleet, root: Path, model: str, max_failures: int) -> tuple[int, str, list[str]]:
+def trained_while_refused(
+    zygote: Zygote, running: Fleet, root: Path, model: str, max_failures: int
+) -> tuple[int, str, list[str]]:
     """Exit status, standard error and events of a run whose versions are all refused."""
     config = {
         "model": {"path": model},
@@ -88,15 +89,16 @@ def trained_while_refused(running: Fleet, root: Path, model: str, max_failures: 
         "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "max_failures": max_failures},
     }
     (root / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "trainer.main", "--config", str(root / "config.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    return done.returncode, done.stderr, [json.loads(line)["event"] for line in done.stdout.splitlines()]
+    status, said, errors = zygote.run(["--config", str(root / "config.yaml")], root)
+    return status, errors, [json.loads(line)["event"] for line in said.splitlines()]
 
 
-def test_failed_publishes_are_survived_as_often_as_allowed(small_models: dict[str, str], tmp_path: Path) -> None:
+def test_failed_publishes_are_survived_as_often_as_allowed(
+    zygote: Zygote, small_models: dict[str, str], tmp_path: Path
+) -> None:
     with fleet(small_models["qwen2"], tmp_path) as running:
         running.refuse = True
-        status, said, events = trained_while_refused(running, tmp_path, small_models["qwen2"], max_failures=1)
+        status, said, events = trained_while_refused(zygote, running, tmp_path, small_models["qwen2"], max_failures=1)
         assert status == 1
         assert events == ["start", "publish_failed", "step"]
         assert said.startswith("error: ")

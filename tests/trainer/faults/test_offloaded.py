@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from tests.trainer.faults.runs import arguments, curve, events
 from tests.trainer.faults.test_resume import killed_and_resumed, uninterrupted
-from tests.trainer.faults.zygote import Zygote
 from tests.trainer.fleet import fleet, never_behind
 from tests.trainer.rewards.functions import Large
+from tests.trainer.zygote import Zygote
 
 pytestmark = pytest.mark.broad
 

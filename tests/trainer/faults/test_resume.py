@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.trainer.faults.runs import arguments, curve, events, wait_until
-from tests.trainer.faults.zygote import Zygote
 from tests.trainer.fleet import fleet, never_behind
 from tests.trainer.generate_server import Unmoved
+from tests.trainer.zygote import Zygote
 
 
 def uninterrupted(zygote: Zygote, config: dict[str, Any], root: Path) -> Path:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.trainer.faults.runs import arguments, curve, events
-from tests.trainer.faults.zygote import Zygote
 from tests.trainer.fleet import fleet
+from tests.trainer.zygote import Zygote
 from trainer.config import TelemetryConfig
 from trainer.errors import PublishError
 from trainer.faults.serving import roll_back_serving

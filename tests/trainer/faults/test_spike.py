@@ -12,8 +12,8 @@ import pytest
 from tests.server.gateway_harness import ADMIN_KEY, RunningGateway, running_gateway
 from tests.trainer.data.writing import jsonl
 from tests.trainer.faults.runs import arguments, events
-from tests.trainer.faults.zygote import Zygote
 from tests.trainer.fleet import Fleet, fleet, never_behind
+from tests.trainer.zygote import Zygote
 from trainer.data import take
 
 pytestmark = pytest.mark.broad

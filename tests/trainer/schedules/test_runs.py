@@ -6,9 +6,6 @@ All start from the same fine-tuned model, which answers one too many, and learn 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +14,14 @@ import pytest
 import yaml
 
 from tests.trainer.fleet import Fleet, fleet
+from tests.trainer.zygote import Zygote
 
 DATA = {"kind": "arithmetic", "operands": 2, "largest": 4, "held_out": 10}
 Events = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def mistaken(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def mistaken(zygote: Zygote, tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model that has learned the mistake."""
     root = tmp_path_factory.mktemp("mistaken")
     config = {
@@ -35,7 +33,7 @@ def mistaken(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
         "optimizer": {"lr": 2e-3, "warmup_steps": 10, "decay": "cosine"},
         "save_to": str(root / "model"),
     }
-    train(config, root)
+    train(zygote, config, root)
     return str(root / "model")
 
 
@@ -45,13 +43,11 @@ def served(mistaken: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield running
 
 
-def train(config: dict[str, Any], root: Path, expect: int = 0) -> Events:
+def train(zygote: Zygote, config: dict[str, Any], root: Path) -> Events:
     metrics, path = root / "metrics.jsonl", root / "config.yaml"
     path.write_text(yaml.safe_dump(config | {"metrics": str(metrics)}))
-    command = [sys.executable, "-m", "trainer.main", "--config", str(path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == expect, done.stderr
+    status, _, errors = zygote.run(["--config", str(path)], root)
+    assert status == 0, errors
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
@@ -85,9 +81,9 @@ def steps(events: Events) -> Events:
     ids=lambda value: value["name"] if isinstance(value, dict) else "",
 )
 def test_a_run_learns_from_samples_within_its_bound(
-    mistaken: str, served: Fleet, tmp_path: Path, schedule: dict[str, Any], oldest: int
+    zygote: Zygote, mistaken: str, served: Fleet, tmp_path: Path, schedule: dict[str, Any], oldest: int
 ) -> None:
-    events = train(reinforced(mistaken, served, schedule=schedule), tmp_path)
+    events = train(zygote, reinforced(mistaken, served, schedule=schedule), tmp_path)
     trained = steps(events)
     rewards = [step["reward_mean"] for step in trained]
     # The first step is sampled from the mistaken weights, by seeds: about 0.2, give or take 0.04 of luck. Half of the
@@ -104,13 +100,13 @@ def test_a_run_learns_from_samples_within_its_bound(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("parallel", [{}, {"pipeline": 2}], ids=["1 rank", "2 stages"])
 def test_models_look_at_rollouts_as_they_come_and_all_is_counted(
-    mistaken: str, served: Fleet, tmp_path: Path, parallel: dict[str, int]
+    zygote: Zygote, mistaken: str, served: Fleet, tmp_path: Path, parallel: dict[str, int]
 ) -> None:
     """A KL term wants the reference's log-probs; DAPO's filter wants other groups; packing has its own layout."""
     algorithm = {"name": "grpo", "samples_per_prompt": 4, "kl_coef": 0.05, "drop_zero_std": True}
     packing = {"max_tokens": 64}
     changes = {"algorithm": algorithm, "steps": 4, "micro_batch": 8, "packing": packing, "parallel": parallel}
-    trained = steps(train(reinforced(mistaken, served, **changes), tmp_path))
+    trained = steps(train(zygote, reinforced(mistaken, served, **changes), tmp_path))
     assert all(step["inference_ms"] > 0 for step in trained)
     assert trained[0]["kl"] == pytest.approx(0, abs=1e-6)  # the first step's weights are the reference's
     assert max(step["kl"] for step in trained) > 1e-6
@@ -120,27 +116,28 @@ def test_models_look_at_rollouts_as_they_come_and_all_is_counted(
 
 @pytest.mark.broad
 @pytest.mark.timeout(300)
-def test_an_asynchronous_run_goes_on_where_it_stood(mistaken: str, served: Fleet, tmp_path: Path) -> None:
+def test_an_asynchronous_run_goes_on_where_it_stood(
+    zygote: Zygote, mistaken: str, served: Fleet, tmp_path: Path
+) -> None:
     schedule = {"name": "async", "max_lag": 2}
     checkpoint = {"path": str(tmp_path / "checkpoints"), "every": 3}
     config = reinforced(mistaken, served, schedule=schedule, checkpoint=checkpoint, steps=3, eval=None)
-    train(config, tmp_path)
+    train(zygote, config, tmp_path)
     saved = next((tmp_path / "checkpoints").glob("step-*/parts/rollouts.json"))
     state = json.loads(saved.read_text())
     assert state["drawn"] == 3 * 15 + len(state["pending"])  # used or kept, none lost
     (tmp_path / "metrics.jsonl").unlink()
-    events = train(config | {"steps": 6}, tmp_path)
+    events = train(zygote, config | {"steps": 6}, tmp_path)
     assert [step["step"] for step in steps(events)] == [4, 5, 6]
     again = json.loads((tmp_path / "checkpoints/step-00000006/parts/rollouts.json").read_text())
     assert again["drawn"] == 6 * 15 + len(again["pending"])
 
 
 @pytest.mark.timeout(120)
-def test_sampling_ahead_needs_an_algorithm_that_samples(tiny_model: str, tmp_path: Path) -> None:
+def test_sampling_ahead_needs_an_algorithm_that_samples(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     config = {"model": {"path": tiny_model}, "data": DATA, "algorithm": {"name": "sft"}, "steps": 1}
     path.write_text(yaml.safe_dump(config | {"schedule": {"name": "async"}}))
-    command = [sys.executable, "-m", "trainer.main", "--config", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "schedule: async samples ahead, but sft learns from its records. Leave schedule out" in done.stderr
+    status, _, errors = zygote.run(["--config", str(path)], tmp_path)
+    assert status == 2
+    assert "schedule: async samples ahead, but sft learns from its records. Leave schedule out" in errors

@@ -19,7 +19,7 @@ class Zygote:
 
     def __init__(self) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer.faults.zygote"],
+            [sys.executable, "-m", "tests.trainer.zygote"],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -27,10 +27,19 @@ class Zygote:
             start_new_session=True,
         )
 
-    def start(self, arguments: list[str], said: Path, **environment: str) -> int:
-        """The process id of `trainer.main ARGUMENTS`; what it says goes to a file."""
-        started: int = self._ask({"arguments": arguments, "said": str(said), "environment": environment})
+    def start(self, arguments: list[str], said: Path, errors: Path | None = None, **environment: str) -> int:
+        """The process id of `trainer.main ARGUMENTS`; what it says goes to a file, its errors to another if given."""
+        files = {"said": str(said), "errors": str(errors or said)}
+        started: int = self._ask({"arguments": arguments, "environment": environment, **files})
         return started
+
+    def run(self, arguments: list[str], root: Path) -> tuple[int, str, str]:
+        """Exit status, standard output and standard error of `trainer.main ARGUMENTS`."""
+        said, errors = root / "standard-output", root / "standard-error"
+        for file in (said, errors):
+            file.unlink(missing_ok=True)
+        status = self.wait(self.start(arguments, said, errors))
+        return status, said.read_text(), errors.read_text()
 
     def wait(self, pid: int) -> int:
         """Its exit status, negative for a signal."""
@@ -70,9 +79,8 @@ def serve() -> None:
         if "pid" in request:
             answer = os.waitstatus_to_exitcode(os.waitpid(request["pid"], 0)[1])
         elif (answer := os.fork()) == 0:
-            said = os.open(request["said"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(said, 1)
-            os.dup2(said, 2)
+            for descriptor, file in ((1, request["said"]), (2, request["errors"])):
+                os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
             os.environ |= request["environment"]
             os._exit(_status(main, request["arguments"]))
         answers.write(json.dumps(answer) + "\n")
