@@ -26,6 +26,8 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+import setproctitle
+
 from server.cli import processes
 
 MODULES = (
@@ -164,8 +166,6 @@ def _fork_engines() -> None:
 
 def _become(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """In the fork: the process that was ordered."""
-    import setproctitle
-
     processes.die_with_parent()
     os.setsid()
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -196,5 +196,6 @@ if __name__ == "__main__":
     ctypes.CDLL(None).prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
     from server.instance.main import prepare_environment
 
+    setproctitle.getproctitle()  # it finds the memory of the title only while the environment is what it was
     prepare_environment()
     _serve(socket.socket(fileno=int(sys.argv[1])))
