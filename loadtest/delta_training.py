@@ -32,7 +32,7 @@ from weightsync.delta.encode import Base, DeltaHeader, DeltaWriter
 from weightsync.errors import ManifestError, SlotBusy
 from weightsync.manifest import TensorSpec
 from weightsync.records import Keys, VersionRecord
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 
 MODEL = "delta"
 POLL_S = 0.005

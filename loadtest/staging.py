@@ -32,7 +32,7 @@ from loadtest.machine import machine, memcpy_gbps
 from loadtest.vllm_worker import Worker, worker
 from weightsync import Publisher
 from weightsync.records import VersionRecord
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 
 MODEL = "staging"
 WAYS = ("staged", "unchecked", "mapped")

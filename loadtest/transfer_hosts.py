@@ -21,7 +21,7 @@ import numpy as np
 from weightsync.peer.copies import parsed
 from weightsync.publisher import Publisher
 from weightsync.records import CopyRecord, Keys
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 
 MODEL = "transfer"
 SOURCE = "source"

@@ -29,7 +29,7 @@ from weightsync.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name
 from weightsync.peer.copies import own_copies
 from weightsync.records import ActiveRecord, CopyRecord, Keys, OnLost, PartRecord, SwapMode, TargetRecord, VersionRecord
 from weightsync.sources import spec_of
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 from weightsync.swap import activation
 
 STORE_ENV = "HOTSWAP_STORE"

@@ -13,7 +13,7 @@ from weightsync.parts import BASE
 from weightsync.peer.copies import Copies, own_copies, place, placed
 from weightsync.receiver import SlotReader
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from weightsync.errors import RecordError, StoreError
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 from weightsync.swap.state import confirm_within_s, in_flight
 
 EVERY_S, HISTORY_EVERY_S = 0.4, 1.0

@@ -16,7 +16,7 @@ from server.cli.processes import Child
 from server.cli.up import free_port
 from weightsync.peer.copies import parsed
 from weightsync.records import ActiveRecord, CopyRecord, InstanceRecord, Keys
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 
 MODEL, SOURCE = "feeding", "source"
 KEYS = Keys(MODEL)

@@ -19,7 +19,7 @@ from loadtest.gateway_bench.processes import Cores, free_port, pinned, running
 from server.cli.errors import CliError
 from server.gateway.access.records import INFER, KEYS_PREFIX, KeyLimits, KeyRecord, digest_of
 from weightsync.records import InstanceRecord, Keys
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 
 PEERS = Path("runs/peers")
 INSTALL_TIMEOUT_S = 600.0

@@ -17,7 +17,7 @@ from tests.k8s.helm import CHART, arguments, release
 from tests.weightsync.tensors import model, save_safetensors
 from weightsync import Coordinator, open_store
 from weightsync.records import ActiveRecord, Keys
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 
 FILES = CHART / "files"
 

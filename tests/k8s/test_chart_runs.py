@@ -18,7 +18,7 @@ from tests.etcd import Tls
 from tests.k8s.helm import SETS, Object, Release, arguments, rendered
 from tests.k8s.kubelet import Kubelet
 from weightsync.errors import StoreRefused, StoreUnavailable
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 
 ADMIN_KEY = "of-this-test-alone"
 SMALL = ("--set-json", 'rollout={"kvCacheGib": 0.1, "extraArgs": ["--max-model-len=1024", "--max-num-seqs=8"]}')

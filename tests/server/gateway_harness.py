@@ -20,7 +20,7 @@ from server.gateway.main import bind, uvicorn_config
 from server.gateway.workers import pages
 from tests.server.gateway_upstream import Answer, Upstream, read_answer
 from weightsync.records import InstanceRecord, Keys
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 
 MODEL = "toy"
 ADMIN_KEY = "admin-key-for-the-tests"

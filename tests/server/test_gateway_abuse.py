@@ -27,7 +27,7 @@ from server.gateway.proxy.routes import public_names
 from tests.server.gateway_harness import KEYS, MODEL, get, post, wait_for
 from tests.server.gateway_upstream import Answer, Link, Received, Upstream, read_answer, upstream
 from weightsync.records import InstanceRecord
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 
 ADMIN_KEY = "PLANTED-admin-key-of-the-tests"
 INFER_KEY = "PLANTED-infer-key-of-the-tests"

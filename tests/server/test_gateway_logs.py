@@ -28,7 +28,7 @@ from tests.server.gateway_harness import KEYS, get, post, wait_for
 from tests.server.gateway_upstream import Answer, Link, Received, read_answer, upstream
 from tests.server.otlp_collector import Collector, collecting
 from weightsync.records import InstanceRecord
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 
 # What must not be found anywhere but on its way through.
 KEY, OTHER_KEY, ADMIN_KEY = "sk-planted-inference-key", "sk-planted-key-nobody-issued", "planted-admin-key-0123"

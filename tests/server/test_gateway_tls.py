@@ -28,7 +28,7 @@ from tests.server.gateway_harness import ADMIN_KEY, KEYS, RunningGateway, eventu
 from tests.server.gateway_upstream import Link, Received, answer_json, read_answer, upstream
 from weightsync.errors import TlsUnavailable
 from weightsync.records import InstanceRecord, SwapRecord
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 from weightsync.tls import ClusterTls
 
 QUIET = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0, health=HealthSettings(eject_after=10**6))

@@ -31,7 +31,7 @@ from server.gateway.access.records import INFER, KEYS_PREFIX, KeyLimits, KeyReco
 from server.gateway.workers.pages import Pages, merged
 from server.gateway.workers.place import VARIABLE, Place
 from server.gateway.workers.supervisor import MAX_DELAY_S, WRONG_SETTINGS, Supervisor, pause_after
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 
 Sample = tuple[str, frozenset[tuple[str, str]], float]
 

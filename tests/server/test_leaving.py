@@ -25,7 +25,7 @@ from tests.server.gateway_harness import KEYS, MODEL, eventually, get, post, run
 from tests.server.gateway_upstream import Answer, Link, Received, read_answer, upstream
 from weightsync.errors import StoreUnavailable
 from weightsync.records import InstanceRecord
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 
 # gateway
 

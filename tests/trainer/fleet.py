@@ -18,8 +18,7 @@ from weightsync.errors import ManifestError
 from weightsync.ledger import ensure_arena
 from weightsync.receiver import SlotReader
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
-from weightsync.store import Store, open_store
-from weightsync.store.sync import SyncStore
+from weightsync.store import Store, SyncStore, open_store
 from weightsync.swap.agent import CommitResult, Participant, StageResult
 from weightsync.swap.coordinator import Coordinator
 

@@ -25,7 +25,7 @@ from weightsync.peer.copies import own_copies, pieces, place
 from weightsync.persist.disk import Disk
 from weightsync.persist.pieces import SHARD, Piece, disk_piece, slot_piece, sync_directory, write_piece
 from weightsync.records import DiskRecord, InstanceRecord, Keys, PartRecord, VersionRecord
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json", ".ckpt")
 CONFIG = "config.json"

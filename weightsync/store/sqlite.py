@@ -1,20 +1,31 @@
-"""The store of one host: a SQLite file. Calls run on a thread of their own, one after the other."""
+"""The store of one host: a SQLite file (sqlite_db.py). Calls run one after the other on a thread of their own.
+
+A process that commits writes a byte to a file beside the database, and the kernel (inotify) tells every watcher of that
+file. A writer that is killed between the two costs a watcher one fallback period and never an event: watchers read
+events from the database.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
+import os
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from weightsync.errors import StoreUnavailable
-from weightsync.store.changes import ChangeSignal
 from weightsync.store.protocol import Event, KeyValue
 from weightsync.store.sqlite_db import Database
 
 T = TypeVar("T")
 _OF_ONE_STORE = re.compile(r"(?P<path>.*)\?id=(?P<id>[0-9a-f]{32})")
+IN_MODIFY = 0x2
+FALLBACK_S = 0.1  # also how soon the end of a lease is noticed
+POLL_S = 0.005  # without inotify (its per-user limit reached)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def parse(url: str) -> tuple[str, str | None]:
@@ -119,3 +130,56 @@ class SqliteStore:
         if self._closed:
             raise StoreUnavailable(self._db.path, "this client was closed", "Open the store again")
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+class ChangeSignal:
+    """Belongs to one event loop once `wait` was called; `notify` may be called from any thread."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(f"{path}-notify", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._inotify = _watch_file(f"{path}-notify")
+        self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def notify(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not fail the commit that has already happened
+            os.pwrite(self._file, b"\n", 0)
+
+    def current(self) -> asyncio.Event:
+        """Take this before reading; it is set by the first change after that."""
+        if self._loop is None and self._inotify >= 0:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._inotify, self._on_readable)
+        return self._changed
+
+    async def wait(self, changed: asyncio.Event) -> None:
+        """Return when `changed` is set or it is time to look anyway."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FALLBACK_S if self._inotify >= 0 else POLL_S):
+                await changed.wait()
+
+    def wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _on_readable(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._inotify, 65536)
+        self.wake()
+
+    def close(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._inotify)
+        for fd in (self._file, self._inotify):
+            if fd >= 0:
+                os.close(fd)
+        self._file = self._inotify = -1
+
+
+def _watch_file(path: str) -> int:
+    """An inotify descriptor for writes to `path`, or -1 where there is none to be had."""
+    fd = int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+    if fd >= 0 and _libc.inotify_add_watch(fd, os.fsencode(path), IN_MODIFY) < 0:
+        os.close(fd)
+        return -1
+    return fd

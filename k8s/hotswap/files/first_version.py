@@ -19,7 +19,7 @@ from weightsync.hosts import host_of, this_host
 from weightsync.peer.copies import ready_digests
 from weightsync.push import main as push
 from weightsync.records import ActiveRecord, Keys, VersionRecord
-from weightsync.store.sync import SyncStore
+from weightsync.store import SyncStore
 
 PATIENCE_S = 120.0  # for the store to answer
 GONE_S = 30.0  # for which nobody has had a copy, before it counts as lost; leases last 10 s
