@@ -1,7 +1,7 @@
 """The process in which a library works for a transport: python -m weightsync.transport.child SETTINGS FD.
 
-It does what comes over the socket FD and ends with it. Whatever the library may still want to write into a buffer ends
-with this process too, and that is why it is one: its parent kills it when a read has failed.
+It does what the messages on the socket FD ask for (engine.py), and ends when the socket does. Its parent kills it when
+a read has failed: the library can then write into no buffer any more, which is why it has a process of its own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from dataclasses import dataclass
 import msgspec
 
 from weightsync.arena import address_of
-from weightsync.transport.engine import Engine, EngineError, Reading, load
-from weightsync.transport.messages import (
+from weightsync.transport.engine import (
     MAX_NBYTES,
     REQUESTS,
     Done,
+    Engine,
+    EngineError,
     Failed,
     Forget,
     Read,
+    Reading,
     Register,
     Reply,
     Request,
@@ -39,7 +41,7 @@ POLL_MS = 1  # while something is read
 
 
 @dataclass(frozen=True)
-class Mapped:
+class MappedRegion:
     """A region as this process has it mapped: from `address` of `mapping`, which begins on a page."""
 
     mapping: mmap.mmap
@@ -52,7 +54,7 @@ class Child:
 
     def __init__(self, engine: Engine, channel: socket.socket, *, writable: bool) -> None:
         self._engine, self._channel, self._writable = engine, channel, writable
-        self._regions: dict[int, Mapped] = {}
+        self._regions: dict[int, MappedRegion] = {}
         self._readings: dict[int, Reading] = {}
 
     def run(self) -> None:
@@ -89,7 +91,7 @@ class Child:
         finally:
             os.close(fd)
         address = address_of(memoryview(mapping)) + request.offset - begin
-        self._regions[request.region] = Mapped(mapping, address, request.nbytes)
+        self._regions[request.region] = MappedRegion(mapping, address, request.nbytes)
         return self._engine.register(address, request.nbytes)
 
     def _forget(self, request: Forget) -> None:
@@ -117,6 +119,17 @@ class Child:
 
     def _reply(self, reply: Reply) -> None:
         self._channel.send(encode(reply))
+
+
+def load(settings: Settings) -> Engine:
+    """Raises EngineError, ImportError, or what the library raises."""
+    if settings.engine == "mooncake":
+        from weightsync.transport.mooncake import MooncakeEngine
+
+        return MooncakeEngine(settings)
+    from weightsync.transport.nixl import NixlEngine
+
+    return NixlEngine(settings)
 
 
 def main() -> None:

@@ -1,11 +1,17 @@
-"""What a library must do to carry a transport: the part that runs in a process of its own."""
+"""What a library must do to carry a transport, and what its process (child.py) and the transport (isolated.py) say.
+
+The messages are MessagePack on a SOCK_SEQPACKET pair.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from weightsync.transport.messages import Settings
+import msgspec
+
+MAX_NBYTES = 192 << 10  # below the send buffer that Linux gives a socket
+BATCH = 512  # pieces of one Read; Mooncake's engine breaks at 3,072
 
 
 class EngineError(Exception):
@@ -36,12 +42,54 @@ class Engine(Protocol):
         """Begin. `pieces`: local address, remote offset, bytes. Raises EngineError."""
 
 
-def load(settings: Settings) -> Engine:
-    """Raises EngineError, ImportError, or what the library raises."""
-    if settings.engine == "mooncake":
-        from weightsync.transport.mooncake import MooncakeEngine
+class Settings(msgspec.Struct, frozen=True):
+    """What a process is told when it starts. `serve`: it serves regions; else it reads."""
 
-        return MooncakeEngine(settings)
-    from weightsync.transport.nixl import NixlEngine
+    engine: str
+    host: str
+    serve: bool
+    rdma: bool
+    parent: int
 
-    return NixlEngine(settings)
+
+class Register(msgspec.Struct, frozen=True, tag=True):
+    """The file descriptor of what is to be mapped comes with it."""
+
+    id: int
+    region: int
+    offset: int
+    nbytes: int
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    region: int
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """`pieces`: local offset, remote offset, bytes; at most BATCH."""
+
+    id: int
+    region: int
+    endpoint: bytes
+    remote: bytes
+    pieces: list[tuple[int, int, int]]
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """`data`: of a Register the region's descriptor, of the beginning (id 0) the endpoint."""
+
+    id: int
+    data: bytes = b""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    reason: str
+
+
+Request = Register | Forget | Read
+Reply = Done | Failed
+encode = msgspec.msgpack.encode
+REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

@@ -1,36 +1,67 @@
-"""Transports of libraries, which work in processes of their own: one that serves, one that reads.
+"""Transports of libraries, which work in processes of their own (child.py): one that serves, one that reads.
 
-A library that has given up a read may still write into its buffer when a frozen peer wakes, may hang, and may crash. So
-a read that fails ends the process that reads: when `read` raises, its mappings, sockets and RDMA queues are gone, by
-the kernel's hand. The process that serves others stays. What is registered must be a mapping of a file, as slots are.
+A library that has given up a read may still write into its buffer when a frozen peer wakes. It may hang or crash.
+Therefore a read that fails ends the process that reads: when `read` raises, the kernel has removed its mappings,
+sockets and RDMA queues. The process that serves others stays. A buffer can be registered if it is a mapping of a file,
+as slots are.
+
+    EngineTransport, EngineRegion, EngineLink    the transport
+    Rebuilt                                      a library that is started again after its process has ended
+    Worker                                       one such process, from the side of its parent
+    Shared                                       the file behind a mapping, which both processes map
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 import msgspec
 
+from weightsync.arena import address_of
 from weightsync.errors import PeerUnreachable, TransferFailed, TransferTimedOut, TransportUnavailable
 from weightsync.transport.addresses import Address, rdma_devices
-from weightsync.transport.checks import bytes_of, check_pieces
-from weightsync.transport.messages import BATCH, Read, Settings
-from weightsync.transport.protocol import Buffer, Piece, Region
-from weightsync.transport.rebuilt import Rebuilt
-from weightsync.transport.shared import Shared
-from weightsync.transport.uses import Closed, Uses
+from weightsync.transport.engine import (
+    BATCH,
+    MAX_NBYTES,
+    REPLIES,
+    Failed,
+    Forget,
+    Read,
+    Register,
+    Request,
+    Settings,
+    encode,
+)
+from weightsync.transport.protocol import Buffer, Closed, Piece, Region, Uses, bytes_of, check_pieces
+
+log = logging.getLogger("hotswap.transport")
 
 ADVICE: Final = {
     "mooncake": "Install mooncake-transfer-engine-non-cuda (mooncake-transfer-engine-cuda13 with CUDA) as pinned in "
     "requirements/, and Debian's libibverbs1, libnuma1 and libcurl4; or use tcp",
     "nixl": "Install nixl-cu12 (nixl-cu13 with CUDA 13) as pinned in requirements/; or use tcp",
 }
+REGISTER_GBPS = 0.5  # at worst: pages are pinned one by one
+
+START_TIMEOUT_S = 60.0
+UNPACKED = Path(sys.prefix) / "mooncake"  # by scripts/debian.sh, where it may not install
+LIBRARIES = [UNPACKED / root / f"{platform.machine()}-linux-gnu" for root in ("usr/lib", "lib")]
 
 
 class EngineEndpoint(msgspec.Struct, frozen=True):
@@ -186,3 +217,263 @@ class EngineTransport:
 def _batches(pieces: Sequence[Piece]) -> list[list[tuple[int, int, int]]]:
     all_of_them = [(piece.local_offset, piece.remote_offset, piece.nbytes) for piece in pieces]
     return [all_of_them[start : start + BATCH] for start in range(0, len(all_of_them), BATCH)]
+
+
+class Rebuilt:
+    """A library that is started again, with the same regions registered, after its process has ended.
+
+    There is one process at a time. A method that may have to start it raises TransportUnavailable.
+    """
+
+    def __init__(self, settings: Settings, advice: str) -> None:
+        self._settings, self._advice = settings, advice
+        self._lock = threading.Lock()  # held while it starts; of all below
+        self._worker: Worker | None = None
+        self._shared: dict[int, Shared] = {}
+        self._descriptors: dict[int, bytes] = {}
+        self._closed = False
+
+    def worker(self) -> Worker:
+        """One that runs."""
+        with self._lock:
+            return self._running()
+
+    def add(self, region: int, shared: Shared) -> None:
+        with self._lock:
+            self._descriptors[region] = self._registered(self._running(), region, shared)
+            self._shared[region] = shared
+
+    def remove(self, region: int) -> None:
+        """Returns when the library cannot reach the region any more. No process is started for that."""
+        with self._lock:
+            self._shared.pop(region, None)
+            known = self._descriptors.pop(region, None)
+            worker = self._worker
+            if known is None or worker is None or worker.lost:
+                return
+            try:
+                worker.submit(Forget(worker.number(), region)).result(START_TIMEOUT_S)
+            except (WorkerFailed, WorkerLost, TimeoutError):
+                worker.kill()
+
+    def descriptor(self, region: int) -> bytes:
+        """What readers need to know of a region now."""
+        with self._lock:
+            self._running()
+            return self._descriptors[region]
+
+    def stop(self) -> None:
+        """End the process, which ends all reads; the next one starts another."""
+        worker = self._worker
+        if worker is not None:
+            worker.kill()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._worker is not None:
+                self._worker.kill()
+
+    def _running(self) -> Worker:
+        if self._closed:
+            raise TransportUnavailable(self._settings.engine, "it was closed", "Open it again")
+        if self._worker is None or self._worker.lost:
+            self._worker = worker = Worker(self._settings, self._advice)
+            self._descriptors = {n: self._registered(worker, n, shared) for n, shared in self._shared.items()}
+        return self._worker
+
+    def _registered(self, worker: Worker, region: int, shared: Shared) -> bytes:
+        request = Register(worker.number(), region, shared.offset, shared.nbytes)
+        answer: Future[bytes] = worker.submit(request, [shared.fd])
+        try:
+            return answer.result(START_TIMEOUT_S + shared.nbytes / 1e9 / REGISTER_GBPS)
+        except (WorkerFailed, WorkerLost, TimeoutError) as error:
+            worker.kill()
+            reason = f"{shared.nbytes:,} bytes could not be registered ({str(error) or 'not done in time'})"
+            raise TransportUnavailable(self._settings.engine, reason, self._advice) from error
+
+
+class WorkerFailed(Exception):
+    """The library refused; the process goes on."""
+
+
+class WorkerLost(Exception):
+    """The process has ended, killed by us or by itself."""
+
+
+class Worker:
+    """One process with a library in it. The constructor starts it and returns when the library works.
+
+    Raises TransportUnavailable.
+    """
+
+    def __init__(self, settings: Settings, advice: str) -> None:
+        self._settings, self._numbers = settings, itertools.count(1)
+        self._channel, self._far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()  # of the three below
+        self._pending: dict[int, Future[bytes]] = {0: Future()}
+        self._lost = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - `_last_words` closes it
+        started = self._pending[0]
+        # The kernel ends the process when the thread that started it ends: this one, which lives as long as it.
+        self._thread = threading.Thread(target=self._run, name=f"transport-{settings.engine}", daemon=True)
+        self._thread.start()
+        try:
+            self.endpoint = started.result(START_TIMEOUT_S)
+        except (WorkerFailed, WorkerLost, TimeoutError) as error:
+            self.kill()
+            reason = str(error) or f"it did not start within {START_TIMEOUT_S:g} s"
+            raise TransportUnavailable(settings.engine, reason, advice) from error
+
+    def submit(self, request: Request, fds: Sequence[int] = ()) -> Future[bytes]:
+        """`request.id` is from `number`. The future raises WorkerFailed or WorkerLost."""
+        future: Future[bytes] = Future()
+        with self._lock:
+            if self._lost:
+                future.set_exception(WorkerLost("its process has ended"))
+                return future
+            self._pending[request.id] = future
+        with contextlib.suppress(OSError):  # the process is gone: `_run` says so to whoever waits
+            socket.send_fds(self._channel, [encode(request)], fds)
+        return future
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    @property
+    def lost(self) -> bool:
+        return self._lost
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """When it returns, the process is gone, and its mappings and sockets with it. Twice is fine."""
+        with self._lock:
+            process = self._process
+            self._lost = True
+        if process is not None:
+            process.kill()
+            process.wait()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with self._far, self._lock:
+                if not self._lost:
+                    self._process = self._spawn()
+            while self._process is not None and (data := self._receive()):
+                self._settle(data)
+        except OSError as error:
+            log.error("a process for %s could not be started: %s", self._settings.engine, error)
+        finally:
+            self._end()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        unpacked = [str(directory) for directory in LIBRARIES if directory.is_dir()]
+        paths = filter(None, [os.environ.get("LD_LIBRARY_PATH"), *unpacked])
+        arguments = [msgspec.json.encode(self._settings).decode(), str(self._far.fileno())]
+        return subprocess.Popen(
+            [sys.executable, "-m", "weightsync.transport.child", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._said,
+            pass_fds=[self._far.fileno()],
+            env=os.environ | ({"LD_LIBRARY_PATH": joined} if (joined := ":".join(paths)) else {}),
+            process_group=0,
+        )
+
+    def _receive(self) -> bytes:
+        try:
+            return self._channel.recv(MAX_NBYTES)
+        except ConnectionResetError:
+            return b""
+
+    def _settle(self, data: bytes) -> None:
+        reply = REPLIES.decode(data)
+        with self._lock:
+            future = self._pending.pop(reply.id)
+        if isinstance(reply, Failed):
+            future.set_exception(WorkerFailed(reply.reason))
+        else:
+            future.set_result(reply.data)
+
+    def _end(self) -> None:
+        """Whatever ended it: the process is reaped, and then those who wait are told."""
+        with self._lock:
+            wanted, self._lost = self._lost, True
+            process, pending = self._process, list(self._pending.values())
+            self._pending.clear()
+        if process is not None and process.poll() is None:
+            process.kill()
+        status = process.wait() if process is not None else None
+        self._channel.close()
+        reason = f"its process has ended (status {status}){self._last_words()}"
+        if status and not wanted:
+            log.warning("%s: %s", self._settings.engine, reason)
+        for future in pending:
+            future.set_exception(WorkerLost(reason))
+
+    def _last_words(self) -> str:
+        """The end of what the library has written to stderr, on one line."""
+        with self._said as said:
+            said.seek(max(0, said.seek(0, os.SEEK_END) - 300))
+            lines = said.read().decode(errors="replace").split("\n")
+        return "".join(f"; {line.strip()}" for line in lines[-3:] if line.strip())
+
+
+@dataclass
+class Shared:
+    """`nbytes` bytes at `offset` of a file, so that another process can map the same memory.
+
+    The file stays open until `close`, even if it is deleted.
+    """
+
+    fd: int
+    offset: int
+    nbytes: int
+    _closed: bool = field(default=False, init=False)
+
+    @classmethod
+    def of(cls, view: memoryview, *, writable: bool) -> Shared:
+        """Raises ValueError unless the bytes are a shared mapping of a file that this process has open, as Python's
+        mmap objects of files are, memfds and deleted ones too."""
+        device, inode, offset = _mapped(address_of(view), view.nbytes)
+        for entry in os.listdir("/proc/self/fd"):
+            try:
+                found = os.stat(f"/proc/self/fd/{entry}")
+            except OSError:  # closed meanwhile
+                continue
+            if (found.st_ino, os.major(found.st_dev), os.minor(found.st_dev)) == (inode, *device):
+                # A description of its own: nobody's lock is carried into the other process.
+                mode = os.O_RDWR if writable else os.O_RDONLY
+                return cls(os.open(f"/proc/self/fd/{entry}", mode | os.O_CLOEXEC), offset, view.nbytes)
+        raise ValueError("the file that the buffer is a mapping of is not open: keep the mmap object")
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            os.close(self.fd)
+
+
+def _mapped(start: int, nbytes: int) -> tuple[tuple[int, int], int, int]:
+    """Device, inode and offset in the file of the bytes at an address. They may lie in several mappings in a row."""
+    first: tuple[tuple[int, int], int, int] | None = None
+    reached = start
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, flags, offset, device, inode, *_ = line.split()
+        low, high = (int(bound, 16) for bound in bounds.split("-"))
+        if not low <= reached < high:
+            continue
+        major, minor = (int(number, 16) for number in device.split(":"))
+        found = ((major, minor), int(inode), int(offset, 16) + reached - low - (reached - start))
+        if flags[3] != "s" or inode == "0" or (first is not None and found != first):
+            break
+        first, reached = found, high
+        if reached >= start + nbytes:
+            return found
+    raise ValueError("only a shared mapping of a file (in /dev/shm) can be registered with this transport")

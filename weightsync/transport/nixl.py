@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from weightsync.transport.addresses import interface_of
-from weightsync.transport.engine import EngineError
-from weightsync.transport.messages import Settings
+from weightsync.transport.engine import EngineError, Settings
 
 BACKEND = "UCX"
 MEMORY = "DRAM"

@@ -3,15 +3,21 @@
 An owner registers a buffer and hands out two opaque byte strings, the `endpoint` of its transport and the `descriptor`
 of the region, over a channel of the caller's. A reader connects to the endpoint and reads pieces of the region into a
 region of its own. All calls block and may be made from any thread.
+
+What every transport needs follows the protocol: checks before a byte moves, and `Uses`, which ends reads in flight.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
+
+from weightsync.errors import TransferFailed
 
 Buffer = memoryview | mmap.mmap
 
@@ -80,3 +86,64 @@ class Transport(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+def bytes_of(buffer: Buffer, *, writable: bool) -> memoryview:
+    """The buffer as bytes. Raises ValueError when it is not contiguous, or read-only and to be written."""
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise ValueError("only a contiguous buffer can be registered")
+    if writable and view.readonly:
+        raise ValueError("a region that is read into needs a writable buffer")
+    return view.cast("B")
+
+
+def check_pieces(peer: str, pieces: Sequence[Piece], local_nbytes: int, remote_nbytes: int) -> None:
+    """Raises TransferFailed when a piece reaches beyond one of the regions."""
+    for piece in pieces:
+        if piece.local_offset + piece.nbytes > local_nbytes:
+            raise TransferFailed(peer, f"{piece} reaches beyond the {local_nbytes:,} bytes of the region it goes to")
+        if piece.remote_offset + piece.nbytes > remote_nbytes:
+            raise TransferFailed(peer, f"{piece} reaches beyond the {remote_nbytes:,} bytes of the peer's region")
+
+
+class Closed(Exception):
+    """The thing was closed; the caller says it in its own words."""
+
+
+class Uses:
+    """Uses of a region, link or transport. `close` ends those in flight and returns when the last one is over."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._enders: dict[object, Callable[[], None]] = {}
+        self._closed = False
+
+    @contextlib.contextmanager
+    def use(self, end: Callable[[], None]) -> Iterator[None]:
+        """Inside, the thing is there. Another thread calls `end` to make the inside end soon. Raises Closed."""
+        key = object()
+        with self._changed:
+            if self._closed:
+                raise Closed
+            self._enders[key] = end
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._enders[key]
+                self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Nobody can begin a use any more, and all have ended. Twice is fine."""
+        with self._changed:
+            self._closed = True
+            enders = list(self._enders.values())
+        for end in enders:
+            end()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._enders)

@@ -1,4 +1,4 @@
-"""The owner's side of the TCP transport: who knows the token may read what is registered, within its bounds."""
+"""The owner's side of the TCP transport: a reader with the token may read what is registered, within its bounds."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import threading
 import time
 
 from weightsync.transport.addresses import Address
+from weightsync.transport.protocol import Closed, Uses
 from weightsync.transport.tcp_wire import (
     DESCRIPTOR,
     HANDSHAKE_TIMEOUT_S,
@@ -25,7 +26,6 @@ from weightsync.transport.tcp_wire import (
     quick,
     receive,
 )
-from weightsync.transport.uses import Closed, Uses
 
 log = logging.getLogger("hotswap.transport")
 
@@ -51,7 +51,7 @@ class Server:
         self.token = secrets.token_bytes(TOKEN_NBYTES)
         self._regions: dict[bytes, ServedRegion] = {}
         self._context, self._connections = context, Uses()
-        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._socket = socket.create_server((listen.host, listen.port), family=listen.family, backlog=128)
         self.address = Address(listen.reachable, int(self._socket.getsockname()[1]))
         self._closed = False
@@ -84,7 +84,7 @@ class Server:
                     log.warning("a connection could not be accepted: %s", error)
                     time.sleep(RETRY_S)
                 continue
-            if not self._places.acquire(blocking=False):
+            if not self._free.acquire(blocking=False):
                 connection.close()
                 log.warning("more than %d connections: one was turned away", MAX_CONNECTIONS)
                 continue
@@ -95,7 +95,7 @@ class Server:
             threading.Thread(target=self._serve, args=(connection,), name="transport-serve", daemon=True).start()
         except RuntimeError as error:  # no more threads: that passes, and others must still be accepted
             connection.close()
-            self._places.release()
+            self._free.release()
             log.warning("a connection was turned away: %s", error)
 
     def _serve(self, connection: socket.socket) -> None:
@@ -111,7 +111,7 @@ class Server:
             log.debug("a connection of the TCP transport ended: %s", error)
         finally:
             connection.close()
-            self._places.release()
+            self._free.release()
 
     def _authenticate(self, connection: socket.socket) -> None:
         """Raises OSError; whoever is refused learns nothing but that."""

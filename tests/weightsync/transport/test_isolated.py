@@ -22,10 +22,8 @@ from tests.weightsync.transport.peers import (
 from weightsync.errors import TransportUnavailable
 from weightsync.transport import ENGINES, Piece
 from weightsync.transport.addresses import Address
-from weightsync.transport.isolated import EngineTransport
-from weightsync.transport.messages import Register, Request
-from weightsync.transport.shared import Shared
-from weightsync.transport.worker import Worker
+from weightsync.transport.engine import Register, Request
+from weightsync.transport.isolated import EngineTransport, Shared, Worker
 
 
 @pytest.fixture(scope="module", params=ENGINES)

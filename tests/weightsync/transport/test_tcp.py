@@ -14,10 +14,9 @@ from tests.cluster_tls import Authority
 from tests.weightsync.transport.peers import LISTEN, MIB, READ_TIMEOUT_S, Peer, buffer, content, read_all, whole
 from weightsync.errors import PeerUnreachable, TransferFailed, TransportUnavailable
 from weightsync.tls import ClusterTls
-from weightsync.transport import Piece, open_transport, tcp_link
+from weightsync.transport import Piece, open_transport, tcp
 from weightsync.transport.addresses import Address
-from weightsync.transport.stripes import MIN_STRIPE, stripes
-from weightsync.transport.tcp import TcpEndpoint, TcpTransport
+from weightsync.transport.tcp import MIN_STRIPE, TcpEndpoint, TcpTransport, stripes
 from weightsync.transport.tcp_wire import HELLO, TOKEN_NBYTES, Deadline
 
 
@@ -162,14 +161,14 @@ def test_a_read_that_gets_no_thread_fails_when_the_others_have_ended(monkeypatch
 def test_a_part_that_breaks_in_any_way_does_not_pass_for_read(monkeypatch: pytest.MonkeyPatch) -> None:
     with Peer("tcp", nbytes=2 * MIB) as peer, TcpTransport(Address(LISTEN), None, streams=2) as transport:
         link, into = transport.connect(peer.endpoint), transport.register(buffer(2 * MIB), writable=True)
-        exchange = tcp_link._exchange
+        exchange = tcp._exchange
 
         def broken(connection: socket.socket, view: memoryview, key: bytes, part: list[Piece], until: Deadline) -> None:
             if part[0].local_offset:
                 raise MemoryError("no room")
             exchange(connection, view, key, part, until)
 
-        monkeypatch.setattr(tcp_link, "_exchange", broken)
+        monkeypatch.setattr(tcp, "_exchange", broken)
         with pytest.raises(TransferFailed, match="no room"):
             link.read(into, peer.region, [whole(peer)], READ_TIMEOUT_S)
 
