@@ -1,4 +1,6 @@
-"""How the trainer speaks to a gateway: keys and certificates from files, which may be replaced while it runs."""
+"""How the trainer speaks to a gateway: keys and certificates from files, which may be replaced while it runs; and the
+request that makes the fleet serve an older version again.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from trainer.config import GatewayConfig, ServingMemory, TelemetryConfig
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, PublishError
 from weightsync.errors import TlsUnavailable
 from weightsync.tls import ClusterTls, FollowedContext
 
@@ -46,3 +48,20 @@ def verify(config: GatewayConfig | TelemetryConfig | ServingMemory) -> ssl.SSLCo
     except OSError as error:
         advice = "Name a PEM file with the authority of the server's certificate"
         raise ConfigError("ca_file", f"{path} cannot be used ({error})", advice) from error
+
+
+ROUTE = "/admin/weights/rollback"
+
+
+def roll_back_serving(config: TelemetryConfig, version: int, timeout_s: float) -> None:
+    """Serve `version` again; returns when the whole fleet does. `config` says where the admin port is and its key.
+
+    Raises PublishError when the gateway refuses (the version may no longer be held) or does not answer.
+    """
+    url, key = config.admin_url.rstrip("/") + ROUTE, Bearer(config.admin_key)
+    try:
+        answer = httpx.post(url, json={"version": version}, auth=key, verify=verify(config), timeout=timeout_s)
+    except httpx.HTTPError as error:
+        raise PublishError(f"the gateway's admin port does not answer: {error or type(error).__name__}") from error
+    if answer.is_error:
+        raise PublishError(f"the gateway would not go back to version {version}: {answer.text[:300]}")

@@ -1,25 +1,38 @@
-"""Starting the ranks of a run on this machine, and ending them together."""
+"""Starting the ranks of a run on this machine, and ending them together.
+
+The launcher and the ranks it starts, again and again, tell each other through files in a directory of the run:
+
+    leave   the launcher was asked to end: ranks save and leave
+    final   a rank found a mistake that a restart would only repeat; holds the exit status
+
+Under another launcher there is no directory, and nothing is told.
+
+To a rank SIGTERM means: save and leave. It is noticed even while the main thread waits in a collective. A launcher also
+sends SIGTERM to the ranks that are left when one has failed; those must not try to save, their peers are gone. The
+file `leave` tells the two apart.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import math
 import os
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from trainer.config import FaultsConfig, ParallelConfig
-from trainer.faults.restarts import VARIABLE, RunDir
 from weightsync.loopback import keep_to_loopback
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def is_rank() -> bool:
@@ -101,3 +114,93 @@ def _run_dir() -> Iterator[RunDir]:
         finally:
             signal.signal(signal.SIGTERM, before)
             del os.environ[VARIABLE]
+
+
+VARIABLE = "HOTSWAP_RUN_DIR"
+
+
+class RunDir:
+    """`path` is None without our launcher."""
+
+    def __init__(self, path: str | Path | None) -> None:
+        self._path = Path(path) if path else None
+
+    @classmethod
+    def of_environment(cls) -> RunDir:
+        return cls(os.environ.get(VARIABLE))
+
+    def ask_to_leave(self) -> None:
+        self._write("leave", "")
+
+    def being_torn_down(self) -> bool:
+        """Whether a SIGTERM came from a launcher that ends what a failed rank has left. A rank asks this."""
+        return self._path is not None and not (self._path / "leave").exists()
+
+    def end(self, status: int) -> None:
+        """No restart will help."""
+        self._write("final", str(status))
+
+    def final(self) -> int | None:
+        """The exit status of a run that need not be tried again."""
+        with contextlib.suppress(OSError, ValueError):
+            return int((self._path / "final").read_text()) if self._path is not None else None
+        return None
+
+    def _write(self, name: str, text: str) -> None:
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                (self._path / name).write_text(text)
+
+
+def attempt() -> int:
+    """How often torchrun has started the ranks before."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+STATUS = 128 + signal.SIGTERM
+
+
+class Stopping:
+    """Installs itself for SIGTERM; built in the main thread. `give_up` says whether to leave at once."""
+
+    def __init__(self, grace_s: float, give_up: Callable[[], bool]) -> None:
+        self._grace_s, self._give_up = grace_s, give_up
+        self._requested = threading.Event()
+        self._done = threading.Event()
+        self._wake, self._noticed = socket.socketpair()
+        for end in (self._wake, self._noticed):
+            end.setblocking(False)
+        self._before = signal.signal(signal.SIGTERM, lambda *_: None)
+        # Written to by the interpreter's own handler, in whatever call the main thread is.
+        self._fd_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._run, name="sigterm", daemon=True)
+        self._thread.start()
+
+    @property
+    def requested(self) -> bool:
+        return self._requested.is_set()
+
+    def close(self) -> None:
+        """As it was before."""
+        signal.set_wakeup_fd(self._fd_before)
+        signal.signal(signal.SIGTERM, self._before)
+        self._done.set()
+        self._wake.send(b"\0")
+        self._thread.join()
+        self._wake.close()
+        self._noticed.close()
+
+    def _run(self) -> None:
+        self._noticed.setblocking(True)
+        while not self._done.is_set():
+            received = self._noticed.recv(64)
+            if signal.SIGTERM in received:
+                self._leave()
+
+    def _leave(self) -> None:
+        if self._give_up():
+            os._exit(STATUS)
+        self._requested.set()
+        if not self._done.wait(self._grace_s):
+            print(f"error: not ready to leave {self._grace_s:g} s after SIGTERM; leaving.", file=sys.stderr, flush=True)
+            os._exit(STATUS)

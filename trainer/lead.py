@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from trainer.algorithms import Algorithm
 from trainer.checkpoint.parts import Part
-from trainer.config import TrainerConfig
+from trainer.config import EvalConfig, TrainerConfig
 from trainer.data import Tokenizer, build_dataset, summary
+from trainer.data.records import Record
 from trainer.errors import ConfigError, DataError
-from trainer.evaluation import evaluate
 from trainer.experience import Experience
 from trainer.megatron.hf_config import ModelShape
+from trainer.metrics import evaluation_metrics
 from trainer.rewards import Scorer, build_scorer
-from trainer.rollout import Rollouts
+from trainer.rollout import Group, Rollouts
 
 
 class Lead:
@@ -56,3 +58,21 @@ class Lead:
         """End what is being sampled, and the rewards."""
         if self._rollouts is not None:
             self._rollouts.close()
+
+
+FIRST_NUMBER = 2**40  # evaluations use no seed of the training
+
+
+def answers(rollouts: Rollouts, records: Sequence[Record], samples: int) -> list[Group]:
+    """The greedy answer to each record, or `samples` sampled ones: the same seeds at every evaluation."""
+    if samples == 1:
+        return rollouts.greedy(records)
+    running = [rollouts.submit(record, samples, FIRST_NUMBER + i) for i, record in enumerate(records)]
+    return [future.result() for future in running]
+
+
+def evaluate(rollouts: Rollouts, held_out: Sequence[Record], config: EvalConfig) -> dict[str, Any]:
+    """What an `eval` event says of the first `config.prompts` held-out records. Raises RolloutError."""
+    groups = answers(rollouts, held_out[: config.prompts], config.samples)
+    versions = sorted({span.version for g in groups for s in g.samples for span in s.versions})
+    return {"served_versions": versions, "prompts": len(groups), **evaluation_metrics(groups)}

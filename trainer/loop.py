@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from trainer.errors import Diverged
+from trainer.experience import TrainState
 from trainer.metrics import Stopwatch
 from trainer.run import Run
-from trainer.state import TrainState
 
 
 def train(run: Run) -> TrainState:

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from trainer.config import TrainerConfig, load
 from trainer.errors import ConfigError, Preempted, RankFailed, TrainerError
-from trainer.faults.restarts import RunDir
-from trainer.launch import die_with_parent, is_rank, launch
+from trainer.launch import RunDir, die_with_parent, is_rank, launch
 from trainer.megatron.hf_config import ModelShape, load_shape
 from trainer.megatron.hf_files import HfTensors
 from trainer.metrics.build import build_writers, silent
@@ -93,7 +92,7 @@ def _run_rank(config: TrainerConfig, shape: ModelShape) -> None:
     if is_rank():
         die_with_parent()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from trainer.faults.faults import Faults
+    from trainer.faults.supervision import Faults
     from trainer.loop import train
     from trainer.megatron.parallel import distributed
     from trainer.run import Run

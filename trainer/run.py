@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +17,12 @@ from trainer.algorithms import build_algorithm
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.config import TrainerConfig
 from trainer.config.datasets import identity
-from trainer.errors import Preempted, PublishError, RankFailed
-from trainer.faults import Guard, progress
-from trainer.faults.faults import Faults
-from trainer.faults.rollback import Rollback, judged
+from trainer.connection import roll_back_serving
+from trainer.errors import Diverged, Preempted, PublishError, RankFailed
+from trainer.experience import Sampling, StepBatch, TrainState
+from trainer.faults.guard import Guard
+from trainer.faults.heartbeat import progress
+from trainer.faults.supervision import Faults
 from trainer.lead import Lead
 from trainer.megatron.engine import Engine, StepStats
 from trainer.megatron.hf_config import ModelShape
@@ -29,8 +33,8 @@ from trainer.memory.phases import Phases
 from trainer.metrics import MetricsWriter, Stopwatch
 from trainer.metrics.throughput import Throughput, peak_flops
 from trainer.publish import WeightPublisher
-from trainer.sampling import Sampling
-from trainer.state import StepBatch, TrainState
+
+log = logging.getLogger(__name__)
 
 
 class Run:
@@ -57,7 +61,7 @@ class Run:
             self.checkpoints.parts |= {**self._lead.parts, "guard": self._guard}
         models = self._lead.scorer if self._lead is not None else None
         self._phases = Phases(build_memory(config, self.engine, models=models))
-        self.sampling = Sampling(config, self.engine, self._phases, self._lead)
+        self.sampling = Sampling(config, self.engine, self._phases, self._lead.experience if self._lead else None)
 
     def start(self) -> TrainState:
         """The state to go on from: the newest whole checkpoint's, or a fresh one."""
@@ -95,7 +99,9 @@ class Run:
         if self.config.faults.spike_sigma and stats.grad_norm:  # it is 0 while only a critic warms up
             found = self._guard.problem(loss=stats.loss, grad_norm=stats.grad_norm) if is_lead() else ""
             problem, self._suspicious = broadcast_json([found, self._guard.suspicious])
-            judged(problem, stats)
+            if problem:
+                numbers = f"loss {stats.loss:.4g}, gradient norm {stats.grad_norm:.4g}"
+                raise Diverged(f"{problem} ({numbers}). Lower optimizer.lr.")
         return stats
 
     def due(self, what: Literal["publish", "eval", "checkpoint"], state: TrainState) -> bool:
@@ -222,3 +228,58 @@ class Run:
         c = self.config
         shape = {k: v for k, v in dataclasses.asdict(self.shape).items() if k != "max_positions"}
         return {"seed": c.seed, "algorithm": c.algorithm.name, "data": identity(c.data), "model": shape}
+
+
+class Rollback:
+    """Goes back to the last checkpoint when a step's numbers are not sane, in training and in serving. Counts what went
+    wrong where. Collective."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._config = run, run.config.faults
+        self._done = 0
+        self._strikes: Counter[int] = Counter()
+
+    def __call__(self, bad: TrainState, error: Diverged) -> TrainState:
+        """The state to go on from, after a step from `bad` went wrong; raises `error` when there is to be no going
+        back, or no more of it.
+
+        The first time the steps since the checkpoint are repeated as they were: if memory or a link failed, that was
+        all. A step that fails again is not at fault for the hardware: everything drawn up to it is left out then.
+        """
+        run = self._run
+        if self._config.on_diverged == "stop" or run.checkpoints is None:
+            raise error
+        if self._done == self._config.max_rollbacks:
+            raise Diverged(f"{error} It was so after {self._done} rollbacks too (faults.max_rollbacks).") from error
+        self._done += 1
+        self._strikes[bad.step] += 1
+        drawn = run.sampling.drawn
+        good = dataclasses.replace(bad, **run.checkpoints.restore())
+        if skip := self._strikes[bad.step] > 1:
+            run.sampling.skip_to(drawn)
+            good = dataclasses.replace(good, consumed=drawn)
+        good = self._serve(good, bad)
+        if is_lead():
+            values = {"step": bad.step + 1, "to_step": good.step, "version": good.version, "reason": str(error)}
+            run.write("rollback", values | {"skipped_to": drawn if skip else None})
+        return good
+
+    def _serve(self, good: TrainState, bad: TrainState) -> TrainState:
+        """The version of the checkpoint serves again; if it cannot, its weights are published as a new one."""
+        run = self._run
+        if run.config.publish is None or bad.version == good.version or not self._config.rollback_serving:
+            return good
+        if broadcast_json(lead(lambda: self._gateway_went_back(good.version))):
+            return good
+        return run.publish_again(good)
+
+    def _gateway_went_back(self, version: int) -> bool:
+        telemetry, publish = self._run.config.telemetry, self._run.config.publish
+        if telemetry is None or publish is None or version == 0:
+            return False
+        try:
+            roll_back_serving(telemetry, version, publish.timeout_s)
+        except PublishError as error:
+            log.warning("%s Its weights are published again.", error)
+            return False
+        return True

@@ -19,10 +19,10 @@ import weightsync
 from tests.trainer.batches import random_batch
 from trainer.algorithms import build_algorithm
 from trainer.batch import MASK, TOKENS
+from trainer.checkpoint import engine_state
 from trainer.config import TrainerConfig, strict
 from trainer.errors import TrainerError
-from trainer.megatron import state
-from trainer.megatron.context import local_positions, whole_sequence
+from trainer.megatron.attention import local_positions, whole_sequence
 from trainer.megatron.engine import Engine
 from trainer.megatron.hf_config import load_shape
 from trainer.megatron.parallel import gather_json, split
@@ -118,14 +118,14 @@ def losses(
     with engine({"model": {"path": path}, "parallel": parallel, "optimizer": {"lr": 1e-2}} | config) as built:
         first = 0
         if resume:
-            state.load(built, Path(directory))
+            engine_state.load(built, Path(directory))
             first = save_at
         trained = []
         for step in range(first, steps):
             stats = built.step(random_batch(built.shape.vocab, rows=7, seed=step))
             trained.append([stats.loss, stats.grad_norm])
             if step + 1 == save_at and not resume:
-                state.save(built, Path(directory))
+                engine_state.save(built, Path(directory))
         return trained
 
 

@@ -13,8 +13,8 @@ from tests.trainer.algorithms.preferences import preferences
 from trainer.algorithms import Algorithm
 from trainer.algorithms.base import VALUES
 from trainer.batch import MASK, Fields, assemble
+from trainer.checkpoint import engine_state
 from trainer.config import PackingConfig
-from trainer.megatron import state
 from trainer.megatron.convert import unwrap
 from trainer.megatron.engine import Engine
 
@@ -130,10 +130,10 @@ def critic_steps(path: str, parallel: dict[str, Any], directory: str, resume: bo
     algorithm = {**ALGORITHMS["ppo"], "critic_warmup": 2}
     with _built(path, algorithm, parallel) as engine:
         if resume:
-            state.load(engine, Path(directory))
+            engine_state.load(engine, Path(directory))
         stats = []
         for step in range(1 if resume else 0, 4):
             stats.append(_numbers(engine.step(_batch(engine.algorithm, step))))
             if step == 0:
-                state.save(engine, Path(directory))
+                engine_state.save(engine, Path(directory))
         return stats

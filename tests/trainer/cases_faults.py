@@ -16,15 +16,15 @@ import trainer.errors
 from tests.trainer.batches import random_batch
 from tests.trainer.cases import engine
 from trainer.batch import MASK
+from trainer.checkpoint import engine_state
 from trainer.checkpoint.checkpoints import Checkpoints
+from trainer.checkpoint.engine_state import StagedEngine
 from trainer.config import CheckpointConfig, FaultsConfig
 from trainer.errors import CheckpointError, Preempted, TrainerError
-from trainer.faults.faults import Faults
-from trainer.megatron import state
+from trainer.experience import TrainState
+from trainer.faults.supervision import Faults
 from trainer.megatron.engine import Engine
-from trainer.megatron.state import StagedEngine
 from trainer.run import Run
-from trainer.state import TrainState
 
 
 def _steps(built: Engine, first: int, last: int) -> list[list[float]]:
@@ -136,7 +136,7 @@ def saved_synchronously(path: str, parallel: dict[str, int], directory: str) -> 
         through = _steps(built, 2, 4)
         checkpoints.resume()
         assert _steps(built, 2, 4) == through
-        state.load(built, Path(directory, "step-00000002"))
+        engine_state.load(built, Path(directory, "step-00000002"))
         return [through[0], _steps(built, 2, 4)[0]]
 
 

@@ -15,9 +15,8 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from tests.trainer.cases_faults import _steps
-from trainer.checkpoint import MANIFEST
 from trainer.checkpoint.checkpoints import Checkpoints
-from trainer.checkpoint.files import describe
+from trainer.checkpoint.directory import MANIFEST, describe
 from trainer.config import CheckpointConfig
 from trainer.errors import RankFailed, ResumeError
 

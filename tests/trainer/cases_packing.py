@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from trainer.batch import Sequence, assemble, lay_out, plan_rows
 from trainer.config import PackingConfig
 from trainer.data.records import Record
-from trainer.megatron.attention import CausalAttention
-from trainer.megatron.blocks import Blocks
+from trainer.megatron.attention import Blocks, CausalAttention
 from trainer.megatron.engine import Engine
 from trainer.rewards.base import Score
 from trainer.rollout import Group, Sample
@@ -114,10 +113,10 @@ def from_files(path: str, parallel: dict[str, int], data: str, directory: str, s
     """[loss, grad_norm] of steps [first, last) of packed fine-tuning on a file, and the prompts they used; what came
     before is read from `directory`, what follows can go on from there."""
     from tests.trainer.cases import engine
+    from trainer.checkpoint import engine_state
     from trainer.config import JsonlData
     from trainer.data import Tokenizer, build_dataset
     from trainer.experience import Experience
-    from trainer.megatron import state
 
     files = {"kind": "jsonl", "path": data, "cache_dir": directory}
     sections = {"data": files, "packing": {"max_tokens": 40}, "batch": 12, "optimizer": {"lr": 1e-2}}
@@ -127,7 +126,7 @@ def from_files(path: str, parallel: dict[str, int], data: str, directory: str, s
         experience = Experience(c, built.algorithm, build_dataset(c.data, Tokenizer(path), c.seed), None, 64)
         cursor = Path(directory) / "cursor.json"
         if steps[0]:
-            state.load(built, Path(directory))
+            engine_state.load(built, Path(directory))
             experience.feed.load_state_dict(json.loads(cursor.read_text()))
         trained, tokens = [], []
         for step in range(*steps):
@@ -138,7 +137,7 @@ def from_files(path: str, parallel: dict[str, int], data: str, directory: str, s
             trained.append([stats.loss, stats.grad_norm])
             tokens.append(sorted(fields["tokens"].flatten().tolist()))
         if not steps[0]:
-            state.save(built, Path(directory))
+            engine_state.save(built, Path(directory))
             dist.barrier()
             cursor.write_text(json.dumps(experience.feed.state_dict()))
         return {"trained": trained, "tokens": [[t for t in step if t] for step in tokens]}

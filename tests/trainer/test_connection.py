@@ -15,9 +15,8 @@ import pytest
 
 from tests.cluster_tls import Authority
 from trainer.config import GatewayConfig, JudgeReward, ServingMemory, TelemetryConfig
-from trainer.connection import verify
+from trainer.connection import roll_back_serving, verify
 from trainer.errors import ConfigError, GatewayUnreachable, PublishError
-from trainer.faults.serving import roll_back_serving
 from trainer.memory.serving import Fleet
 from trainer.rewards import RewardRequest
 from trainer.rewards.judge import Judge

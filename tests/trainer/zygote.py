@@ -71,7 +71,7 @@ def serve() -> None:
     _quiet()
     die_with_parent()
     shim.install()
-    import trainer.faults.faults
+    import trainer.faults.supervision
     import trainer.loop  # noqa: F401 - imported before runs are forked
 
     for line in sys.stdin:

@@ -1,11 +1,7 @@
-"""Checkpoints: directories that are whole or are not used, which of them stay, and shares written in the background.
+"""Checkpoints: a directory is whole, or it is not used. Threads write it while training goes on.
 
-`directory.py` and `retention.py` know files only; `share.py` says what one rank wrote; `background.py` is the thread
-that writes it; `checkpoints.py` puts them together with the engine, and is the only one that imports torch.
+checkpoints.py   a run's checkpoints: taken, written, resumed from      directory.py   files only: whole directories
+engine_state.py  what of the engine is saved, and how it is restored    shards.py      tensors, by rank
+fsdp.py          the same for a fully sharded model                     parts.py       the rest: buffer, cursor, guards
+share.py         what a rank tells rank 0 that it wrote, and its thread
 """
-
-from trainer.checkpoint.directory import MANIFEST, CheckpointDir
-from trainer.checkpoint.files import writing
-from trainer.checkpoint.retention import Retention
-
-__all__ = ["MANIFEST", "CheckpointDir", "Retention", "writing"]

@@ -17,20 +17,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trainer.checkpoint import engine_state as engine_state
 from trainer.checkpoint import parts as parts_of_run
-from trainer.checkpoint.background import Background
-from trainer.checkpoint.directory import SCORE, CheckpointDir, read_manifest
-from trainer.checkpoint.files import writing
+from trainer.checkpoint.directory import SCORE, CheckpointDir, Retention, read_manifest, writing
+from trainer.checkpoint.engine_state import StagedEngine
 from trainer.checkpoint.parts import Part
-from trainer.checkpoint.retention import Retention
-from trainer.checkpoint.share import Share, collect, put
+from trainer.checkpoint.shards import Buffers
+from trainer.checkpoint.share import Background, Share, collect, put
 from trainer.config import CheckpointConfig
 from trainer.errors import CheckpointError, ResumeError
-from trainer.megatron import state as engine_state
 from trainer.megatron.engine import Engine
 from trainer.megatron.parallel import broadcast_json, gather_json, is_lead, lead
-from trainer.megatron.staging import Buffers
-from trainer.megatron.state import StagedEngine
 
 SHARES_TIMEOUT_S = 3600.0
 log = logging.getLogger(__name__)

@@ -11,16 +11,19 @@ the manifest; one that does not match is named in the log and the one before it 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.files import Listing, describe, flush, problem_with, write_flushed, writing
-from trainer.checkpoint.retention import Retention
-from trainer.errors import ResumeError
+import xxhash
+
+from trainer.errors import CheckpointError, ResumeError
 
 MANIFEST, UNFINISHED = "MANIFEST", ".writing-"
 SCORE = "score"
@@ -149,3 +152,71 @@ def _score(directory: Path) -> float | None:
     except ResumeError:
         return None
     return float(score) if isinstance(score, int | float) else None
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Keep the newest `last`, every one whose step is a multiple of `every` (0: none for that), and the `best` with
+    the highest score (0: none for that; the older of two equals)."""
+
+    last: int = 2
+    every: int = 0
+    best: int = 0
+
+    def kept(self, newest_first: list[int], scores: Mapping[int, float]) -> set[int]:
+        """The steps to keep, out of those that exist; `scores` has the ones that were evaluated."""
+        ranked = sorted(scores, key=lambda step: (-scores[step], step))
+        regular = [step for step in newest_first if self.every and step % self.every == 0]
+        return {*newest_first[: self.last], *regular, *ranked[: self.best]}
+
+
+Listing = dict[str, tuple[int, str]]
+"""File name -> (bytes, xxh3-128 digest)."""
+
+
+def digest(file: Path) -> str:
+    """xxh3-128 of a file's bytes, as hexadecimal."""
+    running = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            running.update(block)
+    return running.hexdigest()
+
+
+def describe(file: Path) -> tuple[int, str]:
+    """(bytes, digest) of a file."""
+    return file.stat().st_size, digest(file)
+
+
+def problem_with(file: Path, size: int, expected: str) -> str:
+    """What is wrong with a file that should have `size` bytes and this digest; empty when nothing is."""
+    if not file.exists():
+        return f"{file} is missing."
+    if file.stat().st_size != size:
+        return f"{file} has {file.stat().st_size} bytes instead of {size}."
+    return "" if digest(file) == expected else f"{file} has changed since it was written."
+
+
+def flush(path: Path) -> None:
+    """Force a file's bytes, or a directory's entries, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_flushed(path: Path, text: str) -> None:
+    path.write_text(text)
+    flush(path)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """The operating system's refusals become CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path} ({error}). Free space, or set checkpoint.path elsewhere."
+        ) from error

@@ -1,6 +1,7 @@
-"""What one rank wrote of a checkpoint, told to rank 0 through a file beside it.
+"""What one rank wrote of a checkpoint, and the thread that writes it while training goes on.
 
-A file, because the threads that write must not take part in collectives while the main threads train with them.
+A thread, not a process: a killed rank leaves nothing behind. Each rank tells rank 0 what it wrote through a file beside
+it, because the threads that write must not take part in collectives while the main threads train with them.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from trainer.checkpoint.files import Listing
+from trainer.checkpoint.directory import Listing
 from trainer.errors import CheckpointError
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 1.0
@@ -21,7 +23,7 @@ FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 1.0
 @dataclass(frozen=True)
 class Share:
     """A rank's files, flushed and digested, by their path below the checkpoint. `pieces` says where each tensor lies
-    in them (by role of the model; what `trainer.megatron.staging` needs for its index). `problem` is empty, or why
+    in them (by role of the model; what `shards.py` needs for its index). `problem` is empty, or why
     there is no share."""
 
     files: Listing = field(default_factory=dict)
@@ -64,3 +66,44 @@ def _take(directory: Path, rank: int) -> Share:
 
 def _path(directory: Path, rank: int) -> Path:
     return directory / f".share-{rank:05d}.json"
+
+
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """At most one job at a time."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._result: T | None = None
+        self._error: Exception | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], T]) -> None:
+        """Run `job` in the thread; the one before must have been taken."""
+        assert self._thread is None, "take the last result first"
+        self._thread = threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True)
+        self._thread.start()
+
+    def take(self, *, wait: bool) -> T | None:
+        """The result of the job that has ended, once; None if there is none (yet, without `wait`). Raises what the job
+        raised."""
+        if self._thread is None or (self._thread.is_alive() and not wait):
+            return None
+        self._thread.join()
+        result, error = self._result, self._error
+        self._thread = self._result = self._error = None
+        if error is not None:
+            raise error
+        return result
+
+    def _run(self, job: Callable[[], T]) -> None:
+        try:
+            self._result = job()
+        except Exception as error:
+            self._error = error

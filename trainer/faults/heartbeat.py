@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any, Protocol
 
 from trainer.config import FaultsConfig
-from trainer.faults.board import Beat, Board
-from trainer.faults.progress import here
-from trainer.faults.watch import DONE, Watched, hang, silence, watched_by
 
 STATUS = 1
 UNANSWERED = 3
@@ -106,3 +106,156 @@ class Heartbeat:
             print(f"error: rank {self._rank}: {fault}", file=sys.stderr, flush=True)
             self.failed(fault)
         os._exit(STATUS)
+
+
+DONE = "done"
+"""The phase of a rank's last beat, after which none is missed."""
+
+
+class Watched:
+    """One peer, seen through its beats. Clocks of other machines are not trusted: what counts is when a new beat was
+    seen here."""
+
+    def __init__(self, rank: int, now: float) -> None:
+        self.rank, self._seen = rank, now
+        self.last: Beat | None = None
+
+    def see(self, beat: Beat | None, now: float) -> float:
+        """Take a look; seconds since the last new beat."""
+        if beat is not None and (self.last is None or beat.number != self.last.number):
+            self.last, self._seen = beat, now
+        return now - self._seen if self.last is None or self.last.phase != DONE else 0.0
+
+
+def watched_by(rank: int, world: int) -> int:
+    """Each watches the next one, in a ring: of any ranks that stop, the first has a live one before it."""
+    return (rank + 1) % world
+
+
+def silence(peer: Watched, silent_s: float) -> str:
+    """What is said of a peer that no longer beats."""
+    who = str(peer.last) if peer.last is not None else f"rank {peer.rank}, which never did,"
+    return f"no heartbeat for {silent_s:.1f} s from {who}: stopped, or its machine is gone."
+
+
+def hang(beats: list[Beat], hang_s: float) -> str:
+    """What is said when no rank has got on for `hang_s`; empty while one has. The rank that is somewhere else than
+    most is who the others wait for. Ranks that are done beat no more: they neither hang nor get on."""
+    beats = [beat for beat in beats if beat.phase != DONE]
+    if not beats or min(beat.still_s for beat in beats) < hang_s:
+        return ""
+    places = [(beat.step, beat.phase) for beat in beats]
+    common = max(places, key=places.count)
+    odd = [f"rank {beat.rank}" for beat in beats if (beat.step, beat.phase) != common]
+    suspects = f" They seem to wait for {', '.join(odd)}." if odd and places.count(common) > 1 else ""
+    return f"no rank got on for {hang_s:g} s: {'; '.join(map(str, beats))}.{suspects}"
+
+
+PREFIX = "hotswap"
+PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One heartbeat. `number` counts them; `still_s` is how long the rank has been at this place."""
+
+    rank: int
+    pid: int
+    host: str
+    number: int
+    phase: str
+    step: int
+    still_s: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.pid} on {self.host}), {self.phase} of step {self.step}"
+
+
+class Board(Protocol):
+    """Raises OSError or RuntimeError when the store does not answer."""
+
+    def beat(self, beat: Beat) -> None: ...
+
+    def last_beat(self, rank: int) -> Beat | None: ...
+
+    def report(self, fault: str) -> None: ...
+
+    def fault(self, attempt: int | None = None) -> str: ...
+
+
+class StoreBoard:
+    """On torch's TCPStore, at the address in torchrun's environment variables."""
+
+    def __init__(self, attempt: int) -> None:
+        from torch.distributed import TCPStore
+
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store: Any = TCPStore(
+            address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_S)
+        )
+        self._attempt = attempt
+
+    def beat(self, beat: Beat) -> None:
+        self._store.set(self._key(f"beat/{beat.rank}"), json.dumps(asdict(beat)))
+
+    def last_beat(self, rank: int) -> Beat | None:
+        text = self._read(self._key(f"beat/{rank}"))
+        return Beat(**json.loads(text)) if text else None
+
+    def report(self, fault: str) -> None:
+        self._store.set(self._key("fault"), fault)
+
+    def fault(self, attempt: int | None = None) -> str:
+        """What ended this attempt, or an earlier one; empty when nobody said."""
+        return self._read(self._key("fault", attempt))
+
+    def _read(self, key: str) -> str:
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+
+    def _key(self, name: str, attempt: int | None = None) -> str:
+        return f"{PREFIX}/{self._attempt if attempt is None else attempt}/{name}"
+
+
+class LocalBoard:
+    """For a run of one process: nobody listens."""
+
+    def __init__(self) -> None:
+        self._beats: dict[int, Beat] = {}
+        self._fault = ""
+
+    def beat(self, beat: Beat) -> None:
+        self._beats[beat.rank] = beat
+
+    def last_beat(self, rank: int) -> Beat | None:
+        return self._beats.get(rank)
+
+    def report(self, fault: str) -> None:
+        self._fault = fault
+
+    def fault(self, attempt: int | None = None) -> str:
+        return self._fault if attempt is None else ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A phase of a step, entered at `since` (monotonic seconds)."""
+
+    phase: str
+    step: int
+    since: float
+
+    def __str__(self) -> str:
+        return f"{self.phase} of step {self.step}"
+
+
+_here = Place("start", 0, time.monotonic())
+
+
+def progress(phase: str, step: int | None = None) -> None:
+    """The run gets on: call it when a phase begins and whenever a long one has got further."""
+    global _here
+    _here = Place(phase, _here.step if step is None else step, time.monotonic())
+
+
+def here() -> Place:
+    return _here

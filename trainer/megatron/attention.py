@@ -1,15 +1,70 @@
-"""Attention without TransformerEngine: torch's scaled dot-product, causal; block-diagonal for packed rows."""
+"""Layers without TransformerEngine: torch's RMSNorm and scaled dot-product attention, causal, for rows of any kind.
+
+Megatron-Core's own local modules would do for tensor, pipeline and data parallelism, but not for sequence parallelism
+(`WrappedTorchNorm` refuses it) nor for context parallelism (`DotProductAttention` refuses it and materialises the score
+matrix). Only the linear layers of an fp8 model are TransformerEngine's; they carry the same parameters.
+
+Packed rows: a dense block-diagonal mask would cost T * T scores a row whatever is packed in it. Instead the segments
+are gathered into right-padded batches, one for each power of two of their length, attended causally, and scattered
+back: at most four times the scores of the segments alone, a handful of kernel calls, any backend of scaled dot-product
+attention, and the very computation that unpacked sequences get. Their rotary positions count from the start of each
+segment, not of the row.
+
+Context parallelism: every rank holds a part of each sequence. A sequence of T positions is cut into 2N chunks for N
+ranks; rank r holds chunks r and 2N - 1 - r, in that order, so that causal attention is as much work on every rank
+(Megatron-Core's rotary embedding expects this order). Attention gathers the keys and values of the whole sequence and
+answers for the rank's own queries: one all-gather a layer in place of a ring (Llama 3, arXiv:2407.21783, section
+3.3.2); grouped keys and values are small next to the queries.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state as ps
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from trainer.megatron.blocks import Blocks
+
+class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
+    """torch's RMSNorm with Megatron's constructor; its gradient is reduced over tensor-parallel ranks under SP."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def block_spec(config: TransformerConfig, chunk: int | None = None) -> TransformerBlockSubmodules:
+    """The layers this pipeline stage (or this chunk of it) builds, and the final norm."""
+    experts = config.num_moe_experts
+    layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = ContextParallelAttention if config.context_parallel_size > 1 else CausalAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.fp8:
+        _fp8_linears(attention, layer.submodules.mlp.submodules)
+    layers = [layer] * get_num_layers_to_build(config, chunk)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _fp8_linears(attention: Any, feed_forward: Any) -> None:
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+    attention.linear_qkv = feed_forward.linear_fc1 = TEColumnParallelLinear
+    attention.linear_proj = feed_forward.linear_fc2 = TERowParallelLinear
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]
@@ -46,3 +101,162 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
             return (query + key.sum() + value.sum()).transpose(0, 1) * 0
         parts = [self._causal(*(b.gather(t) for t in (q, k, v))) for b in blocks.buckets]
         return blocks.scatter(parts, like=q).unflatten(0, (query.shape[1], query.shape[0]))
+
+
+SHORTEST_BITS = 4  # segments of up to 16 tokens share a bucket
+
+_known = WeakTensorKeyDictionary()  # by the segments: all layers of a forward pass ask for the same
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """S segments of similar length, L tokens at most. `index` [S, L] are their places among all tokens, shorter ones
+    filled up with their last; `kept` [n] are the places in [S * L] that are not such filling."""
+
+    index: Tensor
+    kept: Tensor
+
+    def gather(self, tokens: Tensor) -> Tensor:
+        """[N, ...] -> [S, L, ...]."""
+        return tokens[self.index]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The segments of a micro-batch. `places` [n] are the tokens of all buckets, in their order."""
+
+    buckets: tuple[Bucket, ...]
+    places: Tensor
+
+    @staticmethod
+    def of(segments_BT: Tensor) -> Blocks:
+        """`segments_BT` int64 [B, T]: equal neighbours in a row are a segment, 0 is padding."""
+        if segments_BT not in _known:
+            _known[segments_BT] = _blocks(segments_BT)
+        found: Blocks = _known[segments_BT]
+        return found
+
+    def scatter(self, parts: list[Tensor], like: Tensor) -> Tensor:
+        """What was computed for each bucket, [S, L, ...] each, back to [N, ...]; zeros at padding."""
+        result = like.new_zeros(like.shape[0], *parts[0].shape[2:])
+        kept = [part.flatten(0, 1)[b.kept] for part, b in zip(parts, self.buckets, strict=True)]
+        return result.index_copy(0, self.places, torch.cat(kept))
+
+
+def _blocks(segments_BT: Tensor) -> Blocks:
+    rows, width = segments_BT.shape
+    numbers = torch.arange(rows, device=segments_BT.device)[:, None] * (width + 1) + segments_BT
+    _, counts = numbers.flatten().unique_consecutive(return_counts=True)
+    ends = counts.cumsum(0)
+    real = segments_BT.flatten()[ends - 1] > 0
+    lengths, starts = counts[real].tolist(), (ends - counts)[real].tolist()
+    by_size: dict[int, list[int]] = {}
+    for number, length in enumerate(lengths):
+        by_size.setdefault(max(SHORTEST_BITS, (length - 1).bit_length()), []).append(number)
+    device = segments_BT.device
+    buckets = tuple(
+        _bucket(
+            torch.tensor([starts[n] for n in members], device=device),
+            torch.tensor([lengths[n] for n in members], device=device),
+        )
+        for _, members in sorted(by_size.items())
+    )
+    places = [b.index.flatten()[b.kept] for b in buckets]
+    return Blocks(buckets, torch.cat(places) if places else torch.empty(0, dtype=torch.int64, device=device))
+
+
+def _bucket(starts: Tensor, lengths: Tensor) -> Bucket:
+    offsets = torch.arange(int(lengths.max()), device=starts.device)
+    index = starts[:, None] + torch.minimum(offsets, lengths[:, None] - 1)
+    return Bucket(index, (offsets < lengths[:, None]).flatten().nonzero()[:, 0])
+
+
+def local_positions(width: int, device: torch.device) -> Tensor:
+    """The positions [T / N] of a sequence of T = `width` that this rank holds, in its order. T is a multiple of 2N."""
+    ranks, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
+    chunks = torch.arange(width, device=device).chunk(2 * ranks)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) if ranks > 1 else torch.arange(width, device=device)
+
+
+def whole_sequence(part: Tensor, dim: int, *, copies: bool) -> Tensor:
+    """Every rank's part, joined along `dim` in the sequence's order, differentiably.
+
+    `copies`: what follows is computed alike on every rank, so the gradient of this rank's part is already whole.
+    Otherwise every rank goes on with something else, and the gradients of all are summed.
+    """
+    if ps.get_context_parallel_world_size() == 1:
+        return part
+    result: Tensor = _Gather.apply(part.movedim(dim, 0), copies)
+    return result.movedim(0, dim)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, copies: bool) -> Tensor:
+        group = ps.get_context_parallel_group()
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part, group=group)
+        ctx.copies, width = copies, part.shape[0] * len(parts)
+        ctx.mine = local_positions(width, part.device)
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if not ctx.copies:
+            gradient = gradient.contiguous().clone()
+            dist.all_reduce(gradient, group=ps.get_context_parallel_group())
+        return gradient[ctx.mine], None
+
+
+class ContextParallelAttention(MegatronModule):  # type: ignore[misc]
+    """Causal attention of this rank's queries over the keys and values of the whole sequence."""
+
+    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        super().__init__(config)
+        self.scale = softmax_scale
+
+    def forward(self, query: Any, key: Any, value: Any, attention_mask: Any = None, **_: Any) -> Any:
+        """query [T / N, B, heads, D], key and value [T / N, B, groups, D] -> [T / N, B, heads * D].
+
+        `attention_mask` is None, or int64 [B, T] for packed rows: the segments of the whole row (see attention.py).
+        """
+        key, value = whole_sequence(torch.stack([key, value]), 1, copies=False)
+        mine = local_positions(len(key), key.device)
+        visible = mine[:, None] >= torch.arange(len(key), device=key.device)
+        if attention_mask is not None:
+            visible = visible & (attention_mask[:, None, mine, None] == attention_mask[:, None, None])
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.permute(2, 0, 1, 3).reshape(out.shape[2], out.shape[0], -1)
+
+
+_positions: ContextVar[Tensor | None] = ContextVar("rotary_positions", default=None)
+
+
+@contextmanager
+def rotary_positions(positions_BT: Tensor | None) -> Iterator[None]:
+    """Within the body, models that `follow_positions` rotate by `positions_BT` (int64; None: by the place in the row).
+    Activation recompute is safe outside it: the rotation's angles are among what is kept."""
+    token = _positions.set(positions_BT)
+    try:
+        yield
+    finally:
+        _positions.reset(token)
+
+
+def follow_positions(model: Any) -> None:
+    """Megatron-Core's GPTModel does not read its position ids when it rotates; afterwards it does."""
+    model.rotary_pos_emb.register_forward_hook(_follow)
+
+
+def _follow(rotary: Any, inputs: tuple[Any, ...], angles_T11D: Tensor) -> Tensor:
+    positions_BT = _positions.get()
+    if positions_BT is None:
+        return angles_T11D
+    # Not from `angles`: under context parallelism they are this rank's part of the row already.
+    whole: Tensor = rotary.get_emb(inputs[0])
+    return whole[positions_BT.t(), 0]  # [T, B, 1, D]

@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from trainer.config import ParallelConfig
 from trainer.errors import RankFailed
-from trainer.faults.restarts import attempt
+from trainer.launch import attempt
 from trainer.megatron import shim
 from weightsync.loopback import keep_to_loopback
 

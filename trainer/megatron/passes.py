@@ -21,8 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from trainer.batch import MASK, POSITIONS, SEGMENTS, TOKENS, Fields, share
-from trainer.megatron.context import local_positions, whole_sequence
-from trainer.megatron.rotary import rotary_positions
+from trainer.megatron.attention import local_positions, rotary_positions, whole_sequence
 
 FP8_TOKENS = 16  # what 8-bit matrix products want the number of tokens to be a multiple of
 

@@ -15,19 +15,22 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from megatron.core import parallel_state as ps
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainer.algorithms.base import REFERENCE_LOGPROBS, VALUES, Algorithm
 from trainer.config import OptimizerConfig as OptimizerSection
 from trainer.config import TrainerConfig
 from trainer.megatron.convert import load_hf
-from trainer.megatron.critic import load_critic
-from trainer.megatron.fsdp import FullySharded
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import HfTensors
-from trainer.megatron.model import DTYPES, build_model, transformer_config
+from trainer.megatron.model import DTYPES, build_model, load_critic, transformer_config
 from trainer.megatron.optimizer import build_optimizer, build_scheduler
 from trainer.megatron.parallel import device
 
@@ -152,3 +155,33 @@ def _distinct(tensors: Any, besides: list[torch.Tensor] | None = None) -> list[t
             seen.add(key)
             result.append(tensor.detach())
     return result
+
+
+class FullySharded(_BaseDataParallel):  # type: ignore[misc]
+    """A model whose parameters have become DTensors; what Megatron's schedule and optimizer ask of a wrapper."""
+
+    def __init__(self, config: TransformerConfig, module: Any) -> None:
+        super().__init__(config=config, module=module)
+        self.ddp_config = DistributedDataParallelConfig()
+        mesh = DeviceMesh.from_group(ps.get_data_parallel_group(with_context_parallel=True), device().type)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
+        layers = [part for part in module.modules() if isinstance(part, TransformerLayer)]
+        # The embedding stays with the root, which is whole for as long as the pass lasts: the output layer may use it.
+        for part in (*layers, module):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(1.0)  # a sum, which `scale_gradients` divides by the tokens
+                part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        for name, parameter in module.named_parameters():
+            vars(parameter).update(attributes[name])  # Megatron's marks (sequence_parallel, allreduce, ...)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Nothing is left to do: gradients were reduced during the backward pass."""
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Multiply every gradient. Called once all micro-batches are in, with one over the number of tokens."""
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scaling_factor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from trainer.faults.progress import progress
+from trainer.faults.heartbeat import progress
 
 
 class Stopwatch:

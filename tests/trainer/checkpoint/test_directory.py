@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint import CheckpointDir
+from trainer.checkpoint.directory import CheckpointDir
 from trainer.errors import CheckpointError, ResumeError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint import CheckpointDir, Retention
+from trainer.checkpoint.directory import CheckpointDir, Retention
 
 NEWEST_FIRST = [60, 50, 40, 30, 20, 10]
 SCORES = {10: 0.5, 20: 0.9, 30: 0.7, 40: 0.9, 50: 0.1}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from trainer.checkpoint import CheckpointDir, parts
-from trainer.checkpoint.background import Background
-from trainer.checkpoint.share import Share, collect, put
+from trainer.checkpoint import parts
+from trainer.checkpoint.directory import CheckpointDir
+from trainer.checkpoint.share import Background, Share, collect, put
 from trainer.errors import CheckpointError, ResumeError
 
 

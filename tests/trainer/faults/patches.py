@@ -19,7 +19,7 @@ def _poison(step: int, times: int) -> None:
     """Whatever the engine computes from is broken, as if memory were; it finds out by itself."""
     import torch
 
-    from trainer.faults.progress import here
+    from trainer.faults.heartbeat import here
     from trainer.megatron.engine import Engine
 
     original, left = Engine.step, [times]

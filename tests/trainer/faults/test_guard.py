@@ -10,7 +10,7 @@ import pytest
 
 from trainer.config import FaultsConfig
 from trainer.errors import ConfigError
-from trainer.faults import Guard
+from trainer.faults.guard import Guard
 
 
 def guard(**options: object) -> Guard:

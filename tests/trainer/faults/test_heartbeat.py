@@ -22,7 +22,7 @@ RANK = """
 import os, signal, sys, threading, time
 from trainer.config import FaultsConfig
 from trainer.faults import progress
-from trainer.faults.board import StoreBoard
+from trainer.faults.heartbeat import StoreBoard
 from trainer.faults.heartbeat import Heartbeat
 
 rank, world, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -118,8 +118,8 @@ def test_leaving_on_request_is_no_fault_and_a_fault_is_told_when_the_watch_has_e
 
 STOPPING = """
 import os, sys, threading, time
-from trainer.faults.restarts import RunDir
-from trainer.faults.stopping import Stopping
+from trainer.launch import RunDir
+from trainer.launch import Stopping
 
 stopping = Stopping(float(sys.argv[1]), RunDir.of_environment().being_torn_down)
 print("ready", flush=True)

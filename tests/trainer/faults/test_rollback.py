@@ -15,8 +15,8 @@ from tests.trainer.faults.runs import arguments, curve, events
 from tests.trainer.fleet import fleet
 from tests.trainer.zygote import Zygote
 from trainer.config import TelemetryConfig
+from trainer.connection import roll_back_serving
 from trainer.errors import PublishError
-from trainer.faults.serving import roll_back_serving
 
 KEY = {"HOTSWAP_ADMIN_KEY": "secret"}
 

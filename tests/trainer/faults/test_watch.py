@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.faults.board import Beat
-from trainer.faults.watch import DONE, Watched, hang, silence, watched_by
+from trainer.faults.heartbeat import DONE, Beat, Watched, hang, silence, watched_by
 
 
 def beat(rank: int = 1, number: int = 1, phase: str = "train", step: int = 7, still_s: float = 0.0) -> Beat:

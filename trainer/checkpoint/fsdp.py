@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch.distributed import checkpoint as dcp
 
+from trainer.checkpoint.shards import CheckedReader, refusing
 from trainer.errors import ResumeError
-from trainer.megatron.fsdp import FullySharded
-from trainer.megatron.index import CheckedReader, refusing
-from trainer.megatron.roles import Role
+from trainer.megatron.roles import FullySharded, Role
 
 NUMBERS = "fully_sharded.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -2,7 +2,7 @@
 schedule, and the random generators.
 
     DIRECTORY/actor/              Megatron's `torch_dist` format, which can be read back in another parallel layout
-                                  (under `parallel.shard: full` what fsdp_state.py says)
+                                  (under `parallel.shard: full` what fsdp.py says)
     DIRECTORY/critic/             the same, if the algorithm has one
     DIRECTORY/rank-00000.json     the generators of a rank; restored only on as many ranks (elsewhere exactness is
                                   lost, training is not)
@@ -17,26 +17,29 @@ would increment once per parameter.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gc
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import random as tp_random
 
-from trainer.checkpoint.files import describe, write_flushed, writing
+from trainer.checkpoint import fsdp, shards
+from trainer.checkpoint.directory import describe, write_flushed, writing
+from trainer.checkpoint.shards import Buffers, StagedTensors
 from trainer.checkpoint.share import Share
 from trainer.errors import CheckpointError
-from trainer.megatron import fsdp_state, staging
 from trainer.megatron.convert import unwrap
 from trainer.megatron.engine import Engine
 from trainer.megatron.parallel import gather_json
-from trainer.megatron.rng import rng_state, set_rng_state
 from trainer.megatron.roles import Role
-from trainer.megatron.staging import Buffers, StagedTensors
 
 _SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -57,7 +60,7 @@ class StagedEngine:
         self._rng = json.dumps(rng_state())
         self._roles: dict[str, StagedTensors] = {}
         for name, role in trained(engine).items():
-            staging.lead_makes(directory / name)
+            shards.lead_makes(directory / name)
             self._roles[name] = _taken(role, directory / name, buffers)
 
     def write(self) -> Share:
@@ -97,10 +100,10 @@ def save(engine: Engine, directory: Path) -> None:
 def load(engine: Engine, directory: Path) -> None:
     """Restore what was saved, in this layout or another. Collective."""
     for name, role in trained(engine).items():
-        fsdp_state.check_format(role, directory / name)
-        if fsdp_state.is_fully_sharded(role):
+        fsdp.check_format(role, directory / name)
+        if fsdp.is_fully_sharded(role):
             _prepare_optimizer(role)
-            fsdp_state.load(role, directory / name)
+            fsdp.load(role, directory / name)
         else:
             _load(role, directory / name)
     saved_world = len(list(directory.glob("rank-*.json")))
@@ -116,16 +119,16 @@ def trained(engine: Engine) -> dict[str, Role]:
 def _taken(role: Role, directory: Path, buffers: Buffers | None) -> StagedTensors:
     """A role's tensors at this moment. `directory` exists and is empty."""
     staged = StagedTensors(directory, role.name, buffers)
-    if not fsdp_state.is_fully_sharded(role):
+    if not fsdp.is_fully_sharded(role):
         return staged.take(_sharded(role, loading=False))
     _prepare_optimizer(role)
     if dist.get_rank() == 0:
-        fsdp_state.write_numbers(role, directory)
-    return staged.take_dtensors(fsdp_state.tensors(role))
+        fsdp.write_numbers(role, directory)
+    return staged.take_dtensors(fsdp.tensors(role))
 
 
 def _load(role: Role, directory: Path) -> None:
-    state = staging.load(_sharded(role, loading=True), directory)
+    state = shards.load(_sharded(role, loading=True), directory)
     for key, chunk in _chunks(role).items():
         unwrap(chunk).load_state_dict(state[key])
     _load_optimizer(role, _regrouped(role, state["optimizer"]))
@@ -221,3 +224,37 @@ class _KeepStep:
         group, order = self.distributed.model_param_group_index_map[model_param]
         main = self.distributed.optimizer.param_groups[group]["params"][order]
         self.original(model_param, {"step": self.distributed.optimizer.state[main]["step"], **tensors})
+
+
+def rng_state() -> dict[str, Any]:
+    """Every generator's state on this rank, as JSON."""
+    tracker = tp_random.get_cuda_rng_tracker().get_states()
+    numpy = np.random.get_state(legacy=False)
+    return {
+        "python": random.getstate(),
+        "numpy": {**numpy, "state": {**numpy["state"], "key": numpy["state"]["key"].tolist()}},
+        "torch": _encode(torch.get_rng_state()),
+        "cuda": _encode(torch.cuda.get_rng_state()),
+        "tracker": {name: _encode(state) for name, state in tracker.items()},
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what `rng_state` returned."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    numpy = state["numpy"]
+    numpy["state"]["key"] = np.array(numpy["state"]["key"], dtype=np.uint32)
+    np.random.set_state(numpy)
+    tracker = {name: _decode(value) for name, value in state["tracker"].items()}
+    tp_random.get_cuda_rng_tracker().set_states(tracker)
+    torch.cuda.set_rng_state(_decode(state["cuda"]))
+    torch.set_rng_state(_decode(state["torch"]))
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -13,11 +13,8 @@ import torch.distributed as dist
 
 from trainer.config import FaultsConfig
 from trainer.errors import Preempted, RankFailed, RankLost
-from trainer.faults.board import Beat, Board, LocalBoard, StoreBoard
-from trainer.faults.heartbeat import Heartbeat
-from trainer.faults.progress import here
-from trainer.faults.restarts import RunDir, attempt
-from trainer.faults.stopping import Stopping
+from trainer.faults.heartbeat import Beat, Board, Heartbeat, LocalBoard, StoreBoard, here
+from trainer.launch import RunDir, Stopping, attempt
 from trainer.megatron.parallel import device
 
 
