@@ -40,7 +40,7 @@ from loadtest.learning_recipes import (
 from loadtest.machine import machine
 from server.cli import interrupts
 from server.cli.up import Server, UpConfig
-from trainer.data.code_tasks import CHARACTERS
+from trainer.data.problems import CHARACTERS
 from trainer.report import RunEvents, read_events
 from trainer.tiny_model import write_tiny_model
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from trainer.algorithms import Algorithm
+from trainer.algorithms.base import Algorithm
 from trainer.batch import Fields, Rows, Sequence, assemble, lay_out, plan_rows, take_back
 from trainer.config import TrainerConfig
 from trainer.data.records import Dataset, Record

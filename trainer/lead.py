@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.algorithms import Algorithm
+from trainer.algorithms.base import Algorithm
 from trainer.checkpoint.parts import Part
 from trainer.config import EvalConfig, TrainerConfig
-from trainer.data import Tokenizer, build_dataset, summary
-from trainer.data.records import Record
+from trainer.data import build_dataset
+from trainer.data.records import Record, summary
+from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError
 from trainer.experience import Experience
 from trainer.megatron.hf_config import ModelShape

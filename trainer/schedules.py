@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.sections import AsyncSchedule, OneStepOffSchedule, ScheduleConfig
-from trainer.data import Contents, take
-from trainer.data.records import Dataset, Record
+from trainer.data.records import Contents, Dataset, Record, take
 from trainer.rollout import Group, group_from_json, group_to_json
 
 

@@ -88,7 +88,7 @@ if __name__ == "__main__":
     parser.add_argument("--family", choices=tuple(_CLASSES), default="qwen2")
     parser.add_argument("--characters", choices=("arithmetic", "code"), default="arithmetic", help="of which task")
     chosen = parser.parse_args()
-    from trainer.data.code_tasks import CHARACTERS
+    from trainer.data.problems import CHARACTERS
 
     vocabulary = CHARACTERS if chosen.characters == "code" else ARITHMETIC
     write_tiny_model(chosen.directory, chosen.family, characters=vocabulary)

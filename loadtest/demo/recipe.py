@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ArithmeticData, strict
-from trainer.data import Arithmetic, Tokenizer
+from trainer.data.problems import Arithmetic
+from trainer.data.tokenizer import Tokenizer
 
 MODEL = "demo"
 LARGEST_DIGIT = 5

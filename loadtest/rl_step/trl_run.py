@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from loadtest.rl_step import task as tasks
 from loadtest.rl_step.task import Task
 from trainer.config import ArithmeticData, strict
-from trainer.data import Arithmetic, Tokenizer
+from trainer.data.problems import Arithmetic
+from trainer.data.tokenizer import Tokenizer
 
 
 class Steps(TrainerCallback):  # type: ignore[misc]

@@ -10,8 +10,7 @@ import torch
 
 from tests.trainer.algorithms.batches import groups
 from tests.trainer.algorithms.preferences import preferences
-from trainer.algorithms import Algorithm
-from trainer.algorithms.base import VALUES
+from trainer.algorithms.base import VALUES, Algorithm
 from trainer.batch import MASK, Fields, assemble
 from trainer.checkpoint import engine_state
 from trainer.config import PackingConfig

@@ -115,7 +115,8 @@ def from_files(path: str, parallel: dict[str, int], data: str, directory: str, s
     from tests.trainer.cases import engine
     from trainer.checkpoint import engine_state
     from trainer.config import JsonlData
-    from trainer.data import Tokenizer, build_dataset
+    from trainer.data import build_dataset
+    from trainer.data.tokenizer import Tokenizer
     from trainer.experience import Experience
 
     files = {"kind": "jsonl", "path": data, "cache_dir": directory}

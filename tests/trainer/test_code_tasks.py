@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from trainer.config import CodeTasksData
-from trainer.data import CodeTasks, Tokenizer
-from trainer.data.code_tasks import CHARACTERS, COPIES, all_problems, program
+from trainer.data.problems import CHARACTERS, COPIES, CodeTasks, all_problems, program
 from trainer.data.records import Record
+from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError
 from trainer.tiny_model import write_tiny_model
 
@@ -76,7 +76,7 @@ def test_held_out_problems_are_never_trained_on_and_right(tokenizer: Tokenizer) 
 
 def test_every_record_of_the_arithmetic_task_is_a_preference_too(tmp_path: Path) -> None:
     from trainer.config import ArithmeticData
-    from trainer.data import Arithmetic
+    from trainer.data.problems import Arithmetic
 
     write_tiny_model(tmp_path, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
     tokenizer = Tokenizer(tmp_path)

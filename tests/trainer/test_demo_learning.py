@@ -18,7 +18,8 @@ import pytest
 from loadtest.demo import Demo, DemoFailed, Recipe, Scene
 from loadtest.demo.recipe import ENVIRONMENT, MODEL
 from trainer.config import ArithmeticData, strict
-from trainer.data import Arithmetic, Tokenizer
+from trainer.data.problems import Arithmetic
+from trainer.data.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.broad, pytest.mark.timeout(900)]
 RECIPE = Recipe(seed=1, sft_steps=150, grpo_steps=30)

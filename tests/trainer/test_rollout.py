@@ -10,7 +10,8 @@ import pytest
 
 from tests.trainer.generate_server import GenerateServer, serve
 from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig
-from trainer.data import Record, Tokenizer
+from trainer.data.records import Record
+from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, GatewayUnreachable, RolloutError
 from trainer.metrics import rollout_metrics
 from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_scorer

@@ -1,29 +1,14 @@
-"""Algorithms by the name of their config entry."""
+"""What is learned: one class per algorithm, by the name of its config entry.
 
-from trainer.algorithms.base import ActorCritic, Algorithm, AlgorithmBase, LossOutput
-from trainer.algorithms.dpo import Dpo
-from trainer.algorithms.grpo import Grpo
-from trainer.algorithms.policy import PolicyGradient
-from trainer.algorithms.ppo import Ppo
-from trainer.algorithms.reinforce import Reinforce
-from trainer.algorithms.rloo import Rloo
-from trainer.algorithms.sft import Sft
+base.py     what an algorithm is to the loop and to the engine    advantages.py   what an action is worth
+policy.py   GRPO, RLOO, REINFORCE++, PPO                          correction.py   weights for tokens of other policies
+offline.py  SFT and DPO, which learn from records alone
+"""
+
+from trainer.algorithms.base import Algorithm
+from trainer.algorithms.offline import Dpo, Sft
+from trainer.algorithms.policy import Grpo, Ppo, Reinforce, Rloo
 from trainer.config import AlgorithmConfig, DpoConfig, GrpoConfig, PpoConfig, RlooConfig, SftConfig
-
-__all__ = [
-    "ActorCritic",
-    "Algorithm",
-    "AlgorithmBase",
-    "Dpo",
-    "Grpo",
-    "LossOutput",
-    "PolicyGradient",
-    "Ppo",
-    "Reinforce",
-    "Rloo",
-    "Sft",
-    "build_algorithm",
-]
 
 
 def build_algorithm(config: AlgorithmConfig, max_tokens: int | None = None) -> Algorithm:

@@ -17,26 +17,38 @@ start of the step; without one it is the engine's, whose log-probs came with the
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
 
-from trainer.algorithms.advantages import sequence_mean
+from trainer.algorithms.advantages import (
+    gae,
+    group_normalized,
+    leave_one_out,
+    normalized_by_sequence,
+    over_group,
+    sequence_mean,
+    whiten,
+)
 from trainer.algorithms.base import (
     ADVANTAGES,
     BEHAVIOUR_LOGPROBS,
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
+    RETURNS,
     REWARDS,
+    VALUES,
     VERSION_LAG,
     AlgorithmBase,
     LossOutput,
 )
 from trainer.algorithms.correction import LONGEST_LOG, at_level, correct
-from trainer.batch import MASK, Fields, Sequence, sequence_sum
-from trainer.config import PolicyConfig
+from trainer.batch import MASK, Fields, Sequence, sequence_sum, to_tokens
+from trainer.config import GrpoConfig, PolicyConfig, PpoConfig, ReinforceConfig, RlooConfig
 from trainer.data.records import Record
 from trainer.errors import ConfigError
 from trainer.rollout import Group, Sample
@@ -181,3 +193,121 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
             return means.sum(), (count > 0).sum()
         assert self.max_tokens is not None
         return sequence_sum(per_token, fields).sum() / self.max_tokens, (count > 0).sum()
+
+
+class Grpo(PolicyGradient[GrpoConfig]):
+    """Group-relative policy optimisation.
+
+    For G samples of one prompt with rewards r: A = (r - mean) / (std + 1e-4), the same for every token of a sample;
+    without `scale_rewards` A = r - mean (Dr. GRPO). KL to the initial weights is in the loss:
+
+        + kl_coef * (exp(d) - d - 1),  d = reference - logprob
+    """
+
+    kl_in_loss = True
+
+    def credit(self, rewards: list[float]) -> list[float]:
+        return group_normalized(rewards, scale=self.config.scale_rewards)
+
+
+GROUP = "group"
+_EXACT = 1 << 24  # whole numbers below are exact in float32
+
+
+class Rloo(PolicyGradient[RlooConfig]):
+    """REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740).
+
+    A = R - mean of R over the prompt's other samples, with R = reward - kl_coef * sum over tokens of (old - reference).
+    A is linear in R, so the two parts are computed apart: the rewards' on rank 0, the KL's once the log-probs are
+    there.
+    """
+
+    def __init__(self, config: RlooConfig, max_tokens: int | None = None) -> None:
+        super().__init__(config, max_tokens)
+        self._number = itertools.count()
+
+    def credit(self, rewards: list[float]) -> list[float]:
+        return leave_one_out(rewards)
+
+    def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:
+        """As every policy gradient's, and numbered by group where KL needs to know."""
+        if self.config.kl_coef == 0:
+            return super().sequences(records, groups, version)
+        result: list[Sequence] = []
+        for group in groups:
+            number = float(next(self._number) % _EXACT)
+            sampled = super().sequences([], [group], version)
+            result += [replace(s, per_sequence={GROUP: number}) for s in sampled]
+        return result
+
+    def prepare(self, fields: Fields) -> Fields:
+        advantages = fields[ADVANTAGES]
+        if GROUP in fields:
+            real = sequence_sum(fields[MASK], fields) > 0
+            penalties = sequence_sum(self._kl_penalty(fields), fields)
+            advantages = advantages - to_tokens(over_group(penalties, fields[GROUP], real), fields)
+        if self.config.normalize_advantages:
+            advantages = normalized_by_sequence(advantages, fields)
+        return super().prepare(fields | {ADVANTAGES: advantages})
+
+
+class Reinforce(PolicyGradient[ReinforceConfig]):
+    """REINFORCE++ (Hu et al., arXiv 2501.03262): no critic, no group needed.
+
+    A_t = the discounted rewards from t on, normalised over all tokens of the batch. The reward of a token is
+    -kl_coef * (old - reference), and on the last one also the answer's; with `baseline` less its group's mean.
+    """
+
+    credit_is = REWARDS
+
+    def credit(self, rewards: list[float]) -> list[float]:
+        mean = sum(rewards) / len(rewards) if self.config.baseline else 0.0
+        return [reward - mean for reward in rewards]
+
+    def prepare(self, fields: Fields) -> Fields:
+        nothing = torch.zeros_like(fields[MASK])
+        returns, _ = gae(self._rewards_by_token(fields), nothing, fields[MASK], self.config.gamma, 1.0)
+        fields = super().prepare(fields)
+        return fields | {ADVANTAGES: whiten(returns, fields[MASK])}
+
+
+class Ppo(PolicyGradient[PpoConfig]):
+    """Proximal policy optimisation (Schulman et al., arXiv 1707.06347) with a critic, which is trained along.
+
+    The rewards of REINFORCE++ go through generalised advantage estimation with the values that the critic gave at the
+    start of the step. The critic's loss of a token is
+
+        max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) / 2
+
+    with R = A + V_old from before normalisation; a step's is the mean over tokens. Truncated answers count as ended.
+    """
+
+    credit_is = REWARDS
+
+    def __init__(self, config: PpoConfig, max_tokens: int | None = None) -> None:
+        super().__init__(config, max_tokens)
+        self.needs = self.needs | {VALUES}
+        self.critic_warmup = config.critic_warmup
+
+    def credit(self, rewards: list[float]) -> list[float]:
+        return rewards
+
+    def prepare(self, fields: Fields) -> Fields:
+        c, rewards = self.config, self._rewards_by_token(fields)
+        advantages, returns = gae(rewards, fields[VALUES], fields[MASK], c.gamma, c.lam)
+        fields = super().prepare(fields | {RETURNS: returns})
+        advantages = whiten(advantages, fields[MASK]) if c.normalize_advantages else advantages
+        return fields | {ADVANTAGES: advantages}
+
+    def critic_loss(self, values_BT: torch.Tensor, fields: Fields) -> LossOutput:
+        """The formula above. Reports values and returns, so that a critic that learns nothing shows."""
+        mask, old, returns = fields[MASK], fields[VALUES], fields[RETURNS]
+        error = plain = (values_BT - returns).square()
+        if (bound := self.config.value_clip) is not None:
+            error = torch.maximum(plain, (old + (values_BT - old).clamp(-bound, bound) - returns).square())
+        sums = {
+            "value_clip_ratio": ((error > plain) * mask).sum(),
+            "value_mean": (values_BT.detach() * mask).sum(),
+            "return_mean": (returns * mask).sum(),
+        }
+        return LossOutput((error * mask).sum() / 2, mask.sum(), sums)

@@ -73,7 +73,7 @@ class WebDatasetData(FileData):
 
 @dataclass(frozen=True)
 class ArithmeticData:
-    """Addition problems, generated. See trainer/data/arithmetic.py for what `mistake` and `noise` do to the targets."""
+    """Addition problems, generated. See trainer/data/problems.py for what `mistake` and `noise` do to the targets."""
 
     kind: Literal["arithmetic"] = "arithmetic"
     operands: int = 2
@@ -92,7 +92,7 @@ class ArithmeticData:
 
 @dataclass(frozen=True)
 class CodeTasksData:
-    """Small programs to write, generated. See trainer/data/code_tasks.py for what `noise` does to the targets."""
+    """Small programs to write, generated. See trainer/data/problems.py for what `noise` does to the targets."""
 
     kind: Literal["code_tasks"] = "code_tasks"
     noise: float = 0.0
@@ -108,5 +108,5 @@ DataConfig = JsonlData | ParquetData | WebDatasetData | ArithmeticData | CodeTas
 
 def identity(config: DataConfig) -> dict[str, Any]:
     """What must stay the same for a run to be continued, as far as the configuration tells. Files are known by what is
-    in them, wherever they are (see Contents in trainer/data/sampler.py)."""
+    in them, wherever they are (see Contents in trainer/data/records.py)."""
     return {"kind": "files"} if isinstance(config, FileData) else dataclasses.asdict(config)

@@ -1,25 +1,16 @@
-"""Data sets by the kind of their config entry, the sampler and the tokenizer."""
+"""Data sets: records from files or made up, tokenised, in an order that the seed decides.
+
+records.py    what a record and a data set are, and the order    problems.py   made up: additions, small programs
+cache.py      data sets in files, tokenised once                 tokenise.py   what a tokenising process does
+formats.py    JSON lines, Parquet, WebDataset                    parse.py      a raw record to token ids
+storage.py    files by path or URL                               tokenizer.py  the model's tokenizer and chat template
+"""
 
 from trainer.config import ArithmeticData, CodeTasksData, DataConfig
-from trainer.data.arithmetic import Arithmetic
-from trainer.data.code_tasks import CodeTasks
-from trainer.data.files import FileDataset
-from trainer.data.records import Dataset, Record, summary
-from trainer.data.sampler import Contents, take
+from trainer.data.cache import FileDataset
+from trainer.data.problems import Arithmetic, CodeTasks
+from trainer.data.records import Dataset
 from trainer.data.tokenizer import Tokenizer
-
-__all__ = [
-    "Arithmetic",
-    "CodeTasks",
-    "Contents",
-    "Dataset",
-    "FileDataset",
-    "Record",
-    "Tokenizer",
-    "build_dataset",
-    "summary",
-    "take",
-]
 
 
 def build_dataset(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Dataset:

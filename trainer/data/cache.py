@@ -1,4 +1,4 @@
-"""Tokenised data sets on disk, made once for each combination of files, keys and tokenizer.
+"""Data sets in files: tokenised into a cache on disk, once for each combination of files, keys and tokenizer.
 
     CACHE/DIGEST/             an entry: the segments and
     CACHE/DIGEST/MANIFEST     JSON (Manifest), written last
@@ -8,38 +8,116 @@
 The name digests everything that the records depend on: the format, the files with their sizes and time stamps, the
 keys, and the tokenizer. An entry whose files are not as the manifest says is made anew. Entries may be deleted at any
 time; a run that has one open keeps it.
+
+Processes of their own tokenise, each fed one unit at a time (trainer/data/tokenise.py).
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import logging
 import os
+import queue
 import shutil
 import stat
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, overload
 
 import msgspec
 import xxhash
 
 from trainer.config import FileData
-from trainer.data.formats import Bad, format_of
-from trainer.data.segment import digests, writing
-from trainer.data.storage import File, explained
-from trainer.data.tokenise import NAMED
+from trainer.data.formats import Bad, Unit, format_of
+from trainer.data.records import Record
+from trainer.data.storage import File, explained, find_files
+from trainer.data.tokenise import NAMED, Done, Failed, Segment, Setup, Task, Worker, digests, writing
 from trainer.data.tokenizer import Tokenizer
-from trainer.data.workers import segment_name, tokenise
 from trainer.errors import DataError
+
+log = logging.getLogger(__name__)
+
+
+class CachedRecords(Sequence[Record]):
+    """The usable records of some files, in order. Holds open files, no records."""
+
+    def __init__(self, path: str, config: FileData, tokenizer: Tokenizer) -> None:
+        began = time.monotonic()
+        directory, self.manifest = prepare(find_files(path), config, tokenizer)
+        self.seconds = time.monotonic() - began
+        counts = [count for count, _ in self.manifest.segments]
+        self._segments = [Segment(directory, segment_name(i), count) for i, count in enumerate(counts)]
+        self._ends = list(itertools.accumulate(counts))
+        for problem in self.manifest.bad:
+            log.warning("Left out: %s", problem)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        """Raises DataError for a record whose bytes in the cache have changed."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        number = bisect.bisect_right(self._ends, index)
+        before = self._ends[number - 1] if number else 0
+        return self._segments[number].read(index - before).record(index)
+
+
+class FileDataset:
+    """The records of `config.path`, and those of `config.eval_path` held out. Raises DataError for files that cannot
+    be read, for too many bad records, and when there are none."""
+
+    def __init__(self, config: FileData, tokenizer: Tokenizer) -> None:
+        self._records = CachedRecords(config.path, config, tokenizer)
+        held_out = CachedRecords(config.eval_path, config, tokenizer) if config.eval_path else None
+        self.held_out: Sequence[Record] = [] if held_out is None else held_out
+        self._evaluated = held_out
+        if not self._records:
+            raise DataError(f"{config.path} has no records. Add at least one.")
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Record:
+        return self._records[index]
+
+    @property
+    def digest(self) -> str:
+        """Of all training records, in order."""
+        return self._records.manifest.digest
+
+    def summary(self) -> dict[str, Any]:
+        """What was read and what was left out, for the metrics: counts, and the first bad records by name."""
+        parts = [part.manifest for part in (self._records, self._evaluated) if part is not None]
+        return {
+            "tokens": self._records.manifest.tokens,
+            "bad_records": sum(part.bad_records for part in parts),
+            "too_long": sum(part.too_long for part in parts),
+            "bad": [name for part in parts for name in part.bad],
+            "seconds": round(self._records.seconds + (self._evaluated.seconds if self._evaluated else 0.0), 3),
+        }
+
 
 FORMAT = 1  # raised when what an entry holds changes
 MANIFEST = "MANIFEST"
 # What does not change the records.
 _INDIFFERENT = ("path", "eval_path", "max_bad", "cache_dir", "workers")
-log = logging.getLogger(__name__)
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -180,3 +258,92 @@ def _alone(lock: Path) -> Iterator[None]:
             log.warning("Another run tokenises the same data; waiting for it.")
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+
+
+SMALL_BYTES = 1 << 22  # not worth the start of a process
+
+
+def tokenise(
+    units: Sequence[Unit], size: int, config: FileData, tokenizer: Tokenizer, directory: Path
+) -> Iterator[Done]:
+    """Write segment i from unit i, for all units, on as many processes as the configuration and the work ask for; what
+    each gave, in the units' order. Raises DataError for the first unit that cannot be read; closing the iterator ends
+    the processes."""
+    tasks = [Task(segment_name(i), unit) for i, unit in enumerate(units)]
+    count = min(config.workers or len(os.sched_getaffinity(0)), len(tasks))
+    if count <= 1 or (size < SMALL_BYTES and config.workers == 0):
+        worker = Worker(config, tokenizer, directory)
+        for task in tasks:
+            yield worker(task)
+        return
+    workers = [_Process(config, tokenizer, directory) for _ in range(count)]
+    idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
+    for process in workers:
+        idle.put(process)
+
+    def run(task: Task) -> Done:
+        process = idle.get()
+        try:
+            return process(task)
+        finally:
+            idle.put(process)
+
+    pool = ThreadPoolExecutor(count)
+    try:
+        yield from pool.map(run, tasks)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in workers:
+            process.kill()  # a thread that still waits for it reads its end
+        pool.shutdown()
+        for process in workers:
+            process.close()
+
+
+def segment_name(number: int) -> str:
+    return f"{number:06d}"
+
+
+class _Process:
+    def __init__(self, config: FileData, tokenizer: Tokenizer, directory: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "trainer.data.tokenise"],
+            env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._setup = Setup(str(tokenizer.directory), str(directory), config.kind, dataclasses.asdict(config))  # type: ignore[arg-type]
+        self._told = False
+
+    def __call__(self, task: Task) -> Done:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            if not self._told:
+                self._process.stdin.write(msgspec.json.encode(self._setup) + b"\n")
+                self._told = True
+            self._process.stdin.write(msgspec.json.encode(task) + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            status = self._process.wait()
+            raise DataError(
+                f"the worker that tokenised {task.unit.url} ended with status {status}; what it printed says why. "
+                "If it was killed for memory, lower data.workers."
+            )
+        answer = msgspec.json.decode(line, type=Done | Failed)
+        if isinstance(answer, Failed):
+            raise DataError(answer.message)
+        return answer
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):  # what it did not read any more
+                    stream.close()

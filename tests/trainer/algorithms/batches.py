@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trainer.algorithms import Algorithm, LossOutput
-from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES
+from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, Algorithm, LossOutput
 from trainer.batch import MASK, TOKENS, Fields, Rows, Sequence, lay_out, plan_rows, take_back
 from trainer.rewards import Score
 from trainer.rollout import Group, Sample, VersionSpan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.trainer.algorithms.batches import VOCAB
-from trainer.data import Record
+from trainer.data.records import Record
 
 
 def preferences(count: int, seed: int) -> list[Record]:

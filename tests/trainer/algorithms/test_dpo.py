@@ -11,11 +11,11 @@ import torch
 from tests.trainer.algorithms import reference as plain
 from tests.trainer.algorithms.batches import Trial
 from tests.trainer.algorithms.preferences import preferences
-from trainer.algorithms import Dpo
 from trainer.algorithms.base import REFERENCE_LOGPROBS
+from trainer.algorithms.offline import Dpo
 from trainer.batch import MASK, share
 from trainer.config import DpoConfig
-from trainer.data import Record
+from trainer.data.records import Record
 from trainer.errors import ConfigError, DataError
 
 CONFIGS = {

@@ -11,10 +11,11 @@ import torch
 
 from tests.trainer.algorithms import reference as plain
 from tests.trainer.algorithms.batches import LONGEST, Trial, groups
-from trainer.algorithms import ActorCritic, Grpo, PolicyGradient, Ppo, Reinforce, Rloo, build_algorithm
+from trainer.algorithms import build_algorithm
 from trainer.algorithms.advantages import over_group
-from trainer.algorithms.base import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, VERSION_LAG
+from trainer.algorithms.base import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, VERSION_LAG, ActorCritic
 from trainer.algorithms.correction import correct
+from trainer.algorithms.policy import Grpo, PolicyGradient, Ppo, Reinforce, Rloo
 from trainer.batch import MASK, lay_out
 from trainer.config import (
     AlgorithmConfig,

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.trainer.algorithms.batches import VOCAB, Trial
-from trainer.algorithms import Sft
+from trainer.algorithms.offline import Sft
 from trainer.batch import MASK, TOKENS, collate
 from trainer.config import SftConfig
-from trainer.data import Record
+from trainer.data.records import Record
 from trainer.errors import DataError
 
 RECORDS = [Record(0, "", "", (1, 2, 3), (4, 5)), Record(1, "", "", (6,), (7, 8, 9))]

@@ -28,7 +28,7 @@ from trainer.config import (
     RlooConfig,
     SftConfig,
 )
-from trainer.data import Record
+from trainer.data.records import Record
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from trainer.config import JsonlData, ParquetData, WebDatasetData
-from trainer.data import FileDataset, Tokenizer
+from trainer.data.cache import FileDataset
+from trainer.data.tokenizer import Tokenizer
 
 KINDS = {"jsonl": JsonlData, "parquet": ParquetData, "webdataset": WebDatasetData}
 Open = Callable[..., FileDataset]

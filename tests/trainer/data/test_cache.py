@@ -18,8 +18,9 @@ import pytest
 from tests.trainer.data.conftest import Open
 from tests.trainer.data.writing import jsonl, problems
 from trainer.config import JsonlData
-from trainer.data import FileDataset, Tokenizer
 from trainer.data import cache as cache_module
+from trainer.data.cache import FileDataset
+from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
 from trainer.tiny_model import write_tiny_model
 

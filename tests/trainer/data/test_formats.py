@@ -18,7 +18,7 @@ import zstandard
 
 from tests.trainer.data.conftest import Open
 from tests.trainer.data.writing import as_samples, jsonl, parquet, problems, shard
-from trainer.data import FileDataset
+from trainer.data.cache import FileDataset
 from trainer.data.storage import expand, find_files
 from trainer.errors import DataError
 
@@ -71,7 +71,7 @@ def test_lines_are_found_whatever_byte_a_range_begins_at(
     text = b'{"prompt": "1"}\n\n\r\n{"prompt": "22"}\r\n{"prompt": "333"}'
     (tmp_path / "a.jsonl").write_bytes(text)
     for size in range(1, len(text) + 1):
-        monkeypatch.setattr("trainer.data.formats.jsonl.UNIT_BYTES", size)
+        monkeypatch.setattr("trainer.data.formats.UNIT_BYTES", size)
         data = open_data(tmp_path / "a.jsonl", cache_dir=str(tmp_path / str(size)), workers=1)
         assert prompts(data) == ["1", "22", "333"], size
 
@@ -156,7 +156,7 @@ def test_another_kind_of_file_is_named(
 def test_a_line_without_end_does_not_fill_the_memory(
     open_data: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.formats.jsonl.LARGEST_BYTES", 1000)
+    monkeypatch.setattr("trainer.data.formats.LARGEST_BYTES", 1000)
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "1", "x": "y" * 5000}) + '\n{"prompt": "2"}\n')
     data = open_data(tmp_path / "a.jsonl", max_bad=1)
     assert prompts(data) == ["2"]
@@ -251,7 +251,7 @@ def test_a_signed_url_is_one_file_and_is_not_read_to_find_it(tmp_path: Path, htt
 
 
 def test_over_http(open_data: Open, tmp_path: Path, http: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.formats.jsonl.UNIT_BYTES", 500)
+    monkeypatch.setattr("trainer.data.formats.UNIT_BYTES", 500)
     monkeypatch.setattr("trainer.data.tokenise.DELAY_S", 0.01)
     records = problems(100)
     jsonl(tmp_path / "a.jsonl", records)

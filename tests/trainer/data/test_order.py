@@ -11,7 +11,10 @@ import pytest
 from tests.trainer.data.conftest import Open
 from tests.trainer.data.writing import as_samples, jsonl, problems, shard
 from trainer.config import ArithmeticData
-from trainer.data import Arithmetic, Contents, Tokenizer, shuffle, take
+from trainer.data import records
+from trainer.data.problems import Arithmetic
+from trainer.data.records import Contents, take
+from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ResumeError
 
 
@@ -30,7 +33,7 @@ def test_every_epoch_uses_every_record_once_in_another_order() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 1000, 4097])
 def test_a_shuffle_too_large_for_a_table_is_one_too(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shuffle, "LARGEST_TABLE", 0)
+    monkeypatch.setattr(records, "LARGEST_TABLE", 0)
     whole = take(size, seed=1, start=0, count=2 * size)
     assert sorted(whole[:size]) == sorted(whole[size:]) == list(range(size))
     assert [i for start in range(0, 2 * size, 7) for i in take(size, 1, start, 7)][: 2 * size] == whole
@@ -42,7 +45,7 @@ def test_a_shuffle_too_large_for_a_table_is_one_too(size: int, monkeypatch: pyte
 
 
 def test_a_large_shuffle_reaches_every_place_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shuffle, "LARGEST_TABLE", 0)
+    monkeypatch.setattr(records, "LARGEST_TABLE", 0)
     firsts = Counter(take(8, seed, 0, 1)[0] for seed in range(2000))
     assert all(190 < firsts[i] < 310 for i in range(8))
 

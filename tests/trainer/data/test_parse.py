@@ -11,8 +11,9 @@ import pytest
 from tests.trainer.data.conftest import Open
 from tests.trainer.data.writing import jsonl, problems
 from trainer.config import JsonlData
-from trainer.data import Record, Tokenizer
 from trainer.data.parse import BadRecord, Parser
+from trainer.data.records import Record
+from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
 from trainer.tiny_model import write_tiny_model
 
@@ -173,7 +174,7 @@ def test_bad_records_are_left_out_within_a_limit_and_named(open_data: Open, tmp_
 def test_lines_are_numbered_through_all_parts_of_a_file(
     open_data: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.formats.jsonl.UNIT_BYTES", 37)
+    monkeypatch.setattr("trainer.data.formats.UNIT_BYTES", 37)
     text = "".join(json.dumps(r) + "\n\n" for r in problems(20)) + "[]\n" + json.dumps(problems(1)[0]) + "\nno\n"
     (tmp_path / "a.jsonl").write_text(text)
     bad = open_data(tmp_path / "a.jsonl", max_bad=2, workers=1).summary()["bad"]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainer.config import ArithmeticData
-from trainer.data import Arithmetic, Tokenizer
+from trainer.data.problems import Arithmetic
+from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainer.data.conftest import Open
 from tests.trainer.data.writing import as_samples, jsonl, parquet, problems, shard
-from trainer.data import workers
+from trainer.data import cache
 from trainer.errors import DataError
 
 
@@ -46,14 +46,14 @@ def test_one_that_dies_is_named_with_what_it_read(
 ) -> None:
     for number in range(3):
         jsonl(tmp_path / f"{number}.jsonl", problems(10))
-    original = workers._Process.__call__
+    original = cache._Process.__call__
 
-    def dying(self: workers._Process, task: workers.Task) -> workers.Done:
+    def dying(self: cache._Process, task: cache.Task) -> cache.Done:
         if task.unit.url.endswith("1.jsonl"):
             os.kill(self._process.pid, 9)
         return original(self, task)
 
-    monkeypatch.setattr(workers._Process, "__call__", dying)
+    monkeypatch.setattr(cache._Process, "__call__", dying)
     with pytest.raises(DataError, match=r"tokenised .*1\.jsonl ended with status -9.*data\.workers"):
         open_data(tmp_path / "*.jsonl", workers=2)
     assert not children()
@@ -61,7 +61,7 @@ def test_one_that_dies_is_named_with_what_it_read(
 
 def test_small_data_is_not_worth_a_process(open_data: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
-    monkeypatch.setattr(workers, "_Process", lambda *_: started.append(1))
+    monkeypatch.setattr(cache, "_Process", lambda *_: started.append(1))
     for number in range(3):
         jsonl(tmp_path / f"{number}.jsonl", problems(10))
     assert len(open_data(tmp_path / "*.jsonl")) == 30

@@ -14,7 +14,7 @@ from tests.trainer.data.writing import jsonl
 from tests.trainer.faults.runs import arguments, events
 from tests.trainer.fleet import Fleet, fleet, never_behind
 from tests.trainer.zygote import Zygote
-from trainer.data import take
+from trainer.data.records import take
 
 pytestmark = pytest.mark.broad
 

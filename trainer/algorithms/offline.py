@@ -1,13 +1,4 @@
-"""Direct preference optimisation (Rafailov et al., arXiv 2305.18290).
-
-With s = sum over an answer's tokens of (logprob - reference logprob) and d = s(chosen) - s(rejected), a pair's loss is
-
-    sigmoid   -(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d), e = label_smoothing
-    robust    ((1 - e) -log sigmoid(beta d) - e -log sigmoid(-beta d)) / (1 - 2 e)        (arXiv 2403.00409)
-    ipo       (d' - 1 / (2 beta))^2, d' from means over tokens in place of sums           (arXiv 2310.12036)
-
-and a step's the mean over pairs.
-"""
+"""Algorithms that learn from records alone: supervised fine-tuning, and direct preference optimisation."""
 
 from __future__ import annotations
 
@@ -19,14 +10,43 @@ from torch.nn.functional import logsigmoid, pad
 
 from trainer.algorithms.base import REFERENCE_LOGPROBS, AlgorithmBase, LossOutput
 from trainer.batch import MASK, SEGMENTS, Fields, Sequence, sequence_sum
-from trainer.config import DpoConfig
+from trainer.config import DpoConfig, SftConfig
 from trainer.data.records import Record
 from trainer.errors import DataError
 from trainer.rollout import Group
 
 
+class Sft(AlgorithmBase):
+    """Supervised fine-tuning: cross-entropy on the records' targets, averaged over tokens."""
+
+    def __init__(self, config: SftConfig) -> None:
+        self.config = config
+
+    def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:
+        """One sequence per record. Raises DataError for a record without a target."""
+        for record in records:
+            if not record.target_ids:
+                raise DataError(f"record {record.index} has no target to learn. Give every SFT record one.")
+        return [Sequence(r.prompt_ids, r.target_ids, train_on_prompt=self.config.on_prompt) for r in records]
+
+    def loss(self, logprobs_BT: torch.Tensor, fields: Fields) -> LossOutput:
+        """Negative log-likelihood."""
+        return LossOutput(-(logprobs_BT * fields[MASK]).sum(), fields[MASK].sum())
+
+
 class Dpo(AlgorithmBase):
-    """The chosen answer made more probable than the rejected one, relative to the reference."""
+    """Direct preference optimisation (Rafailov et al., arXiv 2305.18290): makes the chosen answer more probable than
+    the rejected one, relative to the reference.
+
+    With s = sum over an answer's tokens of (logprob - reference logprob) and d = s(chosen) - s(rejected), a pair's loss
+    is
+
+        sigmoid   -(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d), e = label_smoothing
+        robust    ((1 - e) -log sigmoid(beta d) - e -log sigmoid(-beta d)) / (1 - 2 e)        (arXiv 2403.00409)
+        ipo       (d' - 1 / (2 beta))^2, d' from means over tokens in place of sums           (arXiv 2310.12036)
+
+    and a step's the mean over pairs.
+    """
 
     needs = frozenset({REFERENCE_LOGPROBS})
     rows_together = 2

@@ -1,0 +1,274 @@
+"""File formats, by the kind of the data set's config entry: JSON lines, Parquet, WebDataset.
+
+A format cuts a file into units that can be read apart, each giving raw records in order.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from lzma import LZMAError
+from typing import Any, Protocol
+
+import msgspec
+import orjson
+
+from trainer.config import FileData
+from trainer.data.storage import File, opened
+from trainer.errors import DataError
+
+
+def format_of(kind: str) -> Format:
+    """The format of `jsonl`, `parquet` or `webdataset`."""
+    formats: dict[str, Format] = {"jsonl": Jsonl(), "parquet": Parquet(), "webdataset": WebDataset()}
+    return formats[kind]
+
+
+UNIT_BYTES = 1 << 25  # of a file read by one worker at a time
+LARGEST_BYTES = 1 << 26  # of one record
+
+
+class Unit(msgspec.Struct, frozen=True):
+    """A part of a file: bytes or row groups [start, end), end -1 being the end of the file."""
+
+    url: str
+    start: int = 0
+    end: int = -1
+
+
+class Bad(msgspec.Struct, frozen=True):
+    """`count` records that cannot be read, at a place in the unit: a line number from 1, or words."""
+
+    place: int | str
+    reason: str
+    count: int = 1
+
+
+Raw = tuple[int | str, Any] | Bad | None  # a place and the record there; None for an empty line
+
+
+class Format(Protocol):
+    """Reading one kind of file. Raises DataError when a file cannot be read at all."""
+
+    def units(self, file: File, config: FileData) -> list[Unit]:
+        """The parts, in order. They depend on the file alone, so that the records' order does too."""
+        ...
+
+    def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
+        """The records of a part, in order."""
+        ...
+
+
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lzma", ".zip")
+
+
+class Jsonl:
+    """JSON lines. A unit is a range of bytes: the lines that begin in it. A compressed file is one unit. Places are
+    line numbers, from 1 at the start of the unit."""
+
+    def units(self, file: File, config: FileData) -> list[Unit]:
+        if file.url.endswith(COMPRESSED) or not file.seekable or file.size <= UNIT_BYTES:
+            return [Unit(file.url)]
+        return [Unit(file.url, start, start + UNIT_BYTES) for start in range(0, file.size, UNIT_BYTES)]
+
+    def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
+        number = 0
+        try:
+            for number, line in enumerate(_lines(unit), 1):
+                yield _parse(number, line) if line.strip() else None
+        except (EOFError, zlib.error, LZMAError) as error:
+            yield Bad(number + 1, f"the compressed file is damaged ({error}); the rest of it is left out")
+        except OSError as error:
+            if error.errno is not None or not unit.url.endswith(COMPRESSED):
+                raise
+            yield Bad(number + 1, f"the compressed file is damaged ({error}); the rest of it is left out")
+
+
+def _parse(number: int, line: bytes) -> Raw:
+    if len(line) > LARGEST_BYTES:
+        return Bad(number, f"the line is longer than {LARGEST_BYTES} bytes")
+    try:
+        return number, orjson.loads(line)
+    except ValueError as error:
+        return Bad(number, f"it is not JSON ({error})")
+
+
+def _lines(unit: Unit) -> Iterator[bytes]:
+    # A line belongs to the unit in which it begins: the first starts after the first newline at or after start - 1.
+    position = max(unit.start - 1, 0)
+    whole = unit.end < 0
+    with opened(unit.url, None if whole else position, decompress=unit.url.endswith(COMPRESSED)) as stream:
+        stream = io.BufferedReader(stream, 1 << 16)  # fsspec's own readline has no limit
+        if unit.start:
+            position += sum(len(piece) for piece in _pieces(stream))
+        while whole or position < unit.end:
+            line = b""
+            for piece in _pieces(stream):
+                position += len(piece)
+                if len(line) <= LARGEST_BYTES:  # of a longer one no more is kept than tells that it is
+                    line += piece
+            if not line:
+                return
+            yield line
+
+
+def _pieces(stream: Any) -> Iterator[bytes]:
+    """One line, in pieces of bounded size."""
+    while piece := stream.readline(LARGEST_BYTES):
+        yield piece
+        if piece.endswith(b"\n"):
+            return
+
+
+BATCH_ROWS = 256
+
+
+class Parquet:
+    """Parquet. A unit is a range of row groups; only the columns that the configuration names are read. Places are
+    `row N`, from 1 at the start of the file."""
+
+    def units(self, file: File, config: FileData) -> list[Unit]:
+        if not file.seekable:
+            raise DataError(f"{file.url} is on a server without range requests, which Parquet needs. Copy it first.")
+        with _parquet(file.url) as parquet:
+            groups, units, start, size = parquet.metadata, [], 0, 0
+            for number in range(groups.num_row_groups):
+                size += groups.row_group(number).total_byte_size
+                if size >= UNIT_BYTES:
+                    units.append(Unit(file.url, start, number + 1))
+                    start, size = number + 1, 0
+            if start < groups.num_row_groups:
+                units.append(Unit(file.url, start, groups.num_row_groups))
+        return units
+
+    def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
+        import pyarrow as pa  # slow to import, and other formats need none of it
+
+        with _parquet(unit.url) as parquet:
+            columns = _columns(parquet.schema_arrow.names, config)
+            row = sum(parquet.metadata.row_group(g).num_rows for g in range(unit.start))
+            for group in range(unit.start, unit.end):
+                rows = parquet.metadata.row_group(group).num_rows
+                done = 0
+                try:
+                    for batch in parquet.iter_batches(BATCH_ROWS, [group], columns, use_threads=False):
+                        for value in batch.to_pylist():
+                            done += 1
+                            yield f"row {row + done}", value
+                except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+                    if not _of_content(error):
+                        raise
+                    reason = f"its row group {group} is damaged ({error})"
+                    yield Bad(f"rows {row + done + 1} to {row + rows}", reason, rows - done)
+                row += rows
+
+
+@contextmanager
+def _parquet(url: str) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with opened(url, 0, decompress=False) as stream:
+        try:
+            parquet = pq.ParquetFile(stream)
+        except (OSError, pa.ArrowException) as error:
+            if not _of_content(error):
+                raise
+            raise DataError(f"{url} is not a Parquet file ({error}). Write it anew.") from None
+        yield parquet
+
+
+def _of_content(error: Exception) -> bool:
+    """Whether the file is wrong, rather than the reading of it: Arrow raises OSError for both."""
+    return not isinstance(error, OSError) or (type(error) is OSError and error.errno is None)
+
+
+def _columns(names: list[str], config: FileData) -> list[str]:
+    wanted = {config.prompt_key, config.target_key, config.answer_key, config.chosen_key, config.rejected_key, "extra"}
+    wanted |= set(config.extra_keys)
+    return [name for name in names if name in wanted or any(key.startswith(f"{name}.") for key in wanted)]
+
+
+JSON, TEXT = "json", {"txt": "prompt"}
+
+
+class WebDataset:
+    """WebDataset shards: tar files in which neighbours with the same name up to its first dot are one sample
+    (https://github.com/webdataset/webdataset). A unit is a shard; nothing is unpacked onto the disk. Places are the
+    samples' names."""
+
+    def units(self, file: File, config: FileData) -> list[Unit]:
+        return [Unit(file.url)]
+
+    def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
+        name = ""
+        try:
+            for name, parts in _samples(unit.url):
+                yield _record(name, parts)
+        except (tarfile.TarError, EOFError, zlib.error) as error:
+            yield Bad(f"after sample {name!r}", f"the shard is damaged ({error}); the rest of it is left out")
+
+
+def _samples(url: str) -> Iterator[tuple[str, dict[str, bytes | None]]]:
+    """(name, contents by extension); None for content that is too large."""
+    name: str | None = None
+    parts: dict[str, bytes | None] = {}
+    with opened(url) as stream:
+        tail: Any = _Tail(stream)
+        shard = tarfile.open(fileobj=tail, mode="r|")  # noqa: SIM115 - it holds nothing but the stream
+        for member in shard:
+            prefix, dot, extension = _split(member.name)
+            if not member.isfile() or not dot or not prefix.rsplit("/", 1)[-1]:
+                continue
+            if prefix != name and parts:
+                yield name or "", parts
+                parts = {}
+            name = prefix
+            content = shard.extractfile(member)
+            assert content is not None  # it is a file
+            parts[extension.lower()] = None if member.size > LARGEST_BYTES else content.read()
+        if tail.last.strip(b"\0"):
+            raise EOFError("it has no end mark, so it was cut short")
+    if parts:
+        yield name or "", parts
+
+
+class _Tail:
+    """A stream that remembers its last block: tarfile takes the end of a file for the end of an archive."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.last = stream, b""
+
+    def read(self, size: int) -> bytes:
+        data: bytes = self._stream.read(size)
+        self.last = data[-tarfile.BLOCKSIZE :] or self.last
+        return data
+
+
+def _split(path: str) -> tuple[str, str, str]:
+    folder, slash, file = path.rpartition("/")
+    stem, dot, extension = file.partition(".")
+    return folder + slash + stem, dot, extension
+
+
+def _record(name: str, parts: dict[str, bytes | None]) -> Raw:
+    place, record = f"sample {name!r}", dict[str, Any]()
+    for extension, content in parts.items():
+        if content is None:
+            return Bad(place, f".{extension} is larger than {LARGEST_BYTES} bytes")
+        try:
+            if extension == JSON:
+                value = orjson.loads(content)
+                record |= value if isinstance(value, dict) else {JSON: value}
+            elif extension.endswith(f".{JSON}"):
+                record[extension.removesuffix(f".{JSON}")] = orjson.loads(content)
+            else:
+                record[TEXT.get(extension, extension)] = content.decode()
+        except ValueError as error:
+            if extension == JSON or extension.endswith(f".{JSON}"):
+                return Bad(place, f".{extension} is not JSON ({error})")
+            # Another's file, an image say: no text, and not asked for.
+    return place, record
