@@ -33,7 +33,7 @@ from rich.table import Table
 from loadtest.machine import machine
 from server.cli.errors import RequestFailed
 from server.cli.up import Server, UpConfig
-from trainer.memory.units import GIB
+from trainer.memory.ledger import GIB
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 768,

@@ -24,7 +24,8 @@ from trainer.errors import DataError, RolloutError
 from trainer.megatron.engine import Engine
 from trainer.megatron.parallel import broadcast_json, broadcast_tensors, from_last, lead
 from trainer.memory.phases import Phases
-from trainer.metrics import Stopwatch, rollout_metrics
+from trainer.metrics.rollouts import rollout_metrics
+from trainer.metrics.throughput import Stopwatch
 from trainer.rollout import Group, Rollouts
 from trainer.schedules import Draw, Feed, Rollout, Schedule, build_schedule
 

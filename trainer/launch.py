@@ -28,11 +28,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from typing import TYPE_CHECKING
 
 from trainer.config import FaultsConfig, ParallelConfig
 from weightsync.loopback import keep_to_loopback
+
+if TYPE_CHECKING:  # torch is slow to import, and most processes that import this need none of it
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def is_rank() -> bool:

@@ -14,7 +14,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError
 from trainer.experience import Experience
 from trainer.megatron.hf_config import ModelShape
-from trainer.metrics import evaluation_metrics
+from trainer.metrics.rollouts import evaluation_metrics
 from trainer.rewards import Scorer, build_scorer
 from trainer.rollout import Group, Rollouts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer.errors import Diverged
 from trainer.experience import TrainState
-from trainer.metrics import Stopwatch
+from trainer.metrics.throughput import Stopwatch
 from trainer.run import Run
 
 

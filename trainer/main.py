@@ -19,7 +19,7 @@ from trainer.errors import ConfigError, Preempted, RankFailed, TrainerError
 from trainer.launch import RunDir, die_with_parent, is_rank, launch
 from trainer.megatron.hf_config import ModelShape, load_shape
 from trainer.megatron.hf_files import HfTensors
-from trainer.metrics.build import build_writers, silent
+from trainer.metrics import build_writers, silent
 
 USER_ERROR = 2
 

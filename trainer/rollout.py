@@ -25,7 +25,7 @@ from trainer.connection import Bearer, verify
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import GatewayUnreachable, RolloutError
-from trainer.rewards.base import RewardRequest, Score, Scorer
+from trainer.rewards.scorer import RewardRequest, Score, Scorer
 
 
 @dataclass(frozen=True)

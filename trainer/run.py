@@ -28,10 +28,10 @@ from trainer.megatron.engine import Engine, StepStats
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import finish_checkpoint, write_shards
 from trainer.megatron.parallel import broadcast_json, gather_json, is_lead, lead
-from trainer.memory import build_memory
+from trainer.memory.build import build_memory
 from trainer.memory.phases import Phases
-from trainer.metrics import MetricsWriter, Stopwatch
-from trainer.metrics.throughput import Throughput, peak_flops
+from trainer.metrics.throughput import Stopwatch, Throughput, peak_flops
+from trainer.metrics.writers import MetricsWriter
 from trainer.publish import WeightPublisher
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ from trainer.batch import MASK, Fields
 from trainer.config import MemoryConfig
 from trainer.errors import MemoryPlanError, TrainerError
 from trainer.megatron.parallel import gather_json
-from trainer.memory import Restartable, SharedMemory, build_memory
-from trainer.memory.units import private_bytes
+from trainer.memory.build import build_memory
+from trainer.memory.ledger import Restartable, private_bytes
+from trainer.memory.phases import SharedMemory
 
 GATEWAY = {"url": "http://unused"}
 

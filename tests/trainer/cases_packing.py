@@ -16,7 +16,7 @@ from trainer.config import PackingConfig
 from trainer.data.records import Record
 from trainer.megatron.attention import Blocks, CausalAttention
 from trainer.megatron.engine import Engine
-from trainer.rewards.base import Score
+from trainer.rewards.scorer import Score
 from trainer.rollout import Group, Sample
 
 

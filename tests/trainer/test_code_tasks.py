@@ -92,7 +92,7 @@ def test_every_record_of_the_arithmetic_task_is_a_preference_too(tmp_path: Path)
 def test_the_sandbox_tells_the_mistake_from_the_right_program(tokenizer: Tokenizer) -> None:
     from trainer.config import CodeReward
     from trainer.rewards import build_scorer
-    from trainer.rewards.base import RewardRequest
+    from trainer.rewards.scorer import RewardRequest
 
     scorer = build_scorer([CodeReward(timeout_s=60.0, case_timeout_s=30.0)])
     scorer.open()

@@ -18,10 +18,10 @@ from trainer.config import GatewayConfig, JudgeReward, ServingMemory, TelemetryC
 from trainer.connection import roll_back_serving, verify
 from trainer.errors import ConfigError, GatewayUnreachable, PublishError
 from trainer.memory.serving import Fleet
+from trainer.metrics.dashboards import HttpMetrics
 from trainer.rewards import RewardRequest
-from trainer.rewards.judge import Judge
+from trainer.rewards.models import Judge
 from trainer.rollout import GenerateClient, Request
-from trainer.telemetry import HttpMetrics
 from weightsync.tls import ClusterTls
 
 CHOICE = {"index": 0, "token_ids": [1], "logprobs": [-0.5], "finish_reason": "stop"}

@@ -13,7 +13,7 @@ from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, GatewayUnreachable, RolloutError
-from trainer.metrics import rollout_metrics
+from trainer.metrics.rollouts import rollout_metrics
 from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_scorer
 from trainer.rollout import Group, Rollouts, VersionSpan
 

@@ -15,8 +15,8 @@ import pytest
 from tests.server.gateway_harness import ADMIN_KEY, running_gateway, wait_for
 from trainer.config import TelemetryConfig
 from trainer.errors import ConfigError
+from trainer.metrics.dashboards import WAITING, HttpMetrics, point
 from trainer.metrics.writers import Tee
-from trainer.telemetry import WAITING, HttpMetrics, point
 
 
 class Server:

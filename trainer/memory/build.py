@@ -12,13 +12,10 @@ from trainer.errors import ConfigError, MemoryPlanError, TrainerError
 from trainer.megatron.engine import Engine
 from trainer.megatron.hf_config import load_shape
 from trainer.megatron.parallel import broadcast_json, lead
-from trainer.memory.components import Component, Restartable, State
-from trainer.memory.ledger import Ledger
-from trainer.memory.manager import Memory, NothingShared, SharedMemory
+from trainer.memory.ledger import GIB, Component, Ledger, Restartable, State, device_bytes
+from trainer.memory.offload import DiskVault, HostVault, StorageComponent, Vault, guard
+from trainer.memory.phases import Memory, NothingShared, SharedMemory
 from trainer.memory.serving import Fleet, ServingEngine
-from trainer.memory.storages import StorageComponent, guard
-from trainer.memory.units import GIB, device_bytes
-from trainer.memory.vault import DiskVault, HostVault, Vault
 
 ADAM_BYTES = 8  # two fp32 moments for each fp32 main weight
 PUBLISHED_BYTES = {"bfloat16": 2, "float32": 4}

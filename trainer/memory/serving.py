@@ -15,7 +15,7 @@ import httpx
 from trainer.config import ServingMemory
 from trainer.connection import Bearer, verify
 from trainer.errors import SleepTimeout
-from trainer.memory.components import Base
+from trainer.memory.ledger import Base
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1

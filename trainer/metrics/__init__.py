@@ -1,6 +1,10 @@
 """What a run reports: events, each with numbers, written to whoever wants them.
 
-Imports no torch (throughput.py does). Every event has `event` and `time` (Unix seconds). Events and their keys:
+writers.py     JSON lines, and several writers at once    rollouts.py    rewards, lengths, ages of tokens
+terminal.py    a progress bar, or lines                   throughput.py  tokens per second, MFU, time by phase
+dashboards.py  the console, TensorBoard, W&B
+
+Only throughput.py imports torch. Every event has `event` and `time` (Unix seconds). Events and their keys:
 
     start    steps, algorithm, world_size, parameters, step (the one resumed from, 0 for a fresh run); data: records,
              held_out, and of files also tokens, bad_records, too_long, bad (the first by name), seconds
@@ -23,17 +27,52 @@ Imports no torch (throughput.py does). Every event has `event` and `time` (Unix 
     done     step, version, seconds
 """
 
-from trainer.metrics.evaluation import evaluation_metrics
-from trainer.metrics.rollouts import rollout_metrics
-from trainer.metrics.stopwatch import Stopwatch
-from trainer.metrics.writers import JsonLines, MetricsWriter, Tee, numbers
+from __future__ import annotations
 
-__all__ = [
-    "JsonLines",
-    "MetricsWriter",
-    "Stopwatch",
-    "Tee",
-    "evaluation_metrics",
-    "numbers",
-    "rollout_metrics",
-]
+import dataclasses
+import os
+import sys
+
+from trainer.config import TrainerConfig
+from trainer.metrics.dashboards import HttpMetrics, TensorBoard, Wandb
+from trainer.metrics.terminal import Bar, Lines
+from trainer.metrics.writers import JsonLines, MetricsWriter, Spared, Tee
+
+
+def build_writers(config: TrainerConfig) -> MetricsWriter:
+    """Where rank 0's events go. The JSON lines are the record of the run, so writing them must work; the others are
+    for looking at, and training goes on without one that fails.
+
+    Raises ConfigError for a telemetry or W&B key that is missing. What was opened before that is closed.
+    """
+    writers: list[MetricsWriter] = []
+    try:
+        writers.append(JsonLines(config.metrics))
+        if (progress := chosen_progress(config)) is not None:
+            writers.append(Spared("the progress display", progress))
+        if config.telemetry is not None:
+            writers.append(HttpMetrics(config.telemetry))
+        if config.watch.tensorboard is not None:
+            writers.append(Spared("TensorBoard", TensorBoard(config.watch.tensorboard)))
+        if config.watch.wandb is not None:
+            writers.append(Spared("W&B", Wandb(config.watch.wandb, dataclasses.asdict(config))))
+    except BaseException:
+        Tee(*writers).close()
+        raise
+    return Tee(*writers)
+
+
+def silent() -> MetricsWriter:
+    """For the ranks that report nothing."""
+    return JsonLines(os.devnull)
+
+
+def chosen_progress(config: TrainerConfig) -> MetricsWriter | None:
+    """`auto` draws a bar on a terminal, unless the JSON lines go to the same one."""
+    wanted = config.watch.progress
+    if wanted == "auto":
+        crowded = config.metrics == "-" and sys.stdout.isatty()
+        wanted = "bar" if sys.stderr.isatty() and not crowded else "off"
+    if wanted == "off":
+        return None
+    return Bar() if wanted == "bar" else Lines()

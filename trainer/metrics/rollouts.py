@@ -1,14 +1,12 @@
-"""What the rollouts of a step were like: rewards, lengths, and which weights wrote them."""
+"""What rollouts were like: rewards, lengths, and which weights wrote them; for a step and for an evaluation."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from trainer.rewards.base import Score
-    from trainer.rollout import Group, Sample
+from trainer.rewards.scorer import Score
+from trainer.rollout import Group, Sample
 
 
 def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -57,3 +55,18 @@ def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "answer_tokens_max": float(max(lengths)),
         "truncated": sum(s.finish_reason == "length" for s in samples) / len(samples),
     }
+
+
+def evaluation_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """`accuracy` is the share of answers with every reward at its best. With several answers to a prompt it is their
+    mean (avg@n), and `pass_any` the share of prompts with at least one such answer (pass@n)."""
+    scores = [score for group in groups for score in group.scores]
+    found = score_metrics(scores)
+    result = {
+        "accuracy": found.pop("full_reward"),
+        **{name: value for name, value in found.items() if name == "reward_mean" or name.startswith("reward/")},
+        **length_metrics([sample for group in groups for sample in group.samples]),
+    }
+    if any(len(group.scores) > 1 for group in groups):
+        result["pass_any"] = statistics.fmean(any(s.full for s in group.scores) for group in groups)
+    return result

@@ -1,4 +1,4 @@
-"""Tokens per second, and the share of the hardware's arithmetic that training uses (MFU).
+"""Time by phase, tokens per second, and the share of the hardware's arithmetic that training uses (MFU).
 
 Model FLOPs utilisation, after PaLM (arXiv 2204.02311, appendix B): a trained token costs 6 N + 12 L H Q T operations,
 for N weights (the input embedding is a look-up and counts only where it is the output layer too), L layers, H heads
@@ -12,14 +12,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
 from trainer.batch import MASK, Fields
-
-if TYPE_CHECKING:
-    from trainer.megatron.hf_config import ModelShape
+from trainer.faults.heartbeat import progress
+from trainer.megatron.hf_config import ModelShape
 
 # Dense bf16 operations a second as the vendors publish them, by words of the device's name; the first that fits.
 PEAKS: Mapping[str, float] = {
@@ -114,3 +112,32 @@ class Throughput:
             "train_tflops": flops / 1e12,
             "mfu": flops / self.peak,
         }
+
+
+class Stopwatch:
+    """Milliseconds by phase: `with watch("train"): ...` adds to `watch.ms["train_ms"]`. `elapsed_ms` runs from the
+    watch's making: with phases that overlap it is less than their sum."""
+
+    def __init__(self) -> None:
+        self.ms: dict[str, float] = {}
+        self._made = time.perf_counter()
+
+    def __call__(self, phase: str) -> _Phase:
+        return _Phase(self, f"{phase}_ms")
+
+    @property
+    def elapsed_ms(self) -> float:
+        return round((time.perf_counter() - self._made) * 1e3, 3)
+
+
+class _Phase:
+    def __init__(self, watch: Stopwatch, key: str) -> None:
+        self._watch, self._key = watch, key
+
+    def __enter__(self) -> None:
+        progress(self._key.removesuffix("_ms"))
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        spent = (time.perf_counter() - self._start) * 1e3
+        self._watch.ms[self._key] = round(self._watch.ms.get(self._key, 0.0) + spent, 3)

@@ -13,7 +13,7 @@ from trainer.config import PpoConfig, TrainerConfig
 from trainer.config.algorithms import DpoConfig, PolicyConfig
 from trainer.errors import ConfigError
 from trainer.megatron.hf_config import ModelShape, load_shape
-from trainer.memory.units import GIB, gib
+from trainer.memory.ledger import GIB, gib
 from trainer.plan.estimate import Estimate, Workload, estimate
 from trainer.plan.recommend import Choice, Hardware, recommend
 

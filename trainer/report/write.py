@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.errors import ReportError
-from trainer.report.events import RunEvents, read_events
-from trainer.report.markdown import page
+from trainer.report.events import Event, RunEvents, read_events
+from trainer.report.findings import at_end, findings
 from trainer.report.plots import draw
 
 
@@ -40,3 +41,94 @@ def _named_apart(runs: list[RunEvents], paths: Sequence[str | Path]) -> list[Run
         for run, path in zip(runs, paths, strict=True):
             run.name = f"{Path(path).resolve().parent.name}/{run.name}"
     return runs
+
+
+SHOWN_EVALS = 20  # rows of a table; more are thinned out
+PARTS_OF_PUBLISH = ("write_ms", "swap_ms")
+
+
+def page(runs: Sequence[RunEvents], plots: Sequence[str]) -> str:
+    """The whole report. `plots` are file names beside it."""
+    title = f"# Run {runs[0].name}" if len(runs) == 1 else "# Runs compared"
+    parts = [title, *(_run(run, len(runs) > 1) for run in runs)]
+    if plots:
+        parts.append("## Plots\n\n" + "\n\n".join(f"![{name.removesuffix('.svg')}]({name})" for name in plots))
+    else:
+        parts.append("No plots: they need matplotlib (`pip install matplotlib`).")
+    return "\n\n".join(parts) + "\n"
+
+
+def _run(run: RunEvents, several: bool) -> str:
+    sections = [
+        ("Summary", _summary(run)),
+        ("Worth a look", "\n".join(f"- {text}" for text in findings(run))),
+        ("Held-out records", _evals(run)),
+        ("Time", _times(run)),
+        ("At the end", _ending(run)),
+    ]
+    head = f"## {run.name}\n\n" if several else ""
+    level = "###" if several else "##"
+    return head + "\n\n".join(f"{level} {name}\n\n{text}" for name, text in sections if text)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _summary(run: RunEvents) -> str:
+    start: Event = run.starts[-1] if run.starts else {}
+    last = max(run.steps)
+    state = "done" if run.done else "not done when this was written"
+    rows = [
+        ("algorithm", str(start.get("algorithm", "?"))),
+        ("steps", f"{last} of {start.get('steps', '?')}, {state}"),
+        ("parameters", f"{start.get('parameters', 0):,}"),
+        ("ranks", str(start.get("world_size", "?"))),
+        ("wall time", f"{run.seconds:.1f} s"),
+        ("trained tokens", f"{sum(run.series('tokens')[1]):,.0f}"),
+    ]
+    if len(run.starts) > 1:
+        rows.append(("resumed", f"{len(run.starts) - 1} times, {run.repeated} steps trained again"))
+    if accuracies := run.series("eval/accuracy")[1]:
+        rows.append(("accuracy", f"{accuracies[0]:.1%} first, {max(accuracies):.1%} best, {accuracies[-1]:.1%} last"))
+    return table(("", ""), rows)
+
+
+def _evals(run: RunEvents) -> str:
+    evals = [event for _, event in sorted(run.evals.items())]
+    if not evals:
+        return ""
+    every = -(-len(evals) // SHOWN_EVALS)
+    shown = [e for i, e in enumerate(evals) if i % every == 0 or i == len(evals) - 1]
+    keys = [k for k in evals[0] if k in ("accuracy", "pass_any", "answer_tokens_mean") or k.startswith("reward")]
+    rows = [[str(e["step"]), str(e["version"]), *(f"{e.get(k, float('nan')):.3f}" for k in keys)] for e in shown]
+    return table(("step", "version", *keys), rows)
+
+
+def _times(run: RunEvents) -> str:
+    """By phase. A phase's share is of the phases' sum; with phases that overlap that is more than the step's time."""
+    phases = [k for k in run.names(suffix="_ms") if k not in PARTS_OF_PUBLISH and k != "step_ms" and "/" not in k]
+    total = sum(sum(run.series(key)[1]) for key in phases) or 1.0
+    parts = [k for k in run.names(suffix="_ms") if k in PARTS_OF_PUBLISH or k == "step_ms"]
+    rows = []
+    for key in (*phases, *parts):
+        values = run.series(key)[1]
+        share = f"{sum(values) / total:.0%}" if key in phases else ""
+        rows.append([key.removesuffix("_ms"), *_spread(values), share])
+    return table(("phase, ms a step", "mean", "median", "95 %", "most", "share"), rows) if rows else ""
+
+
+def _spread(values: Sequence[float]) -> list[str]:
+    ordered = sorted(values)
+    high = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    return [f"{v:.1f}" for v in (statistics.fmean(values), statistics.median(values), high, ordered[-1])]
+
+
+def _ending(run: RunEvents) -> str:
+    """Every other number, over the last quarter of the run."""
+    left_out = {"step", "time", "version"}
+    keys = [key for key in run.names() if key not in left_out and not key.endswith("_ms")]
+    rows = [[f"`{key}`", f"{value:.5g}"] for key in keys if (value := at_end(run, key)) is not None]
+    return table(("mean over the last quarter of the run", ""), rows)

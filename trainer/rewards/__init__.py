@@ -20,11 +20,11 @@ from trainer.config import (
     RewardConfig,
 )
 from trainer.errors import ConfigError
-from trainer.rewards.base import Reward, RewardRequest, Score, Scorer, Weighted
 from trainer.rewards.code import Code
-from trainer.rewards.judge import Judge
+from trainer.rewards.models import Judge
 from trainer.rewards.pool import WorkerPool
 from trainer.rewards.rules import ExactMatch, Format
+from trainer.rewards.scorer import Reward, RewardRequest, Score, Scorer, Weighted
 
 __all__ = ["Reward", "RewardRequest", "Score", "Scorer", "Weighted", "build_scorer"]
 

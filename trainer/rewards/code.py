@@ -19,9 +19,9 @@ from typing import Any
 
 from trainer.config import CodeReward
 from trainer.errors import RewardError
-from trainer.rewards.base import Reward, RewardRequest
 from trainer.rewards.sandbox import Limits, Sandbox
 from trainer.rewards.sandboxed import canonical
+from trainer.rewards.scorer import Reward, RewardRequest
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config import FormatReward
 from trainer.errors import ConfigError
-from trainer.rewards.base import Reward, RewardRequest
+from trainer.rewards.scorer import Reward, RewardRequest
 
 
 class ExactMatch(Reward):
@@ -55,3 +55,29 @@ class Regex:
         if match is None:
             return 0.0
         return float("answer" not in match.groupdict() or (match["answer"] or "").strip() == expected.strip())
+
+
+class MathAnswer:
+    """1 when the answer's last result means the same as the expected one. The expected text may be plain (`1/2`) or
+    LaTeX (`$\\frac{1}{2}$`, `\\boxed{...}`). math-verify (https://github.com/huggingface/Math-Verify) compares them by
+    meaning, in a worker: an expression can be too much for any solver."""
+
+    def __init__(self, *, boxed_only: bool, precision: int) -> None:
+        import math_verify
+
+        self._math, self._boxed_only, self._precision = math_verify, boxed_only, precision
+
+    def __call__(self, _prompt: str, answer: str, expected: str, _extra: dict[str, Any]) -> float:
+        if self._boxed_only and "\\boxed" not in answer:
+            return 0.0
+        gold = self._parse(expected) or self._parse(f"${expected}$")
+        if not gold:
+            raise ValueError(f"the expected answer {expected!r} is no mathematical expression")
+        return float(self._math.verify(gold, self._parse(answer), float_rounding=self._precision, timeout_seconds=None))
+
+    def _parse(self, text: str) -> Any:
+        configs = [self._math.LatexExtractionConfig(boxed_match_priority=0)]
+        if not self._boxed_only:
+            configs.append(self._math.ExprExtractionConfig())
+        # The worker has a deadline of its own; math-verify's would need signals.
+        return self._math.parse(text, configs, parsing_timeout=None)

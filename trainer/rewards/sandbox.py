@@ -25,7 +25,7 @@ import psutil
 
 from trainer.errors import RewardError, RewardTimeout, SandboxUnavailable
 from trainer.rewards import bubblewrap
-from trainer.rewards.calls import call_filter
+from trainer.rewards.bubblewrap import call_filter
 
 RUNNER = Path(__file__).with_name("sandboxed.py")
 ADVICE = "Install bubblewrap and allow user namespaces, or set the reward's sandbox to none where nothing can be lost."

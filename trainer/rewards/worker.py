@@ -157,7 +157,7 @@ def _as_large(made: Function, function: Function) -> Function:
 
 
 def _math(boxed_only: bool, precision: int) -> Function:
-    from trainer.rewards.math_answer import MathAnswer
+    from trainer.rewards.rules import MathAnswer
 
     return MathAnswer(boxed_only=boxed_only, precision=precision)
 
@@ -169,7 +169,7 @@ def _regex(pattern: str) -> Function:
 
 
 def _classifier(path: str, label: int, probability: bool, max_tokens: int, batch: int) -> Function:
-    from trainer.rewards.classifier import Classifier
+    from trainer.rewards.models import Classifier
 
     return Classifier(path, label, probability=probability, max_tokens=max_tokens, batch=batch)
 

@@ -182,7 +182,9 @@ def test_a_file_ten_times_the_memory_it_needs(tmp_path: Path, tiny_model: str) -
         import json, sys
         from pathlib import Path
         from trainer.config import JsonlData
-        from trainer.data import FileDataset, Tokenizer, take
+        from trainer.data.cache import FileDataset
+        from trainer.data.records import take
+        from trainer.data.tokenizer import Tokenizer
         def peak():
             lines = Path("/proc/self/status").read_text().splitlines()
             return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

@@ -21,9 +21,7 @@ from tests.trainer.ranks import Ranks as Cases
 RANK = """
 import os, signal, sys, threading, time
 from trainer.config import FaultsConfig
-from trainer.faults import progress
-from trainer.faults.heartbeat import StoreBoard
-from trainer.faults.heartbeat import Heartbeat
+from trainer.faults.heartbeat import Heartbeat, StoreBoard, progress
 
 rank, world, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 timeout = 1.5 if what != "hang" else 60.0
@@ -118,8 +116,7 @@ def test_leaving_on_request_is_no_fault_and_a_fault_is_told_when_the_watch_has_e
 
 STOPPING = """
 import os, sys, threading, time
-from trainer.launch import RunDir
-from trainer.launch import Stopping
+from trainer.launch import RunDir, Stopping
 
 stopping = Stopping(float(sys.argv[1]), RunDir.of_environment().being_torn_down)
 print("ready", flush=True)

@@ -7,9 +7,8 @@ import itertools
 import pytest
 
 from trainer.errors import MemoryPlanError, OverBudget
-from trainer.memory.components import Base, Restartable, State
-from trainer.memory.ledger import Ledger
-from trainer.memory.plan import CYCLE, NEEDS, Moves, Plan
+from trainer.memory.ledger import Base, Ledger, Restartable, State
+from trainer.memory.phases import CYCLE, NEEDS, Moves, Plan
 
 SIZES = {
     "actor": 40,

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from trainer.errors import OffloadError
-from trainer.memory.storages import StorageComponent
-from trainer.memory.vault import DiskVault
+from trainer.memory.offload import DiskVault, StorageComponent
 
 MEASURED = """
 import json, sys, torch
-from trainer.memory.storages import StorageComponent
-from trainer.memory.units import private_bytes
-from trainer.memory.vault import DiskVault
+from trainer.memory.offload import StorageComponent
+from trainer.memory.ledger import private_bytes
+from trainer.memory.offload import DiskVault
 weights = [torch.randn(1 << 22) for _ in range(12)]          # 16 MiB each
 if sys.argv[2] == "pinned":
     [weight.numpy() for weight in weights]                   # can never be resized again

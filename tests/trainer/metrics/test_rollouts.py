@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.metrics import evaluation_metrics, rollout_metrics
-from trainer.rewards.base import Score
+from trainer.metrics.rollouts import evaluation_metrics, rollout_metrics
+from trainer.rewards.scorer import Score
 from trainer.rollout import Group, Sample, VersionSpan
 
 

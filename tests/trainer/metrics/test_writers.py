@@ -15,13 +15,11 @@ from rich.console import Console
 from tests.trainer.metrics.wandb_log import records
 from trainer.config import TrainerConfig, WandbConfig, WatchConfig, load
 from trainer.errors import ConfigError
-from trainer.metrics import JsonLines, Stopwatch
-from trainer.metrics.build import build_writers, chosen_progress
-from trainer.metrics.progress import Bar, Lines
-from trainer.metrics.tags import tag, tagged
-from trainer.metrics.tensorboard import TensorBoard
-from trainer.metrics.wandb import Wandb
-from trainer.metrics.writers import Spared
+from trainer.metrics import build_writers, chosen_progress
+from trainer.metrics.dashboards import TensorBoard, Wandb, tag, tagged
+from trainer.metrics.terminal import Bar, Lines
+from trainer.metrics.throughput import Stopwatch
+from trainer.metrics.writers import JsonLines, Spared
 
 START = {"steps": 3, "algorithm": "grpo", "world_size": 1, "parameters": 1000, "step": 0}
 STEP = {"step": 1, "loss": 0.5, "reward_mean": 0.25, "rollout_ms": 12.0, "train_ms": 3.0, "version": 2, "mfu": 0.5}

@@ -9,8 +9,7 @@ import pytest
 from tests.trainer.ranks import Ranks
 from trainer.config import ParallelConfig
 from trainer.megatron.hf_config import load_shape
-from trainer.plan.estimate import Workload, estimate
-from trainer.plan.weights import rank_weights
+from trainer.plan.estimate import Workload, estimate, rank_weights
 from trainer.tiny_model import write_tiny_model
 
 SIZES = {

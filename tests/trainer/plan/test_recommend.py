@@ -13,7 +13,7 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig, load,
 from trainer.errors import ConfigError, NoLayout
 from trainer.main import main
 from trainer.megatron.hf_config import ModelShape, load_shape
-from trainer.memory.units import GIB
+from trainer.memory.ledger import GIB
 from trainer.plan import Hardware, PlanOptions, Workload, estimate, recommend
 from trainer.plan.recommend import candidates
 from trainer.plan.report import as_yaml, workload_of

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from trainer.config import ClassifierReward, GatewayConfig, JudgeReward, MathReward, RegexReward, RewardConfig
 from trainer.errors import ConfigError
 from trainer.rewards import RewardRequest, Score, build_scorer
-from trainer.rewards.classifier import Classifier
+from trainer.rewards.models import Classifier
 from trainer.tiny_model import write_tiny_model
 
 

@@ -22,7 +22,7 @@ from tests.trainer.faults.runs import is_gone, wait_until
 from trainer.config import CodeReward
 from trainer.errors import RewardError, SandboxUnavailable
 from trainer.rewards import RewardRequest, Score, Scorer, build_scorer
-from trainer.rewards.calls import call_filter
+from trainer.rewards.bubblewrap import call_filter
 from trainer.rewards.code import program_in, read_case
 from trainer.rewards.sandbox import Limits, Sandbox
 from trainer.rewards.sandboxed import canonical

@@ -17,8 +17,7 @@ from tests.trainer.faults.runs import is_gone, wait_until
 from trainer.config import CallableReward, ExactMatchReward, FormatReward, RegexReward, RewardConfig
 from trainer.errors import ConfigError, RewardError, RewardWorkerDied
 from trainer.rewards import Reward, RewardRequest, Score, Scorer, build_scorer
-from trainer.rewards.pool import WorkerPool
-from trainer.rewards.process import WorkerProcess, start_worker
+from trainer.rewards.pool import WorkerPool, WorkerProcess, start_worker
 
 HERE = "tests.trainer.rewards.functions"
 

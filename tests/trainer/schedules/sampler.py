@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from trainer.data.records import Record
-from trainer.rewards.base import Score
+from trainer.rewards.scorer import Score
 from trainer.rollout import Group, Sample, VersionSpan
 from trainer.schedules import Draw, Feed, Rollout, Schedule
 
