@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-import trainer.several_hosts
+import trainer.publish
 from tests.trainer.batches import random_batch
 from trainer.errors import TrainerError
 from weightsync import Share
@@ -119,4 +119,4 @@ def address_towards(master: str, told: str) -> str:
     os.environ["MASTER_ADDR"] = master
     if told:
         os.environ["HOTSWAP_ADDRESS"] = told
-    return trainer.several_hosts.address()
+    return trainer.publish.address()

@@ -1,7 +1,7 @@
 """The models of one run, by role: the actor that is trained and published, its critic, the frozen reference.
 
     actor      the policy: model, gradients, optimizer, learning-rate schedule
-    critic     a value for every token (critic.py): the same, with its own optimizer; for algorithms that need `values`
+    critic     a value for every token: the same, with its own optimizer; for algorithms that need `values`
     reference  the initial policy, only ever evaluated; for algorithms that need `reference_logprobs`
 
 Each has its own TransformerConfig: Megatron hangs the optimizer's loss scale on it.
@@ -158,7 +158,13 @@ def _distinct(tensors: Any, besides: list[torch.Tensor] | None = None) -> list[t
 
 
 class FullySharded(_BaseDataParallel):  # type: ignore[misc]
-    """A model whose parameters have become DTensors; what Megatron's schedule and optimizer ask of a wrapper."""
+    """Fully sharded data parallelism (ZeRO-3, arXiv:1910.02054): torch's FSDP2 around Megatron's layers, with what
+    Megatron's schedule and optimizer ask of a wrapper. The parameters have become DTensors.
+
+    Every weight is cut over the data-parallel (and context-parallel) ranks; a layer's are gathered before it runs and
+    dropped afterwards, and its gradients are reduced into shards as soon as they are there. Megatron-Core's own wrapper
+    of FSDP2 names the CUDA device and divides by the number of ranks, where a mean over tokens is wanted.
+    """
 
     def __init__(self, config: TransformerConfig, module: Any) -> None:
         super().__init__(config=config, module=module)

@@ -1,8 +1,12 @@
-"""A metrics file read back."""
+"""A metrics file read back, and what in a run's numbers deserves a look.
+
+Each finding comes with the setting that usually helps. They are rules of thumb, each with its bound.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import statistics
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,3 +103,99 @@ def _parsed(path: Path, lines: list[bytes]) -> Iterable[Event]:
             problem = f"{path}, line {number} is no event of a run ({error})"
             raise ReportError(f"{problem}. Name the `metrics` file of a run.") from None
         yield event
+
+
+LAST = 0.25  # of the run is what "at the end" means
+IDLE_GROUPS, CUT_OFF, CLIPPED = 0.6, 0.2, 0.3
+GAP, LOW_ENTROPY, SPIKE, DROP = 0.1, 0.05, 10.0, 0.1
+
+
+def findings(run: RunEvents) -> list[str]:
+    """One sentence each; none for a run that looks healthy."""
+    return [text for rule in _RULES for text in rule(run)]
+
+
+def at_end(run: RunEvents, key: str) -> float | None:
+    """The mean of a number over the last quarter of the run."""
+    values = run.series(key)[1]
+    return statistics.fmean(values[-max(1, round(len(values) * LAST)) :]) if values else None
+
+
+def _idle_groups(run: RunEvents) -> Iterator[str]:
+    if (share := at_end(run, "zero_std_groups") or 0.0) > IDLE_GROUPS:
+        reward = at_end(run, "reward_mean")
+        yield (
+            f"{share:.0%} of the groups had equal rewards at the end (mean reward {reward:.2f}): they teach nothing. "
+            "The task may be solved, or be too hard; choose other prompts, or raise algorithm.samples_per_prompt."
+        )
+
+
+def _cut_off(run: RunEvents) -> Iterator[str]:
+    if (share := at_end(run, "truncated") or 0.0) > CUT_OFF:
+        yield f"{share:.0%} of the samples ran into rollout.max_tokens at the end. Raise it, or reward short answers."
+
+
+def _clipped(run: RunEvents) -> Iterator[str]:
+    if (share := at_end(run, "clip_ratio") or 0.0) > CLIPPED:
+        yield f"{share:.0%} of the tokens were clipped at the end. Lower optimizer.lr, or use fewer minibatches."
+
+
+def _gap(run: RunEvents) -> Iterator[str]:
+    if (gap := at_end(run, "logprob_gap_mean") or 0.0) > GAP:
+        yield (
+            f"Engine and trainer disagree by {gap:.3f} in a token's log-prob at the end. Serve the trainer's dtype, or "
+            "correct for it with importance weights."
+        )
+
+
+def _entropy(run: RunEvents) -> Iterator[str]:
+    entropy = at_end(run, "entropy")
+    if entropy is not None and entropy < LOW_ENTROPY:
+        yield f"The policy's entropy fell to {entropy:.3f}: it explores little. Raise algorithm.clip_high."
+
+
+def _spikes(run: RunEvents) -> Iterator[str]:
+    steps, norms = run.series("grad_norm")
+    usual = statistics.median(norms) if norms else 0.0
+    high = [step for step, norm in zip(steps, norms, strict=True) if usual and norm > SPIKE * usual]
+    if high:
+        shown = ", ".join(map(str, high[:5])) + (", ..." if len(high) > 5 else "")
+        yield f"The gradient norm was above {SPIKE:g} times its median ({usual:.3g}) at {len(high)} steps: {shown}."
+
+
+def _worse(run: RunEvents) -> Iterator[str]:
+    steps, values = run.series("eval/accuracy")
+    if values and max(values) - values[-1] > DROP:
+        best = steps[values.index(max(values))]
+        yield (
+            f"Accuracy was {max(values):.1%} at step {best} and is {values[-1]:.1%} now. Keep the best checkpoint, and "
+            "lower or decay the learning rate."
+        )
+
+
+def _rewards(run: RunEvents) -> Iterator[str]:
+    for key in run.names(prefix="reward_failures/"):
+        if count := sum(run.series(key)[1]):
+            name = key.removeprefix("reward_failures/")
+            yield (
+                f"Reward {name} gave no value for {count:.0f} samples, which got its on_failure instead. The log has "
+                "the first reason; raise its timeout_s or deadline_s if it is too slow."
+            )
+
+
+def _faults(run: RunEvents) -> Iterator[str]:
+    """What was survived, each kind with its last reason."""
+    for kind, said in (
+        ("publish_failed", "publishes failed"),
+        ("checkpoint_failed", "checkpoints failed"),
+        ("rollback", "rollbacks to an earlier step"),
+        ("restart", "restarts"),
+    ):
+        if found := [event for event in run.others if event["event"] == kind]:
+            last = found[-1].get("reason") or found[-1].get("message")
+            yield f"{len(found)} {said}; the last: {last}"
+
+
+_RULES: tuple[Callable[[RunEvents], Iterator[str]], ...] = (
+    _worse, _idle_groups, _cut_off, _clipped, _gap, _entropy, _spikes, _rewards, _faults
+)  # fmt: skip

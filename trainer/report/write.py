@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.errors import ReportError
-from trainer.report.events import Event, RunEvents, read_events
-from trainer.report.findings import at_end, findings
+from trainer.report.events import Event, RunEvents, at_end, findings, read_events
 from trainer.report.plots import draw
 
 

@@ -1,7 +1,7 @@
 """A place for programs that nobody has read: bubblewrap's namespaces, a read-only system, limits.
 
 Inside are the system's libraries and this Python with its standard library, read-only, a small `/tmp` in memory, and
-nothing else: no network, no other processes, no home, no `/etc`, no environment, no new namespaces (calls.py). See
+nothing else: no network, no other processes, no home, no `/etc`, no environment, no new namespaces (bubblewrap.py). See
 docs/trainer/rewards.md for what it does not cover.
 """
 

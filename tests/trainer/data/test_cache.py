@@ -27,7 +27,8 @@ from trainer.tiny_model import write_tiny_model
 OPEN = """
     import sys, time
     from trainer.config import JsonlData
-    from trainer.data import FileDataset, Tokenizer, cache, files
+    from trainer.data.cache import FileDataset
+    from trainer.data.tokenizer import Tokenizer
     path, model, workers = sys.argv[1:4]
     data = FileDataset(JsonlData(path=path, workers=int(workers)), Tokenizer(model))
     print(len(data), data.digest)

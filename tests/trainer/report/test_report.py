@@ -14,7 +14,7 @@ import yaml
 from trainer.errors import ReportError
 from trainer.report import read_events, write_report
 from trainer.report.__main__ import main as report_main
-from trainer.report.findings import findings
+from trainer.report.events import findings
 from trainer.report.plots import smooth
 
 
