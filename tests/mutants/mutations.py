@@ -322,12 +322,10 @@ MUTATIONS: list[Mutation] = [
         ("- 1 / (2 * c.beta)).square()", "- 1 / c.beta).square()"),
         ("/ (1 - 2 * c.label_smoothing)", ""),
     ]),
-    *of("trainer/batch.py", TR + "batch/test_packing.py", changes=[
+    *of("trainer/batch.py", TR + "test_batch.py", changes=[
         ("place = bisect.bisect_left(room, (lengths[index], -1))", "place = bisect.bisect_left(room, (lengths[index] + 1, -1))"),
         ("if lengths and max(lengths) > max_tokens:", "if lengths and max(lengths) >= max_tokens:"),
         ("count = -(-len(bins) // ranks) * ranks", "count = len(bins)"),
-    ]),
-    *of("trainer/batch.py", TR + "batch/test_packing.py", changes=[
         ("count = -(-rows // (size * ranks * group)) * group", "count = -(-rows // (size * ranks))"),
     ]),
     *of("trainer/schedules.py", TR + "schedules/test_asynchronous.py", changes=[

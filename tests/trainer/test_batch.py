@@ -31,6 +31,13 @@ from trainer.config import PackingConfig
 from trainer.errors import DataError
 
 
+def test_collate_aligns_fields_with_the_tokens_they_speak_about() -> None:
+    fields = collate([Sequence((1, 2), (3, 4), {"x": [0.3, 0.4]}), Sequence((5,), (6, 7, 8), {"x": [0.6, 0.7, 0.8]})])
+    assert fields[TOKENS].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert fields[MASK].tolist() == [[0, 1, 1], [1, 1, 1]]
+    assert fields["x"].tolist() == [[0, pytest.approx(0.3), pytest.approx(0.4)], pytest.approx([0.6, 0.7, 0.8])]
+
+
 def sequences(count: int, seed: int = 0, longest: int = 60, *, pairs: bool = False) -> list[Sequence]:
     """Long-tailed lengths; tokens from 1, so that padding can be told from them."""
     rng = np.random.default_rng(seed)
