@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -192,23 +189,3 @@ async def test_on_the_admin_port_inference_asks_under_the_same_keys(gateway: Run
     for key in (API_KEY, ADMIN_KEY):
         answer = await gateway.ask(get("/v1/models", f"Authorization: Bearer {key}\r\n"), admin=True)
         assert (answer.status, code_of(answer)) == (503, "no_instance")  # past the key
-
-
-@pytest.mark.slow
-def test_an_installed_wheel_has_the_files(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-    ]
-    subprocess.run([*command, str(ROOT)], check=True, timeout=200)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        inside = {n.rpartition("/")[2] for n in archive.namelist() if n.startswith("server/gateway/console/static/")}
-    assert inside == set(NAMES)
