@@ -309,7 +309,7 @@ def annotate(payload: dict[str, Any], trace: Trace, *, last: bool) -> None:
         payload |= {"weight_versions": trace.spans(0), "prompt_weight_versions": trace.prompt(0)}
     for choice in choices or ():
         index = choice.get("index", 0)
-        new = trace.take_new(index)
+        new = [] if _opens(choice) else trace.take_new(index)
         trace.replaying.stamp(choice, trace.prompt(index))
         if last and (choice.get("finish_reason") or "message" in choice):
             choice |= {"weight_versions": trace.spans(index), "prompt_weight_versions": trace.prompt(index)}
@@ -323,6 +323,12 @@ def annotate(payload: dict[str, Any], trace: Trace, *, last: bool) -> None:
         payload["usage"] = payload.pop("usage")
     elif last:
         payload["hotswap_usage"] = trace.usage()
+
+
+def _opens(choice: dict[str, Any]) -> bool:
+    """Whether it is the event that vLLM sends before the first tokens, when it has them already."""
+    delta = choice.get("delta") or {}
+    return "role" in delta and not delta.get("content")
 
 
 def problem_body(problem: Problem) -> dict[str, Any]:

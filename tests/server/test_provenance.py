@@ -36,8 +36,8 @@ def trace_of(*spans: Span, index: int = 0) -> Trace:
     return trace
 
 
-def chunk(finish: str | None = None) -> bytes:
-    body = {"id": "x", "choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": finish}]}
+def chunk(finish: str | None = None, **delta: str) -> bytes:
+    body = {"id": "x", "choices": [{"index": 0, "delta": delta or {"content": "a"}, "finish_reason": finish}]}
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
@@ -61,6 +61,14 @@ def test_chunk_with_tokens_of_two_versions_lists_both() -> None:
         {"version": 7, "start": 3, "end": 4},
         {"version": 9, "start": 4, "end": 6},
     ]
+
+
+def test_the_chunk_that_opens_an_answer_leaves_the_versions_to_the_one_with_the_tokens() -> None:
+    trace = trace_of(Span("7", 0, 1), Span("9", 1, 3))  # a reader that lagged gets three tokens at first
+    opening = payload(annotate_chunk(chunk(role="assistant", content=""), trace))
+    assert "weight_versions" not in opening["choices"][0]
+    body = payload(annotate_chunk(chunk(), trace))
+    assert [s["version"] for s in body["choices"][0]["weight_versions"]] == [7, 9]
 
 
 def test_last_chunk_has_all_spans_and_done_is_left_alone() -> None:
