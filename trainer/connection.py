@@ -16,9 +16,12 @@ from trainer.errors import ConfigError, PublishError
 from weightsync.errors import TlsUnavailable
 from weightsync.tls import ClusterTls, FollowedContext
 
+ROLLBACK_ROUTE = "/admin/weights/rollback"
+
 
 class Bearer(httpx.Auth):
-    """The key that `read` finds at each request; while it finds none (a file is being replaced), that of before."""
+    """Sends the key that `read` finds at each request; the last one, while a file is being replaced and there is
+    none."""
 
     def __init__(self, read: Callable[[], str | None]) -> None:
         """Raises what `read` raises."""
@@ -34,7 +37,7 @@ class Bearer(httpx.Auth):
 
 
 def verify(config: GatewayConfig | TelemetryConfig | ServingMemory) -> ssl.SSLContext | bool:
-    """What httpx is to check a server's certificate with. Raises ConfigError."""
+    """What httpx checks a server's certificate with. Raises ConfigError."""
     if config.cluster_tls is not None:
         try:
             return ClusterTls(config.cluster_tls).client_context()
@@ -50,15 +53,12 @@ def verify(config: GatewayConfig | TelemetryConfig | ServingMemory) -> ssl.SSLCo
         raise ConfigError("ca_file", f"{path} cannot be used ({error})", advice) from error
 
 
-ROUTE = "/admin/weights/rollback"
-
-
 def roll_back_serving(config: TelemetryConfig, version: int, timeout_s: float) -> None:
     """Serve `version` again; returns when the whole fleet does. `config` says where the admin port is and its key.
 
     Raises PublishError when the gateway refuses (the version may no longer be held) or does not answer.
     """
-    url, key = config.admin_url.rstrip("/") + ROUTE, Bearer(config.admin_key)
+    url, key = config.admin_url.rstrip("/") + ROLLBACK_ROUTE, Bearer(config.admin_key)
     try:
         answer = httpx.post(url, json={"version": version}, auth=key, verify=verify(config), timeout=timeout_s)
     except httpx.HTTPError as error:

@@ -29,6 +29,8 @@ from trainer.metrics.throughput import Stopwatch
 from trainer.rollout import Group, Rollouts
 from trainer.schedules import Draw, Feed, Rollout, Schedule, build_schedule
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class TrainState:
@@ -50,9 +52,6 @@ class StepBatch:
     fields: Fields
     records: int
     metrics: dict[str, float]
-
-
-T = TypeVar("T")
 
 
 class Sampling:
@@ -126,7 +125,8 @@ class Sampling:
 
 
 class Experience:
-    """Owns neither the data set nor the rollouts. `longest` is how many tokens the model takes."""
+    """A step's experience, on rank 0. It owns neither the data set nor the rollouts. `longest` is how many tokens the
+    model takes."""
 
     def __init__(
         self, config: TrainerConfig, algorithm: Algorithm, dataset: Dataset, rollouts: Rollouts | None, longest: int
@@ -157,7 +157,7 @@ class Experience:
         self._arriving = self.schedule.take(version, steps_left)
 
     def wait(self) -> None:
-        """Take all of the step's rollouts now: for those who must not sample and compute at the same time."""
+        """Take all of the step's rollouts now, because the server must not sample while the models compute."""
         self._arriving = iter(list(self._arriving))
 
     def part(self) -> Fields | None:
@@ -201,7 +201,7 @@ class Experience:
             self.schedule.load_state_dict({"drawn": drawn, "pending": []})
 
     def metrics(self) -> dict[str, float]:
-        """About the step's rollouts."""
+        """What is reported about the step's rollouts."""
         if self.schedule is None or self._rollouts is None:
             return {}
         groups = [rollout.group for rollout in self._taken]

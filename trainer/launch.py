@@ -36,6 +36,9 @@ from weightsync.loopback import keep_to_loopback
 if TYPE_CHECKING:  # torch is slow to import, and most processes that import this need none of it
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+RUN_DIR_ENV = "HOTSWAP_RUN_DIR"
+TERMINATED = 128 + signal.SIGTERM  # exit status
+
 
 def is_rank() -> bool:
     """True in a process that torchrun (or any launcher that speaks its environment variables) started as a rank."""
@@ -109,27 +112,24 @@ def _run_dir() -> Iterator[RunDir]:
 
     with tempfile.TemporaryDirectory(prefix="hotswap-run-") as path:
         run_dir = RunDir(path)
-        os.environ[VARIABLE] = path
+        os.environ[RUN_DIR_ENV] = path
         before = signal.signal(signal.SIGTERM, leave)
         try:
             yield run_dir
         finally:
             signal.signal(signal.SIGTERM, before)
-            del os.environ[VARIABLE]
-
-
-VARIABLE = "HOTSWAP_RUN_DIR"
+            del os.environ[RUN_DIR_ENV]
 
 
 class RunDir:
-    """`path` is None without our launcher."""
+    """The directory that the launcher and its ranks share. `path` is None under another launcher."""
 
     def __init__(self, path: str | Path | None) -> None:
         self._path = Path(path) if path else None
 
     @classmethod
     def of_environment(cls) -> RunDir:
-        return cls(os.environ.get(VARIABLE))
+        return cls(os.environ.get(RUN_DIR_ENV))
 
     def ask_to_leave(self) -> None:
         self._write("leave", "")
@@ -155,15 +155,12 @@ class RunDir:
 
 
 def attempt() -> int:
-    """How often torchrun has started the ranks before."""
+    """How often torchrun has started the ranks before this time."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-STATUS = 128 + signal.SIGTERM
-
-
 class Stopping:
-    """Installs itself for SIGTERM; built in the main thread. `give_up` says whether to leave at once."""
+    """Handles SIGTERM as soon as it is built, in the main thread. `give_up` says whether to leave at once."""
 
     def __init__(self, grace_s: float, give_up: Callable[[], bool]) -> None:
         self._grace_s, self._give_up = grace_s, give_up
@@ -183,7 +180,7 @@ class Stopping:
         return self._requested.is_set()
 
     def close(self) -> None:
-        """As it was before."""
+        """Handle SIGTERM as before."""
         signal.set_wakeup_fd(self._fd_before)
         signal.signal(signal.SIGTERM, self._before)
         self._done.set()
@@ -201,8 +198,8 @@ class Stopping:
 
     def _leave(self) -> None:
         if self._give_up():
-            os._exit(STATUS)
+            os._exit(TERMINATED)
         self._requested.set()
         if not self._done.wait(self._grace_s):
             print(f"error: not ready to leave {self._grace_s:g} s after SIGTERM; leaving.", file=sys.stderr, flush=True)
-            os._exit(STATUS)
+            os._exit(TERMINATED)

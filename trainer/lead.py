@@ -18,6 +18,8 @@ from trainer.metrics.rollouts import evaluation_metrics
 from trainer.rewards import Scorer, build_scorer
 from trainer.rollout import Group, Rollouts
 
+FIRST_NUMBER = 2**40  # evaluations use no seed of the training
+
 
 class Lead:
     """Opened on rank 0; close it at the end. `scorer` is None for a run that samples nothing."""
@@ -41,12 +43,12 @@ class Lead:
 
     @property
     def parts(self) -> dict[str, Part]:
-        """What a checkpoint keeps of it."""
+        """What a checkpoint keeps of the run, beside the engine."""
         kept: dict[str, Part] = {"data": self.experience.feed}
         return kept if self.experience.schedule is None else kept | {"rollouts": self.experience.schedule}
 
     def summary(self) -> dict[str, Any]:
-        """About the data set, for the `start` event."""
+        """What the `start` event says about the data set."""
         return summary(self._dataset)
 
     def evaluate(self) -> dict[str, Any]:
@@ -59,9 +61,6 @@ class Lead:
         """End what is being sampled, and the rewards."""
         if self._rollouts is not None:
             self._rollouts.close()
-
-
-FIRST_NUMBER = 2**40  # evaluations use no seed of the training
 
 
 def answers(rollouts: Rollouts, records: Sequence[Record], samples: int) -> list[Group]:

@@ -34,6 +34,13 @@ from weightsync.manifest import Schema
 from weightsync.tls import ClusterTls
 from weightsync.transport import Transport, open_transport
 
+ADDRESS_ENV = "HOTSWAP_ADDRESS"
+NAMELESS = "'s host has no name", "Set HOTSWAP_HOST there, or leave it out where one host has all ranks"
+SILENT = (
+    ", one of several hosts', cannot pass on its share of a version",
+    "Set HOTSWAP_CLUSTER_TLS and, if need be, HOTSWAP_ADDRESS on every host, or leave publish out",
+)
+
 
 @dataclass(frozen=True)
 class Published:
@@ -64,7 +71,7 @@ class WeightPublisher:
         return Published(**broadcast_json(published))
 
     def close(self) -> None:
-        """Give the lineage up."""
+        """Let another trainer have the lineage."""
         self._hosts.close()
         if self._publisher is not None:
             self._publisher.close()
@@ -131,14 +138,6 @@ def _typed(function: Any, *args: Any, **kwargs: Any) -> Any:
         raise PublishError(str(error)) from error
 
 
-ADDRESS_ENV = "HOTSWAP_ADDRESS"
-NAMELESS = "'s host has no name", "Set HOTSWAP_HOST there, or leave it out where one host has all ranks"
-SILENT = (
-    ", one of several hosts', cannot pass on its share of a version",
-    "Set HOTSWAP_CLUSTER_TLS and, if need be, HOTSWAP_ADDRESS on every host, or leave publish out",
-)
-
-
 class SeveralHosts:
     """`one` when all ranks share a host: then nothing is opened, and nothing of this is needed.
 
@@ -161,7 +160,7 @@ class SeveralHosts:
             lead(lambda: check(problems, SILENT))
 
     def bring(self, writer: Any, problem: str) -> str:
-        """Shares of ranks elsewhere into the slot, unless a rank has a problem; returns this rank's.
+        """Copy the shares of ranks elsewhere into the slot, unless a rank has a problem; returns this rank's problem.
 
         They must stay as they are until all ranks have been here: let nobody write again before another collective.
         """
@@ -218,7 +217,8 @@ def address() -> str:
 
 
 def check(problems: Sequence[str], why: tuple[str, str]) -> None:
-    """What kept each rank from taking part. Raises ConfigError for the first that is not empty."""
+    """Raises ConfigError for the first rank that has a problem. `why` is what the message says about it, and the
+    advice."""
     what, advice = why
     for rank, problem in enumerate(problems):
         if problem:

@@ -27,6 +27,10 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import GatewayUnreachable, RolloutError
 from trainer.rewards.scorer import RewardRequest, Score, Scorer
 
+T = TypeVar("T")
+RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 2.0
+
 
 @dataclass(frozen=True)
 class VersionSpan:
@@ -70,7 +74,7 @@ class Group:
     scores: tuple[Score, ...]
 
     def renumbered(self, by: int) -> Group:
-        """As if every version that wrote it had a number so much higher."""
+        """The group as if every version that wrote it had a number so much higher."""
         spans = [tuple(replace(span, version=span.version + by) for span in s.versions) for s in self.samples]
         samples = [replace(s, versions=found) for s, found in zip(self.samples, spans, strict=True)]
         return replace(self, samples=tuple(samples))
@@ -84,9 +88,6 @@ class Group:
         """The oldest version that wrote a token of the group."""
         known = [sample.oldest for sample in self.samples]
         return min((version for version in known if version is not None), default=None)
-
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -157,7 +158,7 @@ class Rollouts:
         return future
 
     async def _leave(self) -> None:
-        """When all tasks have seen that they are cancelled, their connections are closed."""
+        """Cancel all tasks and wait for them, then close their connections."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -193,10 +194,6 @@ class Rollouts:
             return None
         rng = np.random.default_rng([self._seed, number])
         return int(rng.integers(0, 2**31 - 1024))  # room for the sample's index, which is added to it
-
-
-RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
-FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 2.0
 
 
 @dataclass(frozen=True)
@@ -237,7 +234,7 @@ class GenerateClient:
     """The gateway's `/generate`, with retries. Bound to the event loop it is first used on."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        """Raises ConfigError for a key or certificates that are not there."""
+        """Raises ConfigError when a key or certificates are missing."""
         self._config = config
         self._room = asyncio.Semaphore(config.concurrency)  # httpx's own waiting line is slow with hundreds in it
         limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
@@ -293,7 +290,7 @@ class GenerateClient:
 
 
 def _samples(content: bytes, n: int) -> tuple[Sample, ...]:
-    """Parse an answer. Raises RolloutError when it is not the contract's."""
+    """Parse an answer. Raises RolloutError when it breaks the contract."""
     try:
         choices = sorted(orjson.loads(content)["choices"], key=lambda choice: choice["index"])
         samples = tuple(

@@ -130,7 +130,7 @@ class Run:
         }
 
     def publish_again(self, state: TrainState) -> TrainState:
-        """Publish the weights that `state` has, under whatever number they get now: at the start, or after going back.
+        """Publish the weights of `state` again; they get a new number: at the start, or after going back.
         What was sampled from them, and is still to be trained on, is as old as it was."""
         published, _ = self.publish(state)
         self.sampling.renumber(published.version - state.version)
@@ -175,11 +175,11 @@ class Run:
             self._metrics.write("done", {"step": state.step, "version": state.version, "seconds": seconds})
 
     def write(self, event: str, values: dict[str, Any]) -> None:
-        """An event to whoever watches. On rank 0."""
+        """Write a metrics event. On rank 0."""
         self._metrics.write(event, values)
 
     def close(self) -> None:
-        """All of it, also when a part of it fails to."""
+        """Close everything, also when a part of it fails to close."""
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._phases.close)
             if self._publisher is not None:

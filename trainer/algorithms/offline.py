@@ -67,7 +67,7 @@ class Dpo(AlgorithmBase):
         return result
 
     def loss(self, logprobs_BT: torch.Tensor, fields: Fields) -> LossOutput:
-        """The module's formula. Metrics are means over pairs."""
+        """The formula above. Metrics are means over pairs."""
         beta, mask = self.config.beta, fields[MASK]
         scores = _pairs(sequence_sum((logprobs_BT - fields[REFERENCE_LOGPROBS]) * mask, fields), fields)
         lengths = _pairs(sequence_sum(mask, fields), fields)

@@ -57,6 +57,8 @@ KEEP = "keep"  # 0 on the tokens of answers that are left out
 _LEVELS = {"token": "token", "sequence": "geometric", "trajectory": "sequence"}
 
 ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
+GROUP = "group"
+_EXACT = 1 << 24  # whole numbers below are exact in float32
 
 
 class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
@@ -208,10 +210,6 @@ class Grpo(PolicyGradient[GrpoConfig]):
 
     def credit(self, rewards: list[float]) -> list[float]:
         return group_normalized(rewards, scale=self.config.scale_rewards)
-
-
-GROUP = "group"
-_EXACT = 1 << 24  # whole numbers below are exact in float32
 
 
 class Rloo(PolicyGradient[RlooConfig]):

@@ -213,7 +213,7 @@ def write_flushed(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """The operating system's refusals become CheckpointError."""
+    """Turns the operating system's refusals into CheckpointError."""
     try:
         yield
     except OSError as error:

@@ -13,7 +13,7 @@ FOLDER = "parts"
 
 
 class Part(Protocol):
-    """A thing with state on rank 0. `state_dict` returns JSON values."""
+    """Something with state on rank 0. `state_dict` returns JSON values."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

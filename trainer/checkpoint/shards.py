@@ -36,6 +36,7 @@ from trainer.errors import ResumeError
 
 Piece = list[Any]
 """[name, offset or None, index or None, file, first byte, bytes]: where a shard lies; JSON."""
+INDEX = ".metadata"
 
 
 class Buffers:
@@ -111,7 +112,7 @@ class _Later(dcp.FileSystemWriter):  # type: ignore[misc]
         self._metadata: Any = None
 
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
-        """Called by torch: keep the data instead."""
+        """torch calls this: keep the data instead."""
         self._plan = plan
         self._data = {item.index: self._taken(item.index, planner.resolve_data(item)) for item in plan.items}
         if self._buffers is not None:
@@ -121,7 +122,7 @@ class _Later(dcp.FileSystemWriter):  # type: ignore[misc]
         return nothing
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """Called by torch on the coordinator: keep what the index will be made of."""
+        """torch calls this on the coordinator: keep what the index will be made of."""
         self._metadata = metadata
 
     def write(self) -> list[WriteResult]:
@@ -170,7 +171,6 @@ def lead_makes(directory: Path) -> None:
     dist.barrier()
 
 
-INDEX = ".metadata"
 _CLASSES = (
     parts.Metadata,
     parts.MetadataIndex,
@@ -207,7 +207,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(path: Path) -> parts.Metadata:
-    """The index in file `path`. Raises ResumeError when it is anything else, without having run any of it."""
+    """The index in file `path`. Runs none of it. Raises ResumeError when the file is no index."""
     try:
         found = _Unpickler(io.BytesIO(path.read_bytes())).load()
         _check(found)

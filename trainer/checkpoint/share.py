@@ -18,6 +18,7 @@ from trainer.checkpoint.directory import Listing
 from trainer.errors import CheckpointError
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 1.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Share:
 
 
 def put(directory: Path, rank: int, share: Share) -> None:
-    """Tell rank 0. Appears in one piece."""
+    """Tell rank 0. The file appears in one piece."""
     unfinished = _path(directory, rank).with_suffix(".tmp")
     unfinished.write_text(json.dumps(asdict(share)))
     unfinished.replace(_path(directory, rank))
@@ -68,11 +69,8 @@ def _path(directory: Path, rank: int) -> Path:
     return directory / f".share-{rank:05d}.json"
 
 
-T = TypeVar("T")
-
-
 class Background(Generic[T]):
-    """At most one job at a time."""
+    """A thread for writing, with at most one job at a time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -85,7 +83,7 @@ class Background(Generic[T]):
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], T]) -> None:
-        """Run `job` in the thread; the one before must have been taken."""
+        """Run `job` in the thread; the result of the last job must have been taken."""
         assert self._thread is None, "take the last result first"
         self._thread = threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True)
         self._thread.start()

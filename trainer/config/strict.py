@@ -136,7 +136,7 @@ def in_range(section: object, name: str, low: float, high: float) -> None:
 
 
 def server(key: str, url: str, ca_file: str | None, cluster_tls: str | None) -> None:
-    """`url` is HTTP's, and what its certificate is checked with is of use."""
+    """Check a server's address, and that it goes with what its certificate is checked against."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(key, f"{url!r} is not an HTTP address", "Write http://host:port or https://host:port")
     if ca_file is not None and cluster_tls is not None:

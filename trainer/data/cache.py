@@ -45,6 +45,11 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
 
 log = logging.getLogger(__name__)
+FORMAT = 1  # raised when what an entry holds changes
+MANIFEST = "MANIFEST"
+# What does not change the records.
+_INDIFFERENT = ("path", "eval_path", "max_bad", "cache_dir", "workers")
+SMALL_BYTES = 1 << 22  # not worth the start of a process
 
 
 class CachedRecords(Sequence[Record]):
@@ -99,7 +104,7 @@ class FileDataset:
 
     @property
     def digest(self) -> str:
-        """Of all training records, in order."""
+        """A digest of all training records, in order."""
         return self._records.manifest.digest
 
     def summary(self) -> dict[str, Any]:
@@ -112,12 +117,6 @@ class FileDataset:
             "bad": [name for part in parts for name in part.bad],
             "seconds": round(self._records.seconds + (self._evaluated.seconds if self._evaluated else 0.0), 3),
         }
-
-
-FORMAT = 1  # raised when what an entry holds changes
-MANIFEST = "MANIFEST"
-# What does not change the records.
-_INDIFFERENT = ("path", "eval_path", "max_bad", "cache_dir", "workers")
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -240,7 +239,8 @@ def _root(config: FileData) -> Path:
 
 
 def _own(directory: Path) -> Path:
-    """A directory where everybody may make one, and where records of somebody else's making must not be trained on."""
+    """This user's directory, below one where everybody may make one: a run must not train on what somebody else put
+    there."""
     with writing(directory):
         directory.mkdir(exist_ok=True, mode=0o700)
         found = directory.lstat()
@@ -258,9 +258,6 @@ def _alone(lock: Path) -> Iterator[None]:
             log.warning("Another run tokenises the same data; waiting for it.")
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-
-
-SMALL_BYTES = 1 << 22  # not worth the start of a process
 
 
 def tokenise(

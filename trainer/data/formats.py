@@ -20,15 +20,17 @@ from trainer.config import FileData
 from trainer.data.storage import File, opened
 from trainer.errors import DataError
 
+UNIT_BYTES = 1 << 25  # of a file read by one worker at a time
+LARGEST_BYTES = 1 << 26  # of one record
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lzma", ".zip")
+BATCH_ROWS = 256
+JSON, TEXT = "json", {"txt": "prompt"}
+
 
 def format_of(kind: str) -> Format:
     """The format of `jsonl`, `parquet` or `webdataset`."""
     formats: dict[str, Format] = {"jsonl": Jsonl(), "parquet": Parquet(), "webdataset": WebDataset()}
     return formats[kind]
-
-
-UNIT_BYTES = 1 << 25  # of a file read by one worker at a time
-LARGEST_BYTES = 1 << 26  # of one record
 
 
 class Unit(msgspec.Struct, frozen=True):
@@ -60,9 +62,6 @@ class Format(Protocol):
     def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
         """The records of a part, in order."""
         ...
-
-
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lzma", ".zip")
 
 
 class Jsonl:
@@ -121,9 +120,6 @@ def _pieces(stream: Any) -> Iterator[bytes]:
         yield piece
         if piece.endswith(b"\n"):
             return
-
-
-BATCH_ROWS = 256
 
 
 class Parquet:
@@ -190,9 +186,6 @@ def _columns(names: list[str], config: FileData) -> list[str]:
     wanted = {config.prompt_key, config.target_key, config.answer_key, config.chosen_key, config.rejected_key, "extra"}
     wanted |= set(config.extra_keys)
     return [name for name in names if name in wanted or any(key.startswith(f"{name}.") for key in wanted)]
-
-
-JSON, TEXT = "json", {"txt": "prompt"}
 
 
 class WebDataset:

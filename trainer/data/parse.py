@@ -46,7 +46,7 @@ class Tokenised(msgspec.Struct, array_like=True):
 
     @property
     def tokens(self) -> int:
-        """Of the prompt with its longest continuation."""
+        """How many tokens the prompt has with its longest continuation."""
         return len(self.prompt_ids) + max(len(self.target_ids), len(self.chosen_ids), len(self.rejected_ids))
 
 

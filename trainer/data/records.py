@@ -19,6 +19,9 @@ import numpy.typing as npt
 
 from trainer.errors import ResumeError
 
+LARGEST_TABLE = 1 << 20
+ROUNDS = 6
+
 
 @dataclass(frozen=True)
 class Record:
@@ -92,9 +95,6 @@ class Contents:
                 "checkpoint.resume to never."
             )
 
-
-LARGEST_TABLE = 1 << 20
-ROUNDS = 6
 
 Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]

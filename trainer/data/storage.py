@@ -17,6 +17,7 @@ from trainer.errors import DataError
 HTTP = ("http://", "https://")
 # What says, without reading a file, that it is no longer the one it was; stores name it differently.
 _STAMPS = ("mtime", "ETag", "etag", "md5Hash", "Content-MD5", "checksum", "LastModified", "last_modified", "updated")
+BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def explained(url: str) -> Iterator[None]:
 
 
 def _of_client(error: Exception) -> bool:
-    """Errors of HTTP clients that are no OSError."""
+    """Whether an HTTP client raised it; these errors are no OSError."""
     return type(error).__module__.split(".")[0] in ("aiohttp", "botocore", "google", "azure", "gcsfs", "s3fs", "fsspec")
 
 
@@ -120,9 +121,6 @@ def _file(filesystem: Any, path: str, url: str) -> File:
     size = info.get("size")
     seekable = bool(info.get("partial")) if url.startswith(HTTP) else True
     return File(url, -1 if size is None else int(size), stamp, seekable)
-
-
-BLOCK_BYTES = 1 << 16
 
 
 class ZstdReader(io.RawIOBase):

@@ -39,6 +39,7 @@ ATTEMPTS, DELAY_S = 3, 1.0  # for stores that are reached over a network
 
 
 _CONFIGS: dict[str, type[FileData]] = {"jsonl": JsonlData, "parquet": ParquetData, "webdataset": WebDatasetData}
+_INT64_MAX = (1 << 63) - 1
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -83,7 +84,7 @@ class Worker:
         self._parse, self._format = Parser(config, tokenizer), format_of(config.kind)
 
     def __call__(self, task: Task) -> Done:
-        """Raises DataError when the unit cannot be read. What may pass is tried again."""
+        """Tries again after what may pass. Raises DataError when the unit cannot be read."""
         attempts = ATTEMPTS if is_remote(task.unit.url) else 1
         for attempt in range(1, attempts + 1):
             try:
@@ -140,9 +141,6 @@ def main() -> None:
         answers.write(msgspec.json.encode(answer) + b"\n")
 
 
-_INT64_MAX = (1 << 63) - 1
-
-
 class SegmentWriter:
     """Appends records. Use as a context; the index is written when it ends well."""
 
@@ -182,7 +180,7 @@ class SegmentWriter:
 
 
 def digests(directory: Path, name: str) -> bytes:
-    """Those of all records of a written segment, in order."""
+    """The digests of all records of a written segment, in order."""
     return np.fromfile(directory / f"{name}.index", "<i8").reshape(-1, 2)[:, 1].tobytes()
 
 
@@ -210,7 +208,7 @@ class Segment:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """The operating system's refusals become DataError."""
+    """Turns the operating system's refusals into DataError."""
     try:
         yield
     except OSError as error:

@@ -19,6 +19,8 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from trainer.errors import DataError
 
+TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
 
 class Tokenizer:
     """Text to token ids and back. `eos_id` is the token that ends an answer."""
@@ -40,7 +42,7 @@ class Tokenizer:
 
     @property
     def digest(self) -> str:
-        """Of everything that decides which ids a text becomes."""
+        """A digest of everything that decides which ids a text becomes."""
         template = json.dumps([self._chat.source, self._chat.variables] if self._chat else [], sort_keys=True)
         return xxhash.xxh3_128_hexdigest(f"{self._tokenizer.to_str()}\n{self.eos_id}\n{template}".encode())
 
@@ -73,9 +75,6 @@ def _eos_id(directory: Path) -> int:
             if value is not None:
                 return int(value[0] if isinstance(value, list) else value)
     raise DataError(f"{directory} names no eos_token_id. Add it to config.json.")
-
-
-TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class ChatTemplate:

@@ -23,13 +23,17 @@ from typing import Any, Protocol
 
 from trainer.config import FaultsConfig
 
-STATUS = 1
+STATUS = 1  # of a process that the heartbeat ends
 UNANSWERED = 3
 """Beats that the board may miss before the run is given up; each waits for it as long as the store's patience."""
+DONE = "done"
+"""The phase of a rank's last beat, after which none is missed."""
+PREFIX = "hotswap"
+PATIENCE_S = 10.0
 
 
 class Heartbeat:
-    """Starts beating when built."""
+    """This rank's thread, which starts beating when it is built."""
 
     def __init__(self, config: FaultsConfig, board: Board, rank: int, world: int) -> None:
         self._config, self._board, self._rank, self._world = config, board, rank, world
@@ -108,10 +112,6 @@ class Heartbeat:
         os._exit(STATUS)
 
 
-DONE = "done"
-"""The phase of a rank's last beat, after which none is missed."""
-
-
 class Watched:
     """One peer, seen through its beats. Clocks of other machines are not trusted: what counts is when a new beat was
     seen here."""
@@ -149,10 +149,6 @@ def hang(beats: list[Beat], hang_s: float) -> str:
     odd = [f"rank {beat.rank}" for beat in beats if (beat.step, beat.phase) != common]
     suspects = f" They seem to wait for {', '.join(odd)}." if odd and places.count(common) > 1 else ""
     return f"no rank got on for {hang_s:g} s: {'; '.join(map(str, beats))}.{suspects}"
-
-
-PREFIX = "hotswap"
-PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -217,7 +213,7 @@ class StoreBoard:
 
 
 class LocalBoard:
-    """For a run of one process: nobody listens."""
+    """The board of a run of one process, where nobody listens."""
 
     def __init__(self) -> None:
         self._beats: dict[int, Beat] = {}

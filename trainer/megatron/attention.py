@@ -36,6 +36,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+SHORTEST_BITS = 4  # segments of up to 16 tokens share a bucket
+
 
 class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
     """torch's RMSNorm with Megatron's constructor; its gradient is reduced over tensor-parallel ranks under SP."""
@@ -102,8 +104,6 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         parts = [self._causal(*(b.gather(t) for t in (q, k, v))) for b in blocks.buckets]
         return blocks.scatter(parts, like=q).unflatten(0, (query.shape[1], query.shape[0]))
 
-
-SHORTEST_BITS = 4  # segments of up to 16 tokens share a bucket
 
 _known = WeakTensorKeyDictionary()  # by the segments: all layers of a forward pass ask for the same
 
@@ -220,7 +220,8 @@ class ContextParallelAttention(MegatronModule):  # type: ignore[misc]
     def forward(self, query: Any, key: Any, value: Any, attention_mask: Any = None, **_: Any) -> Any:
         """query [T / N, B, heads, D], key and value [T / N, B, groups, D] -> [T / N, B, heads * D].
 
-        `attention_mask` is None, or int64 [B, T] for packed rows: the segments of the whole row (see attention.py).
+        `attention_mask` is None, or int64 [B, T] for packed rows: the segments of the whole row (see
+        `CausalAttention`).
         """
         key, value = whole_sequence(torch.stack([key, value]), 1, copies=False)
         mine = local_positions(len(key), key.device)

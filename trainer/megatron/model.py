@@ -23,6 +23,7 @@ from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import HfTensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def transformer_config(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig) -> TransformerConfig:
@@ -139,9 +140,6 @@ class _MaskPadding:
         logits_TBV, bias = output
         is_padding = torch.arange(logits_TBV.shape[-1], device=logits_TBV.device) >= self.real
         return logits_TBV.masked_fill(is_padding, torch.finfo(logits_TBV.dtype).min), bias
-
-
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class ValueHead(torch.nn.Linear):  # type: ignore[misc]

@@ -39,6 +39,7 @@ AFTER: dict[Verb, State] = {
     "reload": "instantiated",
     "destroy": "destroyed",
 }
+GIB = 2**30
 
 
 @runtime_checkable
@@ -109,7 +110,7 @@ class Base(ABC):
 
     @abstractmethod
     def _destroy(self) -> None:
-        """Hold nothing any more."""
+        """Give up all memory."""
 
 
 class Restartable(Base):
@@ -139,7 +140,8 @@ class Ledger:
         self.ms: dict[str, float] = {}  # of the last change of each component
 
     def add(self, component: Component) -> None:
-        """As it is, even over the budget: it is there. Raises MemoryPlanError for a second one of that name."""
+        """Count a component that is there, even over the budget. Raises MemoryPlanError for a second one of that
+        name."""
         if component.name in self._components:
             raise MemoryPlanError(f"there are two components {component.name!r}. Give one another name.")
         self._components[component.name] = component
@@ -155,7 +157,7 @@ class Ledger:
 
     @property
     def components(self) -> list[Component]:
-        """In the order they were added."""
+        """All components, in the order they were added."""
         return list(self._components.values())
 
     @property
@@ -182,11 +184,11 @@ class Ledger:
         self._do(name, "destroy")
 
     def put_away(self, name: str) -> None:
-        """Have it hold nothing, in the way that suits it."""
+        """Offload or destroy the component, as it prefers."""
         self._do(name, self[name].leaves)
 
     def bring(self, name: str) -> None:
-        """Have it instantiated, whatever became of it."""
+        """Reload or instantiate the component, as its state asks."""
         if self[name].state == "offloaded":
             self.reload(name)
         else:
@@ -209,11 +211,8 @@ def _told(component: Component) -> str:
     return f"{component.name} ({gib(component.bytes)})"
 
 
-GIB = 2**30
-
-
 def gib(nbytes: int) -> str:
-    """In GiB, or MiB below a tenth of one."""
+    """Bytes in words: in GiB, or in MiB below a tenth of one."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"
 
 

@@ -26,6 +26,7 @@ from trainer.memory.ledger import Base, Component
 Tensors = Callable[[], Iterable[torch.Tensor]]
 _libc = ctypes.CDLL(None, use_errno=True)
 _MADV_DONTNEED = 4
+PIECE = 64 << 20  # bytes a call: Linux moves at most 2 GiB at once, and a signal is heard between two
 
 
 class StorageComponent(Base):
@@ -122,9 +123,6 @@ def _drop_pages(storage: torch.UntypedStorage) -> None:
         _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_DONTNEED)
 
 
-PIECE = 64 << 20  # bytes a call: Linux moves at most 2 GiB at once, and a signal is heard between two
-
-
 class Vault(Protocol):
     """Keeps the bytes of one component's storages while their memory is given away."""
 
@@ -216,7 +214,7 @@ def _as_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _view(storage: torch.UntypedStorage) -> memoryview:
-    """The storage's own memory; alive only as long as the storage is."""
+    """A view of the storage's own memory, which must not outlive the storage."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 

@@ -29,6 +29,7 @@ NEEDS: dict[Phase, frozenset[str]] = {
     "train": frozenset({"actor", "actor_optimizer", "critic", "critic_optimizer"}),
 }
 TOGETHER = {"engine": ("kv_cache",), "kv_cache": ("engine",)}  # a serving engine has no other part to give up
+OF_THE_DEVICE = frozenset({"engine", "kv_cache", "reward_model"})  # counted once, not for every rank
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Plan:
         return Moves(tuple(away), bring)
 
     def _latest_first(self, phase: Phase, names: frozenset[str]) -> list[str]:
-        """The largest first among those needed equally late."""
+        """By how late they are needed, the largest first among equals."""
         return sorted(names, key=lambda name: (-_until_needed(phase, name), -self.sizes[name], name))
 
 
@@ -89,9 +90,6 @@ def _until_needed(phase: Phase, name: str) -> int:
     at = CYCLE.index(phase)
     ahead = (step for step in range(1, len(CYCLE) + 1) if name in NEEDS[CYCLE[(at + step) % len(CYCLE)]])
     return next(ahead, len(CYCLE) + 1)
-
-
-OF_THE_DEVICE = frozenset({"engine", "kv_cache", "reward_model"})  # counted once, not for every rank
 
 
 class Memory(Protocol):
@@ -129,7 +127,7 @@ class SharedMemory:
         self.plan().check()
 
     def plan(self) -> Plan:
-        """With the components as large as they are now. Collective."""
+        """The plan for components as large as they are now. Collective."""
         mine = {c.name: c.bytes for c in self.ledger.components if c.name not in OF_THE_DEVICE}
         every = gather_json(mine)
         together = max if torch.cuda.is_available() else sum
@@ -159,7 +157,7 @@ class SharedMemory:
         self._close()
 
     def _everywhere(self, change: Callable[[str], None], names: tuple[str, ...]) -> None:
-        """On all ranks, and return when all are done; if one failed, all raise."""
+        """Change the components and wait for all ranks. If one failed, all raise."""
         error: MemoryPlanError | None = None
         try:
             for name in names:
@@ -172,7 +170,7 @@ class SharedMemory:
 
 
 class Phases:
-    """Collective, as the memory manager is."""
+    """The memory of a run as the loop uses it; a step's metrics have what its switches take. Collective."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory

@@ -63,7 +63,7 @@ def build_writers(config: TrainerConfig) -> MetricsWriter:
 
 
 def silent() -> MetricsWriter:
-    """For the ranks that report nothing."""
+    """A writer for the ranks that report nothing."""
     return JsonLines(os.devnull)
 
 

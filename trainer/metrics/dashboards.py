@@ -30,6 +30,13 @@ EVENTS = frozenset({"step", "eval"})
 MAX_FIELDS = 64  # that the route takes
 WAITING = 64  # points kept while the gateway is slow
 CLOSE_S = 3.0
+_THROUGHPUT = frozenset({"tokens_per_s", "train_tokens_per_s", "train_tflops", "mfu"})
+_ROLLOUT = frozenset(
+    {"zero_std_groups", "truncated", "rollout_tokens", "versions_per_sample", "answer_tokens_mean", "answer_tokens_max"}
+)
+# W&B must neither ask for a key on the terminal nor keep a copy of what is printed there; its sampler of the machine's
+# load is one more process, and outlives a killed run for seconds.
+_SETTINGS = {"console": "off", "silent": True, "x_disable_stats": True, "disable_git": True, "disable_code": True}
 
 
 class HttpMetrics:
@@ -83,12 +90,6 @@ def point(event: str, values: Mapping[str, Any]) -> dict[str, float]:
     return first | dict(list(found.items())[: MAX_FIELDS - len(first)])
 
 
-_THROUGHPUT = frozenset({"tokens_per_s", "train_tokens_per_s", "train_tflops", "mfu"})
-_ROLLOUT = frozenset(
-    {"zero_std_groups", "truncated", "rollout_tokens", "versions_per_sample", "answer_tokens_mean", "answer_tokens_max"}
-)
-
-
 def tagged(event: str, values: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a step or an evaluation by tag: `eval/accuracy`, `time/rollout_ms`, `reward/mean`, ..."""
     return {tag(event, name): value for name, value in numbers(values).items() if name != "step"}
@@ -139,11 +140,6 @@ class TensorBoard:
 
             self._writer = SummaryWriter(self._directory, purge_step=step + 1 if step else None)
         return self._writer
-
-
-# W&B must neither ask for a key on the terminal nor keep a copy of what is printed there; its sampler of the machine's
-# load is one more process, and outlives a killed run for seconds.
-_SETTINGS = {"console": "off", "silent": True, "x_disable_stats": True, "disable_git": True, "disable_code": True}
 
 
 class Wandb:

@@ -40,8 +40,8 @@ _EDGE, _ROUNDS = 1024, 3  # of the matrix product that stands for a peak nobody 
 
 
 def flops_per_token(shape: ModelShape, length: float) -> float:
-    """Of forward and backward, for a token in a sequence of `length` tokens. Of a mixture of experts the active
-    weights count."""
+    """Operations of forward and backward, for a token in a sequence of `length` tokens. Of a mixture of experts the
+    active weights count."""
     looked_up = 0 if shape.tied else shape.vocab * shape.hidden
     idle = (shape.experts - shape.experts_per_token) * 3 * shape.hidden * shape.expert_ffn * shape.layers
     attention = 12 * shape.layers * shape.heads * shape.head_dim * length
@@ -57,12 +57,13 @@ def peak_flops() -> float:
 
 
 def published_peak(name: str) -> float | None:
-    """Of the GPU of that name. Whole words: an L40 is no L4, an A1000 no A100."""
+    """The peak of the GPU of that name. Whole words: an L40 is no L4, an A1000 no A100."""
     return next((peak for words, peak in PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 def _measured() -> float:
-    """Of a matrix product. On a CPU by the processor's own time: whoever else uses the machine does not lower it."""
+    """Operations a second of a matrix product. On a CPU by the processor's own time: whoever else uses the machine does
+    not lower it."""
     on_gpu = torch.cuda.is_available()
     clock = time.perf_counter if on_gpu else time.process_time
     matrix, best = torch.ones(_EDGE, _EDGE, device="cuda" if on_gpu else "cpu"), float("inf")

@@ -62,7 +62,7 @@ class Estimate:
 
 
 def estimate(shape: ModelShape, parallel: ParallelConfig, workload: Workload) -> Estimate:
-    """Of the pipeline stage that needs most."""
+    """The bytes of a rank of the pipeline stage that needs most."""
     stages = [_stage(shape, parallel, workload, stage) for stage in range(parallel.pipeline)]
     return max(stages, key=lambda e: e.total)
 
@@ -92,7 +92,7 @@ def _optimizer_bytes(weights: Weights, parallel: ParallelConfig, work: Workload)
 
 
 def _activations(shape: ModelShape, parallel: ParallelConfig, work: Workload, stage: int) -> int:
-    """Of all layers of a stage, for the micro-batches that are under way in it at a time (1F1B)."""
+    """Activations of all layers of a stage, for the micro-batches that are under way in it at a time (1F1B)."""
     layers = shape.layers // parallel.pipeline
     tokens = work.rows(parallel) * -(-work.length // parallel.context)
     size = BYTES[work.dtype]
@@ -132,12 +132,12 @@ def _norm_bytes(shape: ModelShape, parallel: ParallelConfig, size: int) -> float
 
 
 def _cut(hidden: int, parallel: ParallelConfig) -> float:
-    """Of a vector between tensor-parallel regions."""
+    """A rank's share of a vector between tensor-parallel regions."""
     return hidden / parallel.tensor if parallel.sequence else hidden
 
 
 def _logits(shape: ModelShape, parallel: ParallelConfig, work: Workload) -> int:
-    """In the model's precision, and the softmax in fp32 that the loss is made of."""
+    """Logits in the model's precision, and the fp32 softmax that the loss is made of."""
     tokens = work.rows(parallel) * -(-work.length // parallel.context)
     columns = shape.padded_vocab(parallel.tensor) // parallel.tensor
     return tokens * columns * (BYTES[work.dtype] + 2 * FP32)
@@ -158,7 +158,7 @@ class Weights:
 
 
 def rank_weights(shape: ModelShape, parallel: ParallelConfig, stage: int) -> Weights:
-    """Of a rank of pipeline stage `stage`."""
+    """The weights of a rank of pipeline stage `stage`."""
     layers = shape.layers // parallel.pipeline
     layer, expert = _layer(shape, parallel), _experts(shape, parallel)
     vocabulary = shape.padded_vocab(parallel.tensor) // parallel.tensor * shape.hidden

@@ -36,6 +36,8 @@ BILLION = 10**9
 LONG, LEAST = 16384, 4096  # tokens of a sequence: from where on it may be cut, and the shortest piece
 Shard = Literal["optimizer", "full"]
 Recompute = Literal["none", "full"]
+MOST_GPUS = 1 << 16
+RUNTIME_BYTES = 2 * GIB  # CUDA's and NCCL's own, and what an allocator wastes
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,6 @@ def contexts(length: int) -> list[int]:
 def row_of(parameters: int) -> int:
     """The index in ROWS for a model of that many weights."""
     return next(i for i, row in enumerate(ROWS) if parameters < row.below)
-
-
-MOST_GPUS = 1 << 16
-RUNTIME_BYTES = 2 * GIB  # CUDA's and NCCL's own, and what an allocator wastes
 
 
 @dataclass(frozen=True)

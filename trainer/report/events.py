@@ -16,6 +16,9 @@ import orjson
 from trainer.errors import ReportError
 
 Event = dict[str, Any]
+LAST = 0.25  # of the run is what "at the end" means
+IDLE_GROUPS, CUT_OFF, CLIPPED = 0.6, 0.2, 0.3
+GAP, LOW_ENTROPY, SPIKE, DROP = 0.1, 0.05, 10.0, 0.1
 
 
 @dataclass
@@ -103,11 +106,6 @@ def _parsed(path: Path, lines: list[bytes]) -> Iterable[Event]:
             problem = f"{path}, line {number} is no event of a run ({error})"
             raise ReportError(f"{problem}. Name the `metrics` file of a run.") from None
         yield event
-
-
-LAST = 0.25  # of the run is what "at the end" means
-IDLE_GROUPS, CUT_OFF, CLIPPED = 0.6, 0.2, 0.3
-GAP, LOW_ENTROPY, SPIKE, DROP = 0.1, 0.05, 10.0, 0.1
 
 
 def findings(run: RunEvents) -> list[str]:

@@ -11,6 +11,9 @@ from trainer.errors import ReportError
 from trainer.report.events import Event, RunEvents, at_end, findings, read_events
 from trainer.report.plots import draw
 
+SHOWN_EVALS = 20  # rows of a table; more are thinned out
+PARTS_OF_PUBLISH = ("write_ms", "swap_ms")
+
 
 def write_report(metrics: Sequence[str | Path], directory: str | Path | None = None) -> Path:
     """Write the report of one run, or of several compared; returns the path of its Markdown. `directory` defaults to
@@ -40,10 +43,6 @@ def _named_apart(runs: list[RunEvents], paths: Sequence[str | Path]) -> list[Run
         for run, path in zip(runs, paths, strict=True):
             run.name = f"{Path(path).resolve().parent.name}/{run.name}"
     return runs
-
-
-SHOWN_EVALS = 20  # rows of a table; more are thinned out
-PARTS_OF_PUBLISH = ("write_ms", "swap_ms")
 
 
 def page(runs: Sequence[RunEvents], plots: Sequence[str]) -> str:

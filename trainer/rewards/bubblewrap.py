@@ -21,7 +21,7 @@ INSIDE = "/runner.py"
 
 
 def binary() -> str | None:
-    """On PATH, or beside this Python (scripts/debian.sh)."""
+    """The path of bubblewrap: on PATH, or beside this Python. None if there is none."""
     return shutil.which("bwrap") or shutil.which("bwrap", path=str(Path(sys.executable).parent))
 
 

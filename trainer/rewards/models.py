@@ -20,7 +20,8 @@ TRIES = 3
 
 
 class Judge(Reward):
-    """The last number of the model's reply, scaled to 0..1."""
+    """A chat model's rating of an answer, through an OpenAI-compatible server: this run's gateway, or another one. The
+    value is the last number of the reply, scaled to 0..1."""
 
     def __init__(self, config: JudgeReward, gateway: GatewayConfig | None) -> None:
         self._config = config
@@ -79,7 +80,7 @@ class Judge(Reward):
 
 
 class Classifier:
-    """Prompt and answer, as one text, to a number. Loaded in its worker alone."""
+    """A Hugging Face sequence classifier: prompt and answer, as one text, to a number. Only its worker loads it."""
 
     def __init__(self, path: str, label: int, *, probability: bool, max_tokens: int, batch: int = 1) -> None:
         import torch

@@ -25,6 +25,9 @@ from trainer.errors import ConfigError, RewardError, RewardTimeout, RewardWorker
 
 GRACE_S = 0.5  # for a coroutine to be cancelled in its worker before the worker is killed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0  # between attempts to replace a worker
+START_TIMEOUT_S = 120.0  # a classifier loads a model
+LINE_LIMIT = 64 * 2**20
+MARK = "HOTSWAP_REWARD_WORKER"  # in the environment of a worker and of all that descend from it
 
 
 class WorkerPool:
@@ -41,7 +44,7 @@ class WorkerPool:
         self.nbytes = 0  # that all workers say they hold
 
     async def open(self) -> None:
-        """Start all. Raises ConfigError when the first cannot do its job."""
+        """Start all workers. Raises ConfigError when the first cannot do its job."""
         first = await start_worker(self._job)
         self._workers.append(first)
         self._workers += await asyncio.gather(*(start_worker(self._job) for _ in range(self._size - 1)))
@@ -59,7 +62,7 @@ class WorkerPool:
                 alone = True  # whoever stopped the others stops nobody now
 
     async def close(self) -> None:
-        """Kill all."""
+        """Kill all workers."""
         workers, self._workers, self._problem = self._workers, [], "it was closed"
         for task in self._replacing:
             task.cancel()
@@ -110,7 +113,7 @@ class WorkerPool:
             _spawn(self._replacing, self._replace(worker))
 
     async def _replace(self, dead: WorkerProcess) -> None:
-        """Until there is another: what keeps one from starting may pass."""
+        """Try until another worker has started: what keeps one from starting may pass."""
         await dead.end()
         pause = FIRST_PAUSE_S
         while True:
@@ -144,11 +147,6 @@ def _spawn(tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, Any]) -> asy
     return task
 
 
-START_TIMEOUT_S = 120.0  # a classifier loads a model
-LINE_LIMIT = 64 * 2**20
-MARK = "HOTSWAP_REWARD_WORKER"  # in the environment of a worker and of all that descend from it
-
-
 class Lost(Exception):
     """The worker was killed for another request's sake, or died."""
 
@@ -169,7 +167,7 @@ class WorkerProcess:
         return not ended and (self._reader is None or not self._reader.done())
 
     async def hello(self, timeout_s: float) -> dict[str, Any]:
-        """Its first line. Raises RewardError if none comes, or another."""
+        """Read its first line. Raises RewardError if none comes, or a line that is none."""
         assert self.process.stdout is not None
         try:
             line = await asyncio.wait_for(self.process.stdout.readline(), timeout_s)
@@ -185,7 +183,7 @@ class WorkerProcess:
         return said
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Its reply. Raises Lost."""
+        """Ask it, and wait for its reply. Raises Lost."""
         assert self.process.stdin is not None
         self._serial += 1
         number, future = self._serial, asyncio.get_running_loop().create_future()
@@ -200,7 +198,7 @@ class WorkerProcess:
             self._waiting.pop(number, None)
 
     def kill(self) -> None:
-        """With everything that it started, wherever that went."""
+        """Kill it and everything that it started, wherever that went."""
         self._killed = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -217,7 +215,7 @@ class WorkerProcess:
             self._reader.cancel()
 
     async def status(self) -> int | None:
-        """With which it ended; None if it has not within a second."""
+        """The status with which it ended; None if it has not ended within a second."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), 1.0)
         return self.process.returncode
@@ -239,7 +237,8 @@ class WorkerProcess:
 
 
 async def start_worker(job: Mapping[str, Any]) -> WorkerProcess:
-    """One that can do `job`. Raises ConfigError when it says that it cannot, RewardError when it says nothing."""
+    """Start a worker that can do `job`. Raises ConfigError when it says that it cannot, RewardError when it says
+    nothing."""
     mark = secrets.token_hex(8)
     path = os.pathsep.join(p for p in sys.path if p)
     process = await asyncio.create_subprocess_exec(

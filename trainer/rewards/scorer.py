@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from trainer.errors import RewardError, RewardTimeout
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -182,9 +183,6 @@ async def _bounded(weighted: Weighted, request: RewardRequest) -> float:
     if not math.isfinite(value):
         raise RewardError(f"it returned {value}. Return a finite number.")
     return value
-
-
-T = TypeVar("T")
 
 
 class LoopThread:

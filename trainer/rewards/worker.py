@@ -4,8 +4,7 @@ JOB names the job and its options. The first line it writes is `{"concurrency": 
 that it holds), or `{"problem": ...}` if it cannot do the job. Each request has an `id`, which its reply repeats beside
 `value`, `problem` or `late`. What the reward's own code prints goes to standard error.
 
-A job whose function has `many`, and a `batch` above 1, gets what has come meanwhile as one batch,
-and never waits for more.
+A job whose function has `many`, and a `batch` above 1, batches queued requests; it never waits for more.
 """
 
 from __future__ import annotations
