@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from loadtest.transfer_peer import READ_TIMEOUT_S, memory
 from weightsync.hosts import this_host
 from weightsync.peer.chunks import Shape
-from weightsync.peer.client import PeerClient
+from weightsync.peer.control import PeerClient
 from weightsync.peer.copies import parsed
 from weightsync.peer.messages import Key, Opened
 from weightsync.publisher import STORE_ENV

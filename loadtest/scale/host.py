@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from loadtest.scale.network import Station
-from weightsync.peer.bitmap import Bitmap
-from weightsync.peer.patience import Patience
+from weightsync.peer.chunks import Bitmap
+from weightsync.peer.holders import Patience
 from weightsync.peer.plan import Assignment, Holder, Planner
 
 

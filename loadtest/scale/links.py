@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from loadtest.scale.host import Host, Outcome
 from loadtest.scale.network import Network
 from loadtest.scale.scenario import Scenario
-from weightsync.peer.bitmap import Bitmap
-from weightsync.peer.left_out import BUSY_S
+from weightsync.peer.chunks import Bitmap
+from weightsync.peer.holders import BUSY_S, IDLE_S
 from weightsync.peer.plan import Holder, choose
-from weightsync.peer.sources import IDLE_S
 
 
 class Links:

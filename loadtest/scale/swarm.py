@@ -14,7 +14,7 @@ from loadtest.scale.host import Host, Outcome, Read
 from loadtest.scale.links import Links
 from loadtest.scale.network import Network
 from loadtest.scale.scenario import Scenario
-from weightsync.peer.bitmap import Bitmap
+from weightsync.peer.chunks import Bitmap
 from weightsync.peer.plan import Assignment, Planner
 
 

@@ -153,7 +153,7 @@ def gateway(context: typer.Context) -> None:
 @app.command(context_settings=PASS_THROUGH, add_help_option=False)
 def peer(context: typer.Context) -> None:
     """Carry versions between this host and others (`hotswap peer --help` for its options)."""
-    from weightsync.peer.main import main
+    from weightsync.peer.__main__ import main
 
     raise typer.Exit(main(context.args))
 

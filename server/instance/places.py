@@ -8,7 +8,7 @@ from typing import Any
 
 from server.errors import ConfigError
 from weightsync.hosts import HOST_ENV
-from weightsync.peer.locate import localized
+from weightsync.peer.copies import localized
 from weightsync.records import Keys, VersionRecord
 from weightsync.store import Store
 

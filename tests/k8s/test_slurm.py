@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import trainer.main
-import weightsync.peer.main
+import weightsync.peer.__main__
 from tests.k8s.helm import ROOT
 from trainer.config import FaultsConfig
 from weightsync.hosts import check_host
@@ -135,7 +135,7 @@ def test_the_peer_takes_its_options(job: Job) -> None:
     assert command == "peer"
     _, host, store = job.said("peer").split()
     assert check_host(host)
-    parsed = weightsync.peer.main._parser().parse_args([*options, "--host-id", host, "--store", store])
+    parsed = weightsync.peer.__main__._parser().parse_args([*options, "--host-id", host, "--store", store])
     assert (parsed.model, parsed.listen, parsed.transport) == ("demo", "10.1.2.3:8003", "auto")
 
 

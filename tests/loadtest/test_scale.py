@@ -17,9 +17,8 @@ from loadtest.scale.scenario import MIB, Scenario, ScenarioError
 from loadtest.scale.swarm import SwarmStuck, distribute
 from server.cli.bench import app
 from tests.etcd import require
-from weightsync.peer.fetch import Pace
-from weightsync.peer.settings import PeerSettings
-from weightsync.peer.sources import OPEN_AT_ONCE, REFRESH_S
+from weightsync.peer.holders import OPEN_AT_ONCE, REFRESH_S
+from weightsync.peer.settings import Pace, PeerSettings
 
 SMALL = Scenario(hosts=24, params=1e9, chunk_nbytes=16 * MIB, rack=8, poll_s=0.02)
 CASES = {

@@ -1,4 +1,4 @@
-"""A peer's records: what it says of its copies under its lease, and what the others say of theirs."""
+"""A peer's records in the store: it writes those of its own copies under a lease, and follows those of other hosts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Announcer:
         self.lease: LeaseKeeper | None = None
 
     async def begin(self) -> LeaseKeeper:
-        """Under a new lease everything is said again; what hangs on the one before goes with it."""
+        """Take a new lease. The next `say` writes every record again; the old ones expire with their lease."""
         former, self.lease = self.lease, await LeaseKeeper.grant(self._store, self._lease_ttl_s)
         self._said, self._is_first = {}, True
         if former is not None:
@@ -36,8 +36,9 @@ class Announcer:
         return self.lease
 
     async def say(self, records: Iterable[CopyRecord], alive: Iterable[str]) -> None:
-        """Have the store say just this of this host. Of the digests that are `alive` an earlier process of this host
-        may have said more; it is taken back at first.
+        """Make `records` the only records of this host in the store.
+
+        The first call after `begin` also deletes what an earlier process of this host wrote for the digests `alive`.
         """
         assert self.lease is not None, "begin first"
         wanted = {self._keys.copy(record.digest, self._host): record.to_json() for record in records}
@@ -53,14 +54,15 @@ class Announcer:
             del self._said[key]
 
     async def end(self) -> None:
-        """Take it all back, if the store can be reached."""
+        """Delete the records of this host, if the store can be reached."""
         if self.lease is not None:
             await self.lease.end()
 
 
 class CopyBoard:
-    """The copies on other hosts of the slots that this one is to fetch, each followed by a watch of its own: what is
-    here already wakes nobody.
+    """The copies on other hosts of the slots that this host is to fetch.
+
+    Each slot has a watch of its own, so that changes to slots that are already here wake nobody.
     """
 
     def __init__(self, keys: Keys, host: str) -> None:
@@ -71,7 +73,7 @@ class CopyBoard:
         self.changed = asyncio.Event()
 
     def keep_to(self, digests: set[str]) -> None:
-        """Follow these, and no others."""
+        """Follow just these slots."""
         if digests != self._wanted:
             self._wanted = digests
             self._asked.set()
@@ -103,7 +105,7 @@ class CopyBoard:
                 self.changed.set()
 
     def offered(self, key: Key) -> list[CopyRecord]:
-        """Who else can be asked for it."""
+        """The records of the hosts that can be asked for it."""
         records = self._records.get(key.digest, {}).values()
         return [r for r in records if r.slot and key.delta_of in ("", r.delta_of)]
 
@@ -113,7 +115,7 @@ class CopyBoard:
 
 
 async def copies_elsewhere(store: Store, keys: Keys, digests: Iterable[str], host: str) -> list[CopyRecord]:
-    """What hosts other than `host` have of these slots, as of now. Raises StoreUnavailable."""
+    """The copies of these slots on hosts other than `host`, as of now. Raises StoreUnavailable."""
     found = [kv for digest in digests for kv in (await store.list(keys.copies_of(digest)))[0]]
     return [record for kv in found if (record := other_copy(keys, kv, host)) is not None and record.slot]
 

@@ -1,13 +1,19 @@
-"""The control channel of a peer: an HTTP server for small messages (messages.py), with mutual TLS beyond loopback."""
+"""Both ends of the control channel between peers: small messages (messages.py) over HTTP, with mutual TLS beyond
+loopback.
+
+`PeerClient` asks another host's peer; `Control` has the routes that answer, and `serving` runs them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import TypeVar
+from typing import Self, TypeVar
 
+import httpx
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
@@ -15,16 +21,107 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weightsync.errors import PeerRefused, TransportUnavailable
-from weightsync.peer.messages import Ask, Close, Open, Refusal
+from weightsync.errors import PeerRefused, PeerUnreachable, TransportUnavailable
+from weightsync.peer.chunks import Bitmap
+from weightsync.peer.messages import Ask, Close, Have, Key, Open, Opened, Refusal
 from weightsync.peer.metrics import PeerMetrics
-from weightsync.peer.tickets import Tickets
+from weightsync.peer.serve import Tickets
 from weightsync.tls import ClusterTls
 from weightsync.transport.addresses import Address
 
+CONNECT_S = 3.0
+ANSWER_S = 5.0  # for all of an answer, however slowly it comes
+OPEN_S = 120.0  # the first reader of a published slot waits until its chunks are digested
+MAX_ANSWER = 128 << 20  # a manifest, or the digests of MAX_CHUNKS chunks
 MAX_BODY = 256 << 10  # a bitmap of MAX_CHUNKS chunks
-Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class PeerClient:
+    """Connections to all other peers. Every call raises PeerRefused or PeerUnreachable."""
+
+    def __init__(self, model: str, host: str, transport: str, tls: ClusterTls | None) -> None:
+        self._model, self._host, self._transport = model, host, transport
+        self._scheme = "https" if tls is not None else "http"
+        self._http = httpx.AsyncClient(
+            verify=tls.client_context() if tls is not None else True,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            headers={"accept-encoding": "identity"},
+            trust_env=False,
+        )
+
+    async def open(self, host: str, address: str, key: Key) -> Opened:
+        wish = Open(self._model, key.digest, self._host, (self._transport,), key.delta_of)
+        return _decoded(host, await self._call(host, address, "POST", "/v1/open", wish, OPEN_S), Opened)
+
+    async def have(self, host: str, address: str, ticket: str, taken: Bitmap) -> tuple[Have, float]:
+        """What can be read by now, and how many seconds the answer took; the holder is told what is `taken` here."""
+        started = time.perf_counter()
+        raw = await self._call(host, address, "POST", f"/v1/have/{ticket}", Ask(taken.encoded()))
+        return _decoded(host, raw, Have), time.perf_counter() - started
+
+    async def manifest(self, host: str, address: str, ticket: str) -> bytes:
+        return await self._call(host, address, "GET", f"/v1/manifest/{ticket}", timeout_s=OPEN_S)
+
+    async def close(self, host: str, address: str, ticket: str, nbytes: int, bytes_per_s: float = 0.0) -> None:
+        await self._call(host, address, "POST", f"/v1/close/{ticket}", Close(nbytes, bytes_per_s))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def _call(
+        self,
+        host: str,
+        address: str,
+        method: str,
+        path: str,
+        body: msgspec.Struct | None = None,
+        timeout_s: float | None = None,
+    ) -> bytes:
+        content = msgspec.json.encode(body) if body is not None else None
+        url, limit_s = f"{self._scheme}://{address}{path}", timeout_s or ANSWER_S
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                self._http.stream(
+                    method, url, content=content, timeout=httpx.Timeout(limit_s, connect=CONNECT_S)
+                ) as answer,
+            ):
+                raw = await _whole(host, answer)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            raise PeerUnreachable(f"{host} ({address})", str(error) or type(error).__name__) from error
+        if answer.status_code != 200:
+            raise _refused(host, answer.status_code, raw)
+        return raw
+
+
+async def _whole(host: str, answer: httpx.Response) -> bytes:
+    """Raises PeerRefused for more than a peer can mean."""
+    raw = bytearray()
+    async for piece in answer.aiter_raw():
+        raw += piece
+        if len(raw) > MAX_ANSWER:
+            raise PeerRefused(host, 200, "not_a_peer", f"its answer has more than {MAX_ANSWER:,} bytes: leave it")
+    return bytes(raw)
+
+
+def _refused(host: str, status: int, raw: bytes) -> PeerRefused:
+    try:
+        said = msgspec.json.decode(raw, type=Refusal)
+    except msgspec.DecodeError:
+        said = Refusal("not_a_peer", "what listens there does not answer as a peer: is its address right?")
+    return PeerRefused(host, status, said.code, said.message)
+
+
+def _decoded(host: str, raw: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.DecodeError as error:
+        raise PeerRefused(host, 200, "not_a_peer", f"its answer cannot be read ({error}): run one release") from error
 
 
 class Control:
@@ -44,16 +141,16 @@ class Control:
         )
 
     async def _open(self, request: Request) -> Response:
-        return _json(await self._tickets.open(await _body(request, Open)))
+        return _json(await self._tickets.open(await _parsed(request, Open)))
 
     async def _have(self, request: Request) -> Response:
-        return _json(self._tickets.have(request.path_params["ticket"], (await _body(request, Ask)).taken))
+        return _json(self._tickets.have(request.path_params["ticket"], (await _parsed(request, Ask)).taken))
 
     async def _manifest(self, request: Request) -> Response:
         return Response(self._tickets.manifest(request.path_params["ticket"]), media_type="application/json")
 
     async def _close(self, request: Request) -> Response:
-        said = await _body(request, Close)
+        said = await _parsed(request, Close)
         self._tickets.close(request.path_params["ticket"], said.nbytes, said.bytes_per_s)
         return _json({})
 
@@ -116,7 +213,7 @@ class _BadRequest(Exception):
     """Its message says what is wrong."""
 
 
-async def _body(request: Request, kind: type[T]) -> T:
+async def _parsed(request: Request, kind: type[T]) -> T:
     raw = b""
     async for piece in request.stream():
         raw += piece

@@ -1,13 +1,18 @@
-"""Differences between versions as they travel between hosts: made once where a version was published, passed on."""
+"""Differences between versions as they travel between hosts, and whether one is worth making or reading.
+
+The host where a version was published makes the difference once; the others pass it on.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import mmap
+import statistics
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +21,21 @@ from weightsync.delta.format import Base, DeltaHeader, DeltaReader
 from weightsync.errors import DigestMismatch, ManifestError
 from weightsync.peer.chunks import Head, Shape, digests_of
 from weightsync.peer.copies import pieces
-from weightsync.peer.holdings import Copy
 from weightsync.peer.messages import Key
-from weightsync.peer.shelf import Shelf
+from weightsync.peer.settings import Deltas
+from weightsync.peer.shelf import Copy, Shelf
 from weightsync.receiver import SlotReader
 from weightsync.records import CopyRecord, PartRecord, VersionRecord
 from weightsync.slot import clear_gaps
 from weightsync.sources import copy_sums
 
+MOST_READERS = 64  # whose rates are remembered
+
 
 def base_for(
     part: PartRecord, versions: Iterable[VersionRecord], shelf: Shelf, others: Iterable[CopyRecord]
 ) -> PartRecord | None:
-    """What to make a delta of `part` from: the part of before, if it was published here and other hosts have it."""
+    """The part to make a delta of `part` from: the newest earlier one that was published here and other hosts have."""
     held = {copy.digest for copy in others if copy.state == "ready"}
     earlier = [p for v in versions for p in pieces(v) if p.name == part.name and p.version < part.version]
     able = [p for p in earlier if p.manifest_digest in held and Key(p.manifest_digest) in shelf.published]
@@ -128,3 +135,78 @@ def _shelved(shelf: Shelf, key: Key, part: str, file: Any, chunk_nbytes: int, po
         copy, _ = shelf.claim(key, part, shape, None)
         copy.mapped.view[:] = view
     return copy
+
+
+@dataclass
+class Speed:
+    """Bytes per second, of late: what is learnt of many bytes weighs more than what is learnt of few."""
+
+    nbytes: float = 0.0
+    seconds: float = 0.0
+
+    def learn(self, nbytes: float, seconds: float) -> None:
+        """Learning as many bytes as are known halves the weight of what is known."""
+        if nbytes <= 0 or seconds <= 0:
+            return
+        kept = 0.5 ** min(1.0, nbytes / self.nbytes) if self.nbytes else 0.0
+        self.nbytes, self.seconds = self.nbytes * kept + nbytes, self.seconds * kept + seconds
+
+    @property
+    def per_s(self) -> float | None:
+        """None: nothing is known."""
+        return self.nbytes / self.seconds if self.seconds else None
+
+
+@dataclass
+class Speeds:
+    """How fast this host reads, makes and applies, and whether a difference is therefore worth it.
+
+    Until something was made or applied here, `apply` and `make` count as the constants, in bytes of the version per
+    second: those of a slow core, so that the first difference that is tried pays by a clear margin.
+    """
+
+    GUESSED_APPLY, GUESSED_MAKE = 0.5e9, 0.3e9
+
+    deltas: Deltas = "auto"
+    apply: Speed = field(default_factory=Speed)
+    make: Speed = field(default_factory=Speed)
+    _holders: dict[str, Speed] = field(default_factory=dict)
+    _readers: dict[str, float] = field(default_factory=dict)
+
+    def fetched(self, hosts: Iterable[str], nbytes: float, seconds: float) -> None:
+        """A fetch read from all of `hosts` at once: its rate counts for each of them."""
+        for host in hosts:
+            self._holders.setdefault(host, Speed()).learn(nbytes, seconds)
+
+    def told(self, reader: str, bytes_per_s: float) -> None:
+        """Another host reported how fast it reads."""
+        if 0 < bytes_per_s < float("inf"):
+            self._readers.pop(reader, None)
+            self._readers[reader] = bytes_per_s
+            while len(self._readers) > MOST_READERS:
+                del self._readers[next(iter(self._readers))]
+
+    def link(self, hosts: Iterable[str]) -> float | None:
+        """The bytes per second to expect from `hosts`; None if no fetch from any of them is known."""
+        known = [rate for host in hosts if host in self._holders and (rate := self._holders[host].per_s)]
+        return max(known, default=None)
+
+    def is_worth_reading(self, delta_nbytes: int, nbytes: int, hosts: Iterable[str]) -> bool:
+        """Whether a difference is here, and applied, sooner than the whole slot of `nbytes`."""
+        if delta_nbytes >= nbytes or self.deltas == "never":
+            return False
+        if self.deltas == "always":
+            return True
+        rate = self.link(hosts)
+        return (
+            rate is not None and delta_nbytes / rate + nbytes / (self.apply.per_s or self.GUESSED_APPLY) < nbytes / rate
+        )
+
+    def is_worth_making(self, nbytes: int) -> bool:
+        """Whether the readers so far would have the version sooner, although they wait until the difference is made."""
+        if self.deltas != "auto":
+            return self.deltas == "always"
+        if not self._readers:
+            return False
+        making = nbytes / (self.make.per_s or self.GUESSED_MAKE) + nbytes / (self.apply.per_s or self.GUESSED_APPLY)
+        return making < nbytes / statistics.median(self._readers.values())

@@ -1,32 +1,203 @@
-"""Reads one slot, or delta, from several holders at once into a slot of this host, chunk by chunk, each checked.
+"""Brings one slot to this host: finds holders, reads the slot or its difference from one that is here, and checks it.
 
-first    wait until a holder answers: how large it is, the digests of its chunks, the manifest
-run      what the planner says, until all chunks are here; a holder that dies, stalls or sends wrong bytes is left out,
-         and one that stalled is tried again when nobody else has what is missing
+`Bring` does it all for one slot. `Fetch` reads one slot or delta, chunk by chunk, from several holders at once: it does
+what the planner says until all chunks are here. A holder that dies, stalls or sends wrong bytes is left out; one that
+stalled is tried again when nobody else has what is missing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
-from weightsync.errors import TransferError, TransferTimedOut
-from weightsync.peer.bitmap import Bitmap
-from weightsync.peer.ending import to_the_end
-from weightsync.peer.holdings import Copy
-from weightsync.peer.left_out import LOST_S, WRONG_S
+from weightsync.errors import (
+    DigestMismatch,
+    ManifestError,
+    PeerRefused,
+    PeerUnreachable,
+    TransferError,
+    TransferTimedOut,
+    WeightSyncError,
+)
+from weightsync.manifest import PREAMBLE
+from weightsync.peer import deltas
+from weightsync.peer.announce import CopyBoard
+from weightsync.peer.chunks import Bitmap, Head, Shape
+from weightsync.peer.control import PeerClient
+from weightsync.peer.deltas import Speeds
+from weightsync.peer.holders import LOST_S, WRONG_S, Background, LeftOut, Source, Sources
+from weightsync.peer.messages import Key
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.plan import Assignment, Planner
-from weightsync.peer.source import Source
-from weightsync.peer.sources import Sources
-from weightsync.transport import Piece
+from weightsync.peer.settings import Pace, PeerSettings
+from weightsync.peer.shelf import Copy, Shelf
+from weightsync.records import PartRecord
+from weightsync.transport import Piece, Transport
 
 log = logging.getLogger("hotswap.peer")
 
+GOODBYE_S = 2.0  # how long `close` waits for holders to be told
 LOOK_S = 0.05  # between looks at what holders have
+T = TypeVar("T")
+
+
+class Bring:
+    """Brings one slot at a time. Belongs to the event loop. When a call has ended, so has all that it did to a slot."""
+
+    def __init__(
+        self,
+        settings: PeerSettings,
+        shelf: Shelf,
+        client: PeerClient,
+        transport: Transport,
+        board: CopyBoard,
+        metrics: PeerMetrics,
+        speeds: Speeds,
+    ) -> None:
+        self._settings, self._shelf, self._client, self._transport = settings, shelf, client, transport
+        self._board, self._metrics, self._speeds = board, metrics, speeds
+        self._pool = ThreadPoolExecutor(settings.pace.total, thread_name_prefix="peer-read")
+        self._left_out: dict[Key, LeftOut] = {}
+        self._background = Background()
+        self.waiting: Sources | None = None  # while it depends on holders
+
+    async def slot(self, key: Key, part: PartRecord, begun: Callable[[], None]) -> str:
+        """Returns how it came, "full" or "delta"; `begun` is called when there is a slot for it.
+
+        Raises ArenaError, DigestMismatch, ManifestError, NoHolder, PeerRefused, PeerUnreachable, OSError.
+        """
+        sources = self._sources(key, patient=True)
+        try:
+            with self._waits_for(sources):
+                first = await first_answer(sources)
+            head = await self._head(key, first)
+            copy = await self._claim(key, part, first.shape, head)
+            begun()
+            if not len(copy.journal.done) and await self._came_as_delta(key, part, copy, sources):
+                return "delta"
+            fetch = await self._read(copy, sources)
+        finally:
+            await sources.close()
+        try:
+            await to_the_end(asyncio.to_thread(_finish, copy, head, self._pool))
+        except DigestMismatch:
+            for host in fetch.read_from:
+                self._leave(key, host, WRONG_S)
+            self._shelf.drop(key)
+            raise
+        self._left_out.pop(key, None)
+        return "full"
+
+    def has_others(self, key: Key) -> bool:
+        """Whether a host that is not left out offers it."""
+        left_out = self._left_out.get(key, LeftOut())
+        return any(left_out.is_able(record.host, needed=False) for record in self._board.offered(key))
+
+    def keep_to(self, wanted: set[Key]) -> None:
+        """Forget which hosts were left out for slots that are not wanted any more."""
+        for key in [key for key in self._left_out if Key(key.digest) not in wanted]:
+            del self._left_out[key]
+
+    async def close(self) -> None:
+        """Call after the last fetch: waits until the holders have been told that their tickets are free again."""
+        await self._background.end(GOODBYE_S)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _sources(self, key: Key, *, patient: bool) -> Sources:
+        left_out = self._left_out.setdefault(key, LeftOut())
+        return Sources(
+            self._client, self._transport, key, lambda: self._board.offered(key), left_out, self._background,
+            seed=self._settings.host, rack=self._settings.rack, patient=patient,
+        )  # fmt: skip
+
+    def _leave(self, key: Key, host: str, seconds: float) -> None:
+        self._left_out.setdefault(key, LeftOut()).leave(host, seconds)
+
+    @contextlib.contextmanager
+    def _waits_for(self, sources: Sources) -> Iterator[None]:
+        self.waiting = sources
+        try:
+            yield
+        finally:
+            self.waiting = None
+
+    async def _head(self, key: Key, first: Source) -> Head:
+        """The manifest, from the first holder. If it fails, that holder is left out for a while.
+
+        Raises ManifestError, PeerRefused, PeerUnreachable.
+        """
+        try:
+            raw = await self._client.manifest(first.host, first.record.address, first.opened.ticket)
+            return Head.parse(raw, key.digest, first.shape.nbytes)
+        except (ManifestError, PeerRefused, PeerUnreachable) as error:
+            self._leave(key, first.host, WRONG_S if isinstance(error, ManifestError) else LOST_S)
+            raise
+
+    async def _read(self, copy: Copy, sources: Sources) -> Fetch:
+        fetch = Fetch(copy, sources, self._metrics, self._pool, self._settings.pace, self._settings.host)
+        with self._waits_for(sources):
+            await fetch.run()
+        self._speeds.fetched(fetch.read_from, fetch.nbytes, fetch.seconds)
+        return fetch
+
+    async def _came_as_delta(self, key: Key, part: PartRecord, slot: Copy, full: Sources) -> bool:
+        """Try the difference from a slot that is here, if somebody offers it and it pays; False: fetch all of it."""
+        offers = {record.delta_of for record in self._board.offered(key) if record.delta_of}
+        base = next((b for digest in offers if (b := self._shelf.find(Key(digest))) and b.have is None), None)
+        if base is None or self._speeds.deltas == "never":
+            return False
+        wish = Key(key.digest, base.key.digest)
+        sources = self._sources(wish, patient=False)
+        try:
+            with self._waits_for(sources):
+                first = await first_answer(sources)
+            offering = [record.host for record in self._board.offered(wish)]
+            if not self._speeds.is_worth_reading(first.shape.nbytes, slot.nbytes, offering):
+                return False
+            await full.close()  # its tickets are for others meanwhile
+            delta = await self._claim(wish, part, first.shape, None)
+            await self._read(delta, sources)
+            await to_the_end(asyncio.to_thread(self._apply, delta, base.path, slot))
+        except (WeightSyncError, OSError) as error:
+            log.warning("%s does not come as a delta, but in full: %s", key.digest, error)
+            self._shelf.drop(wish)
+            return False
+        finally:
+            await sources.close()
+        return True
+
+    def _apply(self, delta: Copy, base: Path, slot: Copy) -> None:
+        started = time.monotonic()
+        assert slot.head is not None, "claimed with its manifest"
+        deltas.apply(delta, base, slot, slot.head)
+        delta.whole = True
+        self._speeds.apply.learn(slot.nbytes, time.monotonic() - started)
+
+    async def _claim(self, key: Key, part: PartRecord, shape: Shape, head: Head | None) -> Copy:
+        copy = self._shelf.copies.get(key)
+        if copy is not None and copy.shape == shape:
+            return copy  # begun before, and put off for something more urgent
+        self._shelf.drop(key)
+        claimed, resumed = await to_the_end(asyncio.to_thread(self._shelf.claim, key, part.name, shape, head))
+        self._metrics.resumed.inc(resumed)
+        return claimed
+
+
+def _finish(copy: Copy, head: Head, pool: ThreadPoolExecutor) -> None:
+    """Check all that was read against the manifest, then write what makes it a slot. Raises DigestMismatch."""
+    view = copy.mapped.view
+    if bytes(view[PREAMBLE : PREAMBLE + len(head.raw)]) != head.raw:
+        raise DigestMismatch("(manifest)", head.digest, "another one")
+    if wrong := head.wrong_tensors(view, pool):
+        raise DigestMismatch(wrong[0], head.manifest.tensors[wrong[0]].digest, "another one")
+    view[:PREAMBLE] = head.preamble
+    copy.whole = True
 
 
 class ChunkMismatch(TransferError):
@@ -39,18 +210,8 @@ class ChunkMismatch(TransferError):
         super().__init__(f"chunk {chunk} from host {host} has wrong bytes: it is read elsewhere; look at its memory")
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How much is read at once, and how long a read may take."""
-
-    per_holder: int = 2
-    total: int = 8
-    read_timeout_s: float = 30.0
-    limit_bytes_per_s: float | None = None
-
-
 class Throttle:
-    """Spreads reads so that they take no more than so many bytes a second."""
+    """Delays reads so that they stay below a rate."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._rate, self._free_at = bytes_per_s, 0.0
@@ -76,7 +237,7 @@ async def first_answer(sources: Sources) -> Source:
 
 
 class Fetch:
-    """Of one copy. `run` may be cancelled: nothing is written into the slot after it has ended."""
+    """Reads one copy. `run` may be cancelled: after it has ended, nothing is written into the slot."""
 
     def __init__(
         self, copy: Copy, sources: Sources, metrics: PeerMetrics, pool: ThreadPoolExecutor, pace: Pace, seed: str
@@ -113,13 +274,13 @@ class Fetch:
             await to_the_end(self._settle())
 
     async def _settle(self) -> None:
-        """Close the links, so that reads in flight end, and wait for their threads: they write into the slot."""
+        """Close the links, so that reads in flight end, and wait for their threads, which write into the slot."""
         await self._sources.close()
         if self._threads:
             await asyncio.wait(self._threads)
 
     def _begin(self, done: Bitmap) -> None:
-        """What the planner says."""
+        """Begin the reads that the planner chooses."""
         taken, flying = done.bits, [read for read, _ in self._reads.values()]
         begun = self._planner.next(self._sources.holders(), done, flying)
         for read in begun:
@@ -151,10 +312,10 @@ class Fetch:
     def _over(self, thread: asyncio.Future[None]) -> None:
         self._threads.discard(thread)
         if not thread.cancelled():
-            thread.exception()  # of a read that was cancelled nobody else asks it
+            thread.exception()  # if the read was cancelled, nobody else retrieves it
 
     def _read_now(self, source: Source, chunk: int) -> None:
-        """In a thread. The first bytes of a slot stay as they are: they come last."""
+        """In a thread. Skips the preamble, which is written after verification. Raises TransferError."""
         start, end = self._copy.shape.bounds(chunk)
         start = max(start, len(self._preamble))
         if start < end:
@@ -199,3 +360,19 @@ def _reason(error: TransferError) -> str:
     if isinstance(error, ChunkMismatch):
         return "digest"
     return "timeout" if isinstance(error, TransferTimedOut) else "failed"
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. If the caller is cancelled, `work` finishes first, and then the cancellation is raised."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # nobody is left to be told
+        raise cancelled
+    return task.result()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from weightsync.peer.bitmap import Bitmap
+from weightsync.peer.chunks import Bitmap
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""The peer of one host: offers what is published here, fetches what this host should have, and says so in the store.
+"""The peer of one host: offers what is published here, fetches what this host should have, and announces both.
 
-The store may go away at any time: what is being read goes on, in both directions, and is announced when it is back.
+The store may go away at any time: reads in both directions go on, and are announced when the store is back.
 """
 
 from __future__ import annotations
@@ -18,21 +18,16 @@ from weightsync.board import Board
 from weightsync.errors import LeaseLost, StoreError
 from weightsync.hosts import slot_name
 from weightsync.peer.announce import Announcer, CopyBoard, Since
-from weightsync.peer.bring import Bring
-from weightsync.peer.client import PeerClient
-from weightsync.peer.control import Control, serving
-from weightsync.peer.copies import pieces
-from weightsync.peer.holdings import Copy, Published
+from weightsync.peer.control import Control, PeerClient, serving
+from weightsync.peer.copies import pieces, ready_versions, wanted_slots
+from weightsync.peer.deltas import Speeds
+from weightsync.peer.fetch import Bring
 from weightsync.peer.messages import Key
 from weightsync.peer.metrics import PeerMetrics
-from weightsync.peer.offers import Offers
-from weightsync.peer.regions import Regions
+from weightsync.peer.serve import Offers, Tickets
 from weightsync.peer.settings import PeerSettings
-from weightsync.peer.shelf import Shelf
-from weightsync.peer.speeds import Speeds
+from weightsync.peer.shelf import Copy, Published, Regions, Shelf
 from weightsync.peer.supply import Supply
-from weightsync.peer.tickets import Tickets
-from weightsync.peer.wants import ready_versions, wanted_slots
 from weightsync.records import CopyRecord, CopyState, Keys
 from weightsync.store.protocol import Store
 from weightsync.tls import ClusterTls
@@ -47,7 +42,7 @@ STATES: tuple[CopyState, ...] = ("fetching", "ready", "failed")
 
 
 class Peer:
-    """`run` until it is cancelled. Only one peer at a time may use an arena for a model (main.py)."""
+    """`run` until it is cancelled. Only one peer at a time may use an arena for a model (__main__.py)."""
 
     def __init__(
         self,
@@ -80,7 +75,7 @@ class Peer:
         )
 
     async def run(self) -> None:
-        """For ever; the slots are let go of, and the records taken back, when it is cancelled."""
+        """For ever. When cancelled, it unlocks the slots and deletes its records."""
         await asyncio.to_thread(self._shelf.adopt)
         sweeping = asyncio.create_task(self._tickets.sweep())
         try:

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from weightsync.peer.chunks import DEFAULT_CHUNK
-from weightsync.peer.fetch import Pace
-from weightsync.peer.speeds import Deltas
+
+Deltas = Literal["always", "auto", "never"]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How much is read at once, and how long a read may take."""
+
+    per_holder: int = 2
+    total: int = 8
+    read_timeout_s: float = 30.0
+    limit_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)

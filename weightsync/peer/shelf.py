@@ -1,27 +1,35 @@
 """What this host has to offer: slots that were published here, and copies (slots and deltas) that were fetched.
 
-A copy keeps its slot locked for as long as it is here. A published slot is locked only while somebody reads it, so a
-publisher finds its slots as free as if there were no peer.
+The peer keeps a copy's slot locked for as long as the copy is here. It locks a published slot only while somebody reads
+it, so a publisher finds its slots as free as if there were no peer.
+
+A journal beside each copy says what the fetch has done so far, so that the next process need not fetch it again. Its
+first line says what is fetched; each further line is the number, in ASCII, of a chunk that has arrived. A last line
+that was cut short counts for nothing. Nothing in a journal is trusted: chunks are digested again before they are used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from weightsync.arena import Arena, SlotLock
+import msgspec
+
+from weightsync.arena import MAPPINGS, READ_MAPPINGS, Arena, SlotLock
 from weightsync.errors import ManifestError, SlotBusy
-from weightsync.peer.bitmap import Bitmap
-from weightsync.peer.chunks import Head, Shape, manifest_of
-from weightsync.peer.holdings import Copy, Published
-from weightsync.peer.journal import PREFIX, Journal
+from weightsync.peer.chunks import MAX_CHUNKS, Bitmap, Head, Shape, manifest_of
 from weightsync.peer.messages import Key
-from weightsync.peer.regions import Regions
+from weightsync.transport import Region, Transport
 
 log = logging.getLogger("hotswap.peer")
+
+PREFIX = "fetch-"  # not "slot", or Arena.slots would take journals for slots
+LONGEST_LINE = len(str(MAX_CHUNKS))  # Python takes no number of thousands of digits
 
 
 class Shelf:
@@ -50,7 +58,7 @@ class Shelf:
         return found is not None and found.have is None
 
     def adopt(self) -> None:
-        """Take over what an earlier peer of this host left: whole copies as they are, others to be gone on with."""
+        """Take over what an earlier peer of this host left: whole copies as they are, the others to be resumed."""
         for journal in Journal.all_in(self.arena.directory, self.model):
             if not self._adopt_whole(journal) and not self._adopt_part(journal):
                 journal.remove()  # reused or gone
@@ -111,7 +119,7 @@ class Shelf:
             raise
 
     def drop(self, key: Key) -> None:
-        """Give a copy's slot back; who reads it is turned away first."""
+        """Give a copy's slot back, after its readers were turned away."""
         if key in self.copies:
             self.dropping(key)
             copy = self.copies.pop(key)
@@ -128,7 +136,7 @@ class Shelf:
                 self.drop(copy.key)
 
     def forget(self, wanted: Iterable[Key]) -> None:
-        """Give up what an earlier process began and nobody wants any more."""
+        """Give up the fetches of an earlier process that nobody wants any more."""
         kept = set(wanted)
         for key in list(self._left):
             slot = Key(key.digest)
@@ -137,7 +145,7 @@ class Shelf:
                 left.remove()
 
     def close(self) -> None:
-        """Let go of the slots; what is in them stays for the next process."""
+        """Unlock the slots; their contents stay for the next process."""
         for copy in list(self.copies.values()):
             copy.lock.release()
         self.copies.clear()
@@ -204,4 +212,172 @@ def _is_whole(view: memoryview, journal: Journal) -> bool:
     return False
 
 
-assert not PREFIX.startswith("slot")  # or Arena.slots would take journals for slots
+@dataclass
+class Published:
+    """A slot that a publisher of this host wrote. `shape` is known once its chunks were digested."""
+
+    key: Key
+    path: Path
+    mapped: Mapped
+    shape: Shape | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.mapped.view)
+
+    @property
+    def have(self) -> Bitmap | None:
+        """None: everything."""
+        return None
+
+
+@dataclass
+class Copy:
+    """A slot or delta that was, or is being, fetched; `whole` once all of it is there and was verified.
+
+    `head` is known of a slot that this process fetched: its manifest is not in the slot before it is whole.
+    """
+
+    key: Key
+    part: str
+    path: Path
+    lock: SlotLock
+    mapped: Mapped
+    shape: Shape
+    journal: Journal
+    head: Head | None = None
+    whole: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.nbytes
+
+    @property
+    def have(self) -> Bitmap | None:
+        return None if self.whole else self.journal.done
+
+
+class _First(msgspec.Struct, frozen=True):
+    model: str
+    part: str
+    digest: str
+    delta_of: str
+    nbytes: int
+    chunk_nbytes: int
+    digests: tuple[str, ...]
+
+
+class Journal:
+    """The journal of one file that is or was being fetched. Chunks may be added from one thread at a time."""
+
+    def __init__(self, path: Path, model: str, part: str, key: Key, shape: Shape, done: Bitmap) -> None:
+        self.path, self.model, self.part, self.key, self.shape, self.done = path, model, part, key, shape, done
+
+    @classmethod
+    def begin(cls, slot: Path, model: str, part: str, key: Key, shape: Shape) -> Journal:
+        """A new one for `slot`, in place of any that was there. Raises OSError."""
+        journal = cls(_beside(slot), model, part, key, shape, Bitmap(shape.chunks))
+        first = _First(model, part, key.digest, key.delta_of, shape.nbytes, shape.chunk_nbytes, shape.digests)
+        fresh = journal.path.with_name(f".{journal.path.name}")
+        fresh.write_bytes(msgspec.json.encode(first) + b"\n")
+        fresh.replace(journal.path)
+        return journal
+
+    @classmethod
+    def all_in(cls, directory: Path, model: str) -> Iterator[Journal]:
+        """The journals of a model that can be read."""
+        for path in sorted(directory.glob(f"{PREFIX}*")):
+            journal = cls._read(path)
+            if journal is not None and journal.model == model:
+                yield journal
+
+    @classmethod
+    def _read(cls, path: Path) -> Journal | None:
+        try:
+            head, *lines = path.read_bytes().split(b"\n")
+            first = msgspec.json.decode(head, type=_First)
+            shape = Shape(first.nbytes, first.chunk_nbytes, first.digests)
+        except (OSError, ValueError):  # msgspec's errors are ValueErrors
+            return None
+        done = Bitmap(shape.chunks)
+        for line in lines[:-1]:
+            if line.isdigit() and len(line) <= LONGEST_LINE and int(line) < shape.chunks:
+                done.add(int(line))
+        return cls(path, first.model, first.part, Key(first.digest, first.delta_of), shape, done)
+
+    @property
+    def slot(self) -> Path:
+        """The file it is about."""
+        return self.path.with_name(self.path.name.removeprefix(PREFIX))
+
+    def add(self, chunk: int) -> None:
+        """Note a chunk that is there, and was checked. Raises OSError."""
+        self.done.add(chunk)
+        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            os.write(fd, b"%d\n" % chunk)
+        finally:
+            os.close(fd)
+
+    def keep(self, done: Bitmap) -> None:
+        """Forget the chunks that are not in `done`. Raises OSError."""
+        fresh = Journal.begin(self.slot, self.model, self.part, self.key, self.shape)
+        for chunk in done:
+            fresh.add(chunk)
+        self.done = fresh.done
+
+    def remove(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+
+
+def _beside(slot: Path) -> Path:
+    return slot.with_name(f"{PREFIX}{slot.name}")
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A file of the arena in memory. `view` is uint8 [size of the file]."""
+
+    view: memoryview
+    region: Region
+
+
+class Regions:
+    """Mapped and registered slots, kept for as long as their files exist, so that each is registered once.
+
+    One per peer; may be used from several threads.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._known: dict[tuple[int, int], tuple[Path, bool, Mapped]] = {}
+        self._lock = threading.Lock()
+
+    def of(self, path: Path, locked_fd: int, *, writable: bool) -> Mapped:
+        """The file that is open as `locked_fd`; slow the first time. What is writable here stays so."""
+        found = os.fstat(locked_fd)
+        inode = (found.st_dev, found.st_ino)
+        with self._lock:
+            known = self._known.get(inode)
+            if known is not None and known[1] >= writable and len(known[2].view) == found.st_size:
+                return known[2]
+            self._forget_deleted()
+            if inode in self._known:
+                self._known.pop(inode)[2].region.close()
+            mapping = (MAPPINGS if writable else READ_MAPPINGS).get(path, locked_fd, populate=False)
+            view = memoryview(mapping)
+            mapped = Mapped(view, self._transport.register(view, writable=writable))
+            self._known[inode] = (path, writable, mapped)
+            return mapped
+
+    def _forget_deleted(self) -> None:
+        for inode, (path, _, mapped) in list(self._known.items()):
+            try:
+                found = path.stat()
+                gone = (found.st_dev, found.st_ino) != inode
+            except FileNotFoundError:
+                gone = True
+            if gone:
+                mapped.region.close()
+                del self._known[inode]

@@ -11,14 +11,11 @@ from tests.weightsync.peer.hosts import MODEL
 from tests.weightsync.peer.served import Served
 from weightsync.arena import Arena
 from weightsync.errors import TransferTimedOut
-from weightsync.peer.ending import Background
-from weightsync.peer.fetch import Fetch, Pace, first_answer
-from weightsync.peer.holdings import Copy
-from weightsync.peer.left_out import LeftOut
+from weightsync.peer.fetch import Fetch, first_answer
+from weightsync.peer.holders import Background, LeftOut, Sources
 from weightsync.peer.metrics import PeerMetrics
-from weightsync.peer.regions import Regions
-from weightsync.peer.shelf import Shelf
-from weightsync.peer.sources import Sources
+from weightsync.peer.settings import Pace
+from weightsync.peer.shelf import Copy, Regions, Shelf
 from weightsync.transport import Link, Piece, Region, Transport
 
 GUARD_S = 60.0

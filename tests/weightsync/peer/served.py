@@ -15,13 +15,11 @@ from tests.weightsync.peer.hosts import MODEL, newest, random_model
 from weightsync import Publisher
 from weightsync.arena import Arena
 from weightsync.hosts import local_path, slot_name
-from weightsync.peer.client import PeerClient
-from weightsync.peer.control import Control, listen, serving
+from weightsync.peer.control import Control, PeerClient, listen, serving
 from weightsync.peer.messages import Key
 from weightsync.peer.metrics import PeerMetrics
-from weightsync.peer.regions import Regions
-from weightsync.peer.shelf import Shelf
-from weightsync.peer.tickets import Tickets
+from weightsync.peer.serve import Tickets
+from weightsync.peer.shelf import Regions, Shelf
 from weightsync.records import CopyRecord, VersionRecord
 from weightsync.transport import open_transport
 from weightsync.transport.addresses import Address

@@ -17,10 +17,9 @@ from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, bytes_of, newest, pa
 from tests.weightsync.peer.served import Served, slot_served
 from weightsync.errors import PeerRefused, PeerUnreachable, TransportUnavailable
 from weightsync.manifest import digest_of
-from weightsync.peer import main
-from weightsync.peer.bitmap import Bitmap
-from weightsync.peer.client import PeerClient
-from weightsync.peer.control import listen, serving
+from weightsync.peer import __main__ as main
+from weightsync.peer.chunks import Bitmap
+from weightsync.peer.control import PeerClient, listen, serving
 from weightsync.peer.copies import parsed
 from weightsync.peer.messages import ALL, Key
 from weightsync.transport.addresses import Address
@@ -109,10 +108,10 @@ async def test_a_reader_must_have_the_name_of_a_host(served: Served) -> None:
 async def test_an_answer_that_is_too_long_or_does_not_end_is_given_up(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsync.peer.client.MAX_ANSWER", 100)
+    monkeypatch.setattr("weightsync.peer.control.MAX_ANSWER", 100)
     with pytest.raises(PeerRefused, match="more than 100 bytes"):
         await served.client.open("a", served.address, served.key)
-    monkeypatch.setattr("weightsync.peer.client.ANSWER_S", 0.3)
+    monkeypatch.setattr("weightsync.peer.control.ANSWER_S", 0.3)
 
     async def dribble(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 90\r\n\r\n")

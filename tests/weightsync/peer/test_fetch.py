@@ -1,4 +1,4 @@
-"""A fetch beside holders that stall, go and come, and what it leaves behind at them."""
+"""A fetch beside holders that stall, go, come and leave, and what it leaves behind at them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import pytest
 
 from tests.weightsync.peer.reading import GUARD_S, Reader, Wrapped, nobody_reads
 from tests.weightsync.peer.served import Served
-from weightsync.errors import PeerUnreachable
-from weightsync.peer import left_out, sources
-from weightsync.peer.ending import to_the_end
-from weightsync.peer.fetch import Fetch, first_answer
-from weightsync.peer.left_out import LeftOut
-from weightsync.peer.sources import OPEN_AT_ONCE, NoHolder
+from weightsync.errors import PeerRefused, PeerUnreachable, WeightSyncError
+from weightsync.peer import holders
+from weightsync.peer.fetch import Fetch, first_answer, to_the_end
+from weightsync.peer.holders import BUSY_S, FIRST_TRY_S, OPEN_AT_ONCE, STALLED_S, WRONG_S, LeftOut, NoHolder
+from weightsync.peer.messages import ALL, Have, Open, Opened
 from weightsync.records import CopyRecord
 from weightsync.transport import Transport
 
@@ -26,8 +25,8 @@ FOR_EVER_S = 3600.0
 async def test_the_only_holder_is_tried_again_though_it_stalled(
     served: Served, transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(left_out, "STALLED_S", FOR_EVER_S)
-    monkeypatch.setattr(left_out, "FIRST_TRY_S", 0.01)
+    monkeypatch.setattr(holders, "STALLED_S", FOR_EVER_S)
+    monkeypatch.setattr(holders, "FIRST_TRY_S", 0.01)
     wrapped = Wrapped(transport, stalls=4)
     reader = Reader(served, transport, tmp_path / "arena", wrapped)
     async with asyncio.timeout(GUARD_S):
@@ -41,7 +40,7 @@ async def test_the_only_holder_is_tried_again_though_it_stalled(
 
 def test_a_holder_that_stalled_is_left_out_while_others_have_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("weightsync.peer.left_out.time.monotonic", lambda: now)
+    monkeypatch.setattr("weightsync.peer.holders.time.monotonic", lambda: now)
     out, tried = LeftOut(), list[float]()
     out.stalled("a")
     while now < 400:
@@ -61,7 +60,7 @@ def test_a_holder_that_stalled_is_left_out_while_others_have_what_is_missing(mon
 async def test_a_fetch_waits_while_the_store_knows_of_a_holder_and_fails_when_it_does_not(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "SILENT_S", 0.1)
+    monkeypatch.setattr(holders, "SILENT_S", 0.1)
     reader.offered = [replace(reader.served.copy, address="127.0.0.1:1")]
     waiting = asyncio.create_task(first_answer(reader.sources))
     async with asyncio.timeout(GUARD_S):
@@ -118,7 +117,7 @@ async def test_who_is_stopped_while_it_connects_leaves_nothing_open(
 async def test_slow_answers_do_not_make_it_open_ever_more_holders(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "OPENING_S", FOR_EVER_S)
+    monkeypatch.setattr(holders, "OPENING_S", FOR_EVER_S)
     asked = list[int]()
 
     async def silent(incoming: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -194,7 +193,7 @@ async def test_work_that_must_end_ends_before_its_cancelled_caller() -> None:
 
 
 async def test_near_holders_are_known_by_their_racks(reader: Reader) -> None:
-    from weightsync.peer.source import distance, known_holder
+    from weightsync.peer.holders import distance, known_holder
 
     near, far = (replace(reader.served.copy, rack=rack) for rack in ("r1", "r2"))
     assert [distance(near, "r1", s) for s in (0.0, 0.05)] == [0, 0]
@@ -215,3 +214,88 @@ async def test_holders_are_told_before_a_peer_ends(served: Served, reader: Reade
     reader.background.begin(asyncio.wait_for(go_on.wait(), FOR_EVER_S))  # type: ignore[arg-type]
     await reader.background.end(0.01)  # one that does not answer
     assert not reader.background._tasks
+
+
+async def test_a_chunk_that_comes_late_does_not_bring_a_holder_back(reader: Reader) -> None:
+    """Of two chunks that were read at once, one had wrong bytes."""
+    source = await asyncio.wait_for(first_answer(reader.sources), GUARD_S)
+    reader.sources.leave(source, WRONG_S)
+    reader.sources.came(source, 1)
+    assert not reader.left_out.is_able("a", needed=True)
+    await reader.sources.close()
+
+
+@pytest.mark.parametrize(
+    "late", [PeerRefused("a", 404, "unknown_ticket", "as told"), PeerUnreachable("a", "as told"), Have(ALL, 1)]
+)
+async def test_an_answer_that_comes_late_does_not_bring_a_holder_back(
+    reader: Reader, late: WeightSyncError | Have, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked what it has, and stalled meanwhile: its ticket is gone when the question arrives."""
+    source = await asyncio.wait_for(first_answer(reader.sources), GUARD_S)
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def have(*_: object) -> tuple[Have, float]:
+        asked.set()
+        await answer.wait()
+        if isinstance(late, WeightSyncError):
+            raise late
+        return late, 0.0
+
+    monkeypatch.setattr(reader.served.client, "have", have)
+    reader.sources.refresh()
+    async with asyncio.timeout(GUARD_S):
+        await asked.wait()
+        reader.sources.stalled(source)
+        problem = reader.sources.problem
+        answer.set()
+        while reader.sources._asking:  # noqa: ASYNC110 - of another task
+            await asyncio.sleep(0)
+    assert not reader.left_out.is_able("a", needed=True)
+    assert reader.sources.problem is problem
+    assert reader.sources._patience._idle == {}
+    await reader.sources.close()
+
+
+async def test_a_ticket_that_comes_late_is_given_back(
+    served: Served, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fetch is over before the holder has answered: it would have one place less for half a minute."""
+    asked, go_on, inner = asyncio.Event(), asyncio.Event(), served.tickets.open
+
+    async def slow(wish: Open) -> Opened:
+        opened = await inner(wish)
+        asked.set()
+        await go_on.wait()
+        return opened
+
+    monkeypatch.setattr(served.tickets, "open", slow)
+    reader.sources.refresh()
+    await asyncio.wait_for(asked.wait(), GUARD_S)
+    await reader.sources.close()
+    go_on.set()
+    await nobody_reads(served)
+
+
+def test_a_holder_may_stall_for_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("weightsync.peer.holders.time.monotonic", lambda: now)
+    out = LeftOut()
+    for _ in range(3000):
+        out.stalled("a")
+    now += 30
+    assert out.is_able("a", needed=True)
+
+
+def test_a_holder_that_stalled_and_is_busy_now_is_left_out_no_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("weightsync.peer.holders.time.monotonic", lambda: now)
+    out = LeftOut()
+    out.stalled("a")
+    now += FIRST_TRY_S  # nobody else had what was missing
+    out.leave("a", BUSY_S)
+    now += BUSY_S
+    assert out.is_able("a", needed=True)
+    assert not out.is_able("a", needed=False)
+    now += STALLED_S
+    assert out.is_able("a", needed=False)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsync.peer.bitmap import BadBitmap, Bitmap
-from weightsync.peer.patience import LOOKS, MOST_LOOKS, Patience
+from weightsync.peer.chunks import BadBitmap, Bitmap
+from weightsync.peer.holders import LOOKS, MOST_LOOKS, Patience
 from weightsync.peer.plan import Assignment, Holder, Planner, choose
 
 CHUNKS = st.integers(1, 40)

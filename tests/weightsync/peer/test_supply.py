@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.weightsync.peer.hosts import MODEL
-from tests.weightsync.peer.test_journal import CHUNK, CONTENT, KEY, SHAPE
+from tests.weightsync.peer.test_shelf import CHUNK, CONTENT, KEY, SHAPE
 from weightsync import Store
 from weightsync.arena import Arena
 from weightsync.errors import DigestMismatch, PeerRefused
 from weightsync.hosts import slot_name
-from weightsync.peer.bitmap import Bitmap
-from weightsync.peer.client import PeerClient
+from weightsync.peer.chunks import Bitmap
+from weightsync.peer.control import PeerClient
 from weightsync.peer.messages import Key, Open
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.service import Peer

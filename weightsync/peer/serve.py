@@ -1,28 +1,117 @@
-"""Who reads what here now. A ticket holds a slot for its reader and ends by itself when it is not used."""
+"""What this host serves to others: what is published here is prepared and offered, and a ticket admits each reader.
+
+A ticket holds a slot for its reader and ends by itself when it is not used.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from weightsync.arena import SlotLock
-from weightsync.errors import HostNameError, ManifestError, PeerRefused, SlotBusy, TransportUnavailable
-from weightsync.hosts import check_host
-from weightsync.peer.bitmap import BadBitmap
-from weightsync.peer.chunks import Shape, digests_of, manifest_of
-from weightsync.peer.holdings import Copy, Published
-from weightsync.peer.lent import Lent
+from weightsync.errors import (
+    HostNameError,
+    ManifestError,
+    PeerRefused,
+    SlotBusy,
+    TransferError,
+    TransportUnavailable,
+    WeightSyncError,
+)
+from weightsync.hosts import check_host, local_path
+from weightsync.peer.announce import copies_elsewhere
+from weightsync.peer.chunks import BadBitmap, Bitmap, Shape, digests_of, manifest_of
+from weightsync.peer.copies import pieces
+from weightsync.peer.deltas import Speeds, base_for, make
 from weightsync.peer.messages import ALL, Have, Key, Open, Opened
 from weightsync.peer.metrics import PeerMetrics
-from weightsync.peer.shelf import Shelf
+from weightsync.peer.settings import PeerSettings
+from weightsync.peer.shelf import Copy, Published, Shelf
+from weightsync.records import Keys, PartRecord, VersionRecord
+from weightsync.store.protocol import Store
 from weightsync.transport import Transport
 
-UNUSED_S = 30.0
+log = logging.getLogger("hotswap.peer")
+
+UNUSED_S = 30.0  # after which a ticket ends by itself
 SWEEP_S = 1.0
+
+
+class Offers:
+    """Prepares what was published on this host before other hosts are told of it.
+
+    Everything that is not in `preparing` may be announced; `changed` is called when that grows.
+    """
+
+    def __init__(
+        self,
+        settings: PeerSettings,
+        store: Store,
+        shelf: Shelf,
+        tickets: Tickets,
+        speeds: Speeds,
+        pool: Executor,
+        changed: Callable[[], None],
+    ) -> None:
+        self._settings, self._store, self._keys, self._shelf = settings, store, Keys(settings.model), shelf
+        self._tickets, self._speeds, self._pool, self._changed = tickets, speeds, pool, changed
+        self._told: set[Key] = set()  # slots that were logged as impossible to open
+        self.preparing: dict[Key, asyncio.Task[None]] = {}
+
+    async def offer(self, version: VersionRecord, versions: list[VersionRecord]) -> None:
+        """The slots of `version` that were published here. Raises StoreUnavailable."""
+        for part in pieces(version):
+            key, path = Key(part.manifest_digest), local_path(part.slot, self._settings.host)
+            if path is None or key in self._shelf.published:
+                continue
+            if await self._published(key, path):
+                known = {p.manifest_digest for v in versions for p in pieces(v)} - {key.digest}
+                if others := await copies_elsewhere(self._store, self._keys, known, self._settings.host):
+                    base = base_for(part, versions, self._shelf, others)
+                    self.preparing[key] = asyncio.create_task(self._prepare(key, part, base))
+
+    def stop(self) -> None:
+        """Stop preparing. Work in a thread runs to its end, unannounced."""
+        for task in self.preparing.values():
+            task.cancel()
+
+    async def _published(self, key: Key, path: Path) -> bool:
+        """Whether the slot is there. One that cannot be opened is tried again later and does not hold up others."""
+        try:
+            there = await asyncio.to_thread(self._shelf.publish, key, path)
+        except (OSError, TransferError) as error:
+            if key not in self._told:
+                log.warning("%s is not offered as long as %s cannot be opened: %s", key.digest, path, error)
+                self._told.add(key)
+            return False
+        self._told.discard(key)
+        return there
+
+    async def _prepare(self, key: Key, part: PartRecord, base: PartRecord | None) -> None:
+        """Make its difference from the version before, if that is worthwhile, and digest its chunks."""
+        try:
+            if base is not None and self._speeds.is_worth_making(part.nbytes):
+                await asyncio.to_thread(self._make, part, base)
+                self._shelf.drop_deltas(part.name, key.digest)
+            await self._tickets.digest(key)
+        except (WeightSyncError, OSError) as error:  # reused meanwhile, or no room
+            log.info("%s is offered in full only: %s", key.digest, error)
+        except Exception:  # a fault of ours, which must not keep the version from others
+            log.exception("%s is offered in full only", key.digest)
+        finally:
+            del self.preparing[key]
+            self._changed()
+
+    def _make(self, part: PartRecord, base: PartRecord) -> None:
+        started = time.monotonic()
+        if make(self._shelf, part, base, self._settings.chunk_nbytes, self._pool):
+            self._speeds.make.learn(part.nbytes, time.monotonic() - started)
 
 
 @dataclass
@@ -37,7 +126,7 @@ class Ticket:
 
 
 class Tickets:
-    """At most `most` readers at a time. Belongs to the event loop."""
+    """Who reads what here now: at most `most` readers at a time. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -98,7 +187,7 @@ class Tickets:
             raise self._refusal(404, "unknown_copy", str(error)) from error
 
     def close(self, ticket_id: str, nbytes: int = 0, bytes_per_s: float = 0.0) -> None:
-        """`nbytes` were read on it. An unknown one does no harm: it ended by itself."""
+        """The reader has read `nbytes` on it. An unknown ticket is ignored: it has ended by itself."""
         ticket = self._open.pop(ticket_id, None)
         if ticket is None:
             return
@@ -118,7 +207,7 @@ class Tickets:
                 self.close(ticket.id)
 
     async def sweep(self) -> None:
-        """End what nobody has used for a while, for ever."""
+        """For ever, end the tickets that nobody has used for a while."""
         while True:
             await asyncio.sleep(SWEEP_S)
             oldest = time.monotonic() - self._unused_s
@@ -217,8 +306,31 @@ def _shape_of(found: Copy | Published) -> Shape:
 
 
 def _is_host(name: str) -> bool:
-    """Readers get series of their own in the metrics."""
+    """Whether it is a host name: each reader gets a series of its own in the metrics."""
     try:
         return bool(check_host(name))
     except HostNameError:
         return False
+
+
+class Lent:
+    """What the readers of this host have or are reading, by slot, so that others ask for something else.
+
+    Belongs to the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._bits: dict[Key, int] = {}
+
+    def add(self, key: Key, taken: str, chunks: int) -> None:
+        """Add the bitmap of `chunks` chunks that a reader sent. Raises BadBitmap."""
+        self._bits[key] = self._bits.get(key, 0) | Bitmap.decoded(taken, chunks).bits
+
+    def told(self, key: Key, chunks: int) -> str:
+        """The union of all bitmaps that were added, for other readers; "" before the first."""
+        bits = self._bits.get(key)
+        return Bitmap(chunks, bits).encoded() if bits else ""
+
+    def forget(self, key: Key) -> None:
+        """Nobody reads it any more."""
+        self._bits.pop(key, None)

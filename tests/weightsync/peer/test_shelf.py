@@ -9,12 +9,9 @@ import pytest
 
 from weightsync.arena import Arena
 from weightsync.errors import ManifestError
-from weightsync.peer.bitmap import Bitmap
-from weightsync.peer.chunks import Head, Shape, digests_of
-from weightsync.peer.journal import Journal
+from weightsync.peer.chunks import Bitmap, Head, Shape, digests_of
 from weightsync.peer.messages import Key
-from weightsync.peer.regions import Regions
-from weightsync.peer.shelf import Shelf
+from weightsync.peer.shelf import Journal, Regions, Shelf
 from weightsync.transport import open_transport
 
 KEY = Key("d" * 32, "b" * 32)  # a delta: bytes without a header

@@ -14,7 +14,7 @@ from tests.weightsync.peer.hosts import MODEL, Hosts, newest, path_of, random_mo
 from weightsync import Adapter, Publisher, Store
 from weightsync.errors import CopyUnavailable
 from weightsync.hosts import slot_name
-from weightsync.peer.locate import localized
+from weightsync.peer.copies import localized
 from weightsync.records import CopyRecord, ErrorInfo, Keys, VersionRecord
 
 KEYS = Keys(MODEL)

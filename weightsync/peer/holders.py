@@ -1,0 +1,445 @@
+"""The holders that one fetch reads from: found in the store's records, opened, looked after, left out for a while.
+
+Sources     all holders of one key, and when to open, ask or leave one of them
+Source      one holder that is open, with a ticket there
+Opener      opens a holder and says goodbye to it, so that no ticket or connection outlives its use
+LeftOut     hosts that are not read from for a while, because they failed
+Patience    when to leave a holder that has had nothing new for a while, so that another can be tried
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from weightsync.errors import ManifestError, PeerError, PeerRefused, PeerUnreachable, WeightSyncError
+from weightsync.peer.chunks import BadBitmap, Bitmap, Shape
+from weightsync.peer.control import OPEN_S, PeerClient
+from weightsync.peer.messages import ALL, Key, Opened
+from weightsync.peer.plan import Holder, choose
+from weightsync.records import CopyRecord
+from weightsync.transport import Link, Transport
+
+log = logging.getLogger("hotswap.peer")
+
+REFRESH_S = 0.2
+OPEN_AT_ONCE = 6
+OPENING_S = 3.0  # a holder that has not answered for so long does not count against OPEN_AT_ONCE
+IDLE_S = 1.0  # a holder that had nothing new is not opened again before
+SILENT_S = 3.0  # how long there may be nobody to read from
+DISTANCES_S = (0.003, 0.015, 0.06)  # round trips: one rack, one site, one region; farther
+BUSY_S, LOST_S, STALLED_S, WRONG_S = 2.0, 2.0, 30.0, 60.0  # how long a holder is left out
+FIRST_TRY_S = 1.0  # after a stall, when nobody else has what is missing; then twice as long each time
+MOST_DOUBLINGS = 16  # beyond STALLED_S by far; a fetch may go on for days
+LOOKS, MOST_LOOKS = 5, 20  # times in a row that a holder has nothing before it is left
+
+
+class NoHolder(PeerError):
+    """Nobody who has what is missing can be read from now."""
+
+    code = "no_holder"
+
+    def __init__(self, digest: str, why: WeightSyncError | None) -> None:
+        reason = f"the last one: {why}" if why is not None else "is `hotswap peer` running where it was published?"
+        super().__init__(f"no host that has {digest} can be read from; {reason}")
+
+
+class Sources:
+    """The holders of one key, for the host `seed`. `offered` returns the records of now.
+
+    The caller keeps `left_out` and `background` from fetch to fetch. If `patient`, a fetch waits for as long as the
+    store knows of a holder.
+    """
+
+    def __init__(
+        self,
+        client: PeerClient,
+        transport: Transport,
+        key: Key,
+        offered: Callable[[], Iterable[CopyRecord]],
+        left_out: LeftOut,
+        background: Background,
+        *,
+        seed: str,
+        rack: str = "",
+        patient: bool = True,
+    ) -> None:
+        self._client, self._opener, self.key, self._offered = (
+            client,
+            Opener(client, transport, key, background),
+            key,
+            offered,
+        )
+        self._seed, self._rack, self._left_out, self._patient = seed, rack, left_out, patient
+        self._turn, self._patience = 0, Patience()
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._opening: dict[str, float] = {}  # since when; those are in `_asking` too
+        self._seen_at = self._moved_at = time.monotonic()
+        self.has_moved = False
+        self._disagreed = False  # another holder said other digests
+        self.taken = 0  # bits of the chunks that are here or being read
+        self.bytes_per_s = 0.0  # as holders are told when they are left
+        self.open: dict[str, Source] = {}
+        self.problem: WeightSyncError | None = None  # the last one that kept a holder from being read
+
+    def holders(self) -> list[Holder]:
+        """The open holders, as the planner sees them."""
+        return [source.holder(self._rack) for source in self.open.values()]
+
+    async def keep_fresh(self) -> None:
+        """Refresh them for ever."""
+        while True:
+            self.refresh()
+            await asyncio.sleep(REFRESH_S)
+
+    def refresh(self) -> None:
+        """Begin to open new holders where there is room, and to ask those that are open what they have by now."""
+        offered = {record.host: record for record in self._offered()}
+        for source in list(self.open.values()):
+            if source.host in offered:
+                self._begin(source.host, self._ask(source))
+            else:  # its lease has ended
+                self.leave(source, LOST_S)
+        needed, busy = self._needs_another(), self.open.keys() | self._asking.keys()
+        able = [r for h, r in offered.items() if h not in busy and self._left_out.is_able(h, needed=needed)]
+        if able:
+            self._open_some(able)
+
+    def begin(self) -> None:
+        """What went before does not count as silence."""
+        self._seen_at = self._moved_at = time.monotonic()
+
+    def moved(self) -> None:
+        """Something is being read."""
+        self._moved_at, self.has_moved = time.monotonic(), True
+
+    def came(self, source: Source, nbytes: int) -> None:
+        """A chunk, from `source`. One that was left meanwhile, for wrong bytes say, is not taken back for it."""
+        source.nbytes += nbytes
+        if self._is_open(source):
+            self._left_out.came(source.host)
+        self._patience.came()
+
+    def held_up(self) -> NoHolder | None:
+        """Why nothing has been read for a while; None: something has."""
+        silent = time.monotonic() - self._moved_at
+        return NoHolder(self.key.digest, self.problem) if silent > (OPEN_S if self._opening else SILENT_S) else None
+
+    def check(self) -> None:
+        """Raises NoHolder when the store has known of no holder for a while.
+
+        Unless `patient`, also when nothing has been read for a while; and, patient or not, when holders disagree on the
+        digests of the chunks: another fetch may begin with one of the others.
+        """
+        if any(True for _ in self._offered()):
+            self._seen_at = time.monotonic()
+        gone = time.monotonic() - max(self._seen_at, self._moved_at) > SILENT_S
+        problem = self.held_up()
+        if gone or (problem is not None and (self._disagreed or not self._patient)):
+            raise problem or NoHolder(self.key.digest, self.problem)
+
+    def leave(self, source: Source, seconds: float) -> None:
+        """Do not read from it for `seconds`; reads in flight fail."""
+        self._left_out.leave(source.host, seconds)
+        self._end(source)
+
+    def stalled(self, source: Source) -> None:
+        """As `leave`, but it is tried again sooner if nobody else has what is missing."""
+        self._left_out.stalled(source.host)
+        self._end(source)
+
+    async def close(self) -> None:
+        """Leave all holders; reads in flight fail. Goodbyes are said in the background: a holder may not answer."""
+        for task in self._asking.values():
+            task.cancel()
+        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        sources = list(self.open.values())
+        for source in sources:
+            self._end(source)
+        await asyncio.gather(*(asyncio.to_thread(source.link.close) for source in sources))
+
+    def _needs_another(self) -> bool:
+        """Whether no open holder has anything that is neither here nor on its way."""
+        shape = self._opener.shape
+        if shape is None or not self.open:
+            return True
+        wanted = Bitmap.full(shape.chunks).bits & ~self.taken
+        offers = any(source.have is None or source.have.bits & wanted for source in self.open.values())
+        return wanted != 0 and not offers
+
+    def _open_some(self, able: list[CopyRecord]) -> None:
+        since = time.monotonic() - OPENING_S
+        room = OPEN_AT_ONCE - len(self.open) - sum(begun > since for begun in self._opening.values())
+        if room <= 0 and (idle := self._patience.exhausted([s.host for s in self.open.values() if s.reads])):
+            self.leave(self.open[idle], IDLE_S)
+            room = 1
+        if room <= 0:
+            return
+        self._turn += 1
+        records = {record.host: record for record in able}
+        for holder in choose([known_holder(r, self._rack) for r in able], self._seed, room, self._turn):
+            self._opening[holder.host] = time.monotonic()
+            self._begin(holder.host, self._open(records[holder.host]))
+
+    def _begin(self, host: str, work: Coroutine[Any, Any, None]) -> None:
+        """Ask each holder one question at a time, without waiting for the others' answers."""
+        if host in self._asking:
+            return work.close()
+        task = self._asking[host] = asyncio.create_task(work)
+        return task.add_done_callback(lambda task: self._answered(host, task))
+
+    def _answered(self, host: str, task: asyncio.Task[None]) -> None:
+        self._asking.pop(host, None)
+        self._opening.pop(host, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("host %s could not be asked", host, exc_info=error)
+            self._left_out.leave(host, WRONG_S)
+
+    async def _open(self, record: CopyRecord) -> None:
+        host = record.host
+        try:
+            self.open[host] = await self._opener.open(record)
+        except (PeerRefused, PeerUnreachable, OtherChunks, BadBitmap, ValueError) as error:
+            passing = isinstance(error, PeerRefused) and error.status == 503
+            seconds = BUSY_S if passing else WRONG_S if isinstance(error, OtherChunks | BadBitmap) else LOST_S
+            self._left_out.leave(host, seconds)
+            self.problem = error if isinstance(error, WeightSyncError) else PeerRefused(host, 200, "bad", str(error))
+            self._disagreed |= isinstance(error, OtherChunks)
+            if not passing:
+                log.info("%s is not read from host %s: %s", self.key.digest, host, error)
+
+    async def _ask(self, source: Source) -> None:
+        chunks = source.shape.chunks
+        taken = Bitmap(chunks, self.taken)
+        try:
+            found, seconds = await self._client.have(source.host, source.record.address, source.opened.ticket, taken)
+            source.have = bitmap_of(found.have, chunks)
+            source.lent = Bitmap.decoded(found.lent, chunks) if found.lent else None
+        except (PeerRefused, PeerUnreachable, BadBitmap) as error:
+            if not self._is_open(source):
+                return None  # it was left meanwhile, for as long as its fault says
+            self.problem = error
+            ended = isinstance(error, PeerRefused) and error.status == 404
+            return self.leave(source, 0.0 if ended else LOST_S)
+        source.active = found.active
+        source.round_trip_s = min(seconds, source.round_trip_s or seconds)
+        offers = source.have is None or bool(source.have.bits & ~self.taken)
+        return self._patience.saw(source.host, offers=offers) if self._is_open(source) else None
+
+    def _is_open(self, source: Source) -> bool:
+        return self.open.get(source.host) is source
+
+    def _end(self, source: Source) -> None:
+        if self._is_open(source):
+            del self.open[source.host]
+            self._patience.forget(source.host)
+            self._opener.leave(source, self.bytes_per_s)
+
+
+class Background:
+    """Messages to other peers that nobody waits for."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        async def told() -> None:
+            with contextlib.suppress(PeerRefused, PeerUnreachable):
+                await work
+
+        task = asyncio.create_task(told())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def end(self, timeout_s: float) -> None:
+        """Wait until every message is sent; give up those that are not after `timeout_s`."""
+        tasks = set(self._tasks)
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+
+@dataclass(eq=False)
+class Source:
+    """An open holder, with a ticket there. `have` None: everything; `lent`: what its readers have or are reading."""
+
+    record: CopyRecord
+    opened: Opened
+    shape: Shape
+    link: Link
+    have: Bitmap | None
+    active: int
+    lent: Bitmap | None = None
+    round_trip_s: float = 0.0
+    nbytes: int = 0
+    reads: int = 0  # under way
+
+    @property
+    def host(self) -> str:
+        return self.record.host
+
+    def holder(self, rack: str) -> Holder:
+        """As the planner of a reader in `rack` sees it."""
+        far = distance(self.record, rack, self.round_trip_s)
+        return Holder(self.host, far, self.have, max(0, self.active - 1), self.lent)
+
+
+def known_holder(record: CopyRecord, rack: str) -> Holder:
+    """A holder that is not open: its record tells whether it has everything, or nothing for certain."""
+    return Holder(record.host, distance(record, rack), None if record.state == "ready" else Bitmap(1))
+
+
+def distance(record: CopyRecord, rack: str, round_trip_s: float = 0.0) -> int:
+    """0 in the same rack; by the round trip where racks are not known, and never 0 where they are known to differ."""
+    if rack and record.rack:
+        return 0 if rack == record.rack else max(1, _class(round_trip_s))
+    return _class(round_trip_s)
+
+
+def bitmap_of(have: str, chunks: int) -> Bitmap | None:
+    """None: everything. Raises BadBitmap."""
+    return None if have == ALL else Bitmap.decoded(have, chunks)
+
+
+def _class(round_trip_s: float) -> int:
+    return sum(round_trip_s > limit for limit in DISTANCES_S)
+
+
+class OtherChunks(ManifestError):
+    """Two hosts report different digests for the chunks of a slot. Its manifest determines every byte: one is wrong."""
+
+    def __init__(self, host: str, digest: str) -> None:
+        super().__init__(
+            f"host {host} says other digests for the chunks of {digest} than hosts before it: look at the memory of "
+            "both, and start all peers with the same --chunk"
+        )
+
+
+class Opener:
+    """Opens holders of one key. `shape` is what the first one said of the chunks; the others must say the same."""
+
+    def __init__(self, client: PeerClient, transport: Transport, key: Key, background: Background) -> None:
+        self._client, self._transport, self._key, self._background = client, transport, key, background
+        self.shape: Shape | None = None
+
+    async def open(self, record: CopyRecord) -> Source:
+        """Raises PeerRefused, PeerUnreachable, OtherChunks, BadBitmap, ValueError."""
+        opened = await self._asked(record)
+        try:
+            source = await self._connected(record, opened)
+        except BaseException:  # or the ticket would keep others out until it ends by itself
+            self._background.begin(self._client.close(record.host, record.address, opened.ticket, 0))
+            raise
+        self.shape = source.shape
+        return source
+
+    def leave(self, source: Source, bytes_per_s: float) -> None:
+        """Say goodbye in the background: the holder may not answer."""
+        self._background.begin(self._say_goodbye(source, bytes_per_s))
+
+    async def _asked(self, record: CopyRecord) -> Opened:
+        """If cancelled, give back the ticket that may still arrive."""
+        asking = asyncio.create_task(self._client.open(record.host, record.address, self._key))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            self._background.begin(self._give_back(record, asking))
+            raise
+
+    async def _give_back(self, record: CopyRecord, asking: asyncio.Task[Opened]) -> None:
+        await self._client.close(record.host, record.address, (await asking).ticket, 0)
+
+    async def _connected(self, record: CopyRecord, opened: Opened) -> Source:
+        shape = Shape(opened.nbytes, opened.chunk_nbytes, opened.digests)
+        have = bitmap_of(opened.have, shape.chunks)
+        lent = Bitmap.decoded(opened.lent, shape.chunks) if opened.lent else None
+        link = await self._linked(opened.endpoint)
+        if self.shape is not None and shape != self.shape:
+            link.close()
+            raise OtherChunks(record.host, self._key.digest)
+        return Source(record, opened, shape, link, have, opened.active, lent)
+
+    async def _linked(self, endpoint: bytes) -> Link:
+        connecting = asyncio.get_running_loop().run_in_executor(None, self._transport.connect, endpoint)
+        try:
+            return await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            connecting.add_done_callback(lambda late: None if late.exception() else late.result().close())
+            raise
+
+    async def _say_goodbye(self, source: Source, bytes_per_s: float) -> None:
+        await asyncio.to_thread(source.link.close)
+        address, ticket = source.record.address, source.opened.ticket
+        await self._client.close(source.host, address, ticket, source.nbytes, bytes_per_s)
+
+
+@dataclass
+class _Out:
+    until: float
+    again_at: float
+    stalls: int = 0
+
+
+class LeftOut:
+    """The hosts left out for one slot, kept from fetch to fetch."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, _Out] = {}
+
+    def leave(self, host: str, seconds: float) -> None:
+        """Leave it out for `seconds`, whatever is missing. Never shortens an earlier leave."""
+        until, known = time.monotonic() + seconds, self._hosts.get(host) or _Out(0.0, 0.0)
+        self._hosts[host] = _Out(max(until, known.until), max(until, known.again_at), known.stalls)
+
+    def stalled(self, host: str) -> None:
+        """It did not answer in time. It may be the only one that has a chunk, so it is tried again before long."""
+        now, stalls = time.monotonic(), self._stalls(host)
+        pause = min(FIRST_TRY_S * 2 ** min(stalls, MOST_DOUBLINGS), STALLED_S)
+        self._hosts[host] = _Out(now + STALLED_S, now + pause, stalls + 1)
+
+    def came(self, host: str) -> None:
+        """A chunk from it arrived."""
+        self._hosts.pop(host, None)
+
+    def is_able(self, host: str, *, needed: bool) -> bool:
+        """Whether to read from it; `needed`: nobody else has what is missing."""
+        out, now = self._hosts.get(host), time.monotonic()
+        return out is None or out.until <= now or (needed and out.again_at <= now)
+
+    def _stalls(self, host: str) -> int:
+        known = self._hosts.get(host)
+        return known.stalls if known is not None else 0
+
+
+class Patience:
+    """The patience of one receiver. It doubles with each holder that is left, until a chunk arrives."""
+
+    def __init__(self) -> None:
+        self._idle: dict[str, int] = {}
+        self._limit = LOOKS
+
+    def saw(self, host: str, *, offers: bool, grows: bool = True) -> None:
+        """An open holder answered: `offers`, it has something that is missing here; `grows`, it may get more."""
+        self._idle[host] = 0 if offers else self._idle.get(host, 0) + (1 if grows else MOST_LOOKS)
+
+    def came(self) -> None:
+        """A chunk arrived."""
+        self._limit = LOOKS
+
+    def forget(self, host: str) -> None:
+        """It is not open any more."""
+        self._idle.pop(host, None)
+
+    def exhausted(self, reading: Collection[str]) -> str | None:
+        """The holder to leave now, none of those that are being read from."""
+        found = next((h for h, looks in self._idle.items() if looks >= self._limit and h not in reading), None)
+        if found is not None:
+            self._limit = min(2 * self._limit, MOST_LOOKS)
+        return found
