@@ -1,6 +1,31 @@
 """The trainer: Megatron-Core fine-tuning and reinforcement learning that publishes weights into a running server.
 
-Importing this package imports neither torch nor Megatron; `python -m trainer.main --config FILE` runs it.
+Importing this package imports neither torch nor Megatron; `python -m trainer.main --config FILE` runs it. Imports run
+downward in this list:
+
+main.py        the command line
+plan/          which layout fits, before a run
+report/        what a run was like, after it
+loop.py        the training loop, on one screen
+run.py         one run's components on one rank, and the way back to a checkpoint
+lead.py        what rank 0 alone has
+experience.py  a step's tensors: sampled, laid out, broadcast
+schedules.py   when samples are taken
+publish.py     weights into a running server
+checkpoint/    what a resumed run goes on from
+memory/        who holds the device in which phase
+metrics/       events, and where they are shown
+faults/        ranks that die or hang, numbers that leap
+megatron/      models, parallel layouts, the training engine
+algorithms/    what is learned
+rollout.py     samples and their scores, through the gateway
+rewards/       what an answer is worth
+data/          records, their files and their order
+batch.py       sequences to tensors, packed or not
+launch.py      starts the ranks, starts them anew, passes SIGTERM on
+connection.py  keys and certificates
+config/        one frozen dataclass per component
+errors.py      one tree of exceptions
 """
 
 from trainer.config import TrainerConfig, load

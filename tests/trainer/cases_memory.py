@@ -50,14 +50,13 @@ def phases(
             memory = _memory(built, section, serving)
         result: dict[str, Any] = {"losses": [], "held": [], "resident": [], "log": log, "took": []}
         for step in range(steps):
-            with memory.phase("rollout") as took:
-                result["took"].append(sorted(took))
-                result["resident"].append(private_bytes())
-            with memory.phase("inference"):
-                fields = built.prefill_fields(_batch(built.shape.vocab, step))
-            with memory.phase("train"):
-                stats = built.step(fields)
-                result["resident"].append(private_bytes())
+            result["took"].append(sorted(memory.enter("rollout")))
+            result["resident"].append(private_bytes())
+            memory.enter("inference")
+            fields = built.prefill_fields(_batch(built.shape.vocab, step))
+            memory.enter("train")
+            stats = built.step(fields)
+            result["resident"].append(private_bytes())
             result["losses"].append([stats.loss, stats.grad_norm, stats.metrics["critic_loss"]])
             if isinstance(memory, SharedMemory):
                 result["held"].append(memory.ledger.held <= memory.ledger.budget)

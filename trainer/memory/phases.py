@@ -9,8 +9,7 @@ only then does anything come.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -100,8 +99,6 @@ class Memory(Protocol):
         `memory_ms/PHASE`, and of it `memory_ms/PHASE/COMPONENT` for what left or came."""
         ...
 
-    def phase(self, phase: Phase) -> AbstractContextManager[dict[str, float]]: ...
-
     def close(self) -> None: ...
 
 
@@ -110,10 +107,6 @@ class NothingShared:
 
     def enter(self, phase: Phase) -> dict[str, float]:
         return {}
-
-    @contextmanager
-    def phase(self, phase: Phase) -> Iterator[dict[str, float]]:
-        yield {}
 
     def close(self) -> None: ...
 
@@ -146,11 +139,6 @@ class SharedMemory:
         self.now = phase
         took = {f"memory_ms/{phase}/{name}": round(self.ledger.ms[name], 3) for name in (*moves.away, *moves.bring)}
         return {f"memory_ms/{phase}": round((time.perf_counter() - began) * 1e3, 3), **took}
-
-    @contextmanager
-    def phase(self, phase: Phase) -> Iterator[dict[str, float]]:
-        """The body runs in the phase; what was brought stays until another phase needs the room."""
-        yield self.enter(phase)
 
     def close(self) -> None:
         """Leave the device to whoever else uses it."""
