@@ -10,7 +10,7 @@ from pathlib import Path
 from weightsync.errors import ManifestError, UnknownVersion
 from weightsync.hosts import host_of, local_path, this_host
 from weightsync.parts import BASE
-from weightsync.peer.copies import Copies, own_copies, place, placed
+from weightsync.peer.copies import Copies, local_slot, own_copies, with_local_slots
 from weightsync.receiver import SlotReader
 from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.store import SyncStore
@@ -49,12 +49,12 @@ class Records:
         found = self.versions.get(version)
         if found is None or found.state != "ready":
             raise UnknownVersion(version, found.state if found is not None else None)
-        return placed(found, lambda part: place(part, self.host, self.copies))
+        return with_local_slots(found, lambda part: local_slot(part, self.host, self.copies))
 
 
 @contextlib.contextmanager
 def opened(record: VersionRecord) -> Iterator[dict[str, SlotReader]]:
-    """The slots of a `placed` version by part (BASE, "draft", "lora/NAME"), held against reuse meanwhile.
+    """The slots of a version with local paths, by part (BASE, "draft", "lora/NAME"), held against reuse meanwhile.
 
     Raises ManifestError, SlotBusy.
     """

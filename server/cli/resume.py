@@ -30,7 +30,7 @@ from weightsync.errors import CheckpointError, Conflict, RecordError, StoreError
 from weightsync.hosts import arena_key, this_host
 from weightsync.ledger import ensure_arena
 from weightsync.parts import DRAFT, LORA
-from weightsync.peer.copies import own_copies, pieces, place
+from weightsync.peer.copies import all_parts, local_slot, own_copies
 from weightsync.persist import Restored, restore
 from weightsync.persist.disk import Disk
 from weightsync.persist.pieces import slot_is_whole
@@ -334,7 +334,7 @@ class _Beginning:
         own = await own_copies(self.store, self.keys, host)
         for kv in (await self.store.list(self.keys.versions))[0]:
             record = VersionRecord.from_json(kv.value)
-            places = [(place(part, host, own), part.manifest_digest) for part in pieces(record)]
+            places = [(local_slot(part, host, own), part.manifest_digest) for part in all_parts(record)]
             if record.state != "ready" or all(path is None or slot_is_whole(path, digest) for path, digest in places):
                 continue  # another host's is that host's to judge
             with contextlib.suppress(Conflict):

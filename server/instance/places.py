@@ -8,7 +8,7 @@ from typing import Any
 
 from server.errors import ConfigError
 from weightsync.hosts import HOST_ENV
-from weightsync.peer.copies import localized
+from weightsync.peer.copies import wait_for_slots
 from weightsync.records import Keys, VersionRecord
 from weightsync.store import Store
 
@@ -31,7 +31,7 @@ async def located(store: Store, keys: Keys, version: VersionRecord, hosts: Itera
 
     Raises CopyUnavailable, which names the host, when the first of them cannot have it; StoreUnavailable.
     """
-    tasks = {h: asyncio.create_task(localized(store, keys, version, h, timeout_s)) for h in sorted(set(hosts))}
+    tasks = {h: asyncio.create_task(wait_for_slots(store, keys, version, h, timeout_s)) for h in sorted(set(hosts))}
     try:
         found = await asyncio.gather(*tasks.values())
     finally:

@@ -12,7 +12,7 @@ from weightsync import Adapter, Publisher, SyncStore
 from weightsync.errors import ArenaUnavailable, DeltaBaseMismatch, HostNameError, ManifestError, RecordError
 from weightsync.hosts import arena_key, check_host, host_of, local_path, slot_name, this_host
 from weightsync.parts import slots_of
-from weightsync.peer.copies import own_copies, parse_key, place, ready_digests
+from weightsync.peer.copies import local_slot, own_copies, parse_key, ready_digests
 from weightsync.records import ArenaRecord, CopyRecord, ErrorInfo, Keys, PartRecord
 from weightsync.versions import Records, opened
 
@@ -74,10 +74,10 @@ async def test_copies_of_one_model_and_host(store) -> None:  # type: ignore[no-u
 
 def test_a_slot_is_where_its_name_says_or_where_the_copy_is() -> None:
     part = PartRecord("", 1, "//a/dev/shm/x/slot-1", DIGEST, 10)
-    assert place(part, "a", {}) == Path("/dev/shm/x/slot-1")
-    assert place(part, "b", {}) is None
-    assert place(part, "b", {DIGEST: copy("b")}) == Path("/dev/shm/x/slot-9")
-    assert place(part, "b", {DIGEST: copy("b", state="fetching")}) is None
+    assert local_slot(part, "a", {}) == Path("/dev/shm/x/slot-1")
+    assert local_slot(part, "b", {}) is None
+    assert local_slot(part, "b", {DIGEST: copy("b")}) == Path("/dev/shm/x/slot-9")
+    assert local_slot(part, "b", {DIGEST: copy("b", state="fetching")}) is None
 
 
 def test_a_publisher_on_a_named_host(store_url: str, monkeypatch: pytest.MonkeyPatch, arena_directory: Path) -> None:

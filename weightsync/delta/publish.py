@@ -11,7 +11,7 @@ from weightsync.delta.encode import DeltaReader, apply_delta
 from weightsync.delta.format import DeltaHeader
 from weightsync.errors import DeltaBaseMismatch, DeltaError, ManifestError, SlotBusy
 from weightsync.parts import base_of
-from weightsync.peer.copies import place
+from weightsync.peer.copies import local_slot
 from weightsync.publisher import Publisher
 from weightsync.receiver import SlotReader
 from weightsync.records import VersionRecord
@@ -64,7 +64,7 @@ def _base_slot(publisher: Publisher, header: DeltaHeader) -> Iterator[SlotReader
     if not same:
         found = next((v.manifest_digest for v in ready if v.version == wanted.version), None)
         raise DeltaBaseMismatch(wanted.version, wanted.manifest_digest, found)
-    path = place(same[0], publisher.host, publisher.copies())
+    path = local_slot(same[0], publisher.host, publisher.copies())
     if path is None:  # on other hosts only
         raise DeltaBaseMismatch(wanted.version, wanted.manifest_digest, None)
     try:

@@ -1,6 +1,6 @@
 """What the store says of copies: which hosts have which slots, which slots a host should have, and where they are here.
 
-`localized` is for those about to open a version's slots: it waits while the host's peer fetches them.
+Whoever is about to open a version's slots calls `wait_for_slots`, which waits while the host's peer fetches them.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ async def own_copies(store: Store, keys: Keys, host: str) -> dict[str, CopyRecor
     return {copy.digest: copy for copy in parsed(keys, mine)}
 
 
-def pieces(record: VersionRecord) -> list[PartRecord]:
+def all_parts(record: VersionRecord) -> list[PartRecord]:
     """Every slot of a ready version as a part, the base model first."""
     base = base_of(record)
     return [base, *record.parts] if base is not None else list(record.parts)
 
 
-def place(part: PartRecord, host: str, own: Copies) -> Path | None:
-    """Where a slot is on `host`, whose whole copies are in `own`; None if it is not there."""
+def local_slot(part: PartRecord, host: str, own: Copies) -> Path | None:
+    """The path of a slot on `host`, whose whole copies are in `own`; None if it is not there."""
     copy = own.get(part.manifest_digest)
     if copy is not None and copy.state == "ready":
         return local_path(copy.slot, host)
     return local_path(part.slot, host)
 
 
-def placed(record: VersionRecord, where: Callable[[PartRecord], Path | None]) -> VersionRecord:
-    """`record` with the paths of its slots instead of their names; those that are nowhere keep their names."""
+def with_local_slots(record: VersionRecord, where: Callable[[PartRecord], Path | None]) -> VersionRecord:
+    """`record` with the path of each slot instead of its name; a slot for which `where` is None keeps its name."""
 
     def at(part: PartRecord) -> PartRecord:
         path = where(part)
         return part if path is None else replace(part, slot=str(path))
 
-    found = {part.name: at(part) for part in pieces(record)}
+    found = {part.name: at(part) for part in all_parts(record)}
     return replace(record, slot=found[BASE].slot, parts=tuple(found[part.name] for part in record.parts))
 
 
@@ -86,7 +86,7 @@ def wanted_slots(board: Board) -> list[PartRecord]:
     for number in wanted_versions(board):
         version = board.version(number)
         if version is not None and version.state == "ready":
-            for part in pieces(version):
+            for part in all_parts(version):
                 found.setdefault(part.manifest_digest, part)
     return list(found.values())
 
@@ -104,7 +104,9 @@ def wanted_versions(board: Board) -> list[int]:
     return list(dict.fromkeys(number for number in numbers if number is not None))
 
 
-async def localized(store: Store, keys: Keys, version: VersionRecord, host: str, timeout_s: float) -> VersionRecord:
+async def wait_for_slots(
+    store: Store, keys: Keys, version: VersionRecord, host: str, timeout_s: float
+) -> VersionRecord:
     """`version` with the path of each slot's copy on `host` instead of its name, once all are there.
 
     On the one host ("") that is `version` itself, at once. Raises CopyUnavailable: the peer cannot fetch it, it is not
@@ -119,7 +121,7 @@ async def localized(store: Store, keys: Keys, version: VersionRecord, host: str,
         await asyncio.wait({found, dropped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if found.done():
             paths = found.result()
-            return placed(version, lambda part: paths[part.manifest_digest])
+            return with_local_slots(version, lambda part: paths[part.manifest_digest])
         if dropped.done():
             dropped.result()
             raise wait.error("nobody wants it any more, so it is not waited for")
@@ -151,7 +153,7 @@ class _Wait:
 
     async def paths(self) -> dict[str, Path]:
         """By manifest digest, when all are here. Raises CopyUnavailable."""
-        return {part.manifest_digest: await self._path(part) for part in pieces(self._version)}
+        return {part.manifest_digest: await self._path(part) for part in all_parts(self._version)}
 
     async def until_unwanted(self) -> None:
         """Return when the version is neither swapped in nor active, previous or asked for."""

@@ -20,7 +20,7 @@ from weightsync.delta.encode import DeltaWriter, apply_delta, is_worthwhile
 from weightsync.delta.format import Base, DeltaHeader, DeltaReader
 from weightsync.errors import DigestMismatch, ManifestError
 from weightsync.peer.chunks import Head, Shape, digests_of
-from weightsync.peer.copies import pieces
+from weightsync.peer.copies import all_parts
 from weightsync.peer.messages import Key
 from weightsync.peer.settings import Deltas
 from weightsync.peer.shelf import Copy, Shelf
@@ -37,7 +37,7 @@ def base_for(
 ) -> PartRecord | None:
     """The part to make a delta of `part` from: the newest earlier one that was published here and other hosts have."""
     held = {copy.digest for copy in others if copy.state == "ready"}
-    earlier = [p for v in versions for p in pieces(v) if p.name == part.name and p.version < part.version]
+    earlier = [p for v in versions for p in all_parts(v) if p.name == part.name and p.version < part.version]
     able = [p for p in earlier if p.manifest_digest in held and Key(p.manifest_digest) in shelf.published]
     return max(able, key=lambda p: p.version, default=None)
 

@@ -1,7 +1,7 @@
 """Which chunk is read from which host next, decided by each receiver alone from what it knows of the holders.
 
 Nothing is done here and nothing remembered: the same arguments give the same answer. Nobody coordinates the receivers;
-they spread because each takes what is rarest first, and begins at another place (Cohen, "Incentives Build Robustness
+they spread because each takes what is rarest first, and begins at another chunk (Cohen, "Incentives Build Robustness
 in BitTorrent", 2003, for the reasons).
 """
 
@@ -54,27 +54,27 @@ class Planner:
         `holders` are those that can be read from, each once; `done` is what is here, or is not wanted here. A read that
         failed is simply in flight no more. Empty means: wait for a read to end, or for a holder to have more.
         """
-        places = _Places(holders, in_flight, self.per_holder)
+        capacity = _Capacity(holders, in_flight, self.per_holder)
         wanted = Bitmap.full(self.chunks).bits & ~done.bits
         for read in in_flight:
             wanted &= ~(1 << read.chunk)
         rarity = _Rarity(holders)
         begun: list[Assignment] = []
-        while len(in_flight) + len(begun) < self.total and (offered := places.offered(wanted)):
+        while len(in_flight) + len(begun) < self.total and (offered := capacity.offered(wanted)):
             turn = len(done) + len(in_flight) + len(begun)
-            chunk = self._rotated(places.near(rarity.rarest(offered)), turn)
-            begun.append(Assignment(chunk, places.take(chunk)))
+            chunk = self._rotated(capacity.near(rarity.rarest(offered)), turn)
+            begun.append(Assignment(chunk, capacity.take(chunk)))
             wanted &= ~(1 << chunk)
         return begun
 
     def _rotated(self, candidates: int, turn: int) -> int:
-        """The first candidate at or after a place that differs between receivers and from turn to turn."""
+        """The first candidate at or after a chunk that differs between receivers and from turn to turn."""
         start = xxh3_64_intdigest(turn.to_bytes(8, "little"), self._seed) % self.chunks
         after = candidates >> start << start
         return _lowest(after or candidates)
 
 
-class _Places:
+class _Capacity:
     """How many more reads each holder may be given."""
 
     def __init__(self, holders: Sequence[Holder], in_flight: Collection[Assignment], per_holder: int) -> None:
@@ -85,7 +85,7 @@ class _Places:
         self._open = [holder for holder in holders if self._reads[holder.host] < per_holder]
 
     def offered(self, wanted: int) -> int:
-        """Those of `wanted` that a holder with a free place has."""
+        """Those of `wanted` that a holder with capacity left has."""
         offered = 0
         for holder in self._open:
             if holder.have is None:

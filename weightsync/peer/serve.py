@@ -27,7 +27,7 @@ from weightsync.errors import (
 from weightsync.hosts import check_host, local_path
 from weightsync.peer.announce import copies_elsewhere
 from weightsync.peer.chunks import BadBitmap, Bitmap, Shape, digests_of, manifest_of
-from weightsync.peer.copies import pieces
+from weightsync.peer.copies import all_parts
 from weightsync.peer.deltas import Speeds, base_for, make
 from weightsync.peer.messages import ALL, Have, Key, Open, Opened
 from weightsync.peer.metrics import PeerMetrics
@@ -66,12 +66,12 @@ class Offers:
 
     async def offer(self, version: VersionRecord, versions: list[VersionRecord]) -> None:
         """The slots of `version` that were published here. Raises StoreUnavailable."""
-        for part in pieces(version):
+        for part in all_parts(version):
             key, path = Key(part.manifest_digest), local_path(part.slot, self._settings.host)
             if path is None or key in self._shelf.published:
                 continue
             if await self._published(key, path):
-                known = {p.manifest_digest for v in versions for p in pieces(v)} - {key.digest}
+                known = {p.manifest_digest for v in versions for p in all_parts(v)} - {key.digest}
                 if others := await copies_elsewhere(self._store, self._keys, known, self._settings.host):
                     base = base_for(part, versions, self._shelf, others)
                     self.preparing[key] = asyncio.create_task(self._prepare(key, part, base))

@@ -19,7 +19,7 @@ from weightsync.errors import LeaseLost, StoreError
 from weightsync.hosts import slot_name
 from weightsync.peer.announce import Announcer, CopyBoard, Since
 from weightsync.peer.control import Control, PeerClient, serving
-from weightsync.peer.copies import pieces, ready_versions, wanted_slots
+from weightsync.peer.copies import all_parts, ready_versions, wanted_slots
 from weightsync.peer.deltas import Speeds
 from weightsync.peer.fetch import Bring
 from weightsync.peer.messages import Key
@@ -116,7 +116,7 @@ class Peer:
     async def _reconcile(self, board: Board) -> None:
         """Offer, drop, fetch and announce as the records have it now."""
         versions = ready_versions(board)
-        alive = {Key(part.manifest_digest) for version in versions for part in pieces(version)}
+        alive = {Key(part.manifest_digest) for version in versions for part in all_parts(version)}
         await self._supply.keep_to(alive)
         self._drop_all_but(alive)
         for version in versions:

@@ -15,7 +15,7 @@ from pathlib import Path
 import orjson
 
 from weightsync.errors import ManifestError, PersistError, PersistFull, RecordError
-from weightsync.peer.copies import pieces
+from weightsync.peer.copies import all_parts
 from weightsync.persist.pieces import (
     MANIFEST,
     Piece,
@@ -54,7 +54,7 @@ class OnDisk:
 
     def verify(self) -> None:
         """Read every byte. Raises WeightSyncError."""
-        for part in pieces(self.record):
+        for part in all_parts(self.record):
             with disk_piece(piece_directory(self.path, part.name), part.manifest_digest) as piece:
                 piece.verify()
 
@@ -101,7 +101,7 @@ class Disk:
         return [
             piece_directory(kept.path, part.name)
             for kept in self.kept()
-            for part in pieces(kept.record)
+            for part in all_parts(kept.record)
             if part.manifest_digest == digest
         ]
 
@@ -126,7 +126,9 @@ class Disk:
         """
         if (place := self.directory / str(record.version)).exists() and not _is_copy(place):
             raise PersistError(f"{place} holds something else than a copy: move it away, or name another directory")
-        missing = [slots[p.name] for p in pieces(record) if p.name in slots and self._shared(p.manifest_digest) is None]
+        missing = [
+            slots[p.name] for p in all_parts(record) if p.name in slots and self._shared(p.manifest_digest) is None
+        ]
         self._make_room(record, sum(os.stat(slot).st_size for slot in missing if slot.exists()), protected)
         while True:
             try:
@@ -158,7 +160,7 @@ class Disk:
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(mode=0o700)
         try:
-            for part in pieces(record):
+            for part in all_parts(record):
                 directory = piece_directory(made, part.name)
                 if not self._link(part.manifest_digest, directory):
                     if part.name not in slots:
@@ -264,4 +266,4 @@ def _read(path: Path) -> OnDisk:
 
 
 def _digests(record: VersionRecord) -> dict[str, str]:
-    return {part.name: part.manifest_digest for part in pieces(record)}
+    return {part.name: part.manifest_digest for part in all_parts(record)}

@@ -21,7 +21,7 @@ from weightsync.errors import (
 from weightsync.files import open_inside
 from weightsync.hosts import this_host
 from weightsync.parts import BASE, LORA, check_name
-from weightsync.peer.copies import own_copies, pieces, place
+from weightsync.peer.copies import all_parts, local_slot, own_copies
 from weightsync.persist.disk import Disk
 from weightsync.persist.pieces import SHARD, Piece, disk_piece, slot_piece, sync_directory, write_piece
 from weightsync.records import DiskRecord, InstanceRecord, Keys, PartRecord, VersionRecord
@@ -99,7 +99,7 @@ class _Source:
         if record is None:
             raise UnknownVersion(version, None)
         self.record = record
-        found = {piece.name: piece for piece in pieces(record)}
+        found = {piece.name: piece for piece in all_parts(record)}
         if part not in found:
             raise BadPart(f"version {version} has no part {part!r}; it has {', '.join(sorted(found)[1:]) or 'none'}")
         self.piece: PartRecord = found[part]
@@ -109,7 +109,7 @@ class _Source:
     @contextlib.contextmanager
     def opened(self) -> Iterator[Piece]:
         """Raises UnknownVersion when it is neither in shared memory nor on disk."""
-        digest, path = self.piece.manifest_digest, place(self.piece, self._host, self._own)
+        digest, path = self.piece.manifest_digest, local_slot(self.piece, self._host, self._own)
         with contextlib.ExitStack() as stack:
             found = None
             with contextlib.suppress(ManifestError, SlotBusy, RecordError):

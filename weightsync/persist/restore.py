@@ -33,7 +33,7 @@ from weightsync.errors import (
 from weightsync.hosts import local_path, slot_name, this_host
 from weightsync.manifest import PREAMBLE, Layout
 from weightsync.parts import slots_of
-from weightsync.peer.copies import own_copies, pieces, place, placed, ready_digests
+from weightsync.peer.copies import all_parts, local_slot, own_copies, ready_digests, with_local_slots
 from weightsync.persist.disk import Disk
 from weightsync.persist.pieces import Piece, disk_piece, slot_header, slot_is_whole
 from weightsync.records import ActiveRecord, CopyRecord, Keys, PartRecord, PastSwapRecord, VersionRecord
@@ -156,7 +156,7 @@ class _Attempt:
     async def _bring(self, record: VersionRecord) -> Literal["memory", "disk"]:
         """Have every piece in memory. Raises DAMAGED, ArenaError."""
         source: Literal["memory", "disk"] = "memory"
-        for piece in pieces(record):
+        for piece in all_parts(record):
             if not await self._in_memory(piece):
                 self.filled[piece.manifest_digest] = await asyncio.to_thread(self._fill, piece)
                 source = "disk"
@@ -168,7 +168,7 @@ class _Attempt:
         if digest in self.filled:
             return True
         if digest not in self.whole:
-            path = place(piece, self.host, self.own)
+            path = local_slot(piece, self.host, self.own)
             whole = path is not None and await asyncio.to_thread(slot_is_whole, path, digest)
             self.whole[digest] = whole or (path is None and digest in self.copied)
         return self.whole[digest]
@@ -219,7 +219,7 @@ class _Attempt:
             piece.slot
             for record in self.versions.values()
             if record.state == "ready"
-            for piece in pieces(record)
+            for piece in all_parts(record)
             if piece.manifest_digest not in damaged
         }
         named |= {slot for r in self.versions.values() if r.state == "publishing" for slot in slots_of(r)}
@@ -245,7 +245,7 @@ class _Attempt:
         for version in sorted({*self.versions, *(copy.version for copy in kept)} - {lost}, reverse=True):
             record = self.versions.get(version)
             ready = record is not None and record.state == "ready"
-            if record is not None and ready and all([await self._in_memory(piece) for piece in pieces(record)]):
+            if record is not None and ready and all([await self._in_memory(piece) for piece in all_parts(record)]):
                 return version
             for copy in (k for k in kept if k.version == version and (record is None or k.is_copy_of(record))):
                 with contextlib.suppress(*DAMAGED):
@@ -280,10 +280,10 @@ class _Attempt:
 
     def _is_named(self, record: VersionRecord) -> bool:
         """Whether its slots are there, as their headers say: who stages it reads all of it."""
-        return all(self._has_slot(piece) for piece in pieces(record))
+        return all(self._has_slot(piece) for piece in all_parts(record))
 
     def _has_slot(self, piece: PartRecord) -> bool:
-        digest, path = piece.manifest_digest, place(piece, self.host, self.own)
+        digest, path = piece.manifest_digest, local_slot(piece, self.host, self.own)
         if digest in self.filled or path is None:  # another host's is that host's to judge
             return True
         return self.whole[digest] if digest in self.whole else _digest_at(path) == digest
@@ -296,7 +296,7 @@ class _Attempt:
             name = names.get(part.manifest_digest)
             return Path(name) if name is not None else None
 
-        return placed(record, where)
+        return with_local_slots(record, where)
 
     async def _commit(self, record: VersionRecord) -> dict[str, bytes | None]:
         """Another version becomes active, by decision; what was lost is said in the history."""

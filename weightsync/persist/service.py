@@ -19,7 +19,7 @@ from pathlib import Path
 from weightsync.board import Board
 from weightsync.errors import PersistError, StoreUnavailable, WatchCompacted, WeightSyncError
 from weightsync.ledger import ensure_arena
-from weightsync.peer.copies import own_copies, pieces, place
+from weightsync.peer.copies import all_parts, local_slot, own_copies
 from weightsync.persist.disk import Disk
 from weightsync.records import ActiveRecord, DiskRecord, ErrorInfo, Keys, VersionRecord
 from weightsync.store.protocol import Store
@@ -158,7 +158,7 @@ class Persister:
 
     async def _slots(self, record: VersionRecord) -> Mapping[str, Path]:
         own = await own_copies(self.store, self.keys, self.host)
-        found = {piece.name: place(piece, self.host, own) for piece in pieces(record)}
+        found = {piece.name: local_slot(piece, self.host, own) for piece in all_parts(record)}
         return {name: path for name, path in found.items() if path is not None}
 
     async def _tell(self, board: Board) -> None:

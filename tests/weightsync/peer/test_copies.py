@@ -14,7 +14,7 @@ from tests.weightsync.peer.hosts import MODEL, Hosts, newest, path_of, random_mo
 from weightsync import Adapter, Publisher, Store
 from weightsync.errors import CopyUnavailable
 from weightsync.hosts import slot_name
-from weightsync.peer.copies import localized
+from weightsync.peer.copies import wait_for_slots
 from weightsync.records import CopyRecord, ErrorInfo, Keys, VersionRecord
 
 KEYS = Keys(MODEL)
@@ -50,13 +50,13 @@ def record(store_url: str, monkeypatch: pytest.MonkeyPatch) -> VersionRecord:
 
 async def test_on_the_one_host_nothing_changes(store: Store, record: VersionRecord) -> None:
     plain = replace(record, slot="/dev/shm/x/slot-1")
-    assert await localized(store, KEYS, plain, "", 1.0) is plain
+    assert await wait_for_slots(store, KEYS, plain, "", 1.0) is plain
     with pytest.raises(CopyUnavailable, match="lies on host a: set HOTSWAP_HOST"):
-        await localized(store, KEYS, record, "", 1.0)
+        await wait_for_slots(store, KEYS, record, "", 1.0)
 
 
 async def test_a_slot_of_this_host_is_opened_where_it_is(store: Store, record: VersionRecord) -> None:
-    found = await localized(store, KEYS, record, "a", 30.0)
+    found = await wait_for_slots(store, KEYS, record, "a", 30.0)
     assert found.slot == record.slot.removeprefix("//a")
     assert replace(found, slot=record.slot) == record
 
@@ -64,12 +64,12 @@ async def test_a_slot_of_this_host_is_opened_where_it_is(store: Store, record: V
 async def test_a_slot_lost_in_a_restart_of_the_host_is_fetched_again(store: Store, record: VersionRecord) -> None:
     Path(record.slot.removeprefix("//a")).unlink()  # noqa: ASYNC240 - in memory
     await say(store, copy_of(record, "a", "/dev/shm/again"))
-    assert (await localized(store, KEYS, record, "a", 30.0)).slot == "/dev/shm/again"
+    assert (await wait_for_slots(store, KEYS, record, "a", 30.0)).slot == "/dev/shm/again"
 
 
 async def test_it_waits_until_the_copy_is_whole(store: Store, record: VersionRecord) -> None:
     await say(store, copy_of(record, "b", "/dev/shm/here", state="fetching"))
-    waiting = asyncio.create_task(localized(store, KEYS, record, "b", 60.0))
+    waiting = asyncio.create_task(wait_for_slots(store, KEYS, record, "b", 60.0))
     await say(store, copy_of(record, "bb", "/dev/shm/elsewhere"))  # a host whose name begins with this one's
     done, _ = await asyncio.wait({waiting}, timeout=0.3)
     assert not done
@@ -79,7 +79,7 @@ async def test_it_waits_until_the_copy_is_whole(store: Store, record: VersionRec
 
 async def test_what_the_peer_failed_with_is_told(store: Store, record: VersionRecord) -> None:
     error = ErrorInfo("arena_full", "a slot needs more than there is")
-    waiting = asyncio.create_task(localized(store, KEYS, record, "b", 60.0))
+    waiting = asyncio.create_task(wait_for_slots(store, KEYS, record, "b", 60.0))
     await say(store, copy_of(record, "b", "/dev/shm/here", state="failed", error=error))
     with pytest.raises(CopyUnavailable, match="could not fetch it; a slot needs more") as caught:
         await asyncio.wait_for(waiting, 30)
@@ -88,18 +88,18 @@ async def test_what_the_peer_failed_with_is_told(store: Store, record: VersionRe
 
 async def test_without_a_peer_it_ends_in_time(store: Store, record: VersionRecord) -> None:
     with pytest.raises(CopyUnavailable, match=r"after 0\.2 s; no peer of b has begun"):
-        await localized(store, KEYS, record, "b", 0.2)
+        await wait_for_slots(store, KEYS, record, "b", 0.2)
     error = ErrorInfo("no_holder", "nobody has it")
     await say(store, copy_of(record, "b", "/dev/shm/here", state="fetching", error=error))
     with pytest.raises(CopyUnavailable, match="nobody has it") as caught:
-        await localized(store, KEYS, record, "b", 0.2)
+        await wait_for_slots(store, KEYS, record, "b", 0.2)
     assert caught.value.cause == "no_holder"
 
 
 async def test_what_nobody_wants_any_more_is_not_waited_for(store: Store, record: VersionRecord) -> None:
     await store.delete(KEYS.target)
     with pytest.raises(CopyUnavailable, match="nobody wants it any more"):
-        await localized(store, KEYS, record, "b", 60.0)
+        await wait_for_slots(store, KEYS, record, "b", 60.0)
 
 
 async def test_instances_of_other_hosts_swap_with_those_of_the_publisher(hosts: Hosts) -> None:
@@ -115,7 +115,7 @@ async def test_instances_of_other_hosts_swap_with_those_of_the_publisher(hosts: 
             store, inner = fleet.store(), engine.stage
 
             async def stage(version: VersionRecord, host=host, store=store, inner=inner):  # type: ignore[no-untyped-def]
-                opened[host] = await localized(store, KEYS, version, host, 60.0)
+                opened[host] = await wait_for_slots(store, KEYS, version, host, 60.0)
                 return await inner(opened[host])
 
             fleet.participants[f"on-{host}"]._stage = stage
