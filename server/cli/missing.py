@@ -6,7 +6,7 @@ import importlib.util
 
 from server.cli.errors import CliError
 
-INSTALL = "scripts/install.sh VENV requirements/cpu.txt (cuda.txt for GPUs), in a checkout of Hotswap"
+INSTALL = 'pip install ".[cpu]" (.[cuda] for GPUs) in a checkout of Hotswap; docs/install.md has the one trap of each'
 OURS = frozenset({"server", "weightsync", "trainer", "loadtest"})
 
 

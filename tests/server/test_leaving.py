@@ -245,7 +245,7 @@ def test_an_interrupt_does_not_wait() -> None:
     finally:
         process.kill()
     assert "leaving" not in rest
-    assert process.returncode != 0
+    assert process.returncode != 0, rest
 
 
 # an instance

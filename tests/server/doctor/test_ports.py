@@ -63,9 +63,10 @@ def test_an_address_of_another_host_is_told() -> None:
 
 @pytest.fixture
 def only_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests' and other people's servers on this machine are not looked at."""
+    """Only what this test starts is looked at, no server that other tests share or that other people run."""
     children = psutil.Process().children
-    monkeypatch.setattr(psutil, "process_iter", lambda: children(recursive=True))
+    before = set(children(recursive=True))
+    monkeypatch.setattr(psutil, "process_iter", lambda: [p for p in children(recursive=True) if p not in before])
 
 
 @pytest.mark.usefixtures("only_children")
