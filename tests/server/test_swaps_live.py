@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import orjson
 import pytest
 from openai import AsyncOpenAI
 
+from tests import stock
 from tests.live import LiveServer, eventually
 
 pytestmark = pytest.mark.engine
@@ -107,49 +105,13 @@ async def test_openai_sdk_streams_chat_through_swaps(live: LiveServer, checkpoin
     assert len({v for _, v in checked}) >= 3
 
 
-REFERENCE = """
-import json, sys
-from vllm import LLM, SamplingParams
-llm = LLM(sys.argv[1], enforce_eager=True, max_model_len=1024, kv_cache_memory_bytes=64 << 20)
-prompts = [{"prompt_token_ids": p} for p in json.loads(sys.argv[2])]
-out = llm.generate(prompts, SamplingParams(max_tokens=int(sys.argv[3]), temperature=0, ignore_eos=True), use_tqdm=False)
-print("REFERENCE" + json.dumps([list(o.outputs[0].token_ids) for o in out]))
-"""
 PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(20 + 17 * i)] for i in range(6)]
-
-
-def stock_vllm(model: Path, prompts: list[list[int]] = PROMPTS, tokens: int = 40) -> list[list[int]]:
-    """Greedy answers of a fresh, stock vLLM engine that loaded `model` from disk itself."""
-    return _stock(REFERENCE, model, orjson.dumps(prompts).decode(), str(tokens))
-
-
-def _stock(program: str, model: Path, *arguments: str) -> list[Any]:
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
-    command = [sys.executable, "-c", program, str(model), *arguments]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True)
-    (line,) = [x for x in run.stdout.splitlines() if x.startswith("REFERENCE")]
-    return list(orjson.loads(line.removeprefix("REFERENCE")))
-
-
-SCORES = """
-import json, sys
-from vllm import LLM, SamplingParams
-llm = LLM(sys.argv[1], enforce_eager=True, max_model_len=1024, kv_cache_memory_bytes=64 << 20)
-asked = json.loads(sys.argv[2])
-wanted = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
-out = llm.generate([{"prompt_token_ids": p + a} for p, a in asked], wanted, use_tqdm=False)
-def behind(place, token):
-    return max(l.logprob for l in place.values()) - place[token].logprob
-worst = [max(behind(o.prompt_logprobs[len(p) + i], t) for i, t in enumerate(a)) for o, (p, a) in zip(out, asked)]
-print("REFERENCE" + json.dumps(worst))
-"""
-ROUNDING = 0.3  # nats; bf16 kernels round by the shape of a batch, and other weights are several nats off
 
 
 def behind_stock_vllm(model: Path, answers: list[list[int]]) -> float:
     """By how much any token of the answers is less likely than what a fresh, stock engine of `model` prefers."""
     asked = [pair for n in range(0, len(answers), len(PROMPTS)) for pair in zip(PROMPTS, answers[n:], strict=False)]
-    return max(_stock(SCORES, model, orjson.dumps(asked).decode()))
+    return max(stock.behind(model, asked))
 
 
 def test_after_swap_and_rollback_greedy_is_that_of_a_fresh_engine(
@@ -170,8 +132,8 @@ def test_after_swap_and_rollback_greedy_is_that_of_a_fresh_engine(
         assert live.admin.post("/admin/weights/rollback").status_code == 200
         answer(name)
     for name, other in (("a", "b"), ("b", "a")):
-        assert behind_stock_vllm(checkpoints[name], given[name]) < ROUNDING
-        assert behind_stock_vllm(checkpoints[name], given[other]) > 10 * ROUNDING
+        assert behind_stock_vllm(checkpoints[name], given[name]) < stock.ROUNDING
+        assert behind_stock_vllm(checkpoints[name], given[other]) > 10 * stock.ROUNDING
 
 
 def test_prefix_cache_hits_within_a_version_and_never_across(live: LiveServer, checkpoints: dict[str, Path]) -> None:

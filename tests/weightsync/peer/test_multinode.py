@@ -21,7 +21,7 @@ from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, newest, serving, unt
 from weightsync import Coordinator, Store
 from weightsync.records import VersionRecord
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.timeout(900)]
 WAIT_S = 400.0  # a guard: five processes import vLLM, three of them one after the other
 PROMPT, TOKENS = [3, 4, 5, 6, 7], 12
 HOSTS = ("a", "b")

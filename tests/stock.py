@@ -1,0 +1,68 @@
+"""What a fresh, stock vLLM engine says: the reference that swapped and rolled back weights are held against."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from tests.warm import warm
+
+SWITCHES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
+ROUNDING = 0.3  # nats; bf16 kernels round by the shape of a batch, and other weights are several nats off
+Ids = list[int]
+
+
+def answers(model: Path, prompts: list[Ids], tokens: int) -> list[Ids]:
+    """Its greedy answers, after it has loaded `model` from disk itself."""
+    return list(_asked({"model": str(model), "prompts": prompts, "tokens": tokens}))
+
+
+def behind(model: Path, asked: list[tuple[Ids, Ids]]) -> list[float]:
+    """For each (prompt, answer): by how many nats any token of the answer is less likely than what it prefers."""
+    return list(_asked({"model": str(model), "asked": asked}))
+
+
+def _asked(what: dict[str, Any]) -> Any:
+    with tempfile.TemporaryDirectory() as directory:
+        question, answer, log = (Path(directory) / name for name in ("question", "answer", "log"))
+        question.write_bytes(orjson.dumps(what))
+        process = warm().start(["tests.stock", str(question), str(answer)], {**os.environ, **SWITCHES}, log, ())
+        assert process.wait(240) == 0, log.read_text()
+        return orjson.loads(answer.read_bytes())
+
+
+def main(question: Path, answer: Path) -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.v1.engine.core import EngineCore
+
+    what = orjson.loads(question.read_bytes())
+    llm = LLM(what["model"], enforce_eager=True, max_model_len=1024, kv_cache_memory_bytes=64 << 20)
+    assert not hasattr(EngineCore, "hotswap_commit"), "this engine is not a stock one"
+
+    def generated(prompts: list[Ids], **sampling: Any) -> Any:
+        params = SamplingParams(temperature=0, **sampling)
+        return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+    def worst(output: Any, prompt: Ids, said: Ids) -> float:
+        places = [(output.prompt_logprobs[len(prompt) + i], token) for i, token in enumerate(said)]
+        return float(
+            max(max(seen.logprob for seen in place.values()) - place[token].logprob for place, token in places)
+        )
+
+    found: list[Any]
+    if "prompts" in what:
+        outputs = generated(what["prompts"], max_tokens=what["tokens"], ignore_eos=True)
+        found = [list(output.outputs[0].token_ids) for output in outputs]
+    else:
+        outputs = generated([p + said for p, said in what["asked"]], max_tokens=1, prompt_logprobs=1)
+        found = [worst(output, *asked) for output, asked in zip(outputs, what["asked"], strict=True)]
+    answer.write_bytes(orjson.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
