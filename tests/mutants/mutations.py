@@ -232,7 +232,7 @@ MUTATIONS: list[Mutation] = [
         ("{**(fence or {}), key: found.mod_revision}", "{key: found.mod_revision}"),
         ("{**(fence or {}), key: found.mod_revision}", "{**(fence or {})}"),
     ]),
-    *of("weightsync/store/sqlite_db.py", WS + "test_store.py", changes=[
+    *of("weightsync/store/sqlite_db.py", WS + "store/test_store.py", changes=[
         ("if (found := row[0] if row else 0) != expected:", "if (found := row[0] if row else 0) < expected:"),
         ("            for lease in set(leases.values()):\n                self._require_lease(lease)\n", ""),
         ("SET expires = ttl + ? WHERE id = ?", "SET expires = expires + 0 * ? WHERE id = ?"),

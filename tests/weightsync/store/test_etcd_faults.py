@@ -1,17 +1,18 @@
-"""etcd killed, frozen and emptied under a store: nothing is lost, nothing hangs, and what ended is said."""
+"""etcd killed, frozen, emptied or given new certificates under a store: nothing is lost, nothing hangs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.etcd import MIN_LEASE_S, Etcd
+from tests.etcd import MIN_LEASE_S, Etcd, Tls
 from weightsync import open_store
 from weightsync.errors import Conflict, LeaseLost, StoreLost, StoreUnavailable
 from weightsync.lease import LeaseKeeper
@@ -64,7 +65,7 @@ async def count_up(store: Store, key: str, until: int) -> None:
 
 WRITER = """
 import asyncio, sys
-from tests.weightsync.test_store_etcd_faults import count_up
+from tests.weightsync.store.test_etcd_faults import count_up
 from weightsync import open_store
 
 async def main():
@@ -80,7 +81,7 @@ asyncio.run(main())
 async def test_a_watch_misses_nothing_while_etcd_is_killed_and_restarted(server: Etcd, store: Store) -> None:
     _, revision = await store.list("")
     keys, writes = ("w/x", "w/y"), 400
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     writers = [
         await asyncio.create_subprocess_exec(sys.executable, "-c", WRITER, server.url("n"), key, str(writes), cwd=root)
         for key in keys
@@ -315,3 +316,48 @@ def test_no_child_dies_before_it_has_begun(etcd: Etcd) -> None:
         [sys.executable, "-c", STARTS, etcd.url("fork")], capture_output=True, text=True, timeout=120, check=True
     )
     assert run.stdout.strip() == "{0: 400}"
+
+
+async def test_a_store_goes_on_with_new_certificates(tmp_path: Path) -> None:
+    tls = renewed(tmp_path)
+    ours = copied(tls, tmp_path / "client")
+    server = Etcd(tls=tls)
+    store = open_store(server.url("n", **ours))
+    try:
+        revision = await store.put("a", b"1")
+        events: AsyncGenerator[Event, None] = store.watch("b", revision + 1)
+        seen = asyncio.create_task(anext(events))
+        await store.put("b", b"1")
+        assert (await asyncio.wait_for(seen, 30)).kv.value == b"1"
+        seen = asyncio.create_task(anext(events))
+        await asyncio.to_thread(server.kill)
+        copied(renewed(tmp_path), tmp_path / "client")
+        await asyncio.to_thread(server.start)
+        await store.put("b", b"2")
+        assert (await asyncio.wait_for(seen, 30)).kv.value == b"2"
+        await events.aclose()
+        await asyncio.to_thread(server.kill)
+        tls = renewed(tmp_path)
+        await asyncio.to_thread(server.start)
+        with pytest.raises(StoreUnavailable):  # etcd has its new ones, and this client does not
+            await store.get("a")
+        copied(tls, tmp_path / "client")
+        found = await store.get("a")
+        assert found is not None
+        assert found.value == b"1"
+    finally:
+        await store.close()
+        server.close()
+
+
+def renewed(directory: Path) -> Tls:
+    """Certificates of another authority, in the files that the server reads."""
+    return Tls(directory / "etcd", client_certificates=True)
+
+
+def copied(tls: Tls, directory: Path) -> dict[str, object]:
+    """What a client needs of `tls`, in `directory`: options of its URL."""
+    directory.mkdir(exist_ok=True)
+    for source in (tls.ca, tls.cert, tls.key):
+        shutil.copy(source, directory / source.name)
+    return {"ca": directory / tls.ca.name, "cert": directory / tls.cert.name, "key": directory / tls.key.name}

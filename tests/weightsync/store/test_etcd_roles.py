@@ -17,15 +17,14 @@ from server.gateway.access.scope import STORE_KEY
 from server.gateway.fleet.drains import drains
 from server.sleeping import orders, sleepers
 from tests.etcd import Etcd
+from tests.weightsync.fleet import MODEL, Engine, until
+from tests.weightsync.tensors import model
 from weightsync import Coordinator, Participant, Publisher, Store, open_store
 from weightsync.errors import StoreRefused
 from weightsync.records import InstanceRecord, Keys
 from weightsync.store.etcd_roles import NAMES, roles
 from weightsync.store.etcd_users import Administrator
 from weightsync.swap.activation import previous_version
-
-from .fleet import MODEL, Engine, until
-from .tensors import model
 
 KEYS = Keys(MODEL)
 OTHER = Keys("another")
