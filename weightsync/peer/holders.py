@@ -69,12 +69,8 @@ class Sources:
         rack: str = "",
         patient: bool = True,
     ) -> None:
-        self._client, self._opener, self.key, self._offered = (
-            client,
-            Opener(client, transport, key, background),
-            key,
-            offered,
-        )
+        self._client, self._opener = client, Opener(client, transport, key, background)
+        self.key, self._offered = key, offered
         self._seed, self._rack, self._left_out, self._patient = seed, rack, left_out, patient
         self._turn, self._patience = 0, Patience()
         self._asking: dict[str, asyncio.Task[None]] = {}

@@ -1,4 +1,11 @@
-"""The data plane between hosts: reads of registered memory, over RDMA or TCP. docs/transport.md says which one when."""
+"""The data plane between hosts: reads of registered memory, over RDMA or TCP. docs/transport.md says which one when.
+
+protocol.py                             what every transport does
+tcp.py, tcp_server.py, tcp_wire.py      TCP: the reader's side, the owner's, and the format between them
+isolated.py, child.py                   the transport of a library, and the process in which the library works
+engine.py, nixl.py, mooncake.py         what a library must do there, and the two that do it
+addresses.py                            where a transport listens
+"""
 
 from __future__ import annotations
 
