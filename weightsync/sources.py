@@ -1,6 +1,6 @@
 """What can be published: torch tensors, numpy arrays and tensors in files, behind three functions.
 
-Torch is never imported from here: who passes a torch tensor has it loaded already.
+A program that passes a torch tensor has loaded torch already, so only functions for such tensors import it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -19,6 +19,9 @@ from weightsync.digests.fingerprint import Running
 from weightsync.dtypes import ITEMSIZE
 from weightsync.errors import CheckpointError, UnsupportedDtype
 from weightsync.manifest import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
 
 CHUNK = 512 << 10
 
@@ -67,18 +70,14 @@ def spec_of(name: str, tensor: Any) -> TensorSpec:
             raise UnsupportedDtype(name, dtype)
         return TensorSpec(dtype, tuple(tensor.shape))
     if _is_torch(tensor):
-        from weightsync import tensors
-
-        return tensors.spec_of(name, tensor)
+        return _torch_spec(name, tensor)
     raise UnsupportedDtype(name, f"a {type(tensor).__name__}, not a tensor")
 
 
 def copy_sums(target: memoryview, tensor: Any, spec: TensorSpec) -> Sums:
     """Copy all of `tensor` to `target` (uint8 [nbytes]); returns the sums of the bytes as they now are there."""
     if _is_torch(tensor):
-        from weightsync import tensors
-
-        return tensors.copy_sums(target, tensor, spec)
+        return _copy_torch_sums(target, tensor, spec)
     if isinstance(tensor, FileTensor):
         return _sum_chunks(target, spec, lambda chunk, start: _read_into(chunk, tensor, start))
     if isinstance(tensor, FilledTensor):
@@ -116,9 +115,7 @@ def _sum_chunks(
 def copy_slice(target: memoryview, tensor: Any, shape: tuple[int, ...], dim: int, start: int) -> None:
     """Copy `tensor` into its place in a tensor of `shape` that lies in `target`: from `start` on along `dim`."""
     if _is_torch(tensor):
-        from weightsync import tensors
-
-        return tensors.copy_strided(target, tensor, shape, dim, start)
+        return _copy_torch_slice(target, tensor, shape, dim, start)
     if isinstance(tensor, RawTensor):
         return _copy_raw_slice(target, tensor, shape, dim, start)
     if tensor.size:
@@ -151,3 +148,49 @@ def _read_into(chunk: memoryview, stored: FileTensor, start: int) -> None:
 def _is_torch(tensor: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(tensor, torch.Tensor)
+
+
+# torch tensors
+
+
+def _torch_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Raises UnsupportedDtype for tensors without plain bytes of their own (sparse, sharded, on `meta`, offloaded)."""
+    if problem := _without_bytes(tensor):
+        raise UnsupportedDtype(name, problem)
+    return TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def _without_bytes(tensor: torch.Tensor) -> str | None:
+    """Why there is nothing to copy; reading such a tensor by its address would kill the process."""
+    import torch
+
+    if hasattr(tensor, "full_tensor"):
+        return "a DTensor (pass its full_tensor(), or write its local part as a slice)"
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return f"{tensor.dtype} ({tensor.layout}, on {tensor.device})"
+    last = (
+        sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
+    )
+    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + last + 1) * tensor.element_size():
+        return "offloaded (its storage is empty; load it again first)"
+    return None
+
+
+def _copy_torch_sums(target: memoryview, tensor: torch.Tensor, spec: TensorSpec) -> Sums:
+    """Copy all of `tensor` to `target` (uint8 [nbytes], in a slot); returns the sums of what was written there."""
+    source = tensor.detach()
+    if source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg():
+        # By address: to share a storage with numpy would forbid the trainer to resize, and so to offload, it.
+        return copy_sums_address(target, source.data_ptr(), spec)
+    _copy_torch_slice(target, source, tuple(source.shape), 0, 0)
+    return sums_of(target, spec)
+
+
+def _copy_torch_slice(target: memoryview, tensor: torch.Tensor, shape: tuple[int, ...], dim: int, start: int) -> None:
+    """Copy `tensor` to where it belongs in a tensor of `shape` that lies in `target`: from `start` on along `dim`."""
+    import torch
+
+    if tensor.numel():
+        whole = torch.frombuffer(target, dtype=tensor.dtype).view(shape)
+        part = whole.narrow(dim, start, tensor.shape[dim]) if shape else whole
+        part.copy_(tensor.detach())
