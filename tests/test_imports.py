@@ -1,100 +1,115 @@
-"""Which module imports which: no circles, and packages that must not know each other do not."""
+"""Imports run downward: no circle among modules, and packages that must not know each other do not.
 
-from __future__ import annotations
+The graph holds every import, at module level and inside functions, except those under
+`if TYPE_CHECKING`, which never run. An import of a package's parent is not an edge of its own:
+Python runs `a/__init__.py` before `a/b.py` whatever `a/b.py` says.
+"""
 
 import ast
-import functools
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = ("server", "trainer", "weightsync", "loadtest")
-# What a package may import of the others.
-MAY = {
-    "weightsync": set[str](),
-    "trainer": {"weightsync"},
-    "server": {"weightsync"},
-    "loadtest": {"server", "trainer", "weightsync"},
-}
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("server", "weightsync", "trainer", "loadtest")
+FORBIDDEN = (
+    ("server", "trainer"),
+    ("trainer", "server"),
+    ("weightsync", "server"),
+    ("weightsync", "trainer"),
+    *((package, "loadtest") for package in ("server", "trainer", "weightsync")),
+)
 
 
-def modules() -> dict[str, Path]:
+def _sources(root: Path) -> dict[str, Path]:
     found = {}
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*.py"):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for path in itertools.chain.from_iterable((root / name).rglob("*.py") for name in PACKAGES):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
-def imported(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """Modules that `name` imports, also inside of functions; not what only a type checker reads."""
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    todo: list[ast.AST] = [ast.parse(path.read_text())]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            todo += node.orelse
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in known)
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below `node`, without the bodies of `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            for other in child.orelse:
+                yield other
+                yield from _running(other)
+            continue
+        yield child
+        yield from _running(child)
+
+
+def _imported(module: str, path: Path, modules: set[str]) -> set[str]:
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = set()
+    for node in _running(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, *filter(None, [base])])
-            for alias in node.names:
-                whole = f"{base}.{alias.name}"
-                if (target := whole if whole in known else base) in known:
-                    yield target
-        else:
-            todo += ast.iter_child_nodes(node)
+            parts = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parts, node.module] if node.module else parts)
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            found |= names & modules
+            if names - modules:
+                found.add(base)
+    return (found & modules) - {module}
 
 
-@functools.cache
-def graph() -> dict[str, set[str]]:
-    known = modules()
-    return {name: set(imported(name, path, known)) - {name} for name, path in known.items()}
+def _graph(root: Path) -> dict[str, set[str]]:
+    sources = _sources(root)
+    return {module: _imported(module, path, set(sources)) for module, path in sources.items()}
 
 
-def circles() -> list[list[str]]:
-    """Strongly connected components of more than one module (Tarjan)."""
-    links, index, low = graph(), dict[str, int](), dict[str, int]()
-    stack: list[str] = []
-    found = []
-
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for other in sorted(links[name]):
-            if other not in index:
-                visit(other)
-            if other in stack:
-                low[name] = min(low[name], low[other])
-        if low[name] == index[name]:
-            at = stack.index(name)
-            if len(stack) - at > 1:
-                found.append(sorted(stack[at:]))
-            del stack[at:]
-
-    for name in sorted(links):
-        if name not in index:
-            visit(name)
-    return found
+def _reach(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    todo = list(graph[start])
+    while todo:
+        module = todo.pop()
+        if module not in seen:
+            seen.add(module)
+            todo += graph[module]
+    return seen
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    assert circles() == []
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_imports_only_what_is_below_it(package: str) -> None:
-    wrong = {
-        f"{name} imports {other}"
-        for name, others in graph().items()
-        if name.split(".")[0] == package
-        for other in others
-        if other.split(".")[0] not in MAY[package] | {package}
+def _circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The sets of modules that all reach each other."""
+    reach = {module: _reach(graph, module) for module in graph}
+    return {
+        frozenset(other for other in reach[module] if module in reach[other])
+        for module in graph
+        if module in reach[module]
     }
-    assert not wrong
+
+
+def test_no_circle_of_imports() -> None:
+    circles = sorted(" <-> ".join(sorted(circle)) for circle in _circles(_graph(ROOT)))
+    assert not circles, "these modules import each other:\n" + "\n".join(circles)
+
+
+@pytest.mark.parametrize(("package", "other"), FORBIDDEN)
+def test_packages_that_must_not_know_each_other(package: str, other: str) -> None:
+    graph = _graph(ROOT)
+    crossings = sorted(
+        f"{module} imports {target}"
+        for module, targets in graph.items()
+        for target in targets
+        if module.split(".")[0] == package and target.split(".")[0] == other
+    )
+    assert not crossings, "\n".join(crossings)
+
+
+def test_the_search_names_a_circle(tmp_path: Path) -> None:
+    for package in PACKAGES:
+        (tmp_path / package).mkdir()
+    (tmp_path / "server" / "a.py").write_text("from server import b\n")
+    (tmp_path / "server" / "b.py").write_text("def late():\n    from .c import thing\n")
+    (tmp_path / "server" / "c.py").write_text("import server.a\n")
+    (tmp_path / "server" / "d.py").write_text(
+        "from typing import TYPE_CHECKING\nimport server.a\nif TYPE_CHECKING:\n    import server.e\n"
+    )
+    (tmp_path / "server" / "e.py").write_text("import server.d\n")
+    assert _circles(_graph(tmp_path)) == {frozenset({"server.a", "server.b", "server.c"})}

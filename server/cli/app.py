@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from server.cli import bench, doctor, instances, keys, store_roles, weights
+from server.cli import doctor, instances, keys, store_roles, weights
 from server.cli.errors import CliError
 from server.cli.paths import default_state_dir
 from server.errors import ConfigError
 from weightsync.errors import TlsUnavailable
 
+
+class Commands(TyperGroup):
+    """Ours, and those of other packages: entry points of the group `hotswap.commands`, each a Typer application."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if (ours := super().get_command(ctx, cmd_name)) is not None:
+            return ours
+        return next((_loaded(entry) for entry in _plugins() if entry.name == cmd_name), None)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *sorted(entry.name for entry in _plugins())]
+
+
+def _plugins() -> Iterator[EntryPoint]:
+    yield from entry_points(group="hotswap.commands")
+
+
+def _loaded(entry: EntryPoint) -> Any:
+    command = typer.main.get_command(entry.load())
+    command.name = entry.name
+    return command
+
+
 app = typer.Typer(
     name="hotswap",
+    cls=Commands,
     help="An LLM server whose weights can be replaced while it answers.",
     no_args_is_help=True,
     add_completion=False,
@@ -25,7 +52,6 @@ app.add_typer(weights.app, name="weights", help="Publish, activate, roll back, v
 app.add_typer(keys.app, name="keys", help="Make, limit, rotate and revoke keys of a running gateway.")
 app.add_typer(instances.app, name="instances", help="Show instances, take one out of routing, and back.")
 app.add_typer(store_roles.app, name="store", help="Roles and users of an etcd.")
-app.add_typer(bench.app, name="bench", help="Benchmarks; each prints a table and writes JSON.")
 app.command()(doctor.doctor)
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -13,13 +13,13 @@ import pytest
 import typer
 import xxhash
 
+from loadtest import cli as bench
 from loadtest import transfer
 from loadtest.cpu import pin
 from loadtest.feeding.bench import PARTS, with_instances
 from loadtest.feeding.joiner import LOADED, forget, split
 from loadtest.feeding.loss import GENERATED, figures_of
 from loadtest.feeding.reader import Reader
-from server.cli import bench
 from server.cli.errors import CliError
 from weightsync.peer.messages import Key, Opened
 from weightsync.records import CopyRecord

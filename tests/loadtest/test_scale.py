@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from loadtest.cli import app
 from loadtest.scale import records, store
 from loadtest.scale.bench import simulated
 from loadtest.scale.cases import BASELINES, standard
 from loadtest.scale.network import Network, Station
 from loadtest.scale.scenario import MIB, Scenario, ScenarioError
 from loadtest.scale.swarm import SwarmStuck, distribute
-from server.cli.bench import app
 from tests.etcd import require
 from weightsync.peer.holders import OPEN_AT_ONCE, REFRESH_S
 from weightsync.peer.settings import Pace, PeerSettings

@@ -1,4 +1,4 @@
-"""`hotswap bench`: the benchmarks of loadtest/."""
+"""`hotswap bench`, which the command line finds as a plug-in (`hotswap.commands` in pyproject.toml)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True, help="Benchmarks; each prints a table and writes JSON.")
 Json = Annotated[Path | None, typer.Option("--json", help="write the figures here as JSON")]
 Small = Annotated[bool, typer.Option(help="a tiny model: checks the benchmark, says nothing of speed")]
 
