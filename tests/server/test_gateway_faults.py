@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from server.gateway import UpstreamSettings
+from server.gateway import UpstreamSettings, app
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.finished import Finished
 from server.gateway.observe.stats import Stats
@@ -106,7 +106,10 @@ async def test_an_answer_to_a_fault_of_the_app_has_its_id_and_its_line(
     assert (line.request_id, line.status) == (got.headers["x-request-id"], 500)
 
 
-async def test_readiness_asks_all_instances_at_once_and_for_all_who_ask(gateway: RunningGateway) -> None:
+async def test_readiness_asks_all_instances_at_once_and_for_all_who_ask(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "PROBE_TIMEOUT_S", 60.0)  # who is asked after one that is silent is asked too late
     asked = asyncio.Event()
 
     async def silent(link: Link, _: Received) -> None:

@@ -26,12 +26,13 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     await store.close()
 
 
-def guards() -> list[psutil.Process]:
-    """Guards of this process that watch."""
+def guards(store: Store) -> list[psutil.Process]:
+    """Guards of this process that watch a lease of `store`."""
+    path = store.url.removeprefix("sqlite://")
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            if any("store.db" in file.path for file in child.open_files()):
+            if any(file.path == path for file in child.open_files()):
                 found.append(child)
     return found
 
@@ -45,7 +46,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def guarded(store: Store, ttl_s: float) -> LeaseKeeper:
     keeper = await LeaseKeeper.grant(store, ttl_s, store.url)
     await store.put("here", b"", keeper.id)
-    await until(lambda: bool(guards()))
+    await until(lambda: bool(guards(store)))
     return keeper
 
 
@@ -58,7 +59,7 @@ async def test_who_is_busy_keeps_its_lease(store: Store) -> None:
     await store.keep_alive(keeper.id)
     await keeper.end()
     assert await store.get("here") is None
-    await until(lambda: not guards())
+    await until(lambda: not guards(store))
 
 
 async def test_who_stands_still_loses_it(store: Store) -> None:
@@ -68,7 +69,7 @@ async def test_who_stands_still_loses_it(store: Store) -> None:
     assert await store.get("here") is None
     await asyncio.wait_for(keeper.lost.wait(), 10)
     await keeper.stop()
-    await until(lambda: not guards())
+    await until(lambda: not guards(store))
 
 
 async def test_without_a_guard_who_is_busy_loses_it(store: Store) -> None:
