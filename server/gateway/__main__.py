@@ -18,7 +18,7 @@ from server.gateway.config import (
     QueueSettings,
     UpstreamSettings,
 )
-from server.gateway.workers.place import Place
+from server.gateway.workers import Place
 from weightsync import tls
 from weightsync.errors import StoreError, TlsUnavailable
 

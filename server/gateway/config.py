@@ -8,7 +8,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from server.errors import ConfigError
-from server.gateway.workers.place import Place
+from server.gateway.workers import Place
 from weightsync.tls import is_loopback
 
 _LIMIT_OPTIONS = {"stalled_client_s": "write-timeout"}

@@ -23,14 +23,14 @@ from server.gateway.config import GatewayConfig
 from server.gateway.fleet.scrape import Readiness, scrape_forever
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.metrics import build_registry, render
+from server.gateway.observe.pages import Pages
 from server.gateway.observe.series import Throughput
 from server.gateway.observe.stats import Stats
 from server.gateway.observe.training import TrainingLog
 from server.gateway.observe.watchers import open_watchers
-from server.gateway.openapi.source import PublicDocument
+from server.gateway.openapi.document import PublicDocument
 from server.gateway.proxy.outbox import Outbox
 from server.gateway.queue.gate import Gate
-from server.gateway.workers.pages import Pages
 from weightsync.errors import StoreError
 from weightsync.store import Store, open_store
 from weightsync.swap.coordinator import Coordinator
@@ -69,7 +69,7 @@ class Gateway:
         self.coordinator = Coordinator(store, config.model, keep=config.keep_versions, probe=probe)
         self.pusher = Pusher(config)
         self.updates = Updates()
-        self.document = PublicDocument()
+        self.document = PublicDocument(self.fleet, keys)
         self.throughput = Throughput()
         self.training = TrainingLog(store, config.model)
         self.registry = build_registry(self.stats, self.fleet, self.gate)

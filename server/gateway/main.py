@@ -20,8 +20,7 @@ from server.gateway.access.key_files import load_keys
 from server.gateway.admin.probes import ProbeSettings
 from server.gateway.config import GatewayConfig
 from server.gateway.observe.logs import configure
-from server.gateway.workers.place import Place
-from server.gateway.workers.supervisor import Supervisor
+from server.gateway.workers import Place, Supervisor
 from weightsync.store import open_store
 from weightsync.tls import ClusterTls, FollowedContext, is_loopback
 

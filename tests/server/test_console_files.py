@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from server.gateway.console import files
+from server.gateway.console import routes as files
 from tests.server.gateway_harness import ADMIN_KEY, RunningGateway, get, post, running_gateway
 from tests.server.gateway_upstream import Answer
 
@@ -144,7 +144,7 @@ async def test_a_head_request_gets_the_head(gateway: RunningGateway) -> None:
         "/console/STYLE.CSS",
         "/console/.",
         "/console/..",
-        "/console/files.py",
+        "/console/routes.py",
         "/console/__init__.py",
         "/console//etc/passwd",
         "/console/%2fetc%2fpasswd",

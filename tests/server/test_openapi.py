@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from server.gateway import UpstreamSettings
-from server.gateway.openapi.source import PATH
+from server.gateway.openapi.document import PATH
 from server.gateway.proxy.routes import public_names
 from tests.schemathesis.run import schemathesis
 from tests.server.gateway_harness import ADMIN_KEY, RunningGateway, get, running_gateway

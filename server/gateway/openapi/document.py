@@ -1,34 +1,108 @@
-"""The two documents: of the public port, and of the admin port."""
+"""`GET /openapi.json` of both ports: the document of the public port, and that of the admin port.
+
+The public one tells of the forwarded routes what an instance tells of them in its own document, and what the gateway
+adds: the wishes, the keys, the errors. It is made when it is first asked for, and kept while that instance is there.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Iterator
 from typing import Any
 
+import orjson
 from fastapi import FastAPI
 
+from server.errors import HttpError, Unavailable
+from server.gateway.access.keys import KeyRing
+from server.gateway.fleet.instance import Instance
+from server.gateway.fleet.scrape import fetch
+from server.gateway.fleet.view import Fleet
 from server.gateway.middleware import is_public
 from server.gateway.observe.metrics import release
-from server.gateway.openapi import forwarded
-from server.gateway.openapi.parts import EVERY, Json, components, error_responses, header_refs
+from server.gateway.openapi.parts import EVERY, RATE_LIMITS, Json, components, error_responses, header_refs, parameters
+from server.gateway.proxy.routes import Route, public_routes
+
+log = logging.getLogger("hotswap.gateway")
+
+PATH = b"/hotswap/openapi.json"  # of an instance: server/instance/openapi.py
+TIMEOUT_S = 10.0
+RETRY_S = 1.0  # an instance that gave no document is not asked again at once
+
+
+class PublicDocument:
+    """The document as bytes. Made by one request at a time, on a thread: it takes tens of milliseconds."""
+
+    def __init__(self, fleet: Fleet, keys: KeyRing) -> None:
+        self._fleet = fleet
+        self._keys = keys
+        self._making = asyncio.Lock()
+        self._source: tuple[str, str, bool] | None = None
+        self._bytes = b""
+        self._failed_at = float("-inf")
+
+    async def get(self, app: FastAPI) -> bytes:
+        """The document. Raises Unavailable when no instance tells what it serves."""
+        async with self._making:
+            if not self._is_current():
+                await self._make(app)
+            return self._bytes
+
+    def _is_current(self) -> bool:
+        """An instance that is gone has perhaps made way for another vLLM; none at all is no reason to ask anew."""
+        if self._source is None or self._source[2] != (not self._keys.open_inference):
+            return False
+        there = {(i.id, i.record.address) for i in self._fleet.instances.values()}
+        return self._source[:2] in there or not self._fleet.serving
+
+    async def _make(self, app: FastAPI) -> None:
+        if not self._fleet.serving:
+            raise self._fleet.unavailable()
+        key_required = not self._keys.open_inference
+        if time.monotonic() - self._failed_at > RETRY_S:
+            for instance in list(self._fleet.serving):
+                told = await _ask(instance)
+                if told is not None:
+                    self._bytes = await asyncio.to_thread(_build, app, told, key_required)
+                    self._source = (instance.id, instance.record.address, key_required)
+                    return
+            self._failed_at = time.monotonic()
+        raise Unavailable("No instance tells what its routes are; try again.", code="not_answering")
+
+
+async def _ask(instance: Instance) -> bytes | None:
+    try:
+        status, body = await fetch(instance, PATH, TIMEOUT_S)
+    except (HttpError, TimeoutError) as failure:
+        log.warning("%s did not tell its OpenAPI document: %s", instance.id, failure or "it took too long")
+        return None
+    return body if status == 200 else None
+
+
+def _build(app: FastAPI, told: bytes, key_required: bool) -> bytes:
+    return orjson.dumps(public(app, orjson.loads(told), key_required=key_required))
+
 
 _ADMIN_FAILS = (*EVERY, "401", "403", "409", "422", "501", "504", "507")
 
 
 def public(app: FastAPI, instance: Json, *, key_required: bool) -> Json:
-    """Of the public port. `instance` is an instance's own document, `app` has the routes that are not forwarded."""
+    """The document of the public port. `instance` is an instance's own one, `app` has the routes not forwarded."""
     own = app.openapi()
     paths = {path: _operations(item, EVERY) for path, item in own["paths"].items() if is_public(path)}
-    routes, schemas = forwarded.paths(instance)
-    document = _document("Inference, health and metrics.", {**routes, **paths}, schemas)
+    routes, schemas = _forwarded(instance)
     keys: list[Json] = [{"bearer": []}, {"apiKey": []}]
     for item in routes.values():
         for operation in item.values():
             operation["security"] = keys if key_required else [{}, *keys]
-    return document
+    return _document("Inference, health and metrics.", {**routes, **paths}, schemas)
 
 
-def admin(app: FastAPI) -> Json:
-    """Of the admin port. What is forwarded from there too is told of on the public one."""
+def admin(app: FastAPI) -> bytes:
+    """The document of the admin port, as bytes. What is forwarded from there too is told of on the public one."""
     own = app.openapi()
     paths: Json = {}
     for path, item in own["paths"].items():
@@ -36,7 +110,7 @@ def admin(app: FastAPI) -> Json:
         for operation in paths[path].values():
             operation["security"] = [] if is_public(path) else [{"bearer": []}, {"apiKey": []}]
     description = "Weights, swaps, keys, the fleet; and the routes of other systems' trainers."
-    return _document(description, paths, own["components"]["schemas"])
+    return orjson.dumps(_document(description, paths, own["components"]["schemas"]))
 
 
 def _document(description: str, paths: Json, schemas: Json) -> Json:
@@ -58,3 +132,115 @@ def _operation(operation: Json, fails: tuple[str, ...]) -> Json:
 
 def _answer(told: dict[str, Any]) -> Json:
     return {**told, "headers": {**told.get("headers", {}), **header_refs("x-request-id")}}
+
+
+_REF = re.compile(r"#/components/schemas/(.+)")
+# What the instance calls a route whose path has a parameter.
+_AT_INSTANCE = {
+    "/v1/responses/{id}": "/v1/responses/{response_id}",
+    "/v1/responses/{id}/cancel": "/v1/responses/{response_id}/cancel",
+}
+_FAILS = (*EVERY, "401", "403", "409", "422", "429", "501", "502", "504")
+_TAGS = {
+    "/v1/messages": "anthropic",
+    "/v1/messages/count_tokens": "anthropic",
+    "/generate": "tokens",
+    "/tokenize": "tokens",
+    "/detokenize": "tokens",
+    "/tokenizer_info": "tokens",
+    "/generative_scoring": "tokens",
+    "/version": "health",
+}
+_RESPONSE_ID: Json = {
+    "name": "id",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,128}$"},
+}
+_RESPONSE_QUERY: list[Json] = [
+    {"name": "starting_after", "in": "query", "schema": {"type": "integer"}},
+    {"name": "stream", "in": "query", "schema": {"type": "boolean", "default": False}},
+]
+
+
+def _forwarded(instance: Json) -> tuple[Json, Json]:
+    """Paths and the schemas they need, of the public routes that `instance` (its own document) has."""
+    found: Json = {}
+    definitions: Json = dict(instance["components"]["schemas"])
+    for route in public_routes():
+        told = instance["paths"].get(_AT_INSTANCE.get(route.name, route.name), {}).get(_method(route))
+        if told is not None:
+            found.setdefault(route.name, {})[_method(route)] = _forwarded_operation(route, told, definitions)
+    return found, _reachable(found, definitions)
+
+
+def _method(route: Route) -> str:
+    return route.method.decode().lower()
+
+
+def _forwarded_operation(route: Route, told: Json, definitions: Json) -> Json:
+    operation: Json = {
+        "operationId": _identifier(route),
+        "tags": [_TAGS.get(route.name, "openai")],
+        "parameters": _parameters(route),
+        "responses": {"200": _forwarded_answer(told["responses"]["200"]), **error_responses(_FAILS)},
+    }
+    if route.json_body:
+        operation["requestBody"] = told["requestBody"]
+        _add_wish(told["requestBody"]["content"]["application/json"]["schema"], definitions)
+    return operation
+
+
+def _identifier(route: Route) -> str:
+    """`post_v1_chat_completions`."""
+    return _method(route) + re.sub(r"[^a-z]+", "_", route.name).rstrip("_")
+
+
+def _parameters(route: Route) -> list[Json]:
+    listed = [*([_RESPONSE_ID] if "{id}" in route.name else []), *(_RESPONSE_QUERY if route.takes_query else [])]
+    if route.method == b"POST":
+        listed += [{"$ref": f"#/components/parameters/{name}"} for name in parameters()]
+    return listed
+
+
+def _forwarded_answer(told: Json) -> Json:
+    headers = header_refs("x-request-id", "x-hotswap-weight-version", *RATE_LIMITS)
+    return {**told, "headers": headers}
+
+
+def _add_wish(schema: Json, definitions: Json) -> None:
+    """The body's field `hotswap`, to every form a body may have."""
+    for each in schema.get("anyOf") or schema.get("oneOf") or [schema]:
+        name = _named(each)
+        if name is not None:
+            definition = definitions[name]
+            wish = {"$ref": "#/components/schemas/Wish"}
+            definitions[name] = {**definition, "properties": {**definition["properties"], "hotswap": wish}}
+
+
+def _named(schema: Json) -> str | None:
+    match = _REF.fullmatch(schema.get("$ref", ""))
+    return match[1] if match else None
+
+
+def _reachable(used: Any, definitions: Json) -> Json:
+    """Those of `definitions` that are referred to, directly or not."""
+    found: Json = {}
+    to_do = list(_references(used))
+    while to_do:
+        name = to_do.pop()
+        if name not in found and name in definitions:
+            found[name] = definitions[name]
+            to_do += _references(definitions[name])
+    return found
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str) and (name := _named(value)) is not None:
+            yield name
+        for each in value.values():
+            yield from _references(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _references(each)

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from server.gateway.workers.place import Place
+from server.gateway.workers import Place
 
 TIMEOUT_S = 1.0
 MOST_KEPT_S = 1.0

@@ -1,15 +1,16 @@
-"""Starts the workers, starts those anew that die, and ends all in order.
+"""Several processes on one port: who starts them, what each is told, and who starts those anew that die.
 
 Each worker has a listener of its own on the public port (SO_REUSEPORT): the kernel spreads connections evenly, where
-one listener for all gave the first to wake three quarters of a burst. The admin listener is opened here and inherited,
-so a request that comes while the first worker is started anew waits for it. Workers are new interpreters, never forks:
-the store's client has threads.
+one listener for all gave the first to wake three quarters of a burst. The supervisor opens the admin listener, which
+workers inherit, so a request that comes while the first worker is started anew waits for it. Workers are new
+interpreters, never forks: the store's client has threads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -18,9 +19,55 @@ import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from server.gateway.workers.place import Place
+import orjson
+
+VARIABLE = "HOTSWAP_GATEWAY_WORKER"
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a worker is told beyond the options, which it reads like any gateway.
+
+    It is one of `count` workers. `admin` is the inherited descriptor of that listener, `directory` is where they meet.
+    """
+
+    index: int
+    count: int
+    port: int
+    admin: int
+    directory: str
+    parent: int
+
+    @property
+    def leads(self) -> bool:
+        """Only this one serves the admin port and is a candidate for coordinator: what they do lives in one process."""
+        return self.index == 0
+
+    def page_socket(self, index: int) -> Path:
+        """Where worker `index` gives out its metrics."""
+        return Path(self.directory) / f"{index}.metrics"
+
+    def to_environment(self) -> dict[str, str]:
+        """How it is passed on."""
+        return {VARIABLE: orjson.dumps(asdict(self)).decode()}
+
+    @classmethod
+    def taken(cls) -> Place | None:
+        """What this process was told, None if it is no worker. Nothing it starts is told the same."""
+        told = os.environ.pop(VARIABLE, None)
+        return None if told is None else cls(**orjson.loads(told))
+
+    def die_with_parent(self) -> None:
+        """Ends in order when the supervisor is gone, even if that was killed."""
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != self.parent:  # it went before this was asked for
+            raise SystemExit(0)
+
 
 log = logging.getLogger("hotswap.gateway")
 
