@@ -6,7 +6,7 @@ which is the same and slower. So an edit takes effect at once, and `make native`
 
 What mypyc asks of these modules: no slotted or generic dataclasses (its classes have no `__dict__` anyway), and msgspec
 structures in modules of their own; and no slice of bytes between two bounds whose first may lie behind the second, for
-which mypyc 2.4 raises SystemError (hence proxy/usage.py is not among them).
+which mypyc 2.4 raises SystemError (hence wire/bodies.py is not among them).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MODULES = (
     "access.keys", "access.limits", "access.output", "access.quota",
     "fleet.affinity", "fleet.health", "fleet.instance", "fleet.retries", "fleet.routing", "fleet.signals", "fleet.view",
     "observe.histogram", "observe.stats",
-    "proxy.collector", "proxy.exchange", "proxy.failover", "proxy.framing", "proxy.head", "proxy.journal",
-    "proxy.outbox", "proxy.placing", "proxy.relay", "proxy.request", "proxy.routes", "proxy.upstream", "proxy.waiting",
+    "proxy.exchange", "proxy.failover", "proxy.placing", "proxy.request", "proxy.routes", "proxy.waiting",
     "queue.capacity", "queue.drain", "queue.gate",
+    "wire.head", "wire.journal", "wire.pool", "wire.relay",
 )  # fmt: skip
 GROUP = "hotswap_gateway"
 _HERE = Path(__file__).parent

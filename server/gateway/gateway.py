@@ -29,8 +29,8 @@ from server.gateway.observe.stats import Stats
 from server.gateway.observe.training import TrainingLog
 from server.gateway.observe.watchers import open_watchers
 from server.gateway.openapi.document import PublicDocument
-from server.gateway.proxy.outbox import Outbox
 from server.gateway.queue.gate import Gate
+from server.gateway.wire.pool import Outbox
 from weightsync.errors import StoreError
 from weightsync.store import Store, open_store
 from weightsync.swap.coordinator import Coordinator

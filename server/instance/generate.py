@@ -251,7 +251,7 @@ class Run:
         return trace.replaying.seams() if trace is not None else {}
 
     def _answer(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """The counts stand last, where the gateway reads them (server/gateway/proxy/usage.py)."""
+        """The counts stand last, where the gateway reads them (server/gateway/wire/bodies.py)."""
         completion = sum(len(c.token_ids) for c in self._choices)
         total = self._prompt_tokens + completion
         usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": completion, "total_tokens": total}

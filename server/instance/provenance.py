@@ -12,7 +12,7 @@ extras:
                                                     that computed the prompt's keys and values for the first token
     "hotswap_usage": {"prompt_tokens", "completion_tokens"}   in a chunk that ends a choice, where it has no `usage`: of
                                                     all choices so far. Either stands near the end of what it counts,
-                                                    where the gateway reads it (server/gateway/proxy/usage.py)
+                                                    where the gateway reads it (server/gateway/wire/bodies.py)
     "token_ids": [17]                               per choice, in streams that another instance can go on with
     "resumed_at": [12]                              per choice, on the last chunk of a stream that others went on with:
                                                     how many tokens it had each time

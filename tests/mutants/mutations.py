@@ -29,7 +29,9 @@ def of(file: str, *tests: str, changes: list[tuple[str, ...]]) -> list[Mutation]
 
 
 WS, GW, TR = "tests/weightsync/", "tests/server/test_gateway_", "tests/trainer/"
-ACCESS, QUEUE, FLEET, PROXY = (f"server/gateway/{room}/" for room in ("access", "queue", "fleet", "proxy"))
+ACCESS, QUEUE, FLEET, PROXY, WIRE = (
+    f"server/gateway/{room}/" for room in ("access", "queue", "fleet", "proxy", "wire")
+)
 KEYS = [
     f"{GW}keys.py::test_{test}"
     for test in (
@@ -172,7 +174,7 @@ MUTATIONS: list[Mutation] = [
     *of(PROXY + "failover.py", GW + "failover.py", changes=[
         ("return version if served or mode != \"any\" else None", "return version"),
     ]),
-    *of(PROXY + "journal.py", GW + "journal.py", changes=[
+    *of(WIRE + "journal.py", GW + "journal.py", changes=[
         ("if self._charged + size > memory.per_stream", "if self._charged + size >= memory.per_stream"),
         ("or memory.used + size > memory.limit:", "or memory.used + size >= memory.limit:"),
         ("last.version == version and last.end == start", "last.end == start"),

@@ -17,10 +17,10 @@ from server.gateway.config import QueueSettings
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Stats
 from server.gateway.proxy.exchange import STALE_S, Exchange
-from server.gateway.proxy.head import RequestHead
 from server.gateway.proxy.request import Request
 from server.gateway.proxy.routes import find
 from server.gateway.queue.gate import Gate
+from server.gateway.wire.head import RequestHead
 from tests.server.gateway_harness import RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, Upstream, read_answer, upstream
 from weightsync.records import InstanceRecord, Keys

@@ -27,7 +27,7 @@ SAME = (
     "keys",
     "hold",
 )
-WHERE = "import server.gateway.proxy.relay as r; print(r.__file__)"
+WHERE = "import server.gateway.wire.relay as r; print(r.__file__)"
 
 
 def run(*arguments: str, timeout_s: float = 280, **environment: str) -> str:
@@ -63,7 +63,7 @@ def test_an_edited_source_is_what_runs(tmp_path: Path) -> None:
     copy = tmp_path / "server"
     shutil.copytree(HERE.parent.parent / "server", copy)
     (tmp_path / "weightsync").symlink_to(HERE.parent.parent / "weightsync")
-    relay = copy / "gateway" / "proxy" / "relay.py"
+    relay = copy / "gateway" / "wire" / "relay.py"
     here = [sys.executable, "-c", WHERE]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     before = subprocess.run(here, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -13,9 +13,9 @@ from server.gateway.fleet.view import Fleet
 from server.gateway.observe.metrics import GatewayCollector
 from server.gateway.observe.queue_metrics import QueueCollector
 from server.gateway.observe.stats import Stats
-from server.gateway.proxy.head import _FORWARDED
 from server.gateway.proxy.routes import admin_names, public_names
 from server.gateway.queue.gate import Gate
+from server.gateway.wire.head import _FORWARDED
 
 ROOT = Path(__file__).parents[2]
 API = (ROOT / "docs" / "api.md").read_text()

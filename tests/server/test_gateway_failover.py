@@ -17,8 +17,8 @@ from server.errors import BadUpstream
 from server.gateway.config import FailoverSettings, HealthSettings, UpstreamSettings
 from server.gateway.fleet.instance import Instance
 from server.gateway.proxy.failover import GONE_S, go_on, silent
-from server.gateway.proxy.journal import ReplayMemory
 from server.gateway.proxy.terms import Need
+from server.gateway.wire.journal import ReplayMemory
 from server.resume import RESUMABLE, RESUME
 from tests.server.continued import END, HEAD, STAMPED, Fleet, chat, event, framed
 from tests.server.gateway_harness import RunningGateway, eventually, post, running_gateway

@@ -23,11 +23,10 @@ from server.gateway.access.key_files import load_keys
 from server.gateway.app import build_app
 from server.gateway.fleet.instance import Instance
 from server.gateway.gateway import Gateway
-from server.gateway.proxy.framing import whole_chunk
-from server.gateway.proxy.journal import ReplayMemory
 from server.gateway.proxy.protocol import GatewayProtocol
-from server.gateway.proxy.relay import ResponseRelay
-from server.gateway.proxy.upstream import Pool, UpstreamConnection
+from server.gateway.wire.journal import ReplayMemory
+from server.gateway.wire.pool import Pool, UpstreamConnection
+from server.gateway.wire.relay import ResponseRelay, whole_chunk
 from server.resume import RESUMABLE
 from weightsync.records import InstanceRecord
 from weightsync.store import open_store
@@ -367,7 +366,7 @@ def relayed(pieces: list[bytes], *, continued: bool) -> tuple[bytes, bool, bool]
 @given(st.lists(FRAGMENTS | st.binary(max_size=8), max_size=8), st.booleans())
 def test_a_chunk_that_goes_through_as_it_is_means_what_the_parser_reads(pieces: list[bytes], continued: bool) -> None:
     found = relayed(pieces, continued=continued)
-    with mock.patch("server.gateway.proxy.relay.whole_chunk", return_value=0):
+    with mock.patch("server.gateway.wire.relay.whole_chunk", return_value=0):
         assert relayed(pieces, continued=continued) == found
 
 

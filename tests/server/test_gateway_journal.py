@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.gateway.proxy.journal import BUNDLE, ID_BYTES, Journal, ReplayMemory
+from server.gateway.wire.journal import BUNDLE, ID_BYTES, Journal, ReplayMemory
 from server.resume import Span
 from tests.server.continued import chat, event
 

@@ -23,7 +23,7 @@ from server.gateway.observe import logs
 from server.gateway.observe.access_log import AccessLog, json_line, text_line
 from server.gateway.observe.finished import Finished
 from server.gateway.observe.logs import JsonFormatter, LineWriter
-from server.gateway.proxy.usage import Usage
+from server.gateway.wire.bodies import Usage
 from tests.server.gateway_harness import KEYS, get, post, wait_for
 from tests.server.gateway_upstream import Answer, Link, Received, read_answer, upstream
 from tests.server.otlp_collector import Collector, collecting

@@ -20,10 +20,11 @@ from server.gateway.access.key_files import load_keys
 from server.gateway.admin.probe_file import load_probes
 from server.gateway.fleet.signals import parse
 from server.gateway.observe import context
-from server.gateway.proxy import terms, usage
-from server.gateway.proxy.head import read_head, upstream_head
-from server.gateway.proxy.json_check import check_object
+from server.gateway.proxy import terms
 from server.gateway.proxy.routes import find, public_names
+from server.gateway.wire import bodies
+from server.gateway.wire.bodies import check_object
+from server.gateway.wire.head import read_head, upstream_head
 
 FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 LIMITS = Limits(max_body=1000, max_head=2000, max_headers=20)
@@ -56,13 +57,13 @@ value = st.binary(max_size=40).map(lambda raw: raw.translate(None, b"\r\n\0")) |
 def test_heads(headers: list[tuple[bytes, bytes]]) -> None:
     assume(all(v.isdigit() and len(v) < 18 for n, v in headers if n == b"content-length"))  # llhttp has seen to it
     try:
-        head = read_head(headers, "1.1", LIMITS)
+        head = read_head(headers, "1.1", LIMITS, terms.HEADERS)
         asked, _ = terms.read(head.asked or {}, b"", in_body=False)
     except HttpError as error:
         check(error)
         return
     (target,) = find(b"/generate")
-    raw = upstream_head(target, b"host: 127.0.0.1:1\r\n", head, 0, asked.lines)
+    raw = upstream_head(target.route.method, target.upstream, b"host: 127.0.0.1:1\r\n", head, 0, asked.lines)
     assert raw.endswith(b"\r\n\r\n")
     assert raw.count(b"\r\n\r\n") == 1
     lines = raw.split(b"\r\n")[1:-2]
@@ -153,11 +154,11 @@ pieces = st.sampled_from(
 @FUZZ
 @given(st.lists(pieces | st.binary(max_size=8), max_size=30).map(b"".join), st.integers(0, 10**9))
 def test_tails_of_answers(tail: bytes, size: int) -> None:
-    found = usage.read(tail)
+    found = bodies.read_usage(tail)
     assert found is None or (found.prompt_tokens >= 0 and found.completion_tokens >= 0)
-    guess = usage.estimate(tail, size)
+    guess = bodies.estimate_usage(tail, size)
     assert guess is None or (guess.completion_tokens >= 0 and not guess.exact)
-    version = usage.last_version(tail)
+    version = bodies.last_version(tail)
     assert version is None or version >= 0
 
 

@@ -16,11 +16,11 @@ from server.gateway import QueueSettings
 from server.gateway.access.output import Cost
 from server.gateway.fleet.signals import Signals
 from server.gateway.proxy.terms import Need
-from server.gateway.proxy.usage import Usage
 from server.gateway.queue.capacity import HEADROOM, UNKNOWN, Window
 from server.gateway.queue.drain import LONGEST_RETRY_S, MEMORY, DrainRate, retry_after
 from server.gateway.queue.flows import Class
 from server.gateway.queue.line import TURN_FOR_ALL, AdmissionQueue, Ticket
+from server.gateway.wire.bodies import Usage
 
 Tickets = list[Ticket[int]]
 numbers = itertools.count()

@@ -14,8 +14,7 @@ from server.gateway.access.keys import Principal
 from server.gateway.access.limits import Limits, RateLimited
 from server.gateway.access.quota import SLOTS, Window
 from server.gateway.access.records import KeyLimits
-from server.gateway.proxy.json_check import NONE, check_object
-from server.gateway.proxy.usage import Usage
+from server.gateway.wire.bodies import NONE, Usage, check_object
 
 STEPS = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 9), st.booleans()), max_size=60)
 CHAT = "/v1/chat/completions"

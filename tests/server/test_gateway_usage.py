@@ -8,9 +8,9 @@ from typing import Any
 import orjson
 import pytest
 
-from server.gateway.proxy import usage
-from server.gateway.proxy.relay import ResponseRelay
-from server.gateway.proxy.usage import Usage
+from server.gateway.wire import bodies
+from server.gateway.wire.bodies import Usage
+from server.gateway.wire.relay import ResponseRelay
 from server.instance.provenance import Trace, annotate, annotate_chunk
 
 SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -157,14 +157,14 @@ def test_what_reports_nothing_counts_nothing() -> None:
 def test_little_is_kept_of_a_long_answer() -> None:
     piece = chunk()
     relay = relay_of(*([piece] * 1000), b"x" * 100_000, *([piece] * 500))
-    assert usage.KEPT <= len(relay.tail()) <= 2 * usage.KEPT + len(piece)
+    assert bodies.KEPT <= len(relay.tail()) <= 2 * bodies.KEPT + len(piece)
     assert relay.tail().endswith(piece * 20)
 
 
 def test_the_last_version_is_the_last_one_named() -> None:
-    assert usage.last_version(chunk(weight_version=6) + chunk(weight_version=7) + DONE) == 7
-    assert usage.last_version(b'{"text":"\\"weight_version\\":9"}') is None
-    assert usage.last_version(b'{"weight_version":null}') is None
+    assert bodies.last_version(chunk(weight_version=6) + chunk(weight_version=7) + DONE) == 7
+    assert bodies.last_version(b'{"text":"\\"weight_version\\":9"}') is None
+    assert bodies.last_version(b'{"weight_version":null}') is None
 
 
 VLLM = {"prompt_tokens": 5, "total_tokens": 17, "completion_tokens": 12, "prompt_tokens_details": None}

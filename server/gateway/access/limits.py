@@ -19,7 +19,7 @@ from server.gateway.access import output
 from server.gateway.access.keys import Principal
 from server.gateway.access.quota import SLOTS, Quota, Window
 from server.gateway.access.records import KeyLimits
-from server.gateway.proxy.usage import Usage
+from server.gateway.wire.bodies import Usage
 
 KINDS: Final = ("requests", "tokens", "concurrency")
 _DURATIONS: Final = [b"%ds" % s if s < 60 else b"%dm%ds" % divmod(s, 60) for s in range(SLOTS + 1)]

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 import msgspec
 
 from server.errors import BadRequest
-from server.gateway.proxy.usage import Usage
+from server.gateway.wire.bodies import Usage
 
 Field = msgspec.Raw | msgspec.UnsetType
 

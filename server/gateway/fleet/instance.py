@@ -13,8 +13,8 @@ from server.gateway.fleet import affinity, routing
 from server.gateway.fleet.affinity import Hint, PrefixTable
 from server.gateway.fleet.health import Health
 from server.gateway.fleet.signals import Signals
-from server.gateway.proxy.upstream import Pool
 from server.gateway.queue.capacity import Window
+from server.gateway.wire.pool import Pool
 from weightsync.errors import RecordError, TlsUnavailable
 from weightsync.records import InstanceRecord
 from weightsync.tls import ClusterTls, is_loopback

@@ -12,7 +12,7 @@ from server.gateway.config import UpstreamSettings
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.signals import parse
 from server.gateway.fleet.view import Fleet
-from server.gateway.proxy.relay import ResponseRelay
+from server.gateway.wire.relay import ResponseRelay
 
 log = logging.getLogger("hotswap.gateway")
 

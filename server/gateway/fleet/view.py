@@ -23,9 +23,9 @@ from server.gateway.fleet.health import FAULTS
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.retries import RetryBudget
 from server.gateway.observe.stats import Stats
-from server.gateway.proxy.journal import ReplayMemory
 from server.gateway.proxy.terms import Need
 from server.gateway.proxy.waiting import Patience, WaitingRoom
+from server.gateway.wire.journal import ReplayMemory
 from weightsync.errors import RecordError, StoreError, TlsUnavailable
 from weightsync.records import ActiveRecord, DiskRecord, InstanceRecord, Keys, SwapRecord
 from weightsync.store import KeyValue, Store

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from server.errors import HttpError
 from server.gateway.observe.context import TraceContext
-from server.gateway.proxy.usage import Usage, last_version
+from server.gateway.wire.bodies import Usage, last_version
 
 if TYPE_CHECKING:
     from server.gateway.proxy.exchange import Exchange

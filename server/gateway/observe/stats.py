@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from server.gateway.observe.finished import Finished, Watcher, of_exchange
 from server.gateway.observe.histogram import FIRST_TOKEN, GAP, Histogram
 from server.gateway.observe.swaps import Swaps
-from server.gateway.proxy.usage import Usage
+from server.gateway.wire.bodies import Usage
 
 if TYPE_CHECKING:
     from server.gateway.proxy.exchange import Exchange

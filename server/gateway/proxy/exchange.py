@@ -33,13 +33,12 @@ from server.gateway.fleet.view import Fleet
 from server.gateway.observe.context import TraceContext
 from server.gateway.observe.stats import Stats
 from server.gateway.proxy import failover
-from server.gateway.proxy.journal import ReplayMemory
-from server.gateway.proxy.json_check import NONE
 from server.gateway.proxy.placing import Placing
-from server.gateway.proxy.relay import ResponseRelay
 from server.gateway.proxy.request import Client, Request
-from server.gateway.proxy.usage import Usage
 from server.gateway.queue.gate import Gate
+from server.gateway.wire.bodies import NONE, Usage
+from server.gateway.wire.journal import ReplayMemory
+from server.gateway.wire.relay import ResponseRelay
 
 log: Final = logging.getLogger("hotswap.gateway")
 

@@ -23,9 +23,9 @@ import msgspec
 from server.errors import HttpError
 from server.gateway.config import Failover
 from server.gateway.fleet.instance import Instance
-from server.gateway.proxy.journal import Journal
 from server.gateway.proxy.terms import Need
 from server.gateway.proxy.waiting import Patience
+from server.gateway.wire.journal import Journal
 from server.resume import RESUMABLE, RESUME
 
 # Silence of an instance since it left the store, after which it counts as dead. After an outage of the store all have

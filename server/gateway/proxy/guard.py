@@ -20,9 +20,16 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.errors import BadRequest, HttpError, RequestTimeout, Unavailable
-from server.gateway.proxy.answers import error_answer, head_too_large, too_large
-from server.gateway.proxy.collector import HeadCollector
-from server.gateway.proxy.head import RequestHead, new_request_id, read_head
+from server.gateway.proxy import terms
+from server.gateway.wire.head import (
+    HeadCollector,
+    RequestHead,
+    error_answer,
+    head_too_large,
+    new_request_id,
+    read_head,
+    too_large,
+)
 
 if TYPE_CHECKING:
     from server.gateway.gateway import Gateway
@@ -216,7 +223,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._streamed = self.url.startswith(STREAMED) and self.url.partition(b"?")[0] == STREAMED
         self._streamed = self._streamed and self.method == b"POST"
         limits = replace(self.limits, max_body=sys.maxsize) if self._streamed else self.limits
-        return read_head(self.headers, version, limits)
+        return read_head(self.headers, version, limits, terms.HEADERS)
 
     # the end of an answer, or of the connection
 

@@ -20,11 +20,11 @@ from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Stats
 from server.gateway.proxy import failover
 from server.gateway.proxy.failover import Continuation
-from server.gateway.proxy.head import upstream_head
 from server.gateway.proxy.request import Request
-from server.gateway.proxy.upstream import UpstreamConnection
 from server.gateway.queue.gate import Gate, Waiter
 from server.gateway.queue.line import Ticket
+from server.gateway.wire.head import upstream_head
+from server.gateway.wire.pool import UpstreamConnection
 
 log: Final = logging.getLogger("hotswap.gateway")
 
@@ -208,7 +208,14 @@ class Placing(ABC):
         body, lines = request.body, b"" if request.failover == "off" else failover.WANTED
         if self._continuation is not None:
             body, lines = self._continuation.prefix + body, self._continuation.lines
-        head = upstream_head(request.target, self.instance.pool.opening, request.head, len(body), lines)
+        head = upstream_head(
+            request.target.route.method,
+            request.target.upstream,
+            self.instance.pool.opening,
+            request.head,
+            len(body),
+            lines,
+        )
         self._link = link
         self.last_progress = time.monotonic()
         link.send(self, head, body)

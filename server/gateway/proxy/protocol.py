@@ -19,12 +19,11 @@ from server.gateway.observe.finished import of_refusal
 from server.gateway.proxy import terms
 from server.gateway.proxy.exchange import Exchange
 from server.gateway.proxy.guard import GuardedProtocol
-from server.gateway.proxy.head import RequestHead
-from server.gateway.proxy.json_check import NONE, Fields, check_object
-from server.gateway.proxy.origin import check_origin
-from server.gateway.proxy.outbox import MANY
 from server.gateway.proxy.request import Request
 from server.gateway.proxy.routes import Target, find
+from server.gateway.wire.bodies import NONE, Fields, check_object
+from server.gateway.wire.head import RequestHead, check_origin
+from server.gateway.wire.pool import MANY
 
 FAREWELL_S = 1.0  # for a request that was sent before its client could know that the gateway stops
 

@@ -12,10 +12,10 @@ from server.gateway.access.keys import ANONYMOUS, Principal
 from server.gateway.access.limits import Grant
 from server.gateway.config import Failover
 from server.gateway.fleet import affinity
-from server.gateway.proxy.head import RequestHead
-from server.gateway.proxy.json_check import NONE, Fields
 from server.gateway.proxy.routes import Target
 from server.gateway.proxy.terms import Need
+from server.gateway.wire.bodies import NONE, Fields
+from server.gateway.wire.head import RequestHead
 
 
 class Client(Protocol):

@@ -20,10 +20,10 @@ from msgspec import Meta
 from server.errors import BadRequest, Conflict, Forbidden, HttpError, UpstreamTimeout
 from server.gateway.access.keys import MAX_PRIORITY, MIN_PRIORITY, Principal
 from server.gateway.config import Failover
+from server.gateway.wire.head import WISH
 from weightsync.records import ActiveRecord
 from weightsync.swap.state import CONFIRM_S
 
-PREFIX = b"x-hotswap-"
 MAX_FINISH_S = CONFIRM_S - 5.0  # a flip that waited longer would be too late for its swap
 MAX_WAIT_S = 600
 
@@ -194,7 +194,7 @@ def _uncrossed(wish: _Wish) -> bool:
 def _lines(wish: _Wish) -> bytes:
     values = {b"policy": wish.policy, b"finish-s": wish.finish_s, b"version": wish.version}
     values[b"min-version"] = wish.min_version
-    lines = [b"%b%b: %b\r\n" % (PREFIX, n, str(v).encode()) for n, v in values.items() if v is not None]
+    lines = [b"%b%b: %b\r\n" % (WISH, n, str(v).encode()) for n, v in values.items() if v is not None]
     return b"".join(lines)
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from server.gateway.proxy.events import Event, Said, decode_event
+from server.gateway.wire.bodies import Event, Said, decode_event
 from server.resume import Resume, Span
 
 BUNDLE: Final = 16 * 2**10  # bytes kept as they came, at most, and one piece

@@ -1,8 +1,9 @@
-"""Reading a request's head and writing the one that goes upstream; no sockets.
+"""Heads of requests, and the gateway's own answers; no sockets.
 
-What is forwarded is an allow-list: hop-by-hop headers, credentials, cookies and whatever could steer the instance's
-own middleware never leave the gateway. llhttp (httptools) has already refused duplicate or malformed Content-Length,
-Content-Length beside Transfer-Encoding, bare line feeds, folded headers and control characters.
+A request's head is collected line by line, checked, and written anew for the instance. What is forwarded is an
+allow-list: hop-by-hop headers, credentials, cookies and whatever could steer the instance's own middleware never leave
+the gateway. llhttp (httptools) has already refused duplicate or malformed Content-Length, Content-Length beside
+Transfer-Encoding, bare line feeds, folded headers and control characters.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import http
 import itertools
 import re
 import secrets
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
+from urllib.parse import urlsplit
 
-from server.errors import BadRequest, HeadersTooLarge
+from server.errors import BadRequest, Forbidden, HeadersTooLarge, HttpError, PayloadTooLarge
 from server.gateway.config import Limits
-from server.gateway.proxy import terms
-from server.gateway.proxy.answers import head_too_large, too_large
-from server.gateway.proxy.routes import Target
+from weightsync.tls import is_loopback
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -38,11 +40,13 @@ _FORWARDED: Final = frozenset(
     }
 )
 SESSION: Final = b"x-session-id"
+WISH: Final = b"x-hotswap-"  # how the headers begin that ask the gateway itself for something
 # Options of Connection that name no header we act on; anything else tries to make a header hop-by-hop.
 _CONNECTION_OPTIONS: Final = frozenset({b"close", b"keep-alive", b"te", b"upgrade", b"http2-settings", b""})
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _PROCESS: Final = secrets.token_hex(6).encode()
 _COUNTER: Final = itertools.count(1)
+STATUS_LINES: Final = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in http.HTTPStatus}
 
 
 @dataclass
@@ -66,8 +70,11 @@ def new_request_id() -> bytes:
     return b"%b-%x" % (_PROCESS, next(_COUNTER))
 
 
-def read_head(headers: Headers, http_version: str, limits: Limits) -> RequestHead:
-    """Checks and digests `headers` (names in lower case). Raises HttpError (400, 413, 431)."""
+def read_head(headers: Headers, http_version: str, limits: Limits, wishes: Collection[bytes]) -> RequestHead:
+    """Checks and digests `headers` (names in lower case). Raises HttpError (400, 413, 431).
+
+    `wishes`: the headers that may begin with WISH.
+    """
     if len(headers) > limits.max_headers:
         raise HeadersTooLarge(f"More than {limits.max_headers} headers; send fewer.")
     head = RequestHead(b"", b"")
@@ -81,8 +88,8 @@ def read_head(headers: Headers, http_version: str, limits: Limits) -> RequestHea
             hosts += 1
         elif name in _READERS:
             _READERS[name](head, value.strip(), http_version)
-        elif name.startswith(terms.PREFIX):
-            _read_asked(head, name, value.strip())
+        elif name.startswith(WISH):
+            _read_wish(head, name, value.strip(), wishes)
     if size > limits.max_head:
         raise head_too_large(limits)
     if hosts != 1 and (hosts > 1 or http_version != "1.0"):
@@ -96,11 +103,13 @@ def read_head(headers: Headers, http_version: str, limits: Limits) -> RequestHea
     return head
 
 
-def upstream_head(target: Target, opening: bytes, head: RequestHead, length: int, lines: bytes = b"") -> bytes:
+def upstream_head(
+    method: bytes, target: bytes, opening: bytes, head: RequestHead, length: int, lines: bytes = b""
+) -> bytes:
     """The request head for an instance; `opening` are its pool's lines, and `lines` go in besides those of `head`."""
     return b"%b %b HTTP/1.1\r\n%b%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
-        target.route.method,
-        target.upstream,
+        method,
+        target,
         opening,
         head.forward,
         lines,
@@ -162,10 +171,10 @@ def _session(head: RequestHead, value: bytes, _: str) -> None:
         head.session = value
 
 
-def _read_asked(head: RequestHead, name: bytes, value: bytes) -> None:
+def _read_wish(head: RequestHead, name: bytes, value: bytes, known: Collection[bytes]) -> None:
     """Strict, for what is overlooked here is not what the client asked for."""
     word = name.decode("latin-1")
-    if name not in terms.HEADERS:
+    if name not in known:
         raise BadRequest(f"There is no request header {word}; leave it out.", code="invalid_parameter", param=word)
     head.asked = {} if head.asked is None else head.asked
     if name in head.asked:
@@ -184,3 +193,100 @@ _READERS: Final = {
     b"x-request-id": _request_id,
     SESSION: _session,
 }
+
+
+class Reader(Protocol):
+    """The connection that a head is read for. Its methods are httptools' callbacks."""
+
+    def on_message_begin(self) -> None: ...
+
+    def on_headers_complete(self) -> None: ...
+
+    def on_body(self, body: bytes) -> None: ...
+
+    def on_message_complete(self) -> None: ...
+
+
+class HeadCollector:
+    """httptools' callbacks: those of a head's lines here, all others the reader's own. Called once for each header."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.on_message_begin: Callable[[], None] = reader.on_message_begin
+        self.on_headers_complete: Callable[[], None] = reader.on_headers_complete
+        self.on_body: Callable[[bytes], None] = reader.on_body
+        self.on_message_complete: Callable[[], None] = reader.on_message_complete
+        self.reading = False
+        self.url = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+
+    def begin(self) -> None:
+        """A head begins. Until then, and after `end`, lines are dropped: they are trailers, or nobody listens."""
+        self.reading = True
+        self.url = b""
+        self.headers = []
+
+    def end(self) -> None:
+        """It is complete."""
+        self.reading = False
+
+    def on_url(self, url: bytes) -> None:
+        if self.reading:
+            self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.reading:
+            self.headers.append((name.lower(), value))
+
+
+def check_origin(origin: bytes, host: bytes, listening_on: str, allowed: Collection[str]) -> None:
+    """Which pages may ask while no key is needed. Raises Forbidden.
+
+    A browser sends what any page has it send, also to this machine's ports. Programs send no Origin; browsers send one
+    with every POST of a page, which the page cannot change. Keys are protection enough where they are needed, since no
+    foreign page knows one. Pages of this machine pass, those `allowed`, and beyond loopback those of the very `host`
+    that is asked.
+
+    Behind loopback the Host header proves nothing: whoever owns a name can let it lead to 127.0.0.1 (DNS rebinding).
+    """
+    text = origin.decode("latin-1")
+    try:
+        url = urlsplit(text)
+        name, netloc = url.hostname or "", url.netloc
+    except ValueError:
+        name = netloc = ""
+    own = not is_loopback(listening_on) and netloc == host.decode("latin-1")
+    if not (name and (is_loopback(name) or own or text in allowed)):
+        message = "Pages of this origin may not ask while no key is needed: make a key, or start with --allow-origin."
+        raise Forbidden(message, code="origin_not_allowed")
+
+
+# the gateway's own answers
+
+
+def status_line(status: int) -> bytes:
+    """The status line, with the standard phrase where there is one."""
+    return STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+
+
+def error_answer(
+    error: HttpError, request_id: bytes, *, keep_alive: bool, head_only: bool, extra_head: bytes = b""
+) -> bytes:
+    """A whole response; `head_only` for a HEAD request, whose answer has no body. `extra_head`: more header lines."""
+    body = error.body()
+    lines = [status_line(error.status), b"content-type: application/json\r\n"]
+    lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in error.headers().items()]
+    lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n" % (request_id, len(body)) + extra_head)
+    lines.append(b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
+    return b"".join(lines) if head_only else b"".join((*lines, body))
+
+
+def too_large(limits: Limits) -> PayloadTooLarge:
+    """The answer to a body over the limit."""
+    return PayloadTooLarge(
+        f"The request body is over {limits.max_body} bytes; send less, or raise --max-body on the gateway."
+    )
+
+
+def head_too_large(limits: Limits) -> HeadersTooLarge:
+    """The answer to a head over the limit."""
+    return HeadersTooLarge(f"More than {limits.max_head} bytes of request line and headers; send less.")

@@ -12,16 +12,14 @@ event still fits into the stream.
 
 from __future__ import annotations
 
-import http
 from typing import Final
 
 import httptools
 
 from server.errors import BadUpstream, HttpError
-from server.gateway.proxy import usage
-from server.gateway.proxy.framing import whole_chunk
-from server.gateway.proxy.journal import Journal, ReplayMemory
-from server.gateway.proxy.usage import Usage
+from server.gateway.wire.bodies import KEPT, Usage, estimate_usage, read_usage
+from server.gateway.wire.head import status_line
+from server.gateway.wire.journal import Journal, ReplayMemory
 from server.resume import RESUMABLE, RESUMED
 
 MAX_HEAD: Final = 64 * 2**10
@@ -29,12 +27,6 @@ _HOP_BY_HOP: Final = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 )
 _OURS: Final = frozenset({b"x-request-id", b"x-hotswap-refused", RESUMABLE, RESUMED})
-STATUS_LINES: Final = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in http.HTTPStatus}
-
-
-def status_line(status: int) -> bytes:
-    """The status line, with the standard phrase where there is one."""
-    return STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
 class ResponseRelay:
@@ -169,7 +161,7 @@ class ResponseRelay:
         return next((value for known, value in self._headers if known == name), b"")
 
     def tail(self) -> bytes:
-        """The end of the body so far: at least its last `usage.KEPT` bytes, if it has as many."""
+        """The end of the body so far: at least its last `KEPT` bytes, if it has as many."""
         return b"".join((self._older, *self._recent))
 
     def usage(self) -> Usage | None:
@@ -177,12 +169,12 @@ class ResponseRelay:
         if not (200 <= self.status < 300 or self._going_on) or not self.body_bytes:
             return None
         tail = self.tail()
-        found = usage.read(tail)
-        return found or (usage.estimate(tail, self.body_bytes) if self.sse else None)
+        found = read_usage(tail)
+        return found or (estimate_usage(tail, self.body_bytes) if self.sse else None)
 
     def events(self) -> int:
         """About how many events of a stream have passed so far."""
-        so_far = usage.estimate(self.tail(), self.body_bytes)
+        so_far = estimate_usage(self.tail(), self.body_bytes)
         return so_far.completion_tokens if so_far is not None else 0
 
     def _drain(self) -> bytes:
@@ -215,8 +207,8 @@ class ResponseRelay:
         self.body_bytes += len(piece)
         self._recent.append(piece)
         self._kept += len(piece)
-        if self._kept > usage.KEPT:
-            self._older = b"".join(self._recent)[-usage.KEPT :]
+        if self._kept > KEPT:
+            self._older = b"".join(self._recent)[-KEPT:]
             self._recent.clear()
             self._kept = 0
 
@@ -309,3 +301,15 @@ class ResponseRelay:
     def _fail(self, fault: str) -> None:
         self._fault = fault
         raise ValueError(fault)  # httptools turns it into HttpParserCallbackError
+
+
+def whole_chunk(data: bytes) -> int:
+    """Where the content of `data` begins if it is one chunk with content, to the byte and as usually written; else 0.
+
+    What is not, the parser reads: several chunks or half a one, extensions, capitals, leading zeros, the last chunk.
+    """
+    line = data.find(b"\r\n", 0, 10)
+    size = len(data) - line - 4
+    if line < 1 or size < 1 or not data.endswith(b"\r\n") or data[:line] != b"%x" % size:
+        return 0
+    return line + 2

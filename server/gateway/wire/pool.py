@@ -1,4 +1,4 @@
-"""Connections to one instance: opening, keeping, lending out again.
+"""Connections to one instance: opening, keeping, lending out again; and the writes of one turn of the loop.
 
 A connection has at most one owner. It hands the owner every byte and its end, and nothing else; with no owner it sits
 in the pool, where any byte or end-of-file discards it.
@@ -12,15 +12,17 @@ import logging
 import ssl
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Final, Protocol
 
 from mypy_extensions import mypyc_attr
 
 from server.errors import Unavailable
 from server.gateway.config import UpstreamSettings
-from server.gateway.proxy.outbox import Outbox
 
 log: Final = logging.getLogger("hotswap.gateway")
+
+MANY: Final = 16 * 2**10  # bytes that are better written at once, for the transport to say when it has enough
 
 
 class Owner(Protocol):
@@ -196,3 +198,31 @@ class Pool:
     def reopen(self) -> None:
         """Undoes `close`: connections are kept again."""
         self._closed = False
+
+
+class Outbox:
+    """What is to be written before the loop waits again. A transport that is closing by then takes no more.
+
+    A turn of a busy gateway reads from many connections, and each read makes a write. Written at once, every write
+    wakes the other side, which has gone to sleep again by the next; written together, the first finds it asleep and
+    the others awake. That took 15 of 59 us from a request with 32 clients on the same machine, and added nothing at one
+    client.
+    """
+
+    __slots__ = ("_pending",)
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[asyncio.Transport, Iterable[bytes]]] = []
+
+    def put(self, transport: asyncio.Transport, pieces: Iterable[bytes]) -> None:
+        """Writes `pieces` soon, after what was put here before."""
+        if not self._pending:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._pending.append((transport, pieces))
+
+    def flush(self) -> None:
+        """Writes now: before a connection is closed."""
+        pending, self._pending = self._pending, []
+        for transport, pieces in pending:
+            if not transport.is_closing():
+                transport.writelines(pieces)

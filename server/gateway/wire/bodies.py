@@ -1,0 +1,174 @@
+"""What the gateway reads in JSON bodies: a few fields of a request, the events of a stream, the tokens of an answer.
+
+Whether a request's body is one JSON object is checked without building it: a body of empty lists would cost seconds of
+the loop and 20 times its size in memory, and a long prompt 20 times the time, if it were turned into Python objects
+only to be thrown away.
+
+The tokens of an answer are read once, from its last kilobytes; nothing is parsed while an answer passes. An instance
+writes the counts where its answers end: `usage` in whole answers and in the last event of those streams that were asked
+for it, `hotswap_usage` in the last chunk of all others (see server/instance/provenance.py). In JSON a key can only
+stand outside of strings, for inside of one its quotes are escaped; that it is a key of the outermost object, and not of
+a tool schema a client sent, is seen from the brackets that close after it.
+
+mypyc compiles neither msgspec structures nor slices whose bounds may cross, so this module stays Python.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import msgspec
+
+from server.errors import BadRequest
+from server.resume import Span
+
+KEPT = 4096  # at least so many of the last bytes are kept, where there are as many, and at most twice that
+
+_OBJECT = re.compile(rb'"(?:hotswap_)?usage"\s*:\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}')
+# How a whole answer of vLLM's ends, nothing but flat fields after its usage: read in a third of the time.
+_PLAIN = re.compile(
+    rb'"usage":\{"prompt_tokens":(\d{1,12}),"total_tokens":\d+,"completion_tokens":(\d{1,12})[^{}]*\}[^{}]*\}\s*\Z'
+)
+_COUNT = re.compile(rb'"(prompt|input|completion|output)_tokens"\s*:\s*(\d{1,12})')
+_NESTED = re.compile(rb"\{[^{}]*\}")
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_NO_BRACKET = bytes(set(range(256)) - set(b"{}[]"))
+_VERSION = re.compile(rb'"weight_version"\s*:\s*(\d{1,18})')
+_PLAIN_WITHIN = 512  # bytes from the end
+_EVENTS_AFTER = 3  # the usage chunk, [DONE], and one for a route that ends otherwise
+
+
+# requests
+
+
+class Fields(msgspec.Struct):
+    """Any object: its fields are skipped, but checked. Those named are what the gateway looks at, as they were sent."""
+
+    hotswap: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    max_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    max_completion_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    max_output_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    n: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    best_of: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def has_wish(self) -> bool:
+        """Whether the field `hotswap` was sent (terms.py)."""
+        return self.hotswap is not msgspec.UNSET
+
+
+NONE = Fields()  # of a request without a JSON body
+_decoder = msgspec.json.Decoder(Fields)
+
+
+def check_object(body: bytes) -> Fields:
+    """What `body` has of them. Raises BadRequest if it is not a JSON object in UTF-8."""
+    try:
+        found = _decoder.decode(body)
+        if not body.isascii():
+            body.decode()
+        return found
+    except msgspec.ValidationError as exc:
+        raise BadRequest("The body must be a JSON object.", code="invalid_json") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise BadRequest(f"The body is not valid JSON: {exc}.", code="invalid_json") from exc
+    except RecursionError as exc:
+        raise BadRequest("The body is nested too deeply.", code="invalid_json") from exc
+
+
+# the events of streams, as far as journal.py needs them
+
+
+class Said(msgspec.Struct):
+    """What an event says of its tokens: a choice of it, or the whole event on /generate."""
+
+    token_ids: list[int] = []
+    weight_versions: list[Span] = []
+    prompt_weight_versions: list[Span] = []
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _Thing(msgspec.Struct):
+    """An object of which only its being there counts."""
+
+
+class Event(Said):
+    """A streamed event of any route, as far as a continuation needs it."""
+
+    id: str | None = None
+    created: int | None = None
+    choices: list[Said] = []
+    usage: _Thing | None = None
+    error: _Thing | str | None = None
+    weight_version: int | None = None
+
+
+decode_event = msgspec.json.Decoder(Event).decode
+
+
+# the tokens of an answer
+
+
+class Usage(NamedTuple):
+    """Tokens of one answer. If not `exact`, a stream was cut: completion tokens are estimated, prompt ones 0."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    exact: bool = True
+
+
+def read_usage(tail: bytes) -> Usage | None:
+    """The counts that an answer ending in `tail` reports, None if it reports none."""
+    end = len(tail)
+    plain = _PLAIN.search(tail, max(0, end - _PLAIN_WITHIN))
+    if plain is not None:
+        return Usage(int(plain[1]), int(plain[2]))
+    while (at := tail.rfind(b'usage"', 0, end)) >= 0:
+        end = at
+        start = at - 8 if tail[at - 8 : at] == b"hotswap_" else at
+        found = _OBJECT.match(tail, start - 1) if start else None
+        if found is None:
+            continue
+        event, _, after = tail[found.end() :].partition(b"\n\n")
+        if after.count(b"\n\n") >= _EVENTS_AFTER:
+            return None
+        if event == b"}" or _ends_outermost(event):
+            return _counts(found[1])
+    return None
+
+
+def _counts(fields: bytes) -> Usage:
+    if b"{" in fields:
+        fields = _NESTED.sub(b"", fields)
+    counts = dict(_COUNT.findall(fields))
+    prompt = counts.get(b"prompt") or counts.get(b"input") or 0
+    return Usage(int(prompt), int(counts.get(b"completion") or counts.get(b"output") or 0))
+
+
+def _ends_outermost(rest: bytes) -> bool:
+    """Whether `rest` closes exactly one object more than it opens, and with its last bracket."""
+    brackets = _STRING.sub(b"", rest).translate(None, _NO_BRACKET)
+    depth = 1
+    for bracket in brackets[:-1]:
+        depth += 1 if bracket in b"{[" else -1
+        if not depth:
+            return False
+    return depth == 1 and brackets.endswith(b"}")
+
+
+def estimate_usage(tail: bytes, body_bytes: int) -> Usage | None:
+    """What a cut stream of `body_bytes` has cost: its events, at the mean size of those in `tail`; a token in each."""
+    events = tail.count(b"\n\n")
+    if body_bytes > len(tail) and events > 1:
+        whole_ones = tail.rfind(b"\n\n") - tail.find(b"\n\n")
+        events = round(body_bytes * (events - 1) / whole_ones)
+    return Usage(0, events, exact=False) if events else None
+
+
+def last_version(tail: bytes) -> int | None:
+    """The weight version that wrote the last token, where the answer names it."""
+    found = _VERSION.match(tail, at) if (at := tail.rfind(b'"weight_version"')) >= 0 else None
+    return int(found[1]) if found else None
