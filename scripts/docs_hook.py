@@ -1,4 +1,4 @@
-"""What the documentation shows that lies outside docs/: pages of other folders, files they link to, OpenAPI documents."""
+"""Brings pages and files that lie outside docs/ into the documentation, and turns links to them into links there."""
 
 from __future__ import annotations
 
