@@ -12,7 +12,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from tests.trainer.metrics.wandb_log import records
+from tests.trainer.metrics.wandb_log import written
 from trainer.config import TrainerConfig, WandbConfig, WatchConfig, load
 from trainer.errors import ConfigError
 from trainer.metrics import build_writers, chosen_progress
@@ -83,7 +83,7 @@ def test_wandb_offline_writes_a_run_without_network_or_key(tmp_path: Path, monke
         writer.write(event, values)
     writer.close()
     (log,) = writer.directory.glob("*.wandb")
-    found = list(records(log))
+    found = written(log)
     rows = [
         {item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json) for item in r.history.item}
         for r in found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,17 @@ def records(path: Path) -> Iterator[Any]:
         yield record
 
 
+def written(path: Path, timeout_s: float = 60.0) -> list[Any]:
+    """All records of a run that has ended: another process may still write them when the run's own has done with it."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = list(records(path))
+        if any(record.WhichOneof("record_type") == "exit" for record in found):
+            return found
+        assert time.monotonic() < deadline, "the run has no end"
+        time.sleep(0.02)
+
+
 def _messages(content: bytes) -> Iterator[bytes]:
     assert content[:4] == b":W&B"
     offset, message = FILE_HEADER, b""
@@ -29,6 +41,8 @@ def _messages(content: bytes) -> Iterator[bytes]:
             continue
         length, kind = int.from_bytes(content[offset + 4 : offset + 6], "little"), content[offset + 6]
         offset += PIECE_HEADER
+        if offset + length > len(content):
+            return  # it is being written
         message += content[offset : offset + length]
         offset += length
         if kind in (FULL, LAST):
