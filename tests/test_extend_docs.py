@@ -1,0 +1,121 @@
+"""docs/extend.md: each example runs as it stands on the page, against the place that it extends."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.trainer.algorithms.batches import Trial, groups
+from trainer.config import RewardConfig
+from trainer.config.algorithms import AlgorithmConfig
+from trainer.config.strict import convert
+from trainer.rewards import RewardRequest, build_scorer
+from weightsync import Collector, Publisher, SlotReader
+from weightsync.errors import TransferFailed
+from weightsync.publisher import as_schema
+from weightsync.store import SyncStore
+from weightsync.transport import Piece
+
+PAGE = (Path(__file__).parents[1] / "docs" / "extend.md").read_text()
+
+
+def blocks(section: str, language: str = "python") -> list[str]:
+    """The code of one section."""
+    text = re.split(rf"^## {section}$", PAGE, flags=re.MULTILINE)[1].split("\n## ")[0]
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def run(name: str, code: str) -> dict[str, Any]:
+    """What the code defines, as a module of that name."""
+    module = types.ModuleType(name)
+    sys.modules[name] = module  # dataclasses look their module up
+    exec(compile(code, f"docs/extend.md: {name}", "exec", dont_inherit=True), module.__dict__)
+    return module.__dict__
+
+
+def test_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,), (settings,) = blocks("A reward"), blocks("A reward", "yaml")
+    (tmp_path / "brevity.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    configs = convert(tuple[RewardConfig, ...], yaml.safe_load(settings)["rewards"], "rewards")
+    scorer = build_scorer(configs)
+    try:
+        scores = [
+            asyncio.run(scorer(RewardRequest("3+4=", answer, "7"))).total for answer in ("7", "8", "7".rjust(40, "."))
+        ]
+    finally:
+        scorer.close()
+    assert scores == [0.5, 0.0, 0.25]
+
+
+def test_the_algorithm() -> None:
+    names = run("median", "\n".join(blocks("An algorithm")))
+    (settings,) = blocks("An algorithm", "yaml")
+    config = convert(AlgorithmConfig | names["MedianConfig"], yaml.safe_load(settings)["algorithm"], "algorithm")
+    assert isinstance(config, names["MedianConfig"])
+    algorithm = names["Median"](config)
+    assert algorithm.credit([1.0, 0.0, 0.5, 0.25]) == [0.625, -0.375, 0.125, -0.125]
+    trial = Trial(algorithm, algorithm.sequences([], groups(3, config.samples_per_prompt, seed=1)))
+    output = trial.loss()
+    assert trial.gradient(output.total / output.denominator).abs().sum() > 0
+
+
+HOLDER = """
+import json, sys
+import numpy as np
+from weightsync import Share
+from weightsync.publisher import as_schema
+from weightsync.store import SyncStore
+names = {{}}
+exec(open({code!r}).read(), names)
+share = Share(names["ProcessTransport"](), as_schema([("a", "float32", (1000, 1000))]))
+share.write("a", np.arange(1000000, dtype=np.float32).reshape(1000, 1000))
+print(json.dumps(share.seal()), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = blocks("A transport")
+    (tmp_path / "process.py").write_text(code)
+    transport = run("process", code)["ProcessTransport"]()
+    script = HOLDER.format(code=str(tmp_path / "process.py"))
+    monkeypatch.setenv("HOTSWAP_ARENA", str(tmp_path / "slots"))
+    SyncStore(f"sqlite://{tmp_path}/store.db").close()
+    with (
+        Publisher(f"sqlite://{tmp_path}/store.db", model="m") as publisher,
+        subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder,
+    ):
+        assert holder.stdout is not None
+        offer = json.loads(holder.stdout.readline())
+        draft = publisher.begin(as_schema([("a", "float32", (1000, 1000))]))
+        assert Collector(transport).collect(offer, draft) >= 4_000_000
+        draft.commit()
+        record = publisher.versions()[-1]
+        with SlotReader.open(record.slot, manifest_digest=record.manifest_digest) as reader:
+            reader.verify_all()
+            assert bytes(reader.buffer("a")) == np.arange(1_000_000, dtype=np.float32).tobytes()
+        link, into = (
+            transport.connect(f"process:{holder.pid}".encode()),
+            transport.register(bytearray(10), writable=True),
+        )
+        region = base64.b64decode(offer["blocks"][0]["region"])
+        link.read(into, region, [Piece(2, 4, 8)], 1.0)
+        assert bytes(into.view)[2:] == np.arange(1, 3, dtype=np.float32).tobytes()
+        with pytest.raises(TransferFailed, match="beyond"):
+            link.read(into, region, [Piece(0, 0, 11)], 1.0)
+        holder.kill()
+        holder.wait()
+        with pytest.raises(TransferFailed):
+            link.read(into, region, [Piece(0, 0, 10)], 1.0)
