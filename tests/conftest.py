@@ -1,4 +1,4 @@
-"""Shared fixtures: one live server for the whole session; the order of tests, and which may run twice."""
+"""Shared fixtures: one live server for the whole session."""
 
 from __future__ import annotations
 
@@ -20,34 +20,15 @@ os.environ.pop("HOTSWAP_PURE")
 
 from loadtest.checkpoints import make_checkpoint, make_constant_checkpoint  # noqa: E402 - see above
 from tests import warm  # noqa: E402
-from tests.budget import pytest_sessionfinish, pytest_terminal_summary  # noqa: E402
 from tests.live import LiveServer  # noqa: E402
+from tests.tiers import pytest_collection_modifyitems, pytest_sessionfinish, pytest_terminal_summary  # noqa: E402
 
 warm.install()
 
-__all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]
-
-# What real processes do on a machine that others use too may need a second attempt, and the report says so. A test of
-# anything else that fails once has failed.
-WITH_PROCESSES = {
-    "chaos", "clients", "console", "faults", "hosts", "k8s", "memory", "peer", "rewards", "schedules", "transport",
-    "vllm_suite",
-}  # fmt: skip
+__all__ = ["pytest_collection_modifyitems", "pytest_sessionfinish", "pytest_terminal_summary"]
 
 settings.register_profile("shared machine", deadline=None)  # how long an example takes says nothing of the code
 settings.load_profile("shared machine")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, so that no worker is left alone with one at the end."""
-
-    def rank(item: pytest.Item) -> int:
-        return 0 if item.get_closest_marker("slow") else 1 if item.get_closest_marker("engine") else 2
-
-    items.sort(key=rank)
-    for item in items:
-        if item.get_closest_marker("engine") or WITH_PROCESSES.intersection(item.path.parts[-3:]):
-            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 @pytest.fixture(scope="session")

@@ -214,6 +214,7 @@ def test_worker_dies_in_the_flip(fleet: Fleet) -> None:
     assert {v for v, _ in seen.tokens} & {target}
 
 
+@pytest.mark.broad
 def test_coordinator_killed_after_prepare(fleet: Fleet) -> None:
     """The other gateway's coordinator finishes the swap from the record; its clients see nothing."""
     version = fleet.publish()
@@ -246,6 +247,7 @@ def _ignoring(work: Callable[[], Any]) -> None:
         work()
 
 
+@pytest.mark.broad
 def test_gateway_killed(fleet: Fleet) -> None:
     """Its connections end; the other replica serves on; no state is lost."""
     version = fleet.publish()

@@ -124,6 +124,7 @@ def check(peers: Peers, path: Path, host: int, value: float) -> None:
         assert np.frombuffer(bytes(reader.buffer("b.value")), np.float32)[0] == value
 
 
+@pytest.mark.broad
 async def test_a_version_comes_to_all_hosts_over_links_that_delay_and_lose(
     hosts: Hosts, etcd: Etcd, peers: Callable[[str], Peers]
 ) -> None:

@@ -86,6 +86,7 @@ async def test_a_leader_that_is_cut_off_in_a_swap_is_followed_by_one_that_ends_i
         assert await leads(fleet, second)
 
 
+@pytest.mark.broad
 async def test_a_host_cut_off_serves_on_without_a_store_and_catches_up_when_it_is_back(
     hosts: Hosts, etcd: Etcd, start: Start
 ) -> None:
@@ -108,6 +109,7 @@ async def test_a_host_cut_off_serves_on_without_a_store_and_catches_up_when_it_i
         assert await asyncio.to_thread(far.ask, "store") == "ok"
 
 
+@pytest.mark.broad
 async def test_a_swap_commits_over_links_that_lose_and_delay(hosts: Hosts, etcd: Etcd, start: Start) -> None:
     url = etcd.url("bad-links")
     candidate = start(0, CANDIDATE, url, 10.0)

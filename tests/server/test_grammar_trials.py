@@ -153,6 +153,7 @@ async def test_what_takes_too_much_is_refused_and_the_next_one_is_tried(
     await trials.close()
 
 
+@pytest.mark.broad
 async def test_a_mask_that_takes_too_long_is_refused(kit: dict[str, Any]) -> None:
     """It compiles at once; the engine would then take that long for each token, and its other streams with it."""
     chance = random.Random(0)
@@ -192,6 +193,7 @@ async def test_who_finds_the_queue_full_is_told_to_come_again(kit: dict[str, Any
     await asyncio.gather(running, waiting, return_exceptions=True)
 
 
+@pytest.mark.broad
 async def test_verdicts_are_kept_up_to_their_number(kit: dict[str, Any]) -> None:
     trials = trials_of(kit, verdicts=2)
     for text in ("a", "b", "c", "b"):
@@ -200,6 +202,7 @@ async def test_verdicts_are_kept_up_to_their_number(kit: dict[str, Any]) -> None
     await trials.close()
 
 
+@pytest.mark.broad
 async def test_nothing_runs_before_the_first_grammar_or_after_the_end(kit: dict[str, Any]) -> None:
     trials = trials_of(kit)
     assert trials._helper is None
@@ -254,6 +257,7 @@ def test_the_helper_and_its_trials_die_with_the_instance(kit: dict[str, Any]) ->
     assert len(gone) == 2, alive
 
 
+@pytest.mark.broad
 def test_the_helper_imports_neither_vllm_nor_this_project(kit: dict[str, Any]) -> None:
     code = (
         "import json, runpy, sys; made = runpy.run_path(sys.argv[1])['Compilers'](json.load(sys.stdin)); "

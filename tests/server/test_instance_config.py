@@ -90,6 +90,7 @@ def test_options_that_are_the_gateways_affair_are_refused_by_name(given: tuple[s
     assert config(vllm_args=("--max-model-len", "8", "-O3", "--", "-tp=2")).vllm_args
 
 
+@pytest.mark.broad
 @pytest.mark.engine
 def test_vllms_own_parser_says_what_it_does_not_know(tmp_path: Path) -> None:
     """Before any engine starts, in one line; and what is refused here by name is still an option of vLLM's."""

@@ -120,6 +120,7 @@ async def test_base_and_draft_in_one_version(drafting: LiveServer, checkpoints: 
     assert record(drafting, second)["parts"][0]["version"] == second
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", ["keep", "recompute", "finish", "abort"])
 async def test_speculation_keeps_to_what_requests_ask_of_swaps(
     drafting: LiveServer, checkpoints: dict[str, Path], policy: str

@@ -86,6 +86,7 @@ async def crossing(
     return seen, last, await swap
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", ["recompute", "keep"])
 async def test_after_a_rollback_it_goes_on_as_an_engine_that_only_knew_the_old_weights(
     live: LiveServer, checkpoints: dict[str, Path], policy: str

@@ -96,6 +96,7 @@ def test_a_burst_of_one_key_starves_neither_another_key_nor_an_urgent_request(se
     assert max(i for i, name in enumerate(clients.order) if name == "fresh") < 12
 
 
+@pytest.mark.broad
 def test_overload_is_refused_and_what_was_admitted_succeeds(server: LiveServer) -> None:
     with ThreadPoolExecutor(64) as pool:
         clients = Clients({"base_url": server.url}, pool)

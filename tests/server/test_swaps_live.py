@@ -114,6 +114,7 @@ def behind_stock_vllm(model: Path, answers: list[list[int]]) -> float:
     return max(stock.behind(model, asked))
 
 
+@pytest.mark.broad
 def test_after_swap_and_rollback_greedy_is_that_of_a_fresh_engine(
     live: LiveServer, checkpoints: dict[str, Path]
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_trainers_bf16_parameters_are_sent_as_they_are(gateway: RunningGateway
         assert bytes(slot.buffer("weight")) == model.weight.detach().view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.broad
 def test_weights_all_new_go_in_full(gateway: RunningGateway, remote: RemotePublisher) -> None:
     remote.publish(weights(0), activate=False)
     other = weights(1)
@@ -130,6 +131,7 @@ def test_weights_all_new_go_in_full(gateway: RunningGateway, remote: RemotePubli
     assert_holds(gateway, 2, other)
 
 
+@pytest.mark.broad
 def test_a_base_the_server_gave_up_is_not_used(gateway: RunningGateway, remote: RemotePublisher) -> None:
     first = weights()
     remote.publish(first, activate=False)
@@ -141,6 +143,7 @@ def test_a_base_the_server_gave_up_is_not_used(gateway: RunningGateway, remote: 
     assert_holds(gateway, 2, second)
 
 
+@pytest.mark.broad
 def test_a_base_lost_under_way_is_answered_by_the_full_version(
     gateway: RunningGateway, remote: RemotePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +182,7 @@ def test_what_is_sent_twice_is_one_version(gateway: RunningGateway, remote: Remo
     assert send(gateway, body, upload_id="another-upload").json()["version"] == 2
 
 
+@pytest.mark.broad
 def test_at_the_same_time_too(gateway: RunningGateway, remote: RemotePublisher) -> None:
     body = raw_upload(gateway, remote, weights())
     answers: list[httpx.Response] = []
@@ -191,6 +195,7 @@ def test_at_the_same_time_too(gateway: RunningGateway, remote: RemotePublisher) 
     assert len(versions(gateway)) == 1
 
 
+@pytest.mark.broad
 def test_a_damaged_upload_is_refused_and_leaves_nothing(gateway: RunningGateway, remote: RemotePublisher) -> None:
     body = bytearray(raw_upload(gateway, remote, weights()))
     body[len(body) // 2] ^= 1
@@ -202,6 +207,7 @@ def test_a_damaged_upload_is_refused_and_leaves_nothing(gateway: RunningGateway,
     assert versions(gateway) == []
 
 
+@pytest.mark.broad
 def test_a_tensor_that_does_not_fit_is_named(gateway: RunningGateway, remote: RemotePublisher) -> None:
     remote.publish(weights(), activate=False)
     with pytest.raises(RemoteError, match="has shape") as refused:
@@ -378,6 +384,7 @@ def open_files() -> list[str]:
     return found
 
 
+@pytest.mark.broad
 def test_an_answer_that_is_lost_is_asked_for_again(gateway: RunningGateway, link: Link) -> None:
     link.cuts = [-1]
     remote = RemotePublisher(link.url, ADMIN_KEY, MODEL, timeout_s=20.0)
@@ -434,6 +441,7 @@ class Slowly:
         self.stats = self._writer.stats
 
 
+@pytest.mark.broad
 def test_a_gateway_killed_half_way_leaves_nothing_and_the_next_one_takes_it(tmp_path: Path, arena: Path) -> None:
     ports = free_port(), free_port()
     url = f"http://127.0.0.1:{ports[1]}"

@@ -30,6 +30,7 @@ def wait_until_gone(processes: list[psutil.Process]) -> None:
     assert not alive, "ranks outlived their launcher"
 
 
+@pytest.mark.broad
 @pytest.mark.timeout(600)
 def test_ranks_end_with_their_launcher(config: dict[str, Any], tmp_path: Path) -> None:
     running = subprocess.Popen(command(config | {"parallel": {"data": 2}, "steps": 10**6}, tmp_path))
@@ -94,6 +95,7 @@ def test_user_errors_are_one_line_and_status_2(
         assert len(said.strip().splitlines()) == 1, said
 
 
+@pytest.mark.broad
 def test_run_time_faults_are_one_line_too(zygote: Zygote, config: dict[str, Any], tmp_path: Path) -> None:
     """In ranks under torchrun: the cause is printed once, by the rank that knows it."""
     faulty = config | {"parallel": {"data": 2}, "algorithm": {"name": "grpo"}, "checkpoint": None}

@@ -21,6 +21,7 @@ def served(running: Fleet) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in running.server.model.state_dict().items()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["qwen2", "llama-tied"])
 def test_every_layout_publishes_the_same_bytes(
     one_rank: Ranks, two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path, model: str

@@ -29,6 +29,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "parallel", "hosts"), CASES)
 def test_a_run_on_several_hosts_publishes_what_one_rank_does(
     one_rank: Ranks,
@@ -58,6 +59,7 @@ def test_a_run_on_several_hosts_publishes_what_one_rank_does(
     assert any(not torch.equal(received[0][name], received[2][name]) for name in received[0])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("broken", "said"),
     [

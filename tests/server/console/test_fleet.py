@@ -33,6 +33,7 @@ async def test_the_fleet_is_shown_and_follows(console: Watched, gateway: Running
     await console.wait_text("#instances", "No instance is registered.")
 
 
+@pytest.mark.broad
 async def test_a_pause_is_shown_and_said(console: Watched, gateway: RunningGateway) -> None:
     assert await console.text("#pause-now") == ""
     await asyncio.to_thread(gateway.store.put, KEYS.pause("p"), PauseRecord("p", "the trainer", 30.0, 1.0).to_json())
@@ -43,6 +44,7 @@ async def test_a_pause_is_shown_and_said(console: Watched, gateway: RunningGatew
     assert await console.text("#pause-now") == ""
 
 
+@pytest.mark.broad
 async def test_versions_are_listed_with_what_may_be_done(console: Watched, gateway: RunningGateway) -> None:
     await asyncio.to_thread(put_versions, gateway, 1, None)
     await console.wait_text("#active", "v1")
@@ -88,6 +90,7 @@ async def test_a_version_is_activated_from_the_dialog_by_keyboard_alone(
     assert "v2 done" in (await page.locator("#timeline svg").get_attribute("aria-label") or "")
 
 
+@pytest.mark.broad
 async def test_a_roll_back_that_is_refused_says_why(console: Watched, gateway: RunningGateway) -> None:
     await asyncio.to_thread(put_versions, gateway, 2, 1)
     button = console.page.get_by_role("button", name="Roll back", exact=True)
@@ -112,6 +115,7 @@ async def test_a_swap_under_way_shows_its_progress(console: Watched, gateway: Ru
     assert "not staged within 4 s by i0" in await console.text("#swaps")
 
 
+@pytest.mark.broad
 async def test_the_timeline_tells_all_of_a_swap(console: Watched, gateway: RunningGateway) -> None:
     flips = (FlipRecord("a", 2, "ff", 90.0, 1.5, 0.5), FlipRecord("b", 2, "ff", 80.0, 1.6, 0.75))
     done = PastSwapRecord(
@@ -134,6 +138,7 @@ async def test_the_timeline_tells_all_of_a_swap(console: Watched, gateway: Runni
         assert await console.page.locator(f"#timeline {shape}").count() >= 1
 
 
+@pytest.mark.broad
 async def test_curves_are_drawn_and_told_in_words_and_numbers(console: Watched, gateway: RunningGateway) -> None:
     points = {
         KEYS.training_point(s): {"step": s, "time": float(s), "reward": s / 10, "loss": 2.0 / s} for s in range(1, 6)
@@ -162,6 +167,7 @@ async def test_a_store_or_gateway_that_is_away_is_told_and_got_over(
         page.faults.clear()  # Chromium notes each request it could not send
 
 
+@pytest.mark.broad
 async def test_curves_of_what_does_not_vary_are_drawn_all_the_same(console: Watched, gateway: RunningGateway) -> None:
     for slot, step in enumerate((4.0, 5.0)):
         point = {"step": step, "time": float(slot), "reward": 0.0, "loss": -1.5}

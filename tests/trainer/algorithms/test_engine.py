@@ -43,6 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
 def test_every_algorithm_is_the_same_in_every_layout(
     two_ranks: Ranks, small_models: dict[str, str], serial: dict[str, Any], parallel: dict[str, Any]

@@ -100,6 +100,7 @@ def test_a_hang_is_told_by_place_with_the_stacks(tmp_path: Path, end: list[Ranks
     assert [process.wait(20) for process in ranks.processes] == [1, 1]
 
 
+@pytest.mark.broad
 def test_a_reported_fault_ends_the_others_and_one_that_is_done_is_not_missed(tmp_path: Path, end: list[Ranks]) -> None:
     end.append(ranks := Ranks(tmp_path, 2, "fault"))
     assert ranks.processes[0].wait(20) == 1

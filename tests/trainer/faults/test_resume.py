@@ -9,6 +9,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.trainer.faults.runs import arguments, curve, events, wait_until
 from tests.trainer.fleet import fleet, never_behind
 from tests.trainer.generate_server import Unmoved
@@ -35,6 +37,7 @@ def killed_and_resumed(zygote: Zygote, config: dict[str, Any], root: Path, kill_
     return [event["step"] for event in events(path, "start")]
 
 
+@pytest.mark.broad
 def test_fine_tuning(zygote: Zygote, config: dict[str, Any], tmp_path: Path) -> None:
     config |= {"steps": 100, "checkpoint": config["checkpoint"] | {"every": 10}}
     expected = curve(uninterrupted(zygote, config, tmp_path))
@@ -68,6 +71,7 @@ def test_reinforcement_learning(
         assert len({tuple(numbers) for numbers in expected.values()}) >= 4, "there was something to repeat"
 
 
+@pytest.mark.broad
 def test_an_asynchronous_run(
     zygote: Zygote, config: dict[str, Any], tmp_path: Path, small_models: dict[str, str]
 ) -> None:

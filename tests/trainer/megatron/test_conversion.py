@@ -52,6 +52,7 @@ def check_parity(results: list[dict[str, Any]], path: str) -> None:
     assert results[0]["elements"] == elements  # slices cover every number once
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model", [*DENSE, "llama-scaled"])
 def test_one_rank_equals_transformers(one_rank: Ranks, small_models: dict[str, str], model: str) -> None:
     check_parity(one_rank.call("parity", path=small_models[model], parallel={}), small_models[model])
@@ -62,6 +63,7 @@ def test_a_mixture_on_one_rank_equals_transformers(one_rank: Ranks, models: dict
     check_parity(one_rank.call("parity", path=models[model], parallel={}), models[model])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}], ids=["tensor2", "pipeline2"])
 @pytest.mark.parametrize("model", DENSE)
 def test_two_ranks_equal_transformers(
@@ -70,6 +72,7 @@ def test_two_ranks_equal_transformers(
     check_parity(two_ranks.call("parity", path=small_models[model], parallel=parallel), small_models[model])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("model", "parallel"), CUT_TWO, ids=named(CUT_TWO))
 def test_every_way_of_cutting_equals_transformers(
     two_ranks: Ranks, models: dict[str, str], model: str, parallel: dict[str, Any]
@@ -77,6 +80,7 @@ def test_every_way_of_cutting_equals_transformers(
     check_parity(two_ranks.call("parity", path=models[model], parallel=parallel), models[model])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "parallel"), CUT_FOUR, ids=named(CUT_FOUR))
 def test_cuts_combine(four_ranks: Ranks, models: dict[str, str], model: str, parallel: dict[str, Any]) -> None:
     check_parity(four_ranks.call("parity", path=models[model], parallel=parallel), models[model])

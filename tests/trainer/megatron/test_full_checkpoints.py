@@ -35,6 +35,7 @@ def test_a_damaged_shard_is_named_and_the_one_before_used(
     assert "step-00000002/actor/__1_" in lead["found"][2]
 
 
+@pytest.mark.broad
 def test_ranks_without_a_part_of_some_tensor(four_ranks: Ranks, two_ranks: Ranks, tmp_path: Path) -> None:
     """Six norm weights over four ranks are two, two, two and none."""
     path, directory = str(tmp_path / "model"), str(tmp_path / "saved")
@@ -49,6 +50,7 @@ def test_ranks_without_a_part_of_some_tensor(four_ranks: Ranks, two_ranks: Ranks
     assert fewer[0] == [pytest.approx(step, rel=2e-4) for step in through[0][2:]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("saved", "resumed"), [(FULL, {"data": 2}), ({"data": 2}, FULL)], ids=["full", "optimizer"])
 def test_the_other_way_of_sharding_is_refused_by_name(
     two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path, saved: dict[str, Any], resumed: dict[str, Any]

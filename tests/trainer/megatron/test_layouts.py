@@ -26,6 +26,7 @@ def serial(one_rank: Ranks, models: dict[str, str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", ["llama", "qwen3-tied"])
 @pytest.mark.parametrize("parallel", [TENSOR, PIPELINE, DATA], ids=["tensor2", "pipeline2", "data2"])
 def test_training_is_the_same_in_every_layout(
@@ -38,6 +39,7 @@ def test_training_is_the_same_in_every_layout(
     assert alone[-1][0] != alone[0][0]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("model", "parallel"), CUT_TWO, ids=named(CUT_TWO))
 def test_two_ranks_train_alike(
     two_ranks: Ranks, models: dict[str, str], serial: dict[str, Any], model: str, parallel: dict[str, Any]
@@ -47,6 +49,7 @@ def test_two_ranks_train_alike(
     assert ranks[0] == [pytest.approx(step, rel=2e-4) for step in serial[model]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "parallel"), CUT_FOUR, ids=named(CUT_FOUR))
 def test_four_ranks_train_alike(
     four_ranks: Ranks, models: dict[str, str], serial: dict[str, Any], model: str, parallel: dict[str, Any]
@@ -56,6 +59,7 @@ def test_four_ranks_train_alike(
     assert ranks[0] == [pytest.approx(step, rel=2e-4) for step in serial[model]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("parallel", [TENSOR, PIPELINE, DATA], ids=["tensor2", "pipeline2", "data2"])
 def test_grpo_with_a_reference_is_the_same_in_every_layout(
     one_rank: Ranks, two_ranks: Ranks, small_models: dict[str, str], parallel: dict[str, int]
@@ -67,6 +71,7 @@ def test_grpo_with_a_reference_is_the_same_in_every_layout(
     assert 0 < alone[0]["clip_ratio"] < 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("parallel", [PIPELINE, *DENSE_CUTS.values()], ids=["pipeline", *DENSE_CUTS])
 def test_ppo_with_critic_and_reference_is_the_same_in_every_layout(
     two_ranks: Ranks, models: dict[str, str], serial: dict[str, Any], parallel: dict[str, Any]
@@ -80,6 +85,7 @@ def test_ppo_with_critic_and_reference_is_the_same_in_every_layout(
     assert serial["ppo"][1]["value_mean"] != 0.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("parallel", DENSE_CUTS.values(), ids=DENSE_CUTS.keys())
 def test_packed_rows_are_the_same_in_every_layout(
     one_rank: Ranks, two_ranks: Ranks, models: dict[str, str], parallel: dict[str, Any]
@@ -89,6 +95,7 @@ def test_packed_rows_are_the_same_in_every_layout(
     assert ranks[0] == [pytest.approx(step, rel=2e-4) for step in unpacked]
 
 
+@pytest.mark.broad
 def test_grpo_of_a_mixture_is_the_same_with_spread_experts(
     one_rank: Ranks, two_ranks: Ranks, models: dict[str, str]
 ) -> None:
@@ -97,6 +104,7 @@ def test_grpo_of_a_mixture_is_the_same_with_spread_experts(
     assert spread[0] == [pytest.approx(step, rel=1e-3, abs=1e-6) for step in alone]
 
 
+@pytest.mark.broad
 def test_four_ranks_cut_both_ways(four_ranks: Ranks, small_models: dict[str, str], one_rank: Ranks) -> None:
     path, both = small_models["qwen3-tied"], {"tensor": 2, "pipeline": 2}
     alone = one_rank.call("losses", path=path, parallel=SERIAL)[0]

@@ -40,6 +40,7 @@ def check(results: list[dict[str, Any]], *, tolerance: float = 2e-4) -> None:
     assert first["packed_cells"] < 0.9 * first["plain_cells"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_learns_the_same_from_packed_rows(
     one_rank: Ranks, small_models: dict[str, str], algorithm: str
@@ -48,6 +49,7 @@ def test_every_algorithm_learns_the_same_from_packed_rows(
     check(one_rank.call("packed_training", path=path, parallel={}, algorithm=section))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
 def test_so_does_every_layout(two_ranks: Ranks, small_models: dict[str, str], layout: str, algorithm: str) -> None:
@@ -55,6 +57,7 @@ def test_so_does_every_layout(two_ranks: Ranks, small_models: dict[str, str], la
     check(two_ranks.call("packed_training", path=path, algorithm=section, **LAYOUTS[layout]))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_packed_rows_are_recomputed_as_they_were(one_rank: Ranks, small_models: dict[str, str], recompute: str) -> None:
     path = small_models["llama-scaled"]
@@ -67,11 +70,13 @@ def test_experts_are_chosen_as_without_packing(two_ranks: Ranks, models: dict[st
     check(two_ranks.call("packed_training", path=models["qwen3_moe"], parallel=parallel, algorithm={"name": "sft"}))
 
 
+@pytest.mark.broad
 def test_interleaved_stages_get_whole_groups_of_packed_rows(two_ranks: Ranks, models: dict[str, str]) -> None:
     parallel = {"pipeline": 2, "virtual_pipeline": 2}
     check(two_ranks.call("packed_training", path=models["qwen2"], parallel=parallel, algorithm={"name": "sft"}))
 
 
+@pytest.mark.broad
 def test_a_run_goes_on_at_another_number_of_ranks_where_it_was(
     one_rank: Ranks, two_ranks: Ranks, tiny_model: str, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ def exact(one_rank: Ranks, models: dict[str, str]) -> list[list[float]]:
     return trained
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.02), ("float16", 0.002)])
 def test_half_precision_trains_close_to_float32(
     one_rank: Ranks, models: dict[str, str], exact: list[list[float]], dtype: str, tolerance: float
@@ -40,6 +41,7 @@ def test_an_overflow_lowers_the_loss_scale_and_moves_nothing_else(one_rank: Rank
         assert step["moved"] == 1.0 - step["overflows"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_optimizer_on_the_host_computes_the_same_numbers(
     two_ranks: Ranks, models: dict[str, str], dtype: str
@@ -51,6 +53,7 @@ def test_an_optimizer_on_the_host_computes_the_same_numbers(
     assert two_ranks.call("losses", **common, optimizer=optimizer | {"offload": True}) == here
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["qwen2", "mixtral"])
 def test_recompute_keeps_less_and_computes_the_same(one_rank: Ranks, models: dict[str, str], model: str) -> None:
     path = models[model]
@@ -64,6 +67,7 @@ def test_recompute_keeps_less_and_computes_the_same(one_rank: Ranks, models: dic
     assert kept["full"] < kept["selective"] < kept["none"]
 
 
+@pytest.mark.broad
 def test_every_cut_makes_a_rank_hold_less(one_rank: Ranks, two_ranks: Ranks, models: dict[str, str]) -> None:
     def held(model: str, parallel: dict[str, Any]) -> dict[str, Any]:
         ranks = two_ranks if parallel else one_rank

@@ -18,6 +18,7 @@ CASES = CUT_TWO + CUT_FOUR
 MODELS = sorted({model for model, _ in CASES})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_layout_publishes_the_loaded_bytes(
     one_rank: Ranks, models: dict[str, str], tmp_path: Path, model: str
@@ -36,6 +37,7 @@ def test_every_layout_publishes_the_loaded_bytes(
     assert len(received) == len([1 for name, _ in CASES if name == model])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "parallel"), CUT_TWO[-2:], ids=named(CUT_TWO[-2:]))
 def test_trained_weights_arrive_whole(
     two_ranks: Ranks, one_rank: Ranks, models: dict[str, str], tmp_path: Path, model: str, parallel: dict[str, Any]

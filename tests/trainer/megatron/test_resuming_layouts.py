@@ -33,6 +33,7 @@ def size(parallel: dict[str, Any]) -> int:
     return ParallelConfig(**parallel).world_size
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("model", "parallel", "how"),
     LAYOUTS,
@@ -50,6 +51,7 @@ def test_resume_is_exact(
     assert resumed == [steps[2:] for steps in through]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "saved", "others"),
     [

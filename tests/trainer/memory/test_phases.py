@@ -58,6 +58,7 @@ def test_with_room_for_everything_nothing_moves(one_rank: Ranks, larger_model: s
     assert shared["log"] == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("parallel", [{"data": 2}, {"tensor": 2}, {"pipeline": 2}], ids=str)
 def test_ranks_move_together(two_ranks: Ranks, even_model: str, tmp_path: Path, parallel: dict[str, int]) -> None:
     alone = phases(two_ranks, even_model, tmp_path, None, **parallel)

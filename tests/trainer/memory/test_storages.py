@@ -38,6 +38,7 @@ print(json.dumps(seen))
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["plain", "pinned"])
 def test_resident_memory_falls_by_what_was_held_and_contents_return(tmp_path: Path, how: str) -> None:
     done = subprocess.run(

@@ -75,6 +75,7 @@ def test_one_rank_holds_what_was_estimated(
     check(one_rank, models[family], {}, model, kept=0.15 if model.get("recompute") else 0.05)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("family", "parallel"), CUT, ids=str)
 def test_every_layout_holds_what_was_estimated(
     two_ranks: Ranks, models: dict[str, str], family: str, parallel: dict[str, Any]

@@ -56,6 +56,7 @@ def test_math_reads_only_the_box_where_it_is_told_to() -> None:
     assert [s.total for s in found] == [0.0, 1.0]
 
 
+@pytest.mark.broad
 def test_math_that_no_solver_ends_is_killed() -> None:
     hard = "$9^{9^{9^{9}}}$"
     found = scores(MathReward(workers=1, timeout_s=2.0), (hard, "1"), ("2", "2"))
@@ -86,6 +87,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.broad
 def test_a_classifier_scores_prompt_and_answer(classifier: Path) -> None:
     first, second, again = scores(ClassifierReward(path=str(classifier)), ("07", ""), ("99", ""), ("07", ""))
     assert 0 < first.total < 1

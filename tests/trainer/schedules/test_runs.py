@@ -70,6 +70,7 @@ def steps(events: Events) -> Events:
     return [event for event in events if event["event"] == "step"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("schedule", "oldest"),

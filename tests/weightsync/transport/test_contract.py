@@ -39,6 +39,7 @@ def test_a_thousand_small_pieces(transport: Transport, healthy: Peer) -> None:
     into.close()
 
 
+@pytest.mark.sample(2)
 def test_several_links_read_at_once(name: str, transport: Transport, healthy: Peer) -> None:
     target = buffer()
     with Peer(name, seed=8) as other, ThreadPoolExecutor(4) as pool:
@@ -110,6 +111,7 @@ def test_a_peer_killed_in_the_middle_of_a_read(name: str, transport: Transport, 
     assert read_all(transport, healthy) == healthy.content
 
 
+@pytest.mark.sample(2)
 def test_a_peer_frozen_in_the_middle_of_a_read_writes_nothing_when_it_wakes(
     name: str, transport: Transport, healthy: Peer
 ) -> None:

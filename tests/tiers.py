@@ -1,0 +1,83 @@
+"""Which tests are of the first tier, in which order they run, which may run twice, and what each file of them took.
+
+The first tier is what a change waits for. A test marked `broad` is of the second; of a test marked `sample(n)` n cases
+are of the first. A file of the first tier that takes too long fails CI.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+
+import pytest
+
+BUDGET_S = 120.0  # of a file; the longest takes half of it on two cores that do nothing else
+SHOWN = 15
+# What real processes do on a machine that others use too may need a second attempt, and the report says so. A test of
+# anything else that fails once has failed.
+WITH_PROCESSES = {
+    "chaos", "clients", "console", "faults", "hosts", "k8s", "memory", "peer", "rewards", "schedules", "transport",
+    "vllm_suite",
+}  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, so that no worker is left alone with one at the end."""
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+        if item.get_closest_marker("engine") or WITH_PROCESSES.intersection(item.path.parts[-3:]):
+            item.add_marker(pytest.mark.flaky(reruns=1))
+    for found in cases.values():
+        _sample(found)
+    items.sort(key=_rank)
+
+
+def _sample(cases: list[pytest.Item]) -> None:
+    mark = cases[0].get_closest_marker("sample")
+    assert mark is not None
+    (wanted,) = mark.args
+    chosen = {i * len(cases) // wanted for i in range(wanted)}
+    for i in set(range(len(cases))) - chosen:
+        cases[i].add_marker(pytest.mark.broad)
+
+
+def _rank(item: pytest.Item) -> int:
+    return 0 if item.get_closest_marker("slow") else 1 if item.get_closest_marker("engine") else 2
+
+
+def spent(reporter: pytest.TerminalReporter) -> Counter[str]:
+    """Seconds by file, with set-up and tear-down."""
+    seconds: Counter[str] = Counter()
+    for reports in reporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.location[0]] += report.duration
+    return seconds
+
+
+def over(config: pytest.Config) -> list[str]:
+    """Files over the budget, if this is a run that has one."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or "not broad" not in config.getoption("markexpr"):
+        return []
+    return [path for path, seconds in spent(reporter).items() if seconds > BUDGET_S]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if "CI" in os.environ and not hasattr(session.config, "workerinput") and over(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    seconds = spent(terminalreporter)
+    if len(seconds) < SHOWN:
+        return
+    terminalreporter.section(f"seconds by file, of {sum(seconds.values()):.0f} in all")
+    for path, took in seconds.most_common(SHOWN):
+        terminalreporter.write_line(f"{took:8.1f}  {path}")
+    for path in over(config):
+        terminalreporter.write_line(f"{path} takes more than {BUDGET_S:.0f} s: make it faster, or mark what is broad")
