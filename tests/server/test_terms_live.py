@@ -20,7 +20,6 @@ from tests.live import LiveServer
 pytestmark = pytest.mark.engine
 PROMPT = [7, 8, 9]
 TERMS = ("finish", "exact", "min", "abort", "recompute", "keep")
-SWAPS = 150
 
 
 class Swaps:
@@ -101,8 +100,9 @@ def check(terms: str, asked: int, tokens: list[int], choice: dict[str, Any], swa
     return len(versions)
 
 
+@pytest.mark.parametrize("count", [50, pytest.param(150, marks=pytest.mark.broad)])
 async def test_every_client_gets_its_terms_while_the_weights_change_all_the_time(
-    live: LiveServer, checkpoints: dict[str, Path]
+    live: LiveServer, checkpoints: dict[str, Path], count: int
 ) -> None:
     swaps = Swaps(live, checkpoints)
     for i in (2, 3):
@@ -128,7 +128,7 @@ async def test_every_client_gets_its_terms_while_the_weights_change_all_the_time
             whole[terms] += 1
 
     async with httpx.AsyncClient(base_url=live.url, timeout=60) as client:
-        await asyncio.gather(swaps.run(SWAPS), *(client_of(terms, client) for terms in TERMS))
+        await asyncio.gather(swaps.run(count), *(client_of(terms, client) for terms in TERMS))
     print(dict(whole), dict(cut), dict(mixed))
     assert all(whole[terms] for terms in TERMS), whole
     assert set(cut) <= {("abort", "weights_changed"), ("exact", "version_unavailable"), ("min", "version_unavailable")}
