@@ -12,8 +12,6 @@ from pathlib import Path
 import anthropic
 import orjson
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage
-from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import SecretStr
 
 from tests.live import LiveServer
@@ -75,6 +73,9 @@ def no_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_langchain_chat(live: LiveServer, version: int) -> None:
+    from langchain_core.messages import AIMessage, HumanMessage
+    from langchain_openai import ChatOpenAI
+
     chat = ChatOpenAI(
         model=live.name, base_url=live.url + "/v1", api_key=SecretStr("unused"), temperature=0, max_retries=0,
         max_completion_tokens=TOKENS, stream_usage=True,
@@ -93,6 +94,8 @@ def test_langchain_chat(live: LiveServer, version: int) -> None:
 
 
 def test_langchain_completions_and_batches(live: LiveServer, version: int) -> None:
+    from langchain_openai import OpenAI
+
     llm = OpenAI(
         model=live.name, base_url=live.url + "/v1", api_key=SecretStr("unused"), temperature=0, max_retries=0,
         max_tokens=TOKENS,

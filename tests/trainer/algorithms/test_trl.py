@@ -6,6 +6,7 @@ of a model: what is compared is the code of their losses and advantages, in floa
 
 from __future__ import annotations
 
+import importlib
 import types
 import warnings
 from collections import defaultdict
@@ -30,13 +31,6 @@ from trainer.config import (
 )
 from trainer.data.records import Record
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from trl.trainer.dpo_trainer import DPOTrainer
-    from trl.trainer.grpo_trainer import GRPOTrainer
-    from trl.trainer.rloo_trainer import RLOOTrainer
-    from trl.trainer.sft_trainer import SFTTrainer
-
 BATCH = groups(4, 5, seed=1)
 
 
@@ -57,9 +51,11 @@ class Accelerator:
         return x
 
 
-def trainer(kind: type[Any], **attributes: Any) -> Any:
+def trainer(kind: str, **attributes: Any) -> Any:
     """A TRL trainer of which only the loss can be asked."""
-    made = object.__new__(kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = object.__new__(getattr(importlib.import_module("trl"), kind))
     made.accelerator = Accelerator()
     made.model = types.SimpleNamespace(training=True)
     made._metrics = {"train": defaultdict(list)}
@@ -100,7 +96,7 @@ def grpo_trainer(t: Trial, loss_type: str, level: str, c: GrpoConfig) -> Any:
     high = 1 + c.clip_high if loss_type == "cispo" else c.clip_high
     arguments = types.SimpleNamespace(delta=c.dual_clip, steps_per_generation=1, use_bias_correction_kl=False)
     return trainer(
-        GRPOTrainer,
+        "GRPOTrainer",
         args=arguments,
         loss_type=loss_type,
         importance_sampling_level=level,
@@ -174,7 +170,7 @@ def test_rloo() -> None:
     given = zip(t.given[OLD_LOGPROBS], t.given[REFERENCE_LOGPROBS], strict=True)
     advantages = plain.rloo_advantages(BATCH, [0.2 * (old - ref).sum().item() for old, ref in given])
     theirs = trainer(
-        RLOOTrainer,
+        "RLOOTrainer",
         epsilon_low=config.clip_low,
         epsilon_high=config.clip_high,
         _get_per_token_logps_and_entropies=told_logprobs(t),
@@ -219,7 +215,7 @@ def test_dpo(config: DpoConfig) -> None:
     rows = [torch.tensor((0, *t.sequences[i].continuation)) for i in order]
     mask = padded([torch.tensor([0] + [1] * (len(row) - 1)) for row in rows])
     theirs = trainer(
-        DPOTrainer,
+        "DPOTrainer",
         args=types.SimpleNamespace(gradient_checkpointing_kwargs=None, gradient_checkpointing=False),
         model=torch.nn.Identity(),
         ld_alpha=None,
@@ -250,7 +246,7 @@ def test_sft() -> None:
     records = [Record(0, "", "", (1,), (4, 5)), Record(1, "", "", (6,), (7, 8, 9))]
     t = Trial(algorithm, algorithm.sequences(records, []))
     theirs = trainer(
-        SFTTrainer,
+        "SFTTrainer",
         args=types.SimpleNamespace(loss_type="nll", average_tokens_across_devices=False),
         compute_loss_func=None,
         label_smoother=None,
