@@ -87,7 +87,7 @@ async def test_recompute_equals_a_fresh_stock_engine_of_the_new_weights(
         assert old["end"] > 0
         crossed.append((prompt + seen[: old["end"]], seen[old["end"] :]))
     assert max(await asyncio.to_thread(stock.behind, checkpoints["b"], crossed)) < stock.ROUNDING
-    assert min(await asyncio.to_thread(stock.behind, checkpoints["a"], crossed)) > 10 * stock.ROUNDING
+    assert min(await asyncio.to_thread(stock.behind, checkpoints["a"], crossed)) > 5 * stock.ROUNDING
 
 
 # prefills in chunks --------------------------------------------------------------------------------------------------
