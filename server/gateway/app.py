@@ -15,9 +15,10 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound, Unavailable
+from server.gateway.admin import adapters_sglang, adapters_vllm, fleet, keys, trainers, weights
 from server.gateway.admin.error_map import to_http
-from server.gateway.admin.routers import routers
 from server.gateway.config import GatewayConfig
+from server.gateway.console import routes as console
 from server.gateway.deps import GatewayDep
 from server.gateway.gateway import Gateway
 from server.gateway.middleware import AdminGate, RequestIdMiddleware, error_response
@@ -44,8 +45,8 @@ def build_app(config: GatewayConfig) -> FastAPI:
     app.add_middleware(AdminGate)
     app.add_middleware(RequestIdMiddleware)
     _add_probes(app)
-    for router in routers:
-        app.include_router(router)
+    for part in (weights, fleet, trainers, keys, adapters_vllm, adapters_sglang, console):
+        app.include_router(part.router)
     return app
 
 

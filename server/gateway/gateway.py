@@ -17,8 +17,7 @@ from server.gateway.access.limits import Limits
 from server.gateway.access.scope import CacheScopes
 from server.gateway.access.sharing import Sharing
 from server.gateway.admin.probes import ProbeSettings, build_probe
-from server.gateway.admin.push import Pusher
-from server.gateway.admin.updates import Updates
+from server.gateway.admin.publishing import Pusher, Updates
 from server.gateway.config import GatewayConfig
 from server.gateway.fleet.scrape import Readiness, scrape_forever
 from server.gateway.fleet.view import Fleet

@@ -17,7 +17,7 @@ from server.errors import ConfigError, HttpError
 from server.gateway import GatewayConfig, Limits
 from server.gateway.access import output
 from server.gateway.access.key_files import load_keys
-from server.gateway.admin.probe_file import load_probes
+from server.gateway.admin.probes import load_probes
 from server.gateway.fleet.signals import parse
 from server.gateway.observe import context
 from server.gateway.proxy import terms

@@ -19,8 +19,7 @@ from server.cli.admin import AdminClient
 from server.cli.errors import RequestFailed
 from server.errors import ConfigError
 from server.gateway import GatewayConfig, HealthSettings, UpstreamSettings
-from server.gateway.admin.probe_file import ProbePrompt
-from server.gateway.admin.probes import ProbeSettings, build_probe
+from server.gateway.admin.probes import ProbePrompt, ProbeSettings, build_probe
 from server.gateway.main import bind, run
 from tests.cluster_tls import Authority
 from tests.etcd import free_ports

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from server.gateway.admin import updates
-from server.gateway.admin.pause import PauseLeases
+from server.gateway.admin import publishing
+from server.gateway.admin.fleet import PauseLeases
 from tests.server.gateway_harness import ADMIN_KEY, KEYS, RunningGateway, running_gateway
 from tests.server.test_gateway_admin import SETTINGS, Toy, arena, checkpoint, participating
 from weightsync import SlotReader, ensure_arena
@@ -184,7 +184,7 @@ async def test_one_update_at_a_time_and_a_dead_trainer_makes_way(
         assert left_behind() == []
         await client.call("/start_weight_update")
         await client.call("/update_weights", {"update_info": {"safetensors": tensors(a=1.0)}})
-        monkeypatch.setattr(updates, "IDLE_S", 0.0)
+        monkeypatch.setattr(publishing, "IDLE_S", 0.0)
         assert (await client.call("/start_weight_update"))[0] == 200
         assert left_behind() == []
 
@@ -374,5 +374,5 @@ def test_what_a_killed_gateway_left_is_removed(tmp_path: Path, monkeypatch: pyte
     dead, mine = tmp_path / "hotswap-update-999999999-x", tmp_path / f"hotswap-update-{os.getpid()}-x"
     for directory in (dead, mine):
         directory.mkdir()
-    updates.Updates()
+    publishing.Updates()
     assert (dead.exists(), mine.exists()) == (False, True)

@@ -18,7 +18,7 @@ import orjson
 import pytest
 
 from server.errors import NotFound
-from server.gateway.admin.pause import PauseLeases
+from server.gateway.admin.fleet import PauseLeases
 from tests.etcd import Etcd
 from tests.server.gateway_harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, get, post, running_gateway
 from weightsync import open_store

@@ -17,8 +17,7 @@ import pytest
 
 from server.errors import ConfigError
 from server.gateway import GatewayConfig
-from server.gateway.admin.probe_file import DEFAULT_PROMPTS, ProbePrompt, load_probes
-from server.gateway.admin.probes import ProbeSettings, build_probe
+from server.gateway.admin.probes import DEFAULT_PROMPTS, ProbePrompt, ProbeSettings, build_probe, load_probes
 from tests.server.gateway_upstream import Link, Received, upstream
 from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord
 from weightsync.swap.probe import ProbeResult

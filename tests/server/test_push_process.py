@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from server.errors import HttpError, UpstreamTimeout
-from server.gateway.admin import push
+from server.gateway.admin import publishing
 from server.gateway.admin.error_map import to_http
-from server.gateway.admin.push import Pusher
+from server.gateway.admin.publishing import Pusher
 from server.gateway.config import GatewayConfig
 from tests.server.gateway_harness import eventually
 from tests.weightsync.tensors import model, save_safetensors
@@ -141,14 +141,14 @@ async def test_a_publication_that_hangs_is_ended_and_the_next_one_goes_on(
         return hanging[0]
 
     monkeypatch.setattr(pusher, "_start", hangs)
-    monkeypatch.setattr(push, "STALLED_S", 1.0, raising=False)
+    monkeypatch.setattr(publishing, "STALLED_S", 1.0, raising=False)
     stuck = asyncio.create_task(pusher.push(checkpoint, version))
     await asyncio.wait({stuck}, timeout=20)
     assert stuck.done(), "everybody else waits for it"
     error = stuck.exception()
     assert isinstance(error, UpstreamTimeout)
     assert error.code == "push_stalled"
-    monkeypatch.setattr(push, "STALLED_S", 60.0)
+    monkeypatch.setattr(publishing, "STALLED_S", 60.0)
     assert await pusher.push(checkpoint, version) == 1
 
 
@@ -163,13 +163,13 @@ threading.Event().wait()
 async def test_a_publication_that_works_is_not_taken_for_one_that_hangs(
     code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(push, "STALLED_S", 1.0)
+    monkeypatch.setattr(publishing, "STALLED_S", 1.0)
     busy = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
     try:
         for _ in range(2):
-            seen = push._work_done(busy.pid)
+            seen = publishing._work_done(busy.pid)
             assert seen is not None
-            await eventually(lambda seen=seen: push._work_done(busy.pid).has_gone_on(seen))  # type: ignore[misc]
+            await eventually(lambda seen=seen: publishing._work_done(busy.pid).has_gone_on(seen))  # type: ignore[misc]
     finally:
         busy.kill()
         await busy.wait()

@@ -20,10 +20,10 @@ from pydantic import BaseModel, ConfigDict
 
 from server.errors import BadRequest, Conflict, HttpError, Unsupported
 from server.gateway.admin.error_map import to_http
+from server.gateway.admin.publishing import WeightUpdate, refused_pickle
 from server.gateway.admin.trainers import (
     active_version,
     check_mode,
-    model_schema,
     pause_ttl,
     pauses,
     publish,
@@ -31,7 +31,7 @@ from server.gateway.admin.trainers import (
     refused_group,
     room,
 )
-from server.gateway.admin.updates import WeightUpdate, refused_pickle
+from server.gateway.admin.weights import model_schema
 from server.gateway.deps import GatewayDep
 from server.gateway.gateway import Gateway
 from weightsync.errors import WeightSyncError

@@ -15,17 +15,17 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Query
 
 from server.errors import BadRequest, Conflict, HttpError, Unsupported
+from server.gateway.admin.publishing import WeightUpdate, refused_pickle
 from server.gateway.admin.trainers import (
     active_version,
     check_mode,
-    model_schema,
     pause_ttl,
     pauses,
     publish_update,
     refused_group,
     room,
 )
-from server.gateway.admin.updates import WeightUpdate, refused_pickle
+from server.gateway.admin.weights import model_schema
 from server.gateway.deps import GatewayDep
 from server.gateway.gateway import Gateway
 

@@ -1,18 +1,63 @@
-"""What the routes of other systems' trainers have in common (adapters_vllm.py, adapters_sglang.py)."""
+"""Trainers on the admin port: their reports of steps, and what the routes of other systems' trainers have in common.
+
+`/admin/training/metrics` is where a trainer reports, `/admin/series` has the curves of the console. The routes of other
+systems are in adapters_vllm.py and adapters_sglang.py.
+"""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import Field, FiniteFloat, RootModel, model_validator
 
 from server.errors import BadRequest, Unsupported
-from server.gateway.admin import swaps
-from server.gateway.admin.pause import MAX_TTL_S, PauseLeases
-from server.gateway.admin.swaps import SwapOptions
-from server.gateway.admin.updates import WeightUpdate
+from server.gateway.admin import weights
+from server.gateway.admin.fleet import MAX_TTL_S, PauseLeases
+from server.gateway.admin.publishing import WeightUpdate
+from server.gateway.admin.weights import SwapOptions
+from server.gateway.deps import GatewayDep
 from server.gateway.gateway import Gateway
 from weightsync.manifest import Schema
-from weightsync.records import ActiveRecord, Keys
+
+router = APIRouter(prefix="/admin", tags=["admin"])
+
+MAX_FIELDS = 64
+LARGEST_STEP = 2**53  # above it a JSON number is no exact integer to a browser
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,63}$")]
+
+
+class StepMetrics(RootModel[Annotated[dict[Name, FiniteFloat], Field(min_length=2, max_length=MAX_FIELDS)]]):
+    """Numbers by name; `step` is one of them, `reward`, `loss`, `accuracy` and `version` are what the console draws."""
+
+    @model_validator(mode="after")
+    def _has_a_step(self) -> StepMetrics:
+        step = self.root.get("step")
+        if step is None or step != int(step) or not 0 <= step <= LARGEST_STEP:
+            raise ValueError(f"`step` must be there, a whole number from 0 to {LARGEST_STEP}")
+        if "time" in self.root:
+            raise ValueError("`time` is set by the gateway; leave it out")
+        return self
+
+
+@router.post("/training/metrics")
+async def report(gateway: GatewayDep, body: StepMetrics) -> dict[str, Any]:
+    """Keeps what a trainer reports of one step; several requests of the same step are put together."""
+    return {"point": await gateway.training.add(body.root)}
+
+
+@router.get("/series")
+async def series(gateway: GatewayDep) -> dict[str, Any]:
+    """Throughput of the fleet over the last ten minutes, and the training's last steps."""
+    return {
+        "model": gateway.config.model,
+        "throughput": [asdict(sample) for sample in gateway.throughput.samples],
+        "training": gateway.training.points,
+    }
+
 
 PAUSE_TTL_S = 120.0  # these trainers never renew: a longer pause than this ends by itself
 SLACK = 64 << 20  # over the bytes of the tensors, for headers
@@ -25,7 +70,7 @@ async def publish(gateway: Gateway, path: Path, label: str | None) -> dict[str, 
     """
 
     async def then(version: int) -> dict[str, Any]:
-        return {"version": version, "swap": await swaps.activate(gateway, version, SwapOptions())}
+        return {"version": version, "swap": await weights.swap_in(gateway, version, SwapOptions())}
 
     return await gateway.pusher.push(path, then, step=_step(label))
 
@@ -42,12 +87,6 @@ async def publish_update(gateway: Gateway, update: WeightUpdate, label: str | No
     return await gateway.pusher.keep(work())
 
 
-async def model_schema(gateway: Gateway) -> Schema | None:
-    """The tensors that every version must have; None before the first version."""
-    found = await gateway.store.get(Keys(gateway.config.model).schema)
-    return Schema.from_json(found.value) if found is not None else None
-
-
 def room(schema: Schema | None) -> int | None:
     """Bytes that an update may have."""
     return None if schema is None else sum(spec.nbytes for spec in schema.tensors.values()) + SLACK
@@ -55,8 +94,8 @@ def room(schema: Schema | None) -> int | None:
 
 async def active_version(gateway: Gateway) -> int | None:
     """The committed version, if there is one."""
-    found = await gateway.store.get(Keys(gateway.config.model).active)
-    return ActiveRecord.from_json(found.value).version if found is not None else None
+    record = await weights.active_record(gateway)
+    return record.version if record is not None else None
 
 
 def pauses(gateway: Gateway) -> PauseLeases:

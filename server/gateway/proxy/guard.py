@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hotswap.gateway")
 
 LINGER_S = 2.0
-STREAMED = b"/admin/weights/upload"  # a body as large as a model, which the app takes as it comes (upload.py)
+STREAMED = b"/admin/weights/upload"  # a body as large as a model, which the app takes as it comes (admin/weights.py)
 
 
 class GuardedProtocol(HttpToolsProtocol):

@@ -1,0 +1,299 @@
+"""Weights and swaps on the admin port: what `hotswap weights` and operators use, and uploads of a `RemotePublisher`.
+
+The key is checked in `AdminGate`, before a body is read.
+
+The body of `POST /admin/weights/upload`, a version as a delta or in full (weightsync/delta/format.py), goes to an
+unnamed file in the arena, which the kernel frees with the last process that has it open: a connection lost half-way,
+or a gateway killed half-way, leaves nothing. A publication begins only when the body has arrived whole, in a process
+of its own (publishing.py); it is checked there, not here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
+
+from server.errors import BadRequest, InsufficientStorage, PayloadTooLarge
+from server.gateway.admin.publishing import Prepared
+from server.gateway.deps import GatewayDep
+from server.gateway.gateway import Gateway
+from weightsync.errors import SwapAborted
+from weightsync.ledger import ensure_arena
+from weightsync.manifest import Schema
+from weightsync.records import (
+    ActiveRecord,
+    Keys,
+    OnLost,
+    PastSwapRecord,
+    SwapMode,
+    SwapRecord,
+    TargetRecord,
+    VersionRecord,
+)
+from weightsync.swap import activation, history
+from weightsync.swap.coordinator import SwapReport
+from weightsync.swap.state import in_flight
+
+router = APIRouter(prefix="/admin", tags=["admin"])
+
+SLACK = 64 << 20  # over the bytes of the tensors: the header, and a few bytes a block
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+UploadId = Annotated[str, Query(pattern="^[A-Za-z0-9_-]{8,64}$", description="the same id again, the same version")]
+Deadline = Annotated[float | None, Query(gt=0, le=3600, description="seconds to stage everywhere")]
+Drain = Annotated[float | None, Query(ge=0, le=3600, description="for streams to end; rolling 30, else 0")]
+Lost = Annotated[OnLost, Query(description="when an instance dies before the commit")]
+Version = Annotated[int, Field(ge=1, lt=2**63)]
+
+
+class SwapOptions(BaseModel):
+    """How the fleet is to take a version: all at once, or one instance after the other behind a probed canary."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    mode: SwapMode = "together"
+    drain_s: Annotated[float | None, Field(ge=0, le=3600, description="for streams to end; rolling 30, else 0")] = None
+    deadline_s: Annotated[float | None, Field(gt=0, le=3600, description="to stage everywhere")] = None
+    on_lost: Annotated[OnLost, Field(description="when an instance dies before the commit")] = "abort"
+
+
+class Push(SwapOptions):
+    """A Hugging Face checkpoint directory on the gateway's host: the base model, or the `part` ("draft", "lora/NAME").
+
+    `parts` adds more directories to the same version, by part.
+    """
+
+    path: str = Field(min_length=1, max_length=4096)
+    part: str = Field(default="", max_length=200)
+    parts: dict[str, str] = Field(default={}, max_length=256)
+    activate: bool = True
+
+
+class Activate(SwapOptions):
+    """A published version to swap in."""
+
+    version: Version
+
+
+class Rollback(SwapOptions):
+    """Where to go back to: any version that is still ready; by default the one before the active one."""
+
+    version: Version | None = None
+
+
+@router.get("/weights")
+async def list_versions(gateway: GatewayDep) -> dict[str, Any]:
+    """Every version the store knows, newest last, and the active one."""
+    keys = Keys(gateway.config.model)
+    items, _ = await gateway.store.list(keys.versions)
+    versions = [asdict(VersionRecord.from_json(kv.value)) for kv in items]
+    active = await active_record(gateway)
+    return {
+        "model": gateway.config.model,
+        "active": asdict(active) if active is not None else None,
+        "versions": versions,
+    }
+
+
+@router.post("/weights")
+async def push(gateway: GatewayDep, body: Push) -> dict[str, Any]:
+    """Publishes a checkpoint; with `activate`, swaps it in and reports the swap."""
+
+    async def then(version: int) -> dict[str, Any]:
+        swap = await swap_in(gateway, version, body) if body.activate else None
+        return {"version": version, "swap": swap}
+
+    return await gateway.pusher.push(Path(body.path), then, part=body.part, parts=body.parts)
+
+
+@router.post("/weights/activate")
+async def activate(gateway: GatewayDep, body: Activate) -> dict[str, Any]:
+    """Swaps a published version in; answers when every instance has it, or says why none does."""
+    return await swap_in(gateway, body.version, body)
+
+
+@router.post("/weights/rollback")
+async def rollback(gateway: GatewayDep, body: Rollback | None = None) -> dict[str, Any]:
+    """Goes back to the version before the active one, or to the one that is named."""
+    body = body or Rollback()
+    if body.version is not None:
+        return await swap_in(gateway, body.version, body)
+    return await _swap_back(gateway, body)
+
+
+@router.get("/swap")
+async def swap(gateway: GatewayDep) -> dict[str, Any]:
+    """The swap in flight, or the last one; null before the first."""
+    record = await _last_swap(gateway)
+    return {"model": gateway.config.model, "swap": _described(record) if record is not None else None}
+
+
+@router.get("/swaps")
+async def past_swaps(gateway: GatewayDep) -> dict[str, Any]:
+    """The last swaps that have ended, newest first: what each cost, whether it was verified, and why it was aborted."""
+    ended = await history.past_swaps(gateway.store, Keys(gateway.config.model))
+    return {"model": gateway.config.model, "swaps": [_told(swap) for swap in ended]}
+
+
+@router.get("/weights/active")
+async def active(gateway: GatewayDep) -> dict[str, Any]:
+    """The commit record; `version` is null and `epoch` 0 before the first commit."""
+    record = await active_record(gateway)
+    nothing = {"version": None, "epoch": 0, "previous": None}
+    return {"model": gateway.config.model, **(asdict(record) if record is not None else nothing)}
+
+
+@router.post("/weights/upload")
+async def upload(
+    gateway: GatewayDep,
+    request: Request,
+    upload_id: UploadId,
+    activate: bool = False,
+    mode: Literal["together", "rolling"] = "together",
+    drain_s: Drain = None,
+    deadline_s: Deadline = None,
+    on_lost: Lost = "abort",
+) -> dict[str, Any]:
+    """Publishes what the body holds; with `activate`, asks for its swap and does not wait for it."""
+    if request.headers.get("content-type") != "application/octet-stream":
+        raise BadRequest("Send the version as application/octet-stream.", code="bad_content_type")
+
+    async def then(answer: dict[str, Any]) -> dict[str, Any]:
+        if activate:
+            within_s = deadline_s or gateway.config.swap_deadline_s
+            wish = activation.new_target(
+                int(answer["version"]), "upload", within_s, mode=mode, drain_s=drain_s, on_lost=on_lost
+            )
+            await _ask_for(gateway, wish)
+        return answer
+
+    return await gateway.pusher.push_delta(await _received(gateway, request, upload_id), then)
+
+
+async def _received(gateway: Gateway, request: Request, upload_id: str) -> Prepared:
+    """The whole body, in an unnamed file, and the process that is to publish it. Raises HttpError."""
+    arena = await ensure_arena(gateway.store)
+    most = await _most(gateway, arena.free_nbytes())
+    if int(request.headers.get("content-length", 0)) > most:
+        raise _too_large(most)
+    file = tempfile.TemporaryFile(dir=arena.directory, buffering=0)  # noqa: SIM115 - `Prepared` closes it
+    prepared = await gateway.pusher.prepare(file, upload_id)
+    try:
+        await _copy(request, file, most)
+    except BaseException as error:
+        await prepared.discard()
+        if isinstance(error, ClientDisconnect):
+            raise BadRequest("The connection was lost half-way; nothing was kept.", code="upload_cut_off") from None
+        raise
+    return prepared
+
+
+async def _copy(request: Request, file: BinaryIO, most: int) -> None:
+    done = 0
+    async for chunk in request.stream():
+        done += len(chunk)
+        if done > most:
+            raise _too_large(most)
+        try:
+            _write_all(file.fileno(), chunk)
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            raise InsufficientStorage(
+                f"The arena has no room for the upload ({done:,} bytes so far): retire versions nobody needs, or "
+                "enlarge it (--shm-size, or a larger emptyDir).",
+                code="arena_full",
+            ) from error
+
+
+def _too_large(most: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The upload has over {most:,} bytes, more than a version of this model takes.")
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+async def _most(gateway: Gateway, free: int) -> int:
+    """Bytes an upload may have: what a version of the model takes in full; before the first, what there is room for."""
+    schema = await model_schema(gateway)
+    if schema is None:
+        return free
+    return sum(spec.nbytes for spec in schema.tensors.values()) * 17 // 16 + SLACK
+
+
+async def _ask_for(gateway: Gateway, wish: TargetRecord) -> None:
+    """Write the target, unless the version is active already: it may have been sent a second time."""
+    active = await active_record(gateway)
+    if active is None or active.version != wish.version:
+        await activation.request(gateway.store, Keys(gateway.config.model), wish)
+
+
+async def active_record(gateway: Gateway) -> ActiveRecord | None:
+    """The commit record; None before the first commit."""
+    found = await gateway.store.get(Keys(gateway.config.model).active)
+    return ActiveRecord.from_json(found.value) if found is not None else None
+
+
+async def model_schema(gateway: Gateway) -> Schema | None:
+    """The tensors that every version must have; None before the first version."""
+    found = await gateway.store.get(Keys(gateway.config.model).schema)
+    return Schema.from_json(found.value) if found is not None else None
+
+
+async def swap_in(gateway: Gateway, version: int, options: SwapOptions) -> dict[str, Any]:
+    """Swaps `version` in; the report when every instance has it. Raises SwapAborted, UnknownVersion, SwapTimeout."""
+    deadline_s = options.deadline_s or gateway.config.swap_deadline_s
+    report = await gateway.coordinator.activate(
+        version, deadline_s, mode=options.mode, drain_s=options.drain_s, on_lost=options.on_lost
+    )
+    return await _checked(gateway, report)
+
+
+async def _swap_back(gateway: Gateway, options: SwapOptions) -> dict[str, Any]:
+    """Goes back to the version before the active one. Raises as `swap_in` does."""
+    deadline_s = options.deadline_s or gateway.config.swap_deadline_s
+    report = await gateway.coordinator.rollback(
+        deadline_s, mode=options.mode, drain_s=options.drain_s, on_lost=options.on_lost
+    )
+    return await _checked(gateway, report)
+
+
+async def _last_swap(gateway: Gateway) -> SwapRecord | None:
+    """The swap in flight, or the last one."""
+    found = await gateway.store.get(Keys(gateway.config.model).swap)
+    return SwapRecord.from_json(found.value) if found is not None else None
+
+
+def _described(swap: SwapRecord) -> dict[str, Any]:
+    """The record as JSON, and what can be read out of it: `probe` is None while no canary was judged."""
+    return {**asdict(swap), "in_flight": in_flight(swap), "probe": history.probe_outcome(swap)}
+
+
+def _told(swap: PastSwapRecord) -> dict[str, Any]:
+    """`prepare_ms` until the commit or the end, `commit_ms` until all confirmed, `stall_ms` of the worst instance."""
+    committed_at = swap.committed_at
+    return {
+        **asdict(swap),
+        "prepare_ms": ((committed_at or swap.ended_at) - swap.opened_at) * 1e3,
+        "commit_ms": (swap.ended_at - committed_at) * 1e3 if committed_at is not None else None,
+        "stall_ms": max((f.stall_ms for f in swap.flips if f.stall_ms is not None), default=None),
+    }
+
+
+async def _checked(gateway: Gateway, report: SwapReport) -> dict[str, Any]:
+    if not report.ok:
+        raise SwapAborted(report.version, report.reason or "no reason given", report.tensor)
+    swap = await _last_swap(gateway)
+    if swap is None or swap.id != report.id:  # a later swap has taken its place already
+        return asdict(report)
+    return {**asdict(report), "mode": swap.mode, "canary": swap.canary, "probe": history.probe_outcome(swap)}
