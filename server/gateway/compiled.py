@@ -23,7 +23,7 @@ from pathlib import Path
 log = logging.getLogger("hotswap.gateway")
 
 MODULES = (
-    "access.keys", "access.limits", "access.output", "access.quota",
+    "access.keys", "access.limits",
     "fleet.affinity", "fleet.health", "fleet.instance", "fleet.retries", "fleet.routing", "fleet.signals", "fleet.view",
     "observe.histogram", "observe.stats",
     "proxy.exchange", "proxy.failover", "proxy.placing", "proxy.request", "proxy.routes", "proxy.waiting",

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from server.gateway.access.key_files import KeyFiles, load_keys
-from server.gateway.access.key_store import KeyStore
+from server.gateway.access.key_sources import KeyFiles, KeyStore, load_keys
 from server.gateway.access.keys import KeyRing
 from server.gateway.access.limits import Limits
 from server.gateway.access.scope import CacheScopes

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from server.errors import ConfigError
 from server.gateway import memory
-from server.gateway.access.key_files import load_keys
+from server.gateway.access.key_sources import load_keys
 from server.gateway.admin.probes import ProbeSettings
 from server.gateway.config import GatewayConfig
 from server.gateway.observe.logs import configure

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Response
 
 from server.errors import HttpError, NotFound
-from server.gateway.access.keys import ADMIN
+from server.gateway.access.records import ADMIN
 from server.gateway.console.routes import is_open
 from server.gateway.observe.finished import Finished
 from server.gateway.proxy.routes import elsewhere

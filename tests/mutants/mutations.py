@@ -71,11 +71,11 @@ MUTATIONS: list[Mutation] = [
         ("tokens.correct(self._taken_at, more)", "tokens.correct(now, more)"),
         ("quota.seconds_until(quota.used + needed - quota.allotted)", "quota.seconds_until(needed)"),
     ]),
-    *of(ACCESS + "quota.py", GW + "quota.py", changes=[
+    *of(ACCESS + "limits.py", GW + "quota.py", changes=[
         ("elif self.now - taken_at < SLOTS:", "elif self.now - taken_at <= SLOTS:"),
         ("            if units <= 0:\n", "            if units < 0:\n"),
     ]),
-    *of(ACCESS + "output.py", GW + "quota.py", GW + "limits.py", changes=[
+    *of(ACCESS + "limits.py", GW + "quota.py", GW + "limits.py", changes=[
         ("max(_number(asked.n), _number(asked.best_of), 1)", "max(_number(asked.n), 1)"),
         ("if status < 400 or status == 499 else 0", "if status < 400 else 0"),
         ("(usage.prompt_tokens if usage.exact else self.prompt)", "usage.prompt_tokens"),
@@ -83,7 +83,7 @@ MUTATIONS: list[Mutation] = [
         ("(default is not None and default <= bound)", "default is not None"),
         ("max(1, texts + raw.count(b\"[\") - 1)", "max(1, texts + raw.count(b\"[\"))"),
     ]),
-    *of(ACCESS + "shares.py", GW + "shares.py", changes=[
+    *of(ACCESS + "sharing.py", GW + "shares.py", changes=[
         ("return max(held, min(target, self._room(resource, use.limit)))", "return max(held, target)"),
         ("_by_remainder(exact)[: units - sum(parts.values())]:", "_by_remainder(exact)[:0]:"),
         ("self._held[resource] = use.used\n        return True", "pass\n        return True"),

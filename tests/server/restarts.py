@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from server.cli.up import Server, UpConfig
-from server.gateway.access.key_store import KeyStore, NewKey
-from server.gateway.access.keys import INFER, KeyRing
-from server.gateway.access.records import KeyLimits
+from server.gateway.access.key_sources import KeyStore, NewKey
+from server.gateway.access.keys import KeyRing
+from server.gateway.access.records import INFER, KeyLimits
 from tests.weightsync.fleet import Engine
 from tests.weightsync.tensors import model, read_back, save_safetensors
 from weightsync import Coordinator, Participant, Publisher, SyncStore, open_store

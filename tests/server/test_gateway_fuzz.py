@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 
 from server.errors import BadUpstream
 from server.gateway import GatewayConfig, Limits
-from server.gateway.access.key_files import load_keys
+from server.gateway.access.key_sources import load_keys
 from server.gateway.app import build_app
 from server.gateway.fleet.instance import Instance
 from server.gateway.gateway import Gateway

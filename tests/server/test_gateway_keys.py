@@ -22,8 +22,8 @@ from server.cli.errors import CliError
 from server.cli.paths import ServerInfo
 from server.errors import Forbidden, Unauthorized, Unavailable
 from server.gateway import UpstreamSettings
-from server.gateway.access.keys import ADMIN, INFER, KeyRing, Principal
-from server.gateway.access.records import DOOR, KEYS_PREFIX, DoorRecord, KeyLimits, KeyRecord, digest_of
+from server.gateway.access.keys import KeyRing, Principal
+from server.gateway.access.records import ADMIN, DOOR, INFER, KEYS_PREFIX, DoorRecord, KeyLimits, KeyRecord, digest_of
 from tests.server.gateway_harness import (
     ADMIN_KEY,
     RunningGateway,

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from server.errors import ConfigError, HttpError
 from server.gateway import GatewayConfig, Limits
-from server.gateway.access import output
-from server.gateway.access.key_files import load_keys
+from server.gateway.access.key_sources import load_keys
+from server.gateway.access.limits import bounded, reckon
 from server.gateway.admin.probes import load_probes
 from server.gateway.fleet.signals import parse
 from server.gateway.observe import context
@@ -127,12 +127,12 @@ def test_bounds_on_answers(name: str, value: bytes, bound: int) -> None:
     asked = check_object(body)
     for route in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"):
         try:
-            assert output.reckon(asked, route, len(body)).output > 0
-            bounded = output.bounded(asked, route, bound, body)
+            assert reckon(asked, route, len(body)).output > 0
+            kept = bounded(asked, route, bound, body)
         except HttpError as error:
             check(error)
             continue
-        assert isinstance(json.loads(bounded), dict)
+        assert isinstance(json.loads(kept), dict)
 
 
 @FUZZ

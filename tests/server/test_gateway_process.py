@@ -32,8 +32,8 @@ from loadtest.gateway_bench.processes import Cores, running
 from server.errors import ConfigError
 from server.gateway import GatewayConfig, Limits, UpstreamSettings
 from server.gateway.__main__ import config_from, main, parser
-from server.gateway.access.key_files import load_keys
-from server.gateway.access.keys import ADMIN, INFER
+from server.gateway.access.key_sources import load_keys
+from server.gateway.access.records import ADMIN, INFER
 from tests.server.gateway_harness import RunningGateway, running_gateway
 from tests.server.gateway_upstream import Link, Received, upstream
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from server.errors import HttpError, TooManyRequests, Unavailable
 from server.gateway import QueueSettings
-from server.gateway.access.output import Cost
+from server.gateway.access.limits import Cost
 from server.gateway.fleet.signals import Signals
 from server.gateway.proxy.terms import Need
 from server.gateway.queue.capacity import HEADROOM, UNKNOWN, Window

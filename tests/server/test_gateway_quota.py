@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.errors import BadRequest
-from server.gateway.access import output
 from server.gateway.access.keys import Principal
-from server.gateway.access.limits import Limits, RateLimited
-from server.gateway.access.quota import SLOTS, Window
+from server.gateway.access.limits import BYTES_PER_TOKEN, MOST, SLOTS, USUAL_OUTPUT, Limits, RateLimited, Window, reckon
 from server.gateway.access.records import KeyLimits
 from server.gateway.wire.bodies import NONE, Usage, check_object
 
@@ -74,16 +72,16 @@ def test_no_minute_holds_more_than_the_limit(limit: int, waits: list[int]) -> No
 @pytest.mark.parametrize(
     ("route", "body", "tokens"),
     [
-        (CHAT, b"{}", output.USUAL_OUTPUT),
+        (CHAT, b"{}", USUAL_OUTPUT),
         (CHAT, b'{"max_tokens":7}', 7),
         (CHAT, b'{"max_tokens":7,"max_completion_tokens":9}', 9),
         (CHAT, b'{"max_tokens":7,"max_completion_tokens":null}', 7),
         (CHAT, b'{"max_tokens":7,"n":3}', 21),
         (CHAT, b'{"max_tokens":"7","n":"3.0"}', 21),
-        (CHAT, b'{"max_tokens":"many","n":[1]}', output.USUAL_OUTPUT),
-        (CHAT, b'{"max_tokens":-5,"n":0}', output.USUAL_OUTPUT),
-        (CHAT, b'{"max_tokens":99999999999999999999,"n":9999999999999}', output.MOST),
-        (CHAT, b'{"max_tokens":1' + b"0" * 400 + b"}", output.MOST),
+        (CHAT, b'{"max_tokens":"many","n":[1]}', USUAL_OUTPUT),
+        (CHAT, b'{"max_tokens":-5,"n":0}', USUAL_OUTPUT),
+        (CHAT, b'{"max_tokens":99999999999999999999,"n":9999999999999}', MOST),
+        (CHAT, b'{"max_tokens":1' + b"0" * 400 + b"}", MOST),
         ("/v1/completions", b'{"prompt":["a","b","c"],"max_tokens":5,"n":2}', 30),
         ("/v1/completions", b'{"prompt":["a","b","c"],"max_tokens":5,"n":2,"best_of":4}', 60),
         ("/v1/completions", b'{"prompt":[1,2,3],"max_tokens":5}', 5),
@@ -101,23 +99,23 @@ def test_no_minute_holds_more_than_the_limit(limit: int, waits: list[int]) -> No
     ],
 )
 def test_what_an_answer_is_expected_to_take(route: str, body: bytes, tokens: int) -> None:
-    assert output.reckon(check_object(body), route, len(body)).output == tokens
+    assert reckon(check_object(body), route, len(body)).output == tokens
 
 
 def test_what_a_prompt_is_taken_for() -> None:
     def prompt(body: bytes) -> int:
-        return output.reckon(check_object(body), "/v1/completions", len(body)).prompt
+        return reckon(check_object(body), "/v1/completions", len(body)).prompt
 
     text = b'{"prompt":"' + b"x" * 400 + b'"}'
-    assert prompt(text) == len(text) // output.BYTES_PER_TOKEN + 1
+    assert prompt(text) == len(text) // BYTES_PER_TOKEN + 1
     ids = b'{"prompt":[' + b",".join([b"7"] * 300) + b"]}"
     assert prompt(ids) == 300
 
 
 def test_a_keys_own_bound_is_what_an_answer_may_take() -> None:
-    assert output.reckon(check_object(b"{}"), CHAT, 2, 50).output == 50
-    assert output.reckon(check_object(b'{"max_tokens":7}'), CHAT, 2, 50).output == 7
-    assert output.reckon(check_object(b"{}"), "/v1/completions", 2, 50).output == 16
+    assert reckon(check_object(b"{}"), CHAT, 2, 50).output == 50
+    assert reckon(check_object(b'{"max_tokens":7}'), CHAT, 2, 50).output == 7
+    assert reckon(check_object(b"{}"), "/v1/completions", 2, 50).output == 16
 
 
 def test_a_request_of_many_prompts_takes_what_all_of_them_may_cost(clock: Clock) -> None:
@@ -212,7 +210,7 @@ def test_headers_and_retry_after(clock: Clock) -> None:
     clock.now += 31
     assert limits.admit(p, NONE, CHAT, b"{}") is not None
     first.settle(Usage(1, 1), 200)  # too late to give anything back
-    assert lines(limits.head(p))["x-ratelimit-remaining-tokens"] == str(1000 - 2 * (1 + output.USUAL_OUTPUT))
+    assert lines(limits.head(p))["x-ratelimit-remaining-tokens"] == str(1000 - 2 * (1 + USUAL_OUTPUT))
     clock.now += 62
     assert lines(limits.head(p))["x-ratelimit-reset-requests"] == "0s"
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from server.gateway import UpstreamSettings
-from server.gateway.access.keys import ANONYMOUS, INFER, Principal
+from server.gateway.access.keys import ANONYMOUS, Principal
+from server.gateway.access.records import INFER
 from server.gateway.access.scope import STORE_KEY, CacheScopes
 from tests.server.gateway_harness import ADMIN_KEY, RunningGateway, post, running_gateway
 from tests.server.gateway_upstream import upstream

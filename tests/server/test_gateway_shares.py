@@ -20,11 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.gateway.access.keys import Principal
-from server.gateway.access.limits import Limits, Meter
-from server.gateway.access.quota import Quota, Window
+from server.gateway.access.limits import Limits, Meter, Quota, Window
 from server.gateway.access.records import USAGE_PREFIX, USAGE_ROUND, KeyLimits
-from server.gateway.access.shares import Division, Other, Plan, Share, State, UsageRecord, Use, divide
-from server.gateway.access.sharing import Sharing
+from server.gateway.access.sharing import Division, Other, Plan, Share, Sharing, State, UsageRecord, Use, divide
 from server.gateway.observe.stats import Stats
 from tests.etcd import Etcd
 from tests.server.gateway_harness import ADMIN_KEY, KEYS

@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from server.errors import Forbidden, Unauthorized, Unavailable
-from server.gateway.access.records import ADMIN, INFER, DoorRecord, KeyLimits, KeyRecord
-
-__all__ = ["ADMIN", "ANONYMOUS", "INFER", "KeyRing", "Principal"]
+from server.gateway.access.records import INFER, DoorRecord, KeyLimits, KeyRecord
 
 MIN_PRIORITY, MAX_PRIORITY = -9, 9
 MAX_WEIGHT: Final = 1000

@@ -3,9 +3,20 @@
 Nothing is awaited and nothing is read from the store: what a gateway may use of a limit (`Quota.allotted`) is settled
 beside the requests (sharing.py), and only where several gateways run.
 
-Tokens are charged when a request is admitted, with the most it may cost (output.py), and settled with the true count at
-the end. If that is higher it counts from then on, and that of a stream as it grows; if it is lower, the rest is given
-back to the minute it was taken from.
+**Windows.** Per minute means in any 60 seconds, not in the minute of a clock and not as a bucket that fills: a window
+that slides by the second. What is taken in a second leaves the window when 60 whole seconds have passed after it, so no
+60 seconds, wherever they begin, hold more than the limit; a token bucket of the same size lets twice as much pass in
+its first minute. The price is 61 integers a limit.
+
+**Tokens** are charged when a request is admitted, with the most it may cost: what all its prompts are taken for, and
+for each of them `n` (or `best_of`) answers of the length that the request, its key or its route bounds them to. Text is
+taken for a token in four bytes (OpenAI's rule of thumb), ids are counted; an answer that nothing bounds is taken for
+`USUAL_OUTPUT` tokens. The true count replaces all that at the end. If it is higher it counts from then on, and that of
+a stream as it grows; if it is lower, the rest is given back to the minute it was taken from. The queue reckons alike.
+
+**Fields.** vLLM reads the fields that bound an answer with some latitude ("8", 8.0), and so does `reckon`. A key that
+has a bound may only send plain integers. Bodies go on byte for byte; where a bounded key says nothing, and the route
+would let an answer fill the context, the bound is written in at the end: of two fields of one name, the last counts.
 """
 
 from __future__ import annotations
@@ -14,12 +25,222 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
+import msgspec
+
 from server.errors import BadRequest, TooManyRequests
-from server.gateway.access import output
 from server.gateway.access.keys import Principal
-from server.gateway.access.quota import SLOTS, Quota, Window
 from server.gateway.access.records import KeyLimits
 from server.gateway.wire.bodies import Usage
+
+SLOTS: Final = 61  # the second that runs, and 60 before it
+
+
+class Quota:
+    """Units in use now. As it stands, for what is given back when a request ends: concurrency."""
+
+    __slots__ = ("allotted", "asked", "elsewhere", "limit", "used")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.allotted = limit
+        self.elsewhere = 0  # units other gateways reported to be in use
+        self.asked = 0  # units asked for, granted or not, since it was last set to 0
+        self.used = 0
+
+    def advance(self, now: int) -> None:
+        """Lets time pass, to `now` (monotonic seconds)."""
+
+    def remaining(self) -> int:
+        """What is left of the limit, in all gateways together."""
+        return max(0, self.limit - self.used - self.elsewhere)
+
+
+class Window(Quota):
+    """Units taken in the last minute."""
+
+    __slots__ = ("_slots", "now")
+
+    def __init__(self, limit: int, now: int) -> None:
+        super().__init__(limit)
+        self._slots = [0] * SLOTS
+        self.now = now
+
+    def advance(self, now: int) -> None:
+        slots = self._slots
+        if now - self.now >= SLOTS:
+            slots[:] = [0] * SLOTS
+            self.used = 0
+        else:
+            for second in range(self.now + 1, now + 1):
+                self.used -= slots[second % SLOTS]
+                slots[second % SLOTS] = 0
+        self.now = now
+
+    def take(self, units: int) -> None:
+        """Counts `units` in the second of the last `advance`."""
+        self._slots[self.now % SLOTS] += units
+        self.used += units
+
+    def correct(self, taken_at: int, units: int) -> None:
+        """`units` more than was taken in the second `taken_at` were used, which counts now; or, below 0, fewer."""
+        if units >= 0:
+            self.take(units)
+        elif self.now - taken_at < SLOTS:
+            self._slots[taken_at % SLOTS] += units
+            self.used += units
+
+    def seconds_until(self, units: int) -> int:
+        """Until `units` of those in use have left the window; the full length of it if there are not so many."""
+        for second in range(self.now - SLOTS + 1, self.now + 1):
+            units -= self._slots[second % SLOTS]
+            if units <= 0:
+                return second + SLOTS - self.now
+        return SLOTS
+
+    def seconds_until_unused(self) -> int:
+        """Until all have left it; 0 if nothing is in use."""
+        if not self.used:
+            return 0
+        for second in range(self.now, self.now - SLOTS, -1):
+            if self._slots[second % SLOTS]:
+                return second + SLOTS - self.now
+        return 0
+
+
+Field = msgspec.Raw | msgspec.UnsetType
+
+_UNSET: Final = msgspec.UNSET
+MOST_DIGITS: Final = 18
+BYTES_PER_TOKEN: Final = 4
+USUAL_OUTPUT: Final = 256  # tokens, for an answer that nothing bounds; vLLM would let it fill the context
+MOST: Final = 1 << 40  # tokens; nobody means more
+_MOST_TEXT: Final = 32  # characters of a number
+# What bounds an answer on each route that generates, the one that counts first; and the bound where none is sent.
+_FIELDS: Final[dict[str, tuple[tuple[str, ...], int | None]]] = {
+    "/v1/completions": (("max_tokens",), 16),
+    "/v1/chat/completions": (("max_completion_tokens", "max_tokens"), None),
+    "/v1/chat/completions/batch": (("max_completion_tokens", "max_tokens"), None),
+    "/v1/responses": (("max_output_tokens",), None),
+    "/v1/messages": (("max_tokens",), None),
+    "/generate": (("max_tokens",), 16),
+}
+
+
+class Asked(Protocol):
+    """A body's fields, as they were sent."""
+
+    max_tokens: Field
+    max_completion_tokens: Field
+    max_output_tokens: Field
+    n: Field
+    best_of: Field
+    prompt: Field
+
+
+class Cost:
+    """Tokens of a request's `prompt`s, and of all answers it may get (`output`), which are `bounded` or a guess."""
+
+    __slots__ = ("bounded", "output", "prompt")
+
+    def __init__(self, prompt: int, output: int, *, bounded: bool = True) -> None:
+        self.prompt = prompt
+        self.output = output
+        self.bounded = bounded
+
+    @property
+    def total(self) -> int:
+        """What is reserved."""
+        return self.prompt + self.output
+
+    def used(self, usage: Usage | None, status: int) -> int:
+        """What it cost in the end. `usage` is what is known of its tokens; one that is not exact tells no prompt.
+
+        An answer that says nothing cost nothing if it failed, else (499: the client left it) its prompt.
+        """
+        if usage is None:
+            return self.prompt if status < 400 or status == 499 else 0
+        return (usage.prompt_tokens if usage.exact else self.prompt) + usage.completion_tokens
+
+
+def reckon(asked: Asked, route: str, size: int, bound: int | None = None) -> Cost:
+    """The most a request may cost whose body has `size` bytes. `bound`: of its key, on each answer."""
+    prompts, ids = (1, 0) if asked.prompt is _UNSET else _prompts(bytes(asked.prompt))  # type: ignore[arg-type]
+    prompt = max(size // BYTES_PER_TOKEN + 1, ids)
+    found = _FIELDS.get(route)
+    if found is None:
+        return Cost(prompt, 0)
+    names, default = found
+    most = 0
+    for name in names:
+        if not most:
+            most = _number(getattr(asked, name))
+    most = most or default or bound or 0
+    answers = max(_number(asked.n), _number(asked.best_of), 1)
+    return Cost(prompt, min(prompts * (most or USUAL_OUTPUT) * answers, MOST), bounded=bool(most))
+
+
+def _prompts(raw: bytes) -> tuple[int, int]:
+    """How many prompts the field has, and how many ids in all. Nothing is built of it: it may have megabytes."""
+    if not raw.startswith(b"["):
+        return 1, 0
+    quotes = raw.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in raw else raw
+    texts = quotes.count(b'"') // 2
+    ids = 0 if texts else raw.count(b",") + 1
+    return max(1, texts + raw.count(b"[") - 1), ids
+
+
+def _number(value: Field) -> int:
+    """The positive number that vLLM would read, 0 if it would read none."""
+    if value is _UNSET:
+        return 0
+    raw = bytes(value)  # type: ignore[arg-type]
+    if len(raw) <= MOST_DIGITS and raw.isdigit():
+        return int(raw)
+    try:
+        number = float(raw.strip(b'"')) if len(raw) <= _MOST_TEXT else float(MOST)
+    except ValueError:
+        return 0
+    return int(min(number, float(MOST))) if number > 0 else 0
+
+
+def bounded(asked: Asked, route: str, bound: int, body: bytes) -> bytes:
+    """The body for a key that may have `bound` tokens an answer. Raises BadRequest."""
+    found = _FIELDS.get(route)
+    if found is None:
+        return body
+    names, default = found
+    named = [name for name in names if _is_set(getattr(asked, name))]
+    for name in named:
+        _check(name, getattr(asked, name), bound)
+    if named or (default is not None and default <= bound):
+        return body
+    return _with(body, names[0], bound)
+
+
+def _check(name: str, value: Field, bound: int) -> None:
+    most = _integer(value)
+    if most is None:
+        raise BadRequest(f"{name}: send a whole number.", code="invalid_parameter", param=name)
+    if most > bound:
+        message = f"{name}: this key may ask for {bound} tokens an answer at most."
+        raise BadRequest(message, code="max_output_exceeded", param=name)
+
+
+def _with(body: bytes, name: str, value: int) -> bytes:
+    start = body.rstrip()[:-1].rstrip()
+    comma = b"" if start.endswith(b"{") and not start[:-1].strip() else b","
+    return b'%b%b"%b":%d}' % (start, comma, name.encode(), value)
+
+
+def _is_set(value: Field) -> bool:
+    return not isinstance(value, msgspec.UnsetType) and bytes(value) != b"null"
+
+
+def _integer(value: Field) -> int | None:
+    """None if it is no plain integer."""
+    raw = bytes(value)  # type: ignore[arg-type]
+    return int(raw) if len(raw) <= MOST_DIGITS and raw.isdigit() else None
+
 
 KINDS: Final = ("requests", "tokens", "concurrency")
 _DURATIONS: Final = [b"%ds" % s if s < 60 else b"%dm%ds" % divmod(s, 60) for s in range(SLOTS + 1)]
@@ -100,7 +321,7 @@ class Grant:
 
     __slots__ = ("_cost", "_meter", "_reserved", "_taken_at", "body", "head", "unbounded")
 
-    def __init__(self, meter: Meter, body: bytes, taken_at: int, cost: output.Cost | None) -> None:
+    def __init__(self, meter: Meter, body: bytes, taken_at: int, cost: Cost | None) -> None:
         self._meter: Meter | None = meter
         self._taken_at = taken_at
         self._cost = cost  # None: its key's tokens are not limited
@@ -161,7 +382,7 @@ class Limits:
                 window.advance(now)
         return meter.head()
 
-    def admit(self, principal: Principal, asked: output.Asked, route: str, body: bytes) -> Grant | None:
+    def admit(self, principal: Principal, asked: Asked, route: str, body: bytes) -> Grant | None:
         """Takes what the request needs, or nothing. None: nothing is limited. Raises RateLimited, BadRequest."""
         limits = principal.limits
         if limits is None:
@@ -182,10 +403,10 @@ class Limits:
             if meter.idle:
                 del self._meters[key]
 
-    def _take(self, meter: Meter, asked: output.Asked, route: str, body: bytes) -> Grant:
+    def _take(self, meter: Meter, asked: Asked, route: str, body: bytes) -> Grant:
         requests, tokens, running = meter.requests, meter.tokens, meter.concurrency
         now = int(time.monotonic())
-        cost: output.Cost | None = None
+        cost: Cost | None = None
         if requests is not None:
             if now != requests.now:
                 requests.advance(now)
@@ -198,7 +419,7 @@ class Limits:
         if tokens is not None:
             if now != tokens.now:
                 tokens.advance(now)
-            cost = output.reckon(asked, route, len(body), meter.limits.max_output_tokens)
+            cost = reckon(asked, route, len(body), meter.limits.max_output_tokens)
             self._check_tokens(tokens, cost.total)
             tokens.take(cost.total)
         if requests is not None:
@@ -232,9 +453,9 @@ class Limits:
         message = f"This key may use {quota.limit} {per}, and does; try again in {wait} s."
         return RateLimited(message, code=code, retry_after_s=wait)
 
-    def _bounded(self, asked: output.Asked, route: str, bound: int, body: bytes) -> bytes:
+    def _bounded(self, asked: Asked, route: str, bound: int, body: bytes) -> bytes:
         try:
-            return output.bounded(asked, route, bound, body)
+            return bounded(asked, route, bound, body)
         except BadRequest:
             self._hits["max_output"] += 1
             raise

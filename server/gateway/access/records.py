@@ -2,8 +2,8 @@
 
     gateway/keys/{id}       KeyRecord
     gateway/keys/.door      DoorRecord; beside the keys, so that whoever lists or watches them sees it too
-    gateway/usage/{gateway} UsageRecord (shares.py), under the gateway's lease
-    gateway/usage/round     changed with every share that grows (shares.py)
+    gateway/usage/{gateway} UsageRecord (sharing.py), under the gateway's lease
+    gateway/usage/round     changed with every share that grows (sharing.py)
 
 A SHA-256 without salt or stretching is enough: keys are 256 random bits made here, not words that somebody chose.
 """

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from server.errors import BadRequest
-from server.gateway.access.key_store import NewKey
+from server.gateway.access.key_sources import NewKey
 from server.gateway.access.keys import MAX_PRIORITY, MAX_WEIGHT, MIN_PRIORITY
 from server.gateway.access.records import INFER, KeyLimits, KeyRecord, Scope
 from server.gateway.deps import GatewayDep

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from server.errors import BadUpstream, HttpError, Unavailable
-from server.gateway.access.output import Cost, reckon
+from server.gateway.access.limits import Cost, reckon
 from server.gateway.fleet import retries
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.view import Fleet

@@ -14,7 +14,8 @@ from typing import Any
 import httptools
 
 from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound
-from server.gateway.access.keys import ADMIN, ANONYMOUS, INFER
+from server.gateway.access.keys import ANONYMOUS
+from server.gateway.access.records import ADMIN, INFER
 from server.gateway.observe.finished import of_refusal
 from server.gateway.proxy import terms
 from server.gateway.proxy.exchange import Exchange
