@@ -10,7 +10,7 @@ MORE := requirements/extras-$(ACCEL).txt requirements/bench.txt requirements/tes
 # JOBS files at a time. An engine takes some 2 GB; JOBS=0 runs one test after the other, in this process.
 PYTEST = $(PY) -m pytest tests$(if $(ROOM),/$(ROOM)) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-all broad mutants soak check lint types docs setup lock clean
+.PHONY: help demo test test-all broad mutants soak check lint types docs tables setup lock clean
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -44,6 +44,9 @@ docs: $(VENV)/.run $(DOCS)/.done ## The documentation as pages, in site/; a brok
 	$(PY) scripts/openapi.py build/openapi
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
 	@echo "make: read site/index.html" >&2
+
+tables: $(VENV)/.run ## The tables in docs/api.md that are made of declarations in the code
+	$(PY) scripts/tables.py
 
 setup: $(VENV)/.test $(VENV)/.native ## What the tests need, and the gateway's request path in machine code
 

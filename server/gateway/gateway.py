@@ -20,8 +20,7 @@ from server.gateway.admin.publishing import Pusher, Updates
 from server.gateway.config import GatewayConfig
 from server.gateway.fleet.scrape import Readiness, scrape_forever
 from server.gateway.fleet.view import Fleet
-from server.gateway.observe.metrics import build_registry, render
-from server.gateway.observe.pages import Pages
+from server.gateway.observe.metrics import Pages, build_registry, render
 from server.gateway.observe.series import Throughput
 from server.gateway.observe.stats import Stats
 from server.gateway.observe.training import TrainingLog

@@ -17,7 +17,7 @@ import uvicorn
 from server.gateway import GatewayConfig
 from server.gateway.gateway import Gateway
 from server.gateway.main import bind, uvicorn_config
-from server.gateway.observe import pages
+from server.gateway.observe import metrics as pages
 from tests.server.gateway_upstream import Answer, Upstream, read_answer
 from weightsync.records import InstanceRecord, Keys
 from weightsync.store import SyncStore

@@ -28,7 +28,7 @@ from loadtest.gateway_bench.native import compiled
 from loadtest.gateway_bench.processes import free_port, running, tree
 from server.gateway.__main__ import config_from, parser
 from server.gateway.access.records import INFER, KEYS_PREFIX, KeyLimits, KeyRecord, digest_of
-from server.gateway.observe.pages import Pages, merged
+from server.gateway.observe.metrics import Pages, merged
 from server.gateway.workers import MAX_DELAY_S, VARIABLE, WRONG_SETTINGS, Place, Supervisor, pause_after
 from weightsync.store import SyncStore
 
@@ -103,8 +103,8 @@ async def test_a_gateway_alone_has_no_label() -> None:
 
 
 async def test_a_page_is_made_once_for_all_who_ask_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.gateway.observe.pages.MOST_KEPT_S", 60.0)
-    monkeypatch.setattr("server.gateway.observe.pages.SHARE", 1e9)
+    monkeypatch.setattr("server.gateway.observe.metrics.MOST_KEPT_S", 60.0)
+    monkeypatch.setattr("server.gateway.observe.metrics.SHARE", 1e9)
     made = 0
     go_on = asyncio.Event()
 

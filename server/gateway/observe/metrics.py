@@ -1,13 +1,25 @@
-"""`/metrics`: the gateway's own counts and, per instance, what a router needs of vLLM's, in Prometheus text format."""
+"""`/metrics`: every metric of the gateway in one table, and the page that is made of it, in Prometheus text format.
+
+A row of METRICS says what a metric is called, what it tells, what its labels are, and where its value comes from when
+somebody asks. The hot path counts plain numbers (stats.py) and touches no metric object. The table in docs/api.md is
+made of the same rows (`make tables`), and a test reads the dashboard's and the alerts' queries against the page.
+
+With several workers, whichever is asked asks the others, and each sample says whose it is. A worker gives its own page
+to whoever connects to its socket in the workers' private directory. Samples are labelled, not added up: a sum that
+falls when a worker is started anew would look like a counter that began again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import platform
-from collections.abc import Iterator, Mapping
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import get_args
+from typing import Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -15,179 +27,371 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from server.gateway.fleet.signals import FIELDS
+from server.gateway.fleet.health import STATES as CIRCUIT_STATES
+from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe import logs
 from server.gateway.observe.histogram import Histogram
-from server.gateway.observe.queue_metrics import QueueCollector
-from server.gateway.observe.routing_metrics import routing_metrics
-from server.gateway.observe.stats import Stats
+from server.gateway.observe.stats import Stats, Tokens
 from server.gateway.queue.gate import Gate
+from server.gateway.workers import Place
 from weightsync.records import InstanceState
 
-STATES = get_args(InstanceState)
-_VLLM_COUNTERS = frozenset(
-    {"prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens"}
-)
-_HELP = {
-    "num_requests_running": "Requests the instance is running",
-    "num_requests_waiting": "Requests waiting in the instance",
-    "kv_cache_usage": "Share of the KV cache in use (0..1)",
-    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
-    "prefix_cache_hits": "Prompt tokens found in the prefix cache",
-    "num_preemptions": "Requests preempted for lack of KV blocks",
-    "prompt_tokens": "Prompt tokens the engine has taken in",
-    "generation_tokens": "Tokens the engine has generated",
+Value = float | Histogram
+_KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+
+
+@cache
+def release() -> str:
+    """The version of this package, "unknown" where it runs from a directory without being installed."""
+    try:
+        return version("hotswap")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Where values come from: what one gateway counts and knows."""
+
+    stats: Stats
+    fleet: Fleet
+    gate: Gate
+
+    @property
+    def instances(self) -> Iterator[Instance]:
+        """Those that are registered."""
+        return iter(self.fleet.instances.values())
+
+
+@dataclass(frozen=True)
+class Declared:
+    """One metric. `of` gives its value, or values by label (a tuple of them where there are several).
+
+    `labels` says what the values of each may be, where that needs saying; `more` is for the documentation alone.
+    """
+
+    kind: Literal["counter", "gauge", "histogram"]
+    name: str
+    help: str
+    of: Callable[[Counted], Value | Mapping[Any, Value]]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    more: str = ""
+
+    def family(self, counted: Counted) -> Metric:
+        """The metric as it stands."""
+        made = _KINDS[self.kind](self.name, self.help, labels=list(self.labels))
+        found = self.of(counted)
+        for label, value in found.items() if isinstance(found, Mapping) else [((), found)]:
+            labels = [str(part) for part in (label if isinstance(label, tuple) else (label,))]
+            if isinstance(value, Histogram):
+                made.add_metric(labels, buckets=value.cumulative(), sum_value=value.sum)
+            else:
+                made.add_metric(labels, float(value))
+        return made
+
+    def row(self) -> str:
+        """Its row in docs/api.md."""
+        labels = ", ".join(f"`{name}`" + (f" ({values})" if values else "") for name, values in self.labels.items())
+        name = self.name + ("_total" if self.kind == "counter" else "")
+        what = self.help[0].lower() + self.help[1:] if self.help[1:2].islower() else self.help
+        return f"| `{name}` | {self.kind} | {labels}{' ' if labels else ''}| {what}{self.more} |"
+
+
+def _each(of: Callable[[Instance], float]) -> Callable[[Counted], Mapping[Any, Value]]:
+    """A value for each instance."""
+    return lambda g: {i.id: of(i) for i in g.instances}
+
+
+def _tokens(of: Callable[[Tokens], int]) -> Callable[[Counted], Mapping[Any, Value]]:
+    """A count of tokens for each route."""
+    return lambda g: {route: of(tokens) for route, tokens in g.stats.tokens.items()}
+
+
+def _signal(name: str) -> Callable[[Counted], Mapping[Any, Value]]:
+    """What each instance's last scrape told, if it worked."""
+    return lambda g: {i.id: getattr(i.signals, name) for i in g.instances if i.signals is not None}
+
+
+def _states(states: tuple[str, ...], of: Callable[[Instance], str]) -> Callable[[Counted], Mapping[Any, Value]]:
+    """1 for the state that an instance is in, 0 for the others."""
+    return lambda g: {(i.id, state): of(i) == state for i in g.instances for state in states}
+
+
+def _disks(of: Callable[[Any, int | None], float]) -> Callable[[Counted], Mapping[Any, Value]]:
+    """A value for each host's copies on disk, from their record and the active version."""
+    return lambda g: {
+        host: of(record, g.fleet.active.version if g.fleet.active else None) for host, record in g.fleet.disks.items()
+    }
+
+
+_INSTANCE = {"instance_id": ""}
+# Of vLLM's metrics (fleet/signals.py): field of Signals -> kind and help.
+SIGNALS: dict[str, tuple[Literal["counter", "gauge"], str]] = {
+    "num_requests_running": ("gauge", "Requests the instance is running"),
+    "num_requests_waiting": ("gauge", "Requests waiting in the instance"),
+    "kv_cache_usage": ("gauge", "Share of the KV cache in use (0..1)"),
+    "prefix_cache_queries": ("counter", "Prompt tokens looked up in the prefix cache"),
+    "prefix_cache_hits": ("counter", "Prompt tokens found in the prefix cache"),
+    "num_preemptions": ("counter", "Requests preempted for lack of KV blocks"),
+    "prompt_tokens": ("counter", "Prompt tokens the engine has taken in"),
+    "generation_tokens": ("counter", "Tokens the engine has generated"),
 }
+
+# The order is that of the page and of the documentation.
+METRICS: tuple[Declared, ...] = (
+    # Requests
+    Declared(
+        "counter", "hotswap_gateway_requests", "Forwarded requests (status 499: the client left)",
+        lambda g: g.stats.requests, {"route": "", "status": ""},
+    ),
+    Declared(
+        "counter", "hotswap_gateway_refused", "Requests answered by the gateway itself",
+        lambda g: g.stats.refused, {"code": ""},
+    ),
+    Declared(
+        "counter", "hotswap_gateway_limited", "Requests over a limit of their key",
+        lambda g: g.stats.limited, {"limit": "requests, tokens, concurrency, max_output"},
+    ),
+    Declared(
+        "gauge", "hotswap_gateway_requests_in_flight", "Requests being forwarded", lambda g: g.stats.inflight
+    ),
+    Declared(
+        "histogram", "hotswap_gateway_time_to_first_byte_seconds", "Request complete to first body byte",
+        lambda g: g.stats.first_byte,
+    ),
+    Declared(
+        "histogram", "hotswap_gateway_time_to_first_token_seconds", "The same, of streamed answers",
+        lambda g: g.stats.first_token,
+    ),
+    Declared(
+        "histogram", "hotswap_gateway_inter_token_latency_seconds", "Between pieces of streams from instances",
+        lambda g: g.stats.gaps, more="; a piece is one token, as a rule",
+    ),
+    Declared(
+        "histogram", "hotswap_gateway_request_duration_seconds", "Request complete to end of answer",
+        lambda g: g.stats.duration,
+    ),
+    Declared(
+        "counter", "hotswap_gateway_prompt_tokens", "Tokens of prompts answered",
+        _tokens(lambda tokens: tokens.prompt), {"route": ""},
+    ),
+    Declared(
+        "counter", "hotswap_gateway_completion_tokens", "Tokens of answers",
+        _tokens(lambda tokens: tokens.completion), {"route": ""},
+    ),
+    Declared(
+        "counter", "hotswap_gateway_estimated_completion_tokens", "Of answers cut before they were counted",
+        _tokens(lambda tokens: tokens.estimated), {"route": ""},
+    ),
+    Declared(
+        "counter", "hotswap_gateway_disconnects", "Clients that left before the end",
+        lambda g: g.stats.disconnects, {"phase": "queued, held, connecting, waiting, streaming, stalled"},
+    ),
+    Declared(
+        "counter", "hotswap_gateway_received_bytes", "Request body bytes from clients", lambda g: g.stats.bytes_in
+    ),
+    Declared("counter", "hotswap_gateway_sent_bytes", "Answer body bytes to clients", lambda g: g.stats.bytes_out),
+    # The queue, and waiting for an instance
+    Declared(
+        "gauge", "hotswap_gateway_queue_depth", "Requests waiting for room",
+        lambda g: g.gate.queue.depths(), {"priority": "at most 19"},
+    ),
+    Declared(
+        "gauge", "hotswap_gateway_queue_aside", "Of a version whose instances are busy",
+        lambda g: g.gate.queue.set_aside, more="; their turn had come",
+    ),
+    Declared("gauge", "hotswap_gateway_queue_bytes", "Bytes of the bodies that wait", lambda g: g.gate.queue.bytes),
+    Declared(
+        "counter", "hotswap_gateway_queue_outcomes", "Requests that had to wait", lambda g: g.gate.outcomes,
+        {"priority": "", "outcome": "served, refused: 429 or 503, displaced: 429 or 503, timed_out: 504, left"},
+    ),
+    Declared(
+        "histogram", "hotswap_gateway_queue_wait_seconds", "How long",
+        lambda g: g.gate.wait_seconds, {"priority": ""}, " those waited that had to",
+    ),
+    Declared(
+        "counter", "hotswap_gateway_holds", "Requests that waited for an instance", lambda g: g.stats.holds,
+        {"for": "fleet: no instance to ask, version", "outcome": "served, queued, refused, left"},
+    ),
+    Declared("gauge", "hotswap_gateway_held", "Requests waiting for an instance", lambda g: len(g.fleet.room)),
+    Declared("histogram", "hotswap_gateway_hold_seconds", "How long they waited", lambda g: g.stats.hold_seconds),
+    # Routing, and instances that fail
+    Declared(
+        "counter", "hotswap_gateway_picks", "Choices of an instance, by what decided",
+        lambda g: g.fleet.picks, {"by": "only: there was one candidate, load, prefix, session"},
+    ),
+    Declared(
+        "counter", "hotswap_gateway_retries", "Requests sent on to another instance",
+        lambda g: g.fleet.retries, {"reason": "not_sent, lost"}, " before the first byte",
+    ),
+    Declared(
+        "counter", "hotswap_gateway_retries_over_budget", "Retries that were not made",
+        lambda g: g.fleet.budget.exhausted,
+    ),
+    Declared(
+        "counter", "hotswap_gateway_upstream_connect_errors", "Failed connects",
+        _each(lambda i: i.connect_errors), _INSTANCE,
+    ),
+    Declared(
+        "counter", "hotswap_gateway_upstream_failures", "Answers an instance broke",
+        lambda g: g.stats.upstream_failures, {"code": ""},
+    ),
+    Declared(
+        "counter", "hotswap_gateway_stale_retries", "Pooled connections found closed", lambda g: g.stats.stale_retries
+    ),
+    Declared(
+        "counter", "hotswap_gateway_version_refusals", "Refused for the version it runs",
+        _each(lambda i: i.refusals), _INSTANCE,
+    ),
+    Declared(
+        "counter", "hotswap_gateway_refusal_retries", "Refused requests sent on to another instance",
+        lambda g: g.stats.refusal_retries,
+    ),
+    Declared(
+        "counter", "hotswap_gateway_failovers", "Streams whose instance died", lambda g: g.stats.failovers,
+        {
+            "outcome": "resumed, complete: only the end was missing, nobody: no instance could continue in time, "
+            "given_up: it happened too often, not_resumable"
+        },
+    ),
+    Declared(
+        "gauge", "hotswap_gateway_replay_bytes", "Kept so that streams can go on elsewhere",
+        lambda g: g.fleet.replay.used,
+    ),
+    # The gateway itself
+    Declared(
+        "gauge", "hotswap_gateway_store_up", "1 if the store answered last time", lambda g: int(g.stats.store_up)
+    ),
+    Declared(
+        "counter", "hotswap_gateway_trace_spans", "Spans, by what became of them", lambda g: g.stats.spans,
+        {"outcome": "exported, dropped: the queue was full, failed: the collector did not take them"},
+    ),
+    Declared(
+        "counter", "hotswap_gateway_log_lines_dropped", "Log lines nobody took in time",
+        lambda _: logs.lines_dropped(), more=": they found the queue to stderr full",
+    ),
+    Declared(
+        "gauge", "hotswap_build_info", "1; what runs here",
+        lambda _: {(release(), platform.python_version()): 1}, {"version": "", "python": ""},
+    ),
+    # Swaps
+    Declared(
+        "counter", "hotswap_swaps", "Weight swaps seen to their end",
+        lambda g: g.stats.swaps.ended, {"outcome": "done, aborted"},
+    ),
+    Declared(
+        "histogram", "hotswap_swap_duration_seconds", "Swap opened to its outcome", lambda g: g.stats.swaps.duration
+    ),
+    Declared(
+        "histogram", "hotswap_swap_phase_duration_seconds", "How long a phase took",
+        lambda g: g.stats.swaps.phases, {"phase": "prepare, canary, commit"},
+    ),
+    Declared(
+        "histogram", "hotswap_swap_stall_seconds", "Engines standing still for a flip, each instance",
+        lambda g: g.stats.swaps.stall,
+    ),
+    Declared(
+        "gauge", "hotswap_active_version", "The committed weight version, 0 if none",
+        lambda g: g.fleet.active.version if g.fleet.active else 0,
+    ),
+    Declared(
+        "gauge", "hotswap_active_epoch", "Commits so far", lambda g: g.fleet.active.epoch if g.fleet.active else 0
+    ),
+    # Copies on disk
+    Declared(
+        "gauge", "hotswap_disk_current", "1 if the active version is on disk there",
+        _disks(lambda record, active: active in record.versions), {"host": "`-`: the one host"},
+        " ([copies on disk](weights.md#copies-on-disk))",
+    ),
+    Declared(
+        "gauge", "hotswap_disk_bytes", "What the versions on disk take",
+        _disks(lambda record, _: record.nbytes), {"host": ""},
+    ),
+    Declared(
+        "counter", "hotswap_disk_failures", "Copies that could not be written",
+        _disks(lambda record, _: record.failures), {"host": ""},
+    ),
+    # Instances
+    Declared(
+        "gauge", "hotswap_instance_state", "1 for the state it is in",
+        _states(get_args(InstanceState), lambda i: i.state), _INSTANCE | {"state": ""},
+    ),
+    Declared(
+        "gauge", "hotswap_instance_active_version", "Version it serves",
+        _each(lambda i: i.record.active_version or 0), _INSTANCE,
+    ),
+    Declared(
+        "gauge", "hotswap_instance_active_epoch", "Commit it has carried out",
+        _each(lambda i: i.record.active_epoch), _INSTANCE,
+    ),
+    Declared(
+        "gauge", "hotswap_instance_fresh", "1 if it runs the committed weights",
+        lambda g: {i.id: g.fleet.is_fresh(i) for i in g.instances}, _INSTANCE,
+    ),
+    Declared(
+        "gauge", "hotswap_instance_eligible", "1 if requests are routed to it",
+        lambda g: {i.id: i in g.fleet.serving for i in g.instances}, _INSTANCE,
+    ),
+    Declared(
+        "gauge", "hotswap_instance_in_flight", "Requests there from here", _each(lambda i: i.inflight), _INSTANCE
+    ),
+    Declared(
+        "gauge", "hotswap_instance_in_flight_limit", "Requests this gateway lets in at a time",
+        _each(lambda i: i.window.limit), _INSTANCE,
+    ),
+    Declared(
+        "gauge", "hotswap_instance_idle_connections", "Pooled connections", _each(lambda i: i.pool.idle), _INSTANCE
+    ),
+    Declared(
+        "gauge", "hotswap_instance_up", "1 if its last scrape worked", _each(lambda i: i.signals is not None), _INSTANCE
+    ),
+    Declared(
+        "gauge", "hotswap_instance_circuit_state", "1 for the state of its circuit",
+        _states(CIRCUIT_STATES, lambda i: i.health.state(time.monotonic())),
+        _INSTANCE | {"state": "closed, half_open, open"},
+    ),
+    Declared(
+        "counter", "hotswap_instance_ejections", "Times it was ejected", _each(lambda i: i.health.ejections), _INSTANCE
+    ),
+    Declared(
+        "gauge", "hotswap_instance_answering", "1 if it answers health checks",
+        _each(lambda i: i.health.answering), _INSTANCE,
+    ),
+    Declared(
+        "gauge", "hotswap_instance_draining", "1 if it takes nothing new",
+        lambda g: {i.id: g.fleet.is_draining(i) for i in g.instances}, _INSTANCE,
+    ),
+    Declared(
+        "gauge", "hotswap_instance_load", "Load as the routing policy counts it", _each(lambda i: i.load), _INSTANCE
+    ),
+    *(
+        Declared(kind, f"hotswap_instance_{name}", text, _signal(name), _INSTANCE)
+        for name, (kind, text) in SIGNALS.items()
+    ),
+)  # fmt: skip
+
+
+def table() -> str:
+    """The metrics as docs/api.md lists them."""
+    return "\n".join(["| metric | kind | labels | what |", "|---|---|---|---|", *(metric.row() for metric in METRICS)])
 
 
 class GatewayCollector(Collector):  # type: ignore[misc]
-    """Turns plain counts into families at scrape time, so that the hot path touches no metric object."""
+    """Makes families of plain counts at scrape time."""
 
-    def __init__(self, stats: Stats, fleet: Fleet) -> None:
-        self._stats = stats
-        self._fleet = fleet
+    def __init__(self, stats: Stats, fleet: Fleet, gate: Gate) -> None:
+        self._counted = Counted(stats, fleet, gate)
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._traffic()
-        yield from self._swaps()
-        yield from self._disks()
-        yield from self._instances()
-        yield from self._signals()
-        yield from routing_metrics(self._fleet)
-
-    def _traffic(self) -> Iterator[Metric]:
-        s = self._stats
-        requests = CounterMetricFamily(
-            "hotswap_gateway_requests", "Forwarded requests (status 499: the client left)", labels=["route", "status"]
-        )
-        for (route, status), count in s.requests.items():
-            requests.add_metric([route, str(status)], count)
-        yield requests
-        yield _labelled("hotswap_gateway_refused", "Requests answered by the gateway itself", "code", s.refused)
-        yield _labelled("hotswap_gateway_limited", "Requests over a limit of their key", "limit", s.limited)
-        yield GaugeMetricFamily("hotswap_gateway_requests_in_flight", "Requests being forwarded", value=s.inflight)
-        yield from self._latency()
-        yield from self._tokens()
-        yield _labelled("hotswap_gateway_disconnects", "Clients that left before the end", "phase", s.disconnects)
-        failed = {i.id: i.connect_errors for i in self._fleet.instances.values()}
-        yield _labelled("hotswap_gateway_upstream_connect_errors", "Failed connects", "instance_id", failed)
-        yield _labelled("hotswap_gateway_upstream_failures", "Answers an instance broke", "code", s.upstream_failures)
-        yield CounterMetricFamily("hotswap_gateway_stale_retries", "Pooled connections found closed", s.stale_retries)
-        yield from self._holds()
-        yield CounterMetricFamily("hotswap_gateway_received_bytes", "Request body bytes from clients", s.bytes_in)
-        yield CounterMetricFamily("hotswap_gateway_sent_bytes", "Answer body bytes to clients", s.bytes_out)
-        yield GaugeMetricFamily("hotswap_gateway_store_up", "1 if the store answered last time", value=int(s.store_up))
-        yield _labelled("hotswap_gateway_trace_spans", "Spans, by what became of them", "outcome", s.spans)
-        lost = logs.lines_dropped()
-        yield CounterMetricFamily("hotswap_gateway_log_lines_dropped", "Log lines nobody took in time", lost)
-        build = GaugeMetricFamily("hotswap_build_info", "1; what runs here", labels=["version", "python"])
-        build.add_metric([release(), platform.python_version()], 1)
-        yield build
-
-    def _latency(self) -> Iterator[Metric]:
-        s = self._stats
-        of = "hotswap_gateway_"
-        yield _histogram(f"{of}time_to_first_byte_seconds", "Request complete to first body byte", s.first_byte)
-        yield _histogram(f"{of}time_to_first_token_seconds", "The same, of streamed answers", s.first_token)
-        yield _histogram(f"{of}inter_token_latency_seconds", "Between pieces of streams from instances", s.gaps)
-        yield _histogram(f"{of}request_duration_seconds", "Request complete to end of answer", s.duration)
-
-    def _tokens(self) -> Iterator[Metric]:
-        prompt = CounterMetricFamily("hotswap_gateway_prompt_tokens", "Tokens of prompts answered", labels=["route"])
-        completion = CounterMetricFamily("hotswap_gateway_completion_tokens", "Tokens of answers", labels=["route"])
-        estimated = CounterMetricFamily(
-            "hotswap_gateway_estimated_completion_tokens", "Of answers cut before they were counted", labels=["route"]
-        )
-        for route, tokens in self._stats.tokens.items():
-            prompt.add_metric([route], tokens.prompt)
-            completion.add_metric([route], tokens.completion)
-            estimated.add_metric([route], tokens.estimated)
-        yield from (prompt, completion, estimated)
-
-    def _holds(self) -> Iterator[Metric]:
-        s = self._stats
-        holds = CounterMetricFamily(
-            "hotswap_gateway_holds", "Requests that waited for an instance", labels=["for", "outcome"]
-        )
-        for (kind, outcome), count in s.holds.items():
-            holds.add_metric([kind, outcome], count)
-        yield holds
-        yield GaugeMetricFamily("hotswap_gateway_held", "Requests waiting for an instance", value=len(self._fleet.room))
-        yield _histogram("hotswap_gateway_hold_seconds", "How long they waited", s.hold_seconds)
-        refusals = {i.id: i.refusals for i in self._fleet.instances.values()}
-        yield _labelled("hotswap_gateway_version_refusals", "Refused for the version it runs", "instance_id", refusals)
-        yield CounterMetricFamily(
-            "hotswap_gateway_refusal_retries", "Refused requests sent on to another instance", s.refusal_retries
-        )
-        yield _labelled("hotswap_gateway_failovers", "Streams whose instance died", "outcome", s.failovers)
-        kept = self._fleet.replay.used
-        yield GaugeMetricFamily("hotswap_gateway_replay_bytes", "Kept so that streams can go on elsewhere", value=kept)
-
-    def _swaps(self) -> Iterator[Metric]:
-        active = self._fleet.active
-        swaps = self._stats.swaps
-        yield _labelled("hotswap_swaps", "Weight swaps seen to their end", "outcome", swaps.ended)
-        yield _histogram("hotswap_swap_duration_seconds", "Swap opened to its outcome", swaps.duration)
-        phases = HistogramMetricFamily("hotswap_swap_phase_duration_seconds", "How long a phase took", labels=["phase"])
-        for phase, taken in swaps.phases.items():
-            phases.add_metric([phase], buckets=taken.cumulative(), sum_value=taken.sum)
-        yield phases
-        yield _histogram("hotswap_swap_stall_seconds", "Engines standing still for a flip, each instance", swaps.stall)
-        yield GaugeMetricFamily(
-            "hotswap_active_version", "The committed weight version, 0 if none", value=active.version if active else 0
-        )
-        yield GaugeMetricFamily("hotswap_active_epoch", "Commits so far", value=active.epoch if active else 0)
-
-    def _disks(self) -> Iterator[Metric]:
-        current = GaugeMetricFamily("hotswap_disk_current", "1 if the active version is on disk there", labels=["host"])
-        nbytes = GaugeMetricFamily("hotswap_disk_bytes", "What the versions on disk take", labels=["host"])
-        failures = CounterMetricFamily("hotswap_disk_failures", "Copies that could not be written", labels=["host"])
-        active = self._fleet.active.version if self._fleet.active is not None else None
-        for host, record in self._fleet.disks.items():
-            current.add_metric([host], float(active in record.versions))
-            nbytes.add_metric([host], record.nbytes)
-            failures.add_metric([host], record.failures)
-        yield from (current, nbytes, failures)
-
-    def _instances(self) -> Iterator[Metric]:
-        state = GaugeMetricFamily("hotswap_instance_state", "1 for the state it is in", labels=["instance_id", "state"])
-        version = GaugeMetricFamily("hotswap_instance_active_version", "Version it serves", labels=["instance_id"])
-        epoch = GaugeMetricFamily("hotswap_instance_active_epoch", "Commit it has carried out", labels=["instance_id"])
-        fresh = GaugeMetricFamily(
-            "hotswap_instance_fresh", "1 if it runs the committed weights", labels=["instance_id"]
-        )
-        asked = GaugeMetricFamily("hotswap_instance_eligible", "1 if requests are routed to it", labels=["instance_id"])
-        inflight = GaugeMetricFamily("hotswap_instance_in_flight", "Requests there from here", labels=["instance_id"])
-        idle = GaugeMetricFamily("hotswap_instance_idle_connections", "Pooled connections", labels=["instance_id"])
-        up = GaugeMetricFamily("hotswap_instance_up", "1 if its last scrape worked", labels=["instance_id"])
-        for i in self._fleet.instances.values():
-            for name in STATES:
-                state.add_metric([i.id, name], float(i.state == name))
-            version.add_metric([i.id], i.record.active_version or 0)
-            epoch.add_metric([i.id], i.record.active_epoch)
-            fresh.add_metric([i.id], float(self._fleet.is_fresh(i)))
-            asked.add_metric([i.id], float(i in self._fleet.serving))
-            inflight.add_metric([i.id], i.inflight)
-            idle.add_metric([i.id], i.pool.idle)
-            up.add_metric([i.id], float(i.signals is not None))
-        yield from (state, version, epoch, fresh, asked, inflight, idle, up)
-
-    def _signals(self) -> Iterator[Metric]:
-        for field in FIELDS:
-            kind = CounterMetricFamily if field in _VLLM_COUNTERS else GaugeMetricFamily
-            family = kind(f"hotswap_instance_{field}", _HELP[field], labels=["instance_id"])
-            for i in self._fleet.instances.values():
-                if i.signals is not None:
-                    family.add_metric([i.id], getattr(i.signals, field))
-            yield family
+        for metric in METRICS:
+            yield metric.family(self._counted)
 
 
 def build_registry(stats: Stats, fleet: Fleet, gate: Gate) -> CollectorRegistry:
     """A registry of this gateway alone (several may live in one process, in tests)."""
     registry = CollectorRegistry()
-    registry.register(GatewayCollector(stats, fleet))
-    registry.register(QueueCollector(gate, fleet))
+    registry.register(GatewayCollector(stats, fleet, gate))
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     return registry
@@ -213,23 +417,92 @@ async def render(registry: CollectorRegistry) -> bytes:
     return b"".join(parts)
 
 
-@cache
-def release() -> str:
-    """The version of this package, "unknown" where it runs from a directory without being installed."""
-    try:
-        return version("hotswap")
-    except PackageNotFoundError:
-        return "unknown"
+TIMEOUT_S = 1.0
+MOST_KEPT_S = 1.0
+SHARE = 9  # times as long as it was made
+_FAMILY = re.compile(rb"^(?=# HELP )", re.MULTILINE)
+_SAMPLE = re.compile(rb"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(?=(\})?))?", re.MULTILINE)
 
 
-def _labelled(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=[label])
-    for value, count in counts.items():
-        family.add_metric([value], count)
-    return family
+class Pages:
+    """This process's page, `own`, and its siblings'. Without a place there are none."""
+
+    def __init__(self, place: Place | None, make: Callable[[], Awaitable[bytes]]) -> None:
+        self._place = place
+        self._make = make
+        self._making = asyncio.Lock()
+        self._page = b""
+        self._fresh_until = 0.0
+
+    async def _own(self) -> bytes:
+        """Made for all who ask at a time, and kept for so long that making pages takes a tenth of the time at most."""
+        async with self._making:
+            began = time.monotonic()
+            if began >= self._fresh_until:
+                self._page = await self._make()
+                ended = time.monotonic()
+                self._fresh_until = ended + min(MOST_KEPT_S, SHARE * (ended - began))
+            return self._page
+
+    async def all(self) -> bytes:
+        """The page for a scrape."""
+        place = self._place
+        if place is None:
+            return await self._own()
+        others = [i for i in range(place.count) if i != place.index]
+        pages = dict(zip(others, await asyncio.gather(*(self._of(place, i) for i in others)), strict=True))
+        pages[place.index] = await self._own()
+        return merged({i: page for i, page in sorted(pages.items()) if page})
+
+    async def serve(self) -> None:
+        """Gives this process's page to its siblings, for ever."""
+        if self._place is None:
+            return
+        path = self._place.page_socket(self._place.index)
+        path.unlink(missing_ok=True)  # left by the worker before
+        server = await asyncio.start_unix_server(self._answer, path)
+        async with server:
+            await server.serve_forever()
+
+    async def _answer(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await self._own())
+        writer.close()
+
+    @staticmethod
+    async def _of(place: Place, index: int) -> bytes:
+        """The page of a sibling; empty if it is not up."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                reader, writer = await asyncio.open_unix_connection(place.page_socket(index))
+                try:
+                    return await reader.read()
+                finally:
+                    writer.close()
+        except OSError:  # TimeoutError is one
+            return b""
 
 
-def _histogram(name: str, text: str, histogram: Histogram) -> Metric:
-    family = HistogramMetricFamily(name, text)
-    family.add_metric([], buckets=histogram.cumulative(), sum_value=histogram.sum)
-    return family
+def merged(pages: Mapping[int, bytes]) -> bytes:
+    """One page in Prometheus text format of several, every sample with the label `worker`."""
+    heads: dict[bytes, bytes] = {}
+    samples: dict[bytes, list[bytes]] = {}
+    for worker, page in pages.items():
+        for family in _FAMILY.split(page):
+            if not family:
+                continue
+            help_line, type_line, rest = family.split(b"\n", 2)
+            name = help_line.split(b" ", 3)[2]
+            heads.setdefault(name, help_line + b"\n" + type_line + b"\n")
+            samples.setdefault(name, []).append(_labelled(rest, worker))
+    return b"".join(head + b"".join(samples[name]) for name, head in heads.items())
+
+
+def _labelled(lines: bytes, worker: int) -> bytes:
+    label = b'worker="%d"' % worker
+
+    def add(match: re.Match[bytes]) -> bytes:
+        if match[0].endswith(b"{"):
+            return match[0] + label + (b"" if match[2] else b",")
+        return match[0] + b"{" + label + b"}"
+
+    return _SAMPLE.sub(add, lines)
