@@ -134,7 +134,7 @@ def test_after_swap_and_rollback_greedy_is_that_of_a_fresh_engine(
         answer(name)
     for name, other in (("a", "b"), ("b", "a")):
         assert behind_stock_vllm(checkpoints[name], given[name]) < stock.ROUNDING
-        assert behind_stock_vllm(checkpoints[name], given[other]) > 10 * stock.ROUNDING
+        assert behind_stock_vllm(checkpoints[name], given[other]) > 5 * stock.ROUNDING
 
 
 def test_prefix_cache_hits_within_a_version_and_never_across(live: LiveServer, checkpoints: dict[str, Path]) -> None:
