@@ -180,6 +180,8 @@ LEAVING = """
 import asyncio, os, signal, sys, uvicorn
 from server.leaving import LeavingServer
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs these tests in the background ignores it
+
 async def app(scope, receive, send):
     pass
 
