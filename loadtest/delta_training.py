@@ -25,7 +25,8 @@ import numpy as np
 import yaml
 
 from loadtest.demo.recipe import Recipe, prepare_environment
-from server.cli.up import Server, UpConfig
+from server.cli.config import UpConfig
+from server.cli.up import Server
 from weightsync import SlotReader
 from weightsync.delta.codec import Bytes
 from weightsync.delta.encode import Base, DeltaHeader, DeltaWriter

@@ -39,7 +39,8 @@ from loadtest.learning_recipes import (
 )
 from loadtest.machine import machine
 from server.cli import interrupts
-from server.cli.up import Server, UpConfig
+from server.cli.config import UpConfig
+from server.cli.up import Server
 from trainer.data.problems import CHARACTERS
 from trainer.report import RunEvents, read_events
 from trainer.tiny_model import write_tiny_model

@@ -31,8 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.machine import machine
+from server.cli.config import UpConfig
 from server.cli.errors import RequestFailed
-from server.cli.up import Server, UpConfig
+from server.cli.up import Server
 from trainer.memory.ledger import GIB
 
 SHAPE: dict[str, Any] = {

@@ -24,7 +24,8 @@ from rich.table import Table
 from loadtest.checkpoints import make_checkpoint
 from loadtest.machine import machine
 from server.cli.admin import AdminClient
-from server.cli.up import Server, UpConfig
+from server.cli.config import UpConfig
+from server.cli.up import Server
 
 MODEL = "cache"
 SYSTEM_TOKENS, OWN_TOKENS, SESSIONS = 256, 288, 16  # blocks have 128 tokens on CPU

@@ -34,8 +34,9 @@ from loadtest.arrivals import Plan, Seen, Stream
 from loadtest.checkpoints import TINY_SHAPE, make_checkpoint
 from loadtest.goodput import Target, figures, jain, quantile
 from loadtest.machine import machine
+from server.cli.config import UpConfig
 from server.cli.processes import Child
-from server.cli.up import Server, UpConfig, free_port
+from server.cli.up import Server, free_port
 
 MODEL = "serve"
 SHAPE = {

@@ -24,7 +24,8 @@ from loadtest.checkpoints import make_constant_checkpoint
 from loadtest.machine import machine
 from server.cli import interrupts
 from server.cli.admin import AdminClient
-from server.cli.up import Server, UpConfig
+from server.cli.config import UpConfig
+from server.cli.up import Server
 from weightsync import Publisher
 
 MODEL, CHECKPOINTS = "soak", 4

@@ -27,7 +27,8 @@ from loadtest.machine import machine, memcpy_gbps
 from loadtest.stock_vllm import StockVllm
 from server.cli import interrupts
 from server.cli.admin import AdminClient
-from server.cli.up import Server, UpConfig
+from server.cli.config import UpConfig
+from server.cli.up import Server
 
 SETTLE_S = 1.0
 WARM_UP = 4

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import psutil
 
-from server.cli.up import Server, UpConfig, free_port
+from server.cli.config import UpConfig
+from server.cli.up import Server, free_port
 from weightsync.records import InstanceRecord, Keys
 from weightsync.store import SyncStore
 

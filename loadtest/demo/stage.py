@@ -23,10 +23,11 @@ from loadtest.demo.client import Clients
 from loadtest.demo.recipe import ENGINE_ARGS, KV_CACHE_GIB, MODEL, Recipe
 from loadtest.demo.scene import Scene
 from loadtest.demo.swaps import follow_swaps
+from server.cli.config import UpConfig
 from server.cli.errors import CliError
 from server.cli.interrupts import held
 from server.cli.processes import Child
-from server.cli.up import Server, UpConfig
+from server.cli.up import Server
 
 POLL_S = 0.1
 QUESTIONS = 6

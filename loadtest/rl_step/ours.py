@@ -11,7 +11,8 @@ import orjson
 import yaml
 
 from loadtest.rl_step.task import DATA, Task
-from server.cli.up import Server, UpConfig
+from server.cli.config import UpConfig
+from server.cli.up import Server
 
 MODEL = "rl-step"
 SCHEDULES: dict[str, dict[str, Any]] = {

@@ -20,23 +20,21 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import httpx
 from rich.console import Console
 
 from server.cli import interrupts, missing, resume
+from server.cli.config import UpConfig
 from server.cli.cores import share_of_cores
 from server.cli.errors import CliError, PortTaken, ProcessFailed
 from server.cli.paths import ServerInfo, default_state_dir, resolve_model
 from server.cli.processes import Child
 from server.cli.state import StateDir, require_own
-from server.errors import ConfigError
 from server.files import write_new_file
 from server.gateway.observe.otlp import traces_url
-from server.instance import options
 from weightsync.arena import DEFAULT_ROOT
 from weightsync.errors import ArenaError, PersistError, StoreError
 from weightsync.hosts import this_host
@@ -47,45 +45,6 @@ LEAVES_S, TRAINER_LEAVES_S = 10.0, 130.0  # after SIGTERM; a trainer saves first
 PERSIST_S = 600.0  # for the copy of the active version at a stop
 USERS = ".users"  # the file in an arena that its servers hold a shared lock on
 LOOK_S = 1.0  # between two looks at the store's file
-
-
-@dataclass(frozen=True)
-class UpConfig:
-    """What `hotswap up` was asked for."""
-
-    model: str
-    name: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    state_dir: Path | None = None
-    admin_key_file: Path | None = None
-    api_key_file: Path | None = None
-    train: Path | None = None
-    kv_cache_gib: float = 1.0
-    instances: int = 1
-    store: str | None = None  # None: a SQLite file in the state directory
-    fresh: bool = False  # discard what the state directory holds, and begin anew
-    persist: Path | Literal["off"] | None = None  # where committed versions are copied to; None: in the state directory
-    persist_keep: int = 2
-    persist_max_gib: float | None = None
-    throwaway: bool = False  # of a test or a benchmark: begins anew, copies nothing to disk, and a stop keeps nothing
-    gateway_args: tuple[str, ...] = ()
-    vllm_args: tuple[str, ...] = ()
-    otlp_endpoint: str | None = None  # a collector of traces, for the gateway and for vLLM
-
-    def __post_init__(self) -> None:
-        try:
-            options.check(self.vllm_args)
-        except ConfigError as error:
-            raise CliError(str(error)) from error
-        if self.instances < 1:
-            raise CliError(f"--instances {self.instances}: at least 1 is needed to answer anything")
-        if self.store is not None and not self.store.startswith("etcd://"):
-            raise CliError("--store: only etcd://... is taken here; without it a SQLite store is made")
-        if self.store is not None and self.fresh:
-            raise CliError("--fresh: what an etcd holds is not this server's to discard; name another namespace in it")
-        if self.persist_keep < 1 or (self.persist_max_gib or 1.0) <= 0:
-            raise CliError("--persist-keep and --persist-max-gib: must be more than 0")
 
 
 class Server:

@@ -8,7 +8,9 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+from server.options import ClusterTlsDirectory, Option
 from weightsync.arena import DEFAULT_ROOT
 
 RUN_TIMEOUT_S = 20.0
@@ -41,15 +43,17 @@ class World:
     `root` stands for `/` where `/proc` and `/sys` are read. `limit` gives the soft limit of a resource (-1: none).
     """
 
-    store: str | None = None
-    model_dir: Path | None = None
-    arena: Path | None = None
-    cluster_tls: Path | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    admin_port: int | None = None
-    instances: int = 1
-    keep_versions: int = 2
+    store: Annotated[str | None, Option("store URL to check", env="HOTSWAP_STORE")] = None
+    model_dir: Annotated[
+        Path | None, Option("checkpoint that is to fit: directory, or name as for `up`", "--model")
+    ] = None
+    arena: Annotated[Path | None, Option("directory of the slots; default: as the processes choose")] = None
+    cluster_tls: ClusterTlsDirectory = None
+    host: Annotated[str, Option("address the gateway is to listen on")] = "127.0.0.1"
+    port: Annotated[int, Option("port the gateway is to listen on")] = 8000
+    admin_port: Annotated[int | None, Option("its admin port, if it must be that one")] = None
+    instances: Annotated[int, Option("vLLM instances on this host")] = 1
+    keep_versions: Annotated[int, Option("versions kept staged, the active one included")] = 2
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     root: Path = Path("/")
     shm: Path = DEFAULT_ROOT

@@ -6,10 +6,12 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from server.errors import ConfigError
 from server.instance import options
 from server.instance.grammars.trials import DEFAULT, Limits
+from server.options import ClusterTlsDirectory, Option
 from weightsync.tls import is_loopback
 
 ANY = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - to be told from an address
@@ -30,24 +32,26 @@ class InstanceConfig:
     that another host leads. `allow_non_finite`: versions with NaN or infinities are not refused.
     """
 
-    model_dir: Path
-    model: str
-    store: str
-    instance_id: str
-    host: str = "127.0.0.1"
-    port: int = 0
-    advertise: str = ""
-    cluster_tls: Path | None = None
-    kv_cache_gib: float = 1.0
-    stage_timeout_s: float = 600.0
-    headless: bool = False
-    allow_non_finite: bool = False
-    drain_s: float = 25.0  # for streams to end after SIGTERM; Kubernetes kills after 30 s
+    model_dir: Annotated[Path, Option("checkpoint directory: config and tokenizer; weights come by version", "--model")]
+    model: Annotated[str, Option("model name in the store and for clients", "--name")]
+    store: Annotated[str, Option("store URL, e.g. sqlite:///path/store.db", env="HOTSWAP_STORE")]
+    instance_id: Annotated[str, Option("default: host name and process id")] = ""
+    host: Annotated[str, Option("address to listen on; beyond loopback with --cluster-tls")] = "127.0.0.1"
+    port: Annotated[int, Option("0: any free port")] = 0
+    advertise: Annotated[str, Option("address that gateways connect to; default: --host")] = ""
+    cluster_tls: ClusterTlsDirectory = None
+    kv_cache_gib: Annotated[float, Option("KV cache on CPU, GiB")] = 1.0
+    headless: Annotated[bool, Option("the workers of this host alone, for an instance that another host leads")] = False
+    allow_non_finite: Annotated[bool, Option("stage versions with NaN or infinite weights, which are refused")] = False
     grammars: Limits = DEFAULT  # of trying one out before vLLM compiles it
+    stage_timeout_s: float = 600.0
+    drain_s: float = 25.0  # for streams to end after SIGTERM; Kubernetes kills after 30 s
     vllm_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         options.check(self.vllm_args)
+        if not self.instance_id:
+            object.__setattr__(self, "instance_id", default_instance_id())
         if self.cluster_tls is None and not is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host}: beyond loopback an instance needs mutual TLS; give --cluster-tls DIR with "

@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -30,7 +31,7 @@ from weightsync.store import etcd_roles
 from weightsync.store.etcd_url import EtcdUrl
 
 NAMES = ["defaults", *SETS]
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS: Any = typer.main.get_command(app)
 KNOWN_TO_VLLM = {"--tensor-parallel-size", "--pipeline-parallel-size", "--max-model-len", "--nnodes", "--node-rank",
                  "--master-addr", "--master-port", "--distributed-executor-backend"}  # fmt: skip
 
@@ -48,7 +49,7 @@ def parsed(container: Object, monkeypatch: pytest.MonkeyPatch) -> click.Context:
     """A command of `hotswap` with the container's arguments and environment, as typer reads them."""
     as_in(container, monkeypatch)
     name, *options = arguments(container)
-    return COMMANDS[name].make_context(name, options)  # type: ignore[no-any-return]
+    return COMMANDS.get_command(None, name).make_context(name, options)  # type: ignore[no-any-return]
 
 
 def as_in(container: Object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +140,7 @@ def test_the_peer_takes_its_options(pods: dict[str, Pod], monkeypatch: pytest.Mo
         container = pod.container("peer")
         as_in(container, monkeypatch)
         command, *options = arguments(container)
-        assert command in COMMANDS
+        assert command in COMMANDS.list_commands(None)
         settings = peer_main._settings(peer_main._parser().parse_args(options))
         address = f"10.0.0.7:{pod.ports()['peer']}"
         assert (settings.listen, settings.advertise, settings.model) == (address, address, model)

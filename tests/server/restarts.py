@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from server.cli.up import Server, UpConfig
+from server.cli.config import UpConfig
+from server.cli.up import Server
 from server.gateway.access.key_sources import KeyStore, NewKey
 from server.gateway.access.keys import KeyRing
 from server.gateway.access.records import INFER, KeyLimits

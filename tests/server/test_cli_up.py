@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from server.cli import up
+from server.cli.config import UpConfig
 from server.cli.cores import share_of_cores
 from server.cli.errors import CliError
 from server.cli.paths import ServerInfo
-from server.cli.up import Server, UpConfig, draft_dir, free_port
+from server.cli.up import Server, draft_dir, free_port
 from tests.weightsync.tensors import model as model_of
 from trainer.config import FaultsConfig
 from weightsync import Publisher, SyncStore, ensure_arena, open_store

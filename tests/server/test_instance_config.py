@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from server.cli.app import app
+from server.cli.config import UpConfig
 from server.cli.errors import CliError
-from server.cli.up import UpConfig
 from server.errors import ConfigError
 from server.instance.config import InstanceConfig
 

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from server.cli import up
+from server.cli.config import UpConfig
 from server.cli.errors import CliError, OtherCheckpoint, PortTaken, StateLost, StateTaken
 from server.cli.paths import ServerInfo
 from server.cli.processes import Child as RealChild
@@ -418,7 +419,7 @@ def test_a_discard_that_was_begun_comes_to_its_end(server: Up, monkeypatch: pyte
 
 def test_an_etcd_is_not_discarded() -> None:
     with pytest.raises(CliError, match="--fresh"):
-        up.UpConfig(model="m", store="etcd://h:1", fresh=True)
+        UpConfig(model="m", store="etcd://h:1", fresh=True)
 
 
 def test_fresh_takes_the_copies_of_this_store_wherever_they_are_and_nothing_else(server: Up, tmp_path: Path) -> None:

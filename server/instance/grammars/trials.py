@@ -20,12 +20,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
 
 from server.errors import ConfigError
 from server.instance.inflight import Problem
+from server.options import Option
 
 log = logging.getLogger("hotswap.instance")
 HELPER = Path(__file__).with_name("helper.py")
@@ -62,11 +63,12 @@ class Limits:
     Raises ConfigError.
     """
 
-    seconds: float = 30.0  # a dozen strings with a maxLength take 10 s with a vocabulary of 120,000
-    mib: int = 512
-    at_once: int = 4
-    waiting: int = 32
-    verdicts: int = 4096
+    # A dozen strings with a maxLength take 10 s with a vocabulary of 120,000.
+    seconds: Annotated[float, Option("CPU time to compile one schema, pattern or grammar", "--grammar-seconds")] = 30.0
+    mib: Annotated[int, Option("memory to compile one, MiB", "--grammar-mib")] = 512
+    at_once: Annotated[int, Option("how many are tried out at one time", "--grammar-at-once")] = 4
+    waiting: Annotated[int, Option("how many more may wait for that", "--grammar-waiting")] = 32
+    verdicts: Annotated[int, Option("how many verdicts are kept", "--grammar-verdicts")] = 4096
 
     def __post_init__(self) -> None:
         for name in ("seconds", "mib", "at_once", "waiting", "verdicts"):

@@ -1,0 +1,184 @@
+"""The commands that start processes, and `doctor`: their options are those of the configurations that they make."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from server import options
+from server.cli.config import PassedOn, UpConfig
+from server.cli.errors import CliError
+from server.cli.paths import resolve_model
+from server.doctor.world import World
+from server.errors import ConfigError
+from server.instance.config import InstanceConfig
+from server.options import Option, Setting
+from weightsync.errors import TlsUnavailable
+
+app = typer.Typer()
+Work = Callable[[typer.Context, dict[str, Any]], None]
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+PASSED_ON = options.settings("up", PassedOn)
+UP = (*options.settings("up", UpConfig), *PASSED_ON)
+INSTANCE = options.settings("instance", InstanceConfig)
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """What `hotswap doctor` is asked for, beside the host that it looks at."""
+
+    only: Annotated[tuple[str, ...], Option("run this check alone; may be given again")] = ()
+    skip: Annotated[tuple[str, ...], Option("leave this check out; may be given again")] = ()
+    as_json: Annotated[bool, Option("print JSON instead of a table", "--json")] = False
+
+
+DOCTOR = (*options.settings("doctor", World), *options.settings("doctor", DoctorReport))
+
+
+def takes(
+    declared: Sequence[Setting],
+) -> Callable[[Callable[[typer.Context, dict[str, Any]], None]], Callable[..., None]]:
+    """Of a function of the context and of values by flag, one that Typer makes a command with these options of."""
+
+    def decorate(function: Callable[[typer.Context, dict[str, Any]], None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def command(context: typer.Context, config: Path | None = None, **given: Any) -> None:
+            try:
+                values = {s.flag: s.value(given[_parameter(s)]) for s in declared if given[_parameter(s)] is not None}
+                function(context, values)
+            except (ConfigError, TlsUnavailable) as error:
+                raise CliError(str(error)) from error
+
+        def from_file(context: typer.Context, file: Path | None) -> Path | None:
+            if file is not None:
+                try:
+                    found = options.from_file(file, declared)
+                except ConfigError as error:
+                    raise CliError(str(error)) from error
+                context.default_map = {_parameter(s): found[s.flag] for s in declared if s.flag in found}
+            return file
+
+        config = typer.Option(help=options.CONFIG_HELP, metavar="FILE", is_eager=True, callback=from_file)
+        hints = {"context": typer.Context, **{_parameter(s): _hint(s) for s in declared}}
+        hints["config"] = Annotated[Path | None, config]
+        defaults = {_parameter(s): inspect.Parameter.empty if s.required else _default(s) for s in declared}
+        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)
+                for name, hint in hints.items()
+                for default in [defaults.get(name, None if name == "config" else inspect.Parameter.empty)]
+            ]
+        )
+        command.__annotations__ = hints
+        return command
+
+    return decorate
+
+
+def _parameter(setting: Setting) -> str:
+    return setting.name.replace("-", "_")
+
+
+def _hint(setting: Setting) -> Any:
+    flag = f"{setting.flag}/--no-{setting.name}" if setting.option.negatable else setting.flag
+    shared = bool(setting.option.env)  # the others are in docs/options.md
+    how = typer.Option(flag, help=setting.option.help, envvar=setting.env, show_envvar=shared)
+    kind = str if setting.option.read is not None else setting.type
+    return Annotated[list[kind] | None if setting.repeated else kind | None, how]  # type: ignore[valid-type]
+
+
+def _default(setting: Setting) -> Any:
+    return setting.default or None if setting.repeated else setting.default
+
+
+@app.command(context_settings=PASS_THROUGH)
+@takes(UP)
+def up(context: typer.Context, given: dict[str, Any]) -> None:
+    """Start a gateway and vLLM instances on this host, where the last start with this state left off.
+
+    Further options go to vLLM as they are.
+    """
+    from server.cli.up import run_up
+
+    gateway_args = tuple(options.flags(PASSED_ON, given))
+    run_up(options.build(UpConfig, given, gateway_args=gateway_args, vllm_args=tuple(context.args)))
+
+
+@app.command(context_settings=PASS_THROUGH)
+@takes(INSTANCE)
+def instance(context: typer.Context, given: dict[str, Any]) -> None:
+    """Run one vLLM instance. Further options go to vLLM as they are."""
+    from server.instance.main import run_instance
+
+    run_instance(options.build(InstanceConfig, given, vllm_args=tuple(context.args)))
+
+
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)
+def gateway(context: typer.Context) -> None:
+    """Run the gateway (`hotswap gateway --help` for its options)."""
+    from server.gateway.__main__ import main
+
+    main(context.args)
+
+
+@app.command(context_settings=PASS_THROUGH, add_help_option=False)
+def peer(context: typer.Context) -> None:
+    """Carry versions between this host and others (`hotswap peer --help` for its options)."""
+    from weightsync.peer.__main__ import main
+
+    raise typer.Exit(main(context.args))
+
+
+@app.command(context_settings=PASS_THROUGH)
+def train(
+    context: typer.Context,
+    config: Annotated[Path, typer.Option(help="trainer configuration (YAML)")],
+) -> None:
+    """Run the trainer: this process becomes it, so that signals reach it. --set, --plan and --report are its own."""
+    command = [sys.executable, "-m", "trainer.main", "--config", str(config), *context.args]
+    os.execv(sys.executable, command)  # noqa: S606 - nothing of it goes through a shell
+
+
+@app.command()
+@takes(DOCTOR)
+def doctor(context: typer.Context, given: dict[str, Any]) -> None:
+    """Check this host, its store and its certificates, and say how to mend each. Exit status 1 if a check fails."""
+    from server.doctor import report
+
+    asked = options.build(DoctorReport, {s.flag: given[s.flag] for s in DOCTOR if s.flag in given})
+    try:
+        checks = report.chosen(asked.only, asked.skip)
+    except report.UnknownCheck as error:
+        raise CliError(str(error)) from error
+    if (model := given.get("--model")) is not None:
+        given["--model"] = resolve_model(str(model))
+    with _quiet("hotswap.gateway"):  # what it says of its machine code is in the report
+        results = report.diagnose(options.build(World, given), checks)
+    if asked.as_json:
+        print(report.to_json(results))
+    else:
+        report.show(results, Console(highlight=False))
+    raise typer.Exit(1 if report.failed(results) else 0)
+
+
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Errors only from `logger` meanwhile."""
+    target = logging.getLogger(logger)
+    before = target.level
+    target.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        target.setLevel(before)

@@ -1,0 +1,76 @@
+"""What `hotswap up` can be told; importable without what it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from server.cli.errors import CliError
+from server.errors import ConfigError
+from server.instance import options as vllm_options
+from server.options import Option
+
+
+def _copies(text: str) -> Path | Literal["off"]:
+    return "off" if text == "off" else Path(text)
+
+
+@dataclass(frozen=True)
+class PassedOn:
+    """Options of the gateway that `up` takes too, and gives to it as they are."""
+
+    require_key: Annotated[bool, Option("ask for an API key even before there is one", negatable=True)] = False
+    keep_versions: Annotated[int, Option("versions kept staged, the active one included")] = 2
+    probes_file: Annotated[Path | None, Option("prompts that the canary of a rolling swap is asked", "--probes")] = None
+    max_logprob_drift: Annotated[float | None, Option("drift of its log-probabilities let pass")] = None
+    cache_scope: Annotated[str, Option("who shares prefix cache blocks: key or shared")] = "key"
+    hold_s: Annotated[float, Option("seconds a request waits while no instance can be asked")] = 5.0
+    failover: Annotated[str, Option("who goes on with a dead instance's streams: same, any, off")] = "same"
+    max_queued: Annotated[int, Option("requests that wait for room at an instance, at most")] = 1024
+    max_queue_wait_s: Annotated[float, Option("longest such wait, seconds")] = 30.0
+    log_format: Annotated[str, Option("of the gateway's lines: text, or json with a line a request")] = "text"
+    trace_sample_ratio: Annotated[float, Option("share of the traces begun here")] = 1.0
+
+
+@dataclass(frozen=True)
+class UpConfig:
+    """What `hotswap up` was asked for. Raises CliError."""
+
+    model: Annotated[str, Option("checkpoint directory, or the name of a model in the local cache or hub")]
+    name: Annotated[str | None, Option("name clients ask for; default: the directory's name")] = None
+    host: Annotated[str, Option("address the gateway listens on")] = "127.0.0.1"
+    port: Annotated[int, Option("port the gateway listens on")] = 8000
+    state_dir: Annotated[Path | None, Option("store, keys and logs; default: per model name")] = None
+    fresh: Annotated[bool, Option("discard keys, versions and history of the state")] = False
+    persist: Annotated[
+        Path | Literal["off"] | None, Option("directory for copies of versions, or off", read=_copies)
+    ] = None  # None: in the state directory
+    persist_keep: Annotated[int, Option("versions kept on disk")] = 2
+    persist_max_gib: Annotated[float | None, Option("most that they may take, GiB")] = None
+    admin_key_file: Annotated[Path | None, Option("file with the admin key; default: made on start")] = None
+    api_key_file: Annotated[Path | None, Option("file with API keys, one a line; default: none asked")] = None
+    train: Annotated[Path | None, Option("also run this trainer configuration")] = None
+    kv_cache_gib: Annotated[float, Option("KV cache on CPU, GiB, of each instance")] = 1.0
+    instances: Annotated[int, Option("vLLM instances; they share the weights' memory")] = 1
+    store: Annotated[str | None, Option("etcd://HOST:PORT/...; default: a SQLite file")] = None
+    otlp_endpoint: Annotated[
+        str | None, Option("trace requests to http://HOST:4318", env="OTEL_EXPORTER_OTLP_ENDPOINT")
+    ] = None  # of the gateway and of vLLM
+    gateway_args: tuple[str, ...] = ()
+    vllm_args: tuple[str, ...] = ()
+    throwaway: bool = False  # of a test or a benchmark: begins anew, copies nothing to disk, and a stop keeps nothing
+
+    def __post_init__(self) -> None:
+        try:
+            vllm_options.check(self.vllm_args)
+        except ConfigError as error:
+            raise CliError(str(error)) from error
+        if self.instances < 1:
+            raise CliError(f"--instances {self.instances}: at least 1 is needed to answer anything")
+        if self.store is not None and not self.store.startswith("etcd://"):
+            raise CliError("--store: only etcd://... is taken here; without it a SQLite store is made")
+        if self.store is not None and self.fresh:
+            raise CliError("--fresh: what an etcd holds is not this server's to discard; name another namespace in it")
+        if self.persist_keep < 1 or (self.persist_max_gib or 1.0) <= 0:
+            raise CliError("--persist-keep and --persist-max-gib: must be more than 0")
