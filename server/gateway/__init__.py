@@ -1,6 +1,6 @@
 """The public port: keys, limits, routing and the streaming proxy, health and metrics; the admin port beside it.
 
-    proxy/    the hot path below ASGI: client connections, checks, one forwarded request, connections to instances
+    wire/     bytes and HTTP/1.1: heads, answers on their way through, connections to instances
     access/   keys, and whose prefix cache a key may hit
     queue/    who waits, and who goes next, when the instances have no room
     fleet/    the store's view of the instances, their signals and health, the routing policy (routing.py), retries
@@ -8,6 +8,8 @@
     console/  the page at /console: its files, and what serves them
     observe/  plain counts, and the same for Prometheus
 
+    connection.py is what one client connection does, exchange.py one forwarded request, admission.py what is between
+    them; routes.py lists the routes that are forwarded, terms.py what a request may ask for.
     main.py starts the process; gateway.py is what it holds, with its background tasks; app.py is the FastAPI side;
     middleware.py says what each port shows; config.py has every setting.
 

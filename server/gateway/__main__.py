@@ -18,6 +18,7 @@ from server.gateway.config import (
     QueueSettings,
     UpstreamSettings,
 )
+from server.gateway.fleet import routing
 from server.gateway.workers import Place
 from weightsync import tls
 from weightsync.errors import StoreError, TlsUnavailable
@@ -58,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--eject-after", type=int, default=health.eject_after, help="failures in a row of an instance")
     p.add_argument("--max-ejected", type=float, default=health.max_ejected, help="share of the instances, 0 to 1")
     p.add_argument("--retry-share", type=float, default=upstream.retry_share, help="of requests retried, 0 to 1")
+    p.add_argument("--routing", default=upstream.routing, metavar="POLICY", help=f"who is asked: {routing.CHOICES}")
     failover = upstream.failover
     p.add_argument(
         "--failover", choices=("same", "any", "off"), default=failover.mode,
@@ -128,6 +130,7 @@ def config_from(args: argparse.Namespace, worker: Place | None = None) -> Gatewa
             max_in_flight=args.max_in_flight,
             health=HealthSettings(eject_after=args.eject_after, max_ejected=args.max_ejected),
             retry_share=args.retry_share,
+            routing=args.routing,
             failover=FailoverSettings(args.failover, args.failover_bytes, idle_s=args.failover_idle),
         ),
         queue=QueueSettings(args.max_queued, args.max_queued_bytes, args.max_queue_wait),

@@ -23,7 +23,7 @@ from server.gateway.deps import GatewayDep
 from server.gateway.gateway import Gateway
 from server.gateway.middleware import AdminGate, RequestIdMiddleware, error_response
 from server.gateway.openapi import document
-from server.gateway.proxy.routes import elsewhere
+from server.gateway.routes import elsewhere
 from weightsync.errors import WeightSyncError
 
 PROBE_TIMEOUT_S = 1.0

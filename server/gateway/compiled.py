@@ -23,11 +23,11 @@ from pathlib import Path
 log = logging.getLogger("hotswap.gateway")
 
 MODULES = (
+    "admission", "exchange", "routes",
     "access.keys", "access.limits",
-    "fleet.affinity", "fleet.health", "fleet.instance", "fleet.retries", "fleet.routing", "fleet.signals", "fleet.view",
+    "fleet.affinity", "fleet.instance", "fleet.retries", "fleet.routing", "fleet.view",
     "observe.histogram", "observe.stats",
-    "proxy.exchange", "proxy.failover", "proxy.placing", "proxy.request", "proxy.routes", "proxy.waiting",
-    "queue.capacity", "queue.drain", "queue.gate",
+    "queue.gate",
     "wire.head", "wire.journal", "wire.pool", "wire.relay",
 )  # fmt: skip
 GROUP = "hotswap_gateway"
@@ -99,6 +99,7 @@ def _fits() -> bool:
 in_use = __name__ != "__main__" and _fits()
 if in_use:
     sys.path.append(str(_BUILT))  # the group's own library
+    sys.modules["server.gateway"].__path__.insert(0, str(_BUILT))  # for the modules that are in no package below it
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from server.errors import ConfigError
+from server.gateway.fleet import routing
 from server.gateway.workers import Place
 from weightsync.tls import is_loopback
 
@@ -57,7 +58,7 @@ Failover = Literal["same", "any", "off"]
 
 @dataclass(frozen=True)
 class FailoverSettings:
-    """Who goes on with a stream whose instance dies (proxy/failover.py), and what may be kept for it, in bytes."""
+    """Who goes on with a stream whose instance dies (fleet/retries.py), and what may be kept for it, in bytes."""
 
     mode: Failover = "same"  # an instance of the same version; of any version if none runs it; nobody
     max_bytes: int = 64 * 2**20  # requests and tokens, of all streams
@@ -83,6 +84,7 @@ class UpstreamSettings:
     health: HealthSettings = HealthSettings()
     retry_share: float = 0.2  # of the requests of the last seconds may be sent again after a lost connection
     failover: FailoverSettings = FailoverSettings()
+    routing: str = routing.DEFAULT  # the policy: one of routing.POLICIES, or MODULE:NAME of another
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ class GatewayConfig:
         kept = self.upstream.failover
         if kept.max_bytes < 0 or kept.idle_s < 0:
             raise ConfigError("--failover-bytes and --failover-idle must be 0 or more.")
+        routing.find(self.upstream.routing)
         if self.upstream.hold_s < 0:
             raise ConfigError(f"--hold {self.upstream.hold_s:g}: must be 0 (answer 503 at once) or more seconds.")
         health = self.upstream.health

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from server.gateway.access.key_sources import KeyFiles, KeyStore, load_keys
 from server.gateway.access.keys import KeyRing
@@ -17,6 +17,7 @@ from server.gateway.access.scope import CacheScopes
 from server.gateway.access.sharing import Sharing
 from server.gateway.admin.probes import ProbeSettings, build_probe
 from server.gateway.admin.publishing import Pusher, Updates
+from server.gateway.admission import Admission
 from server.gateway.config import GatewayConfig
 from server.gateway.fleet.scrape import Readiness, scrape_forever
 from server.gateway.fleet.view import Fleet
@@ -33,9 +34,6 @@ from weightsync.store import Store, open_store
 from weightsync.swap.coordinator import Coordinator
 from weightsync.tls import ClusterTls
 
-if TYPE_CHECKING:
-    from server.gateway.proxy.guard import GuardedProtocol
-
 log = logging.getLogger("hotswap.gateway")
 
 SWEEP_INTERVAL_S = 0.25
@@ -44,8 +42,15 @@ RESTART_S = 0.5
 FIRST_VIEW_TIMEOUT_S = 2.0
 
 
+class Client(Protocol):
+    """Who is served now: a connection (connection.py)."""
+
+    def sweep(self, now: float) -> None:
+        """Ends what is over its time. Monotonic seconds."""
+
+
 class Gateway:
-    """Shared by the hot path (protocol.py) and the app (app.py)."""
+    """Shared by the hot path (connection.py, exchange.py) and the app (app.py)."""
 
     def __init__(self, config: GatewayConfig, store: Store, keys: KeyRing) -> None:
         self.config = config
@@ -61,6 +66,7 @@ class Gateway:
         self.limits = Limits(self.stats.limited)
         self.sharing = Sharing(store, self.limits, lambda: keys.limits)
         self.scopes = CacheScopes(shared=config.cache_scope == "shared")
+        self.admission = Admission(config, keys, self.scopes, self.limits)
         fleet = self.fleet
         probe = build_probe(ProbeSettings.of(config), lambda: [i.record for i in fleet.instances.values()], self.tls)
         self.coordinator = Coordinator(store, config.model, keep=config.keep_versions, probe=probe)
@@ -75,7 +81,7 @@ class Gateway:
         self.leaving = False  # it was told to stop: load balancers are to send nothing more
         self.outbox = Outbox()
         self.buffered = 0  # bytes of request bodies held now
-        self.clients: set[GuardedProtocol] = set()
+        self.clients: set[Client] = set()
 
     @classmethod
     @asynccontextmanager

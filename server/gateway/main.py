@@ -40,7 +40,7 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
     import uvicorn
 
     from server.gateway.app import build_app
-    from server.gateway.proxy.protocol import GatewayProtocol
+    from server.gateway.connection import GatewayProtocol
 
     return uvicorn.Config(
         build_app(config),

@@ -13,7 +13,7 @@ from server.errors import HttpError, NotFound
 from server.gateway.access.records import ADMIN
 from server.gateway.console.routes import is_open
 from server.gateway.observe.finished import Finished
-from server.gateway.proxy.routes import elsewhere
+from server.gateway.routes import elsewhere
 
 log = logging.getLogger("hotswap.gateway")
 

@@ -29,9 +29,8 @@ def of(file: str, *tests: str, changes: list[tuple[str, ...]]) -> list[Mutation]
 
 
 WS, GW, TR = "tests/weightsync/", "tests/server/test_gateway_", "tests/trainer/"
-ACCESS, QUEUE, FLEET, PROXY, WIRE = (
-    f"server/gateway/{room}/" for room in ("access", "queue", "fleet", "proxy", "wire")
-)
+GATEWAY = "server/gateway/"
+ACCESS, QUEUE, FLEET, WIRE = (f"{GATEWAY}{room}/" for room in ("access", "queue", "fleet", "wire"))
 KEYS = [
     f"{GW}keys.py::test_{test}"
     for test in (
@@ -113,11 +112,11 @@ MUTATIONS: list[Mutation] = [
         ("while self.next_deadline() <= now:", "while self.next_deadline() < now:"),
         ("        if not ahead:\n            return  # who", "        if False:\n            return  # who"),
     ]),
-    *of(QUEUE + "capacity.py", GW + "queue.py", changes=[
+    *of(FLEET + "instance.py", GW + "queue.py", changes=[
         ("min(self._size, max(in_flight, self._size / 2)) * SHRINK", "self._size * SHRINK"),
         ("preempted or signals.num_requests_waiting", "signals.num_requests_waiting"),
     ]),
-    *of(QUEUE + "drain.py", GW + "queue.py", changes=[
+    *of(QUEUE + "line.py", GW + "queue.py", changes=[
         ("max(self._seconds / self._departures, (now - self._since) / MEMORY)", "(self._seconds / self._departures)"),
     ]),
     *of(QUEUE + "gate.py", GW + "admission_queue.py", changes=[
@@ -135,7 +134,7 @@ MUTATIONS: list[Mutation] = [
         ("return SIZES[k] / hint.size", "return 1.0"),
         ("if len(self._young) >= self._limit:", "if len(self._young) > self._limit:"),
     ]),
-    *of(FLEET + "health.py", GW + "health.py", changes=[
+    *of(FLEET + "instance.py", GW + "health.py", changes=[
         ("if self.closed or now < self.until:", "if self.closed:"),
         ("asked >= s.min_requests and self._failures", "self._failures"),
         ("if self.closed and now - self.recovered_at", "if now - self.recovered_at"),
@@ -151,27 +150,27 @@ MUTATIONS: list[Mutation] = [
         ("any(i not in tried and i.health.admits(now) for i in meets)", "any(i not in tried for i in meets)"),
         ("candidates = well or candidates  #", "candidates = well  #"),
     ]),
-    *of(PROXY + "exchange.py", GW + "losses.py", changes=[
-        ("if why == LOST or self._resent:", "if why == LOST:"),
+    *of(GATEWAY + "exchange.py", GW + "losses.py", changes=[
+        ("if relay.refused == LOST or (relay.refused and self._resent):", "if relay.refused == LOST:"),
         ("or self._losses >= retries.LOSSES:", "or self._losses > retries.LOSSES:"),
     ]),
-    *of(PROXY + "exchange.py", *(f"{GW}cancel.py::test_{test}" for test in ("how_long_each_side_may_stand_still", "a_kept_connection_that_ends_late_was_not_closed_already")), changes=[
+    *of(GATEWAY + "exchange.py", *(f"{GW}cancel.py::test_{test}" for test in ("how_long_each_side_may_stand_still", "a_kept_connection_that_ends_late_was_not_closed_already")), changes=[
         ("elif self._pooled and time.monotonic() - self.last_progress < STALE_S:", "elif self._pooled:"),
         ("if self._paused and idle > stalled_client_s:", "if idle > stalled_client_s:"),
         ("elif not self._paused and self._link is not None and idle", "elif self._link is not None and idle"),
     ]),
-    *of(PROXY + "exchange.py", f"{GW}admission_queue.py::test_what_an_answer_really_cost_is_charged_to_its_key", changes=[
+    *of(GATEWAY + "exchange.py", f"{GW}admission_queue.py::test_what_an_answer_really_cost_is_charged_to_its_key", changes=[
         ("more = cost.used(self.usage, status) - cost.total", "more = cost.used(self.usage, status)"),
     ]),
-    *of(PROXY + "exchange.py", GW + "failover.py", changes=[
+    *of(GATEWAY + "exchange.py", GW + "failover.py", changes=[
         ("self.request.need = self._continuation.need\n", "pass\n"),
     ]),
-    *of(PROXY + "failover.py", *SILENCE_AND_NEEDS, changes=[
+    *of(FLEET + "retries.py", *SILENCE_AND_NEEDS, changes=[
         ("if limit_s and now - since > limit_s:", "if now - since > limit_s:"),
         ("own = need if last is None else last.own_need", "own = need"),
         ("now - max(since, instance.left_at) > GONE_S", "now - since > GONE_S"),
     ]),
-    *of(PROXY + "failover.py", GW + "failover.py", changes=[
+    *of(FLEET + "retries.py", GW + "failover.py", changes=[
         ("return version if served or mode != \"any\" else None", "return version"),
     ]),
     *of(WIRE + "journal.py", GW + "journal.py", changes=[
@@ -183,12 +182,14 @@ MUTATIONS: list[Mutation] = [
         ("self._memory.used -= self._charged - self._request_bytes", "self._memory.used -= self._charged"),
         ("if not self._ids or self.finish is not None or any(", "if not self._ids or any("),
     ]),
-    *of(PROXY + "waiting.py", GW + "hold.py", changes=[
+    *of(FLEET + "retries.py", GW + "hold.py", changes=[
         ("if len(self._timers) >= self._limit:", "if len(self._timers) > self._limit:"),
         ("delay = min(left, RETRY_S) if soon else left", "delay = left"),
     ]),
-    *of(PROXY + "terms.py", GW + "admission.py", changes=[
+    *of(FLEET + "routing.py", GW + "admission.py", changes=[
         ("version >= self.min_version)", "version > self.min_version)"),
+    ]),
+    *of(GATEWAY + "terms.py", GW + "admission.py", changes=[
         ("if asked.priority < principal.priority:", "if asked.priority <= principal.priority:"),
         ("return \"same\" if chosen == \"any\" and self.uncrossed else chosen", "return chosen"),
     ]),

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from server.gateway.fleet.signals import Signals
+from server.gateway.fleet.instance import Signals
 from server.gateway.observe import series
 from server.gateway.observe.series import Throughput
 from server.gateway.observe.training import KEPT, TrainingLog

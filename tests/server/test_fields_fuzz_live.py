@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from server.gateway.proxy.routes import find
+from server.gateway.routes import find
 from tests.live import LiveServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.broad]

@@ -23,7 +23,7 @@ from server.cli.up import free_port
 from server.gateway import GatewayConfig
 from server.gateway.app import build_app
 from server.gateway.middleware import is_public
-from server.gateway.proxy.routes import public_names
+from server.gateway.routes import public_names
 from tests.server.gateway_harness import KEYS, MODEL, get, post, wait_for
 from tests.server.gateway_upstream import Answer, Link, Received, Upstream, read_answer, upstream
 from weightsync.records import InstanceRecord

@@ -12,11 +12,10 @@ import orjson
 import pytest
 
 from server.errors import Forbidden
-from server.gateway import UpstreamSettings
+from server.gateway import UpstreamSettings, terms
 from server.gateway.access.keys import Principal
 from server.gateway.config import Failover
-from server.gateway.proxy import terms
-from server.gateway.proxy.terms import Need
+from server.gateway.fleet.routing import Need
 from server.gateway.wire.bodies import check_object
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Answer, Link, Received, Upstream, read_answer, upstream

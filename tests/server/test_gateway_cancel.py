@@ -13,13 +13,13 @@ import pytest
 
 from server.errors import HttpError
 from server.gateway import Limits, UpstreamSettings
+from server.gateway.admission import Request
 from server.gateway.config import QueueSettings
+from server.gateway.exchange import STALE_S, Exchange, State
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Stats
-from server.gateway.proxy.exchange import STALE_S, Exchange
-from server.gateway.proxy.request import Request
-from server.gateway.proxy.routes import find
 from server.gateway.queue.gate import Gate
+from server.gateway.routes import find
 from server.gateway.wire.head import RequestHead
 from tests.server.gateway_harness import RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, Upstream, read_answer, upstream
@@ -234,17 +234,17 @@ async def test_how_long_each_side_may_stand_still(tmp_path: Path) -> None:
         stalled.pause()
         at = stalled.last_progress
         stalled.sweep(at + 20.0, read_idle_timeout_s=1.0, stalled_client_s=20.0)
-        assert not stalled.done
+        assert stalled.state is not State.ENDED
         stalled.sweep(at + 20.5, read_idle_timeout_s=1000.0, stalled_client_s=20.0)
-        assert (stalled.done, stalled.status, client.cuts, stats.disconnects["stalled"]) == (True, 499, 1, 1)
+        assert (stalled.state, stalled.status, client.cuts, stats.disconnects["stalled"]) == (State.ENDED, 499, 1, 1)
 
         silent, client = begun()
         await eventually(lambda: len(up.requests) == 2)
         at = silent.last_progress
         silent.sweep(at + 20.0, read_idle_timeout_s=20.0, stalled_client_s=1.0)
-        assert not silent.done
+        assert silent.state is not State.ENDED
         silent.sweep(at + 20.5, read_idle_timeout_s=20.0, stalled_client_s=1000.0)
-        assert (silent.done, silent.status, client.cuts, stats.disconnects["stalled"]) == (True, 504, 0, 1)
+        assert (silent.state, silent.status, client.cuts, stats.disconnects["stalled"]) == (State.ENDED, 504, 0, 1)
         assert [error.status for error in client.refusals] == [504]
 
 

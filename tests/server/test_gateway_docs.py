@@ -9,16 +9,18 @@ from server.errors import HttpError
 from server.gateway import GatewayConfig, QueueSettings, UpstreamSettings, __main__
 from server.gateway.admin.error_map import DETAILS, STATUS
 from server.gateway.app import build_app
-from server.gateway.fleet.signals import FIELDS
+from server.gateway.fleet import routing
+from server.gateway.fleet.instance import FIELDS
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.metrics import SIGNALS, GatewayCollector, table
 from server.gateway.observe.stats import Stats
-from server.gateway.proxy.routes import admin_names, public_names
 from server.gateway.queue.gate import Gate
+from server.gateway.routes import admin_names, public_names
 from server.gateway.wire.head import _FORWARDED
 
 ROOT = Path(__file__).parents[2]
 API = (ROOT / "docs" / "api.md").read_text()
+GATEWAY = (ROOT / "docs" / "gateway.md").read_text()
 ADAPTERS = (ROOT / "docs" / "adapters.md").read_text()
 SOURCES = "".join(p.read_text() for p in [*(ROOT / "server" / "gateway").rglob("*.py"), ROOT / "server" / "errors.py"])
 
@@ -60,3 +62,8 @@ def test_every_option_and_detail_is_documented() -> None:
     assert options == set(re.findall(r"`(--[\w-]+)`", listed)) - {"--help"}
     for name in (*DETAILS, *(header.decode() for header in _FORWARDED)):
         assert f"`{name}`" in API, name
+
+
+def test_every_routing_policy_is_documented() -> None:
+    table = GATEWAY.partition("| policy |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == set(routing.POLICIES)

@@ -16,8 +16,8 @@ import pytest
 from server.errors import BadUpstream
 from server.gateway.config import FailoverSettings, HealthSettings, UpstreamSettings
 from server.gateway.fleet.instance import Instance
-from server.gateway.proxy.failover import GONE_S, go_on, silent
-from server.gateway.proxy.terms import Need
+from server.gateway.fleet.retries import GONE_S, go_on, silent
+from server.gateway.fleet.routing import Need
 from server.gateway.wire.journal import ReplayMemory
 from server.resume import RESUMABLE, RESUME
 from tests.server.continued import END, HEAD, STAMPED, Fleet, chat, event, framed

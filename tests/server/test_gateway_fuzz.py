@@ -21,9 +21,9 @@ from server.errors import BadUpstream
 from server.gateway import GatewayConfig, Limits
 from server.gateway.access.key_sources import load_keys
 from server.gateway.app import build_app
+from server.gateway.connection import GatewayProtocol
 from server.gateway.fleet.instance import Instance
 from server.gateway.gateway import Gateway
-from server.gateway.proxy.protocol import GatewayProtocol
 from server.gateway.wire.journal import ReplayMemory
 from server.gateway.wire.pool import Pool, UpstreamConnection
 from server.gateway.wire.relay import ResponseRelay, whole_chunk

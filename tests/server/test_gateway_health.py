@@ -7,11 +7,11 @@ import random
 import pytest
 
 from server.gateway import HealthSettings, UpstreamSettings
-from server.gateway.fleet.health import FAULTS, STATES, Health
+from server.gateway.fleet.instance import FAULTS, STATES, Health
 from server.gateway.fleet.retries import MIN_PER_S, NEVER_AGAIN, WINDOW_S, RetryBudget, again
+from server.gateway.fleet.routing import Need
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Stats
-from server.gateway.proxy.terms import Need
 from weightsync.records import InstanceRecord
 
 SETTINGS = HealthSettings()
@@ -215,7 +215,7 @@ def test_without_a_budget_nothing_that_was_lost_is_sent_again() -> None:
 
 
 def test_routes_that_are_never_repeated_exist() -> None:
-    from server.gateway.proxy.routes import public_names
+    from server.gateway.routes import public_names
 
     assert set(public_names()) >= NEVER_AGAIN
 

@@ -12,7 +12,7 @@ import pytest
 
 from server.errors import Unavailable
 from server.gateway import UpstreamSettings
-from server.gateway.proxy.waiting import Patience, WaitingRoom
+from server.gateway.fleet.retries import Patience, WaitingRoom
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Answer, Link, Received, read_answer, upstream
 from weightsync.records import ActiveRecord, SwapRecord

@@ -15,7 +15,7 @@ import pytest
 
 from server.errors import BadRequest
 from server.gateway import Limits, UpstreamSettings
-from server.gateway.proxy.routes import find, public_names
+from server.gateway.routes import find, public_names
 from server.gateway.wire.bodies import check_object
 from tests.server.gateway_harness import ADMIN_KEY, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Upstream, read_answer, upstream

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.gateway import UpstreamSettings
-from server.gateway.fleet.signals import Signals, parse
+from server.gateway.fleet.instance import Signals, parse
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.histogram import Histogram
 from server.gateway.observe.stats import Stats

@@ -14,14 +14,13 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from server.errors import ConfigError, HttpError
-from server.gateway import GatewayConfig, Limits
+from server.gateway import GatewayConfig, Limits, terms
 from server.gateway.access.key_sources import load_keys
 from server.gateway.access.limits import bounded, reckon
 from server.gateway.admin.probes import load_probes
-from server.gateway.fleet.signals import parse
+from server.gateway.fleet.instance import parse
 from server.gateway.observe import context
-from server.gateway.proxy import terms
-from server.gateway.proxy.routes import admin_names, find, public_names
+from server.gateway.routes import admin_names, find, public_names
 from server.gateway.wire import bodies
 from server.gateway.wire.bodies import check_object
 from server.gateway.wire.head import read_head, upstream_head

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from server.gateway import Limits, UpstreamSettings
-from server.gateway.proxy.protocol import GatewayProtocol
+from server.gateway.connection import GatewayProtocol
 from tests.server.gateway_harness import ADMIN_KEY, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, Upstream, read_answer, upstream
 

@@ -14,12 +14,18 @@ from hypothesis import strategies as st
 from server.errors import HttpError, TooManyRequests, Unavailable
 from server.gateway import QueueSettings
 from server.gateway.access.limits import Cost
-from server.gateway.fleet.signals import Signals
-from server.gateway.proxy.terms import Need
-from server.gateway.queue.capacity import HEADROOM, UNKNOWN, Window
-from server.gateway.queue.drain import LONGEST_RETRY_S, MEMORY, DrainRate, retry_after
+from server.gateway.fleet.instance import HEADROOM, UNKNOWN, Signals, Window
+from server.gateway.fleet.routing import Need
 from server.gateway.queue.flows import Class
-from server.gateway.queue.line import TURN_FOR_ALL, AdmissionQueue, Ticket
+from server.gateway.queue.line import (
+    LONGEST_RETRY_S,
+    MEMORY,
+    TURN_FOR_ALL,
+    AdmissionQueue,
+    DrainRate,
+    Ticket,
+    retry_after,
+)
 from server.gateway.wire.bodies import Usage
 
 Tickets = list[Ticket[int]]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from server.gateway import UpstreamSettings
+from server.errors import ConfigError
+from server.gateway import GatewayConfig, UpstreamSettings
 from server.gateway.fleet import affinity, routing
 from server.gateway.fleet.affinity import NO_HINT, Hint
-from server.gateway.fleet.instance import Instance
-from server.gateway.fleet.signals import Signals
+from server.gateway.fleet.instance import Instance, Signals, pressure
+from tests.server.gateway_harness import post, running_gateway
+from tests.server.gateway_upstream import upstream
 from weightsync.records import ActiveRecord, InstanceRecord, InstanceState, SwapPhase, SwapRecord
 
+OWN = "tests.server.routing_policies"
 PROMPT = Hint([11, 22], 512, 0)
 SESSION = Hint([], 0, 7)
 
@@ -26,6 +30,7 @@ class Seen:
 
     state: str = "SERVING"
     load: float = 0.0
+    id: str = ""
     failed_at: float = 0.0
     picked_at: int = 0
     share: float = 0.0
@@ -186,7 +191,7 @@ def test_load_is_what_was_sent_from_here_and_what_others_had_at_the_last_scrape(
 
 @pytest.mark.parametrize(("usage", "more"), [(0.0, 0.0), (0.8, 0.0), (0.9, 4.0), (1.0, 8.0)])
 def test_a_cache_that_is_nearly_full_is_a_load(usage: float, more: float) -> None:
-    assert routing.pressure(Signals(kv_cache_usage=usage)) == pytest.approx(more)
+    assert pressure(Signals(kv_cache_usage=usage)) == pytest.approx(more)
 
 
 # who may be asked at all
@@ -225,3 +230,44 @@ def test_who_is_fresh(
 ) -> None:
     swap = SwapRecord("s", 4, phase, ("a",), deadline=0.0, opened_at=0.0) if phase else None
     assert routing.fresh(record, active, swap) is fresh
+
+
+def test_policies_that_look_at_no_prefix() -> None:
+    seen = [Seen(load=3, picked_at=1, share=1.0), Seen(load=1, picked_at=3), Seen(load=1, picked_at=2)]
+    assert routing.pick(seen, 100.0, PROMPT, routing.find("least-loaded")) is seen[2]
+    assert routing.pick(seen, 100.0, PROMPT, routing.find("round-robin")) is seen[0]
+    seen[0].state = "STAGING"
+    assert routing.pick(seen, 100.0, PROMPT, routing.find("round-robin")) is seen[2]
+
+
+@pytest.mark.parametrize(
+    "name", ["afinity", "", "tests:", ":f", "no.such.module:f", f"{OWN}:nothing", f"{OWN}:NO_POLICY", f"{OWN}:Needy"]
+)
+def test_a_policy_that_is_none_is_named_with_those_that_are(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GatewayConfig("sqlite://x", "toy", upstream=UpstreamSettings(routing=name))
+    assert str(caught.value).startswith(f"--routing {name}: ")
+    assert all(each in str(caught.value) for each in (*routing.POLICIES, "MODULE:NAME"))
+
+
+async def test_a_gateway_asks_whom_a_policy_of_a_module_of_its_own_names(tmp_path: Path) -> None:
+    settings = UpstreamSettings(routing=f"{OWN}:Alternating")
+    with running_gateway(tmp_path, upstream=settings) as gateway:
+        async with upstream() as first, upstream() as second:
+            gateway.register(first, "i1")
+            gateway.register(second, "i2")
+            for _ in range(6):
+                assert (await gateway.ask(post())).status == 200
+            asked = [sum(r.target == "/v1/completions" for r in up.requests) for up in (first, second)]
+    assert asked == [3, 3]
+
+
+async def test_a_policy_that_fails_costs_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("raises", "invents"):
+        with running_gateway(tmp_path / name, upstream=UpstreamSettings(routing=f"{OWN}:{name}")) as gateway:
+            async with upstream() as first, upstream() as second:
+                gateway.register(first, "i1")
+                gateway.register(second, "i2")
+                answers = [await gateway.ask(post()) for _ in range(3)]
+        assert [answer.status for answer in answers] == [200] * 3
+    assert sum("has failed; affinity chooses" in record.message for record in caplog.records) == 2

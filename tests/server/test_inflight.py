@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from server.gateway.proxy.terms import MAX_FINISH_S
+from server.gateway.terms import MAX_FINISH_S
 from server.instance.inflight import FINISH_S, Inflight, VersionMismatch, Wish
 from weightsync.swap.state import CONFIRM_S
 

@@ -11,7 +11,7 @@ import pytest
 
 from server.gateway import UpstreamSettings
 from server.gateway.openapi.document import PATH
-from server.gateway.proxy.routes import public_names
+from server.gateway.routes import public_names
 from tests.schemathesis.run import schemathesis
 from tests.server.gateway_harness import ADMIN_KEY, RunningGateway, get, running_gateway
 from tests.server.gateway_upstream import Link, Received, upstream

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.gateway.proxy.routes import public_names
+from server.gateway.routes import public_names
 from tests.live import LiveServer
 from tests.schemathesis.run import schemathesis
 

@@ -28,8 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from server.errors import NotFound
 from server.gateway.deps import GatewayDep
 from server.gateway.fleet.drains import DrainRecord, drains
-from server.gateway.fleet.instance import Instance
-from server.gateway.fleet.signals import FIELDS
+from server.gateway.fleet.instance import FIELDS, Instance
 from server.gateway.gateway import Gateway
 from server.sleeping import Level, SleeperRecord, SleepOrder, orders, sleepers
 from weightsync.errors import LeaseLost

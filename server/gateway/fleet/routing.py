@@ -1,28 +1,24 @@
-"""The routing policy: which instance answers a request. Everything about the choice is in this file.
+"""Routing: which instances may answer a request, and which of them does.
 
-1. Whoever refused a connection a moment ago, or stages a version, is asked only if nobody better is there.
-2. Of the rest, the least cost counts: requests there, less what a cached prefix is worth.
-3. Equal costs: the same prompt or session goes the same way from every gateway; others take turns.
-
-Cost is `load - worth * cached`. `worth` is the bound on affinity: the instance that has all of the prompt is preferred
-while it has at most SLACK requests and SPREAD of the mean load more than the least loaded one, so that with load L on
-average nobody is sent more than (1 + SPREAD) * L + SLACK by affinity (consistent hashing with bounded loads, Mirrokni
-et al. 2018, has the same bound); half of the prompt is worth half of that.
-
-All instances are looked at, rather than two drawn at random: the longest prefix must be found among all anyway, and the
-herd that two choices avoid comes of stale loads, while the requests this gateway sends count at once.
-
-`Candidate` lists what a policy can look at; to change the policy, change `pick`.
+Whoever is not `eligible` is never asked. Whoever refused a connection a moment ago, or stages a version, is asked only
+if nobody better is there. Of the rest a `Policy` chooses, which `--routing` names: one of POLICIES, or `MODULE:NAME` of
+a function or class outside. `Candidate` lists what a policy can look at. A policy is added by writing it here and
+naming it in POLICIES: the option, its help and the check of the settings follow from that.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections.abc import Sequence
-from typing import Final, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
 
+from server.errors import ConfigError, Conflict, HttpError, UpstreamTimeout
 from server.gateway.fleet.affinity import NO_HINT, Hint
-from server.gateway.fleet.signals import Signals
 from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord
+
+log: Final = logging.getLogger("hotswap.gateway")
 
 # An instance that stages goes on serving the version it has, so it is asked when nobody better is there: with a single
 # instance a swap must not turn a request away. COMMITTING drains, or has flipped ahead of the commit.
@@ -32,12 +28,13 @@ _AVOID_AFTER_FAILURE_S: Final = 1.0
 
 SLACK: Final = 4.0
 SPREAD: Final = 0.25
-_FULL_FROM: Final = 0.8  # of the KV cache: from here on vLLM may have to preempt
-_FULL_COST: Final = 8.0  # requests that a full KV cache counts for
 
 
 class Candidate(Protocol):
     """What is known of an instance when a request is routed."""
+
+    @property
+    def id(self) -> str: ...
 
     @property
     def state(self) -> str: ...
@@ -66,6 +63,33 @@ class Candidate(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Need:
+    """Which versions may answer; `wait_s`: how long the client waits for one of them."""
+
+    version: int | None
+    min_version: int | None
+    wait_s: float
+
+    def met_by(self, version: int | None) -> bool:
+        """Whether an instance that runs `version` may be asked."""
+        if version is None:
+            return False
+        return self.version in (None, version) and (self.min_version is None or version >= self.min_version)
+
+    def unmet(self, active: ActiveRecord | None) -> HttpError:
+        """The answer when the wait is over, or none was asked for."""
+        words = f"version {self.version}" if self.version is not None else f"version {self.min_version} or later"
+        serving = f"version {active.version} is active" if active is not None else "no version is active"
+        details = {"active_version": active.version if active is not None else None}
+        details |= {"version": self.version, "min_version": self.min_version}
+        if self.wait_s:
+            message = f"No instance came to serve {words} within {self.wait_s:g} s; {serving}."
+            return UpstreamTimeout(message, code="version_wait_timeout", details=details)
+        message = f"No instance serves {words}; {serving}. Ask for that one, or wait with x-hotswap-wait-s."
+        return Conflict(message, code="version_unavailable", details=details)
+
+
 C = TypeVar("C", bound=Candidate)
 
 
@@ -86,28 +110,66 @@ def fresh(record: InstanceRecord, active: ActiveRecord | None, swap: SwapRecord 
     return under_way and record.active_epoch == active.epoch - 1
 
 
-def pressure(signals: Signals | None) -> float:
-    """What an instance's own state adds to its requests, in requests: who queues there waits for a whole answer."""
-    if signals is None:
-        return 0.0
-    full = max(0.0, signals.kv_cache_usage - _FULL_FROM) / (1.0 - _FULL_FROM)
-    return signals.num_requests_waiting + _FULL_COST * full
+class Policy(Protocol):
+    """Chooses the instance for a request. To write one, write a function with this signature, or a class whose objects
+    are called like it; a class is made without arguments, once in each gateway process, and may keep state.
+
+    `candidates` are two or more, all of which may be asked; one of them must be returned. `now` is monotonic seconds.
+    `hint` is what is known of the request (affinity.py): prefixes of its prompt and its session. It is called on the
+    event loop, for every request that has a choice, so it must not wait. Where a policy from outside raises, or returns
+    something else, the default one chooses, and the log says so once.
+
+        def shortest_name(candidates, now, hint):
+            return min(candidates, key=lambda candidate: len(candidate.id))
+    """
+
+    def __call__(self, candidates: Sequence[C], now: float, hint: Hint, /) -> C: ...
 
 
-def pick(candidates: Sequence[C], now: float, hint: Hint = NO_HINT) -> C | None:
+def affinity(candidates: Sequence[C], now: float, hint: Hint) -> C:
+    """The least cost: requests there, less what a cached prefix is worth. Equal costs: the same prompt or session goes
+    the same way from every gateway; others take turns.
+
+    Cost is `load - worth * cached`. `worth` is the bound on affinity: the instance that has all of the prompt is
+    preferred while it has at most SLACK requests and SPREAD of the mean load more than the least loaded one, so that
+    with load L on average nobody is sent more than (1 + SPREAD) * L + SLACK by affinity (consistent hashing with
+    bounded loads, Mirrokni et al. 2018, has the same bound); half of the prompt is worth half of that.
+
+    All instances are looked at, rather than two drawn at random: the longest prefix must be found among all anyway, and
+    the herd that two choices avoid comes of stale loads, while the requests this gateway sends count at once.
+    """
+    loads = [c.load for c in candidates]
+    if hint.prefixes or hint.session:
+        worth = SLACK + SPREAD * sum(loads) / len(loads)
+        loads = [load - worth * c.cached(hint) for c, load in zip(candidates, loads, strict=True)]
+    least = min(loads)
+    if loads.count(least) == 1:
+        return candidates[loads.index(least)]
+    equal = [c for c, load in zip(candidates, loads, strict=True) if load == least]
+    return max(equal, key=lambda c: c.tie_break(hint)) if hint.key else min(equal, key=lambda c: c.picked_at)
+
+
+def least_loaded(candidates: Sequence[C], now: float, hint: Hint) -> C:
+    """The fewest requests, whatever is cached; equal ones take turns."""
+    return min(candidates, key=lambda c: (c.load, c.picked_at))
+
+
+def round_robin(candidates: Sequence[C], now: float, hint: Hint) -> C:
+    """Each in its turn, whatever its load."""
+    return min(candidates, key=lambda c: c.picked_at)
+
+
+DEFAULT: Final = "affinity"
+POLICIES: Final[dict[str, Policy]] = {DEFAULT: affinity, "least-loaded": least_loaded, "round-robin": round_robin}
+CHOICES: Final = f"{', '.join(POLICIES)}, or MODULE:NAME of your own"
+
+
+def pick(candidates: Sequence[C], now: float, hint: Hint = NO_HINT, policy: Policy = affinity) -> C | None:
     """The instance for the next request, of those that are eligible for it; None if there are none."""
     if len(candidates) < 2:
         return candidates[0] if candidates else None
     peers = _best_placed(candidates, now)
-    loads = [c.load for c in peers]
-    if hint.prefixes or hint.session:
-        worth = SLACK + SPREAD * sum(loads) / len(loads)
-        loads = [load - worth * c.cached(hint) for c, load in zip(peers, loads, strict=True)]
-    least = min(loads)
-    if loads.count(least) == 1:
-        return peers[loads.index(least)]
-    equal = [c for c, load in zip(peers, loads, strict=True) if load == least]
-    return max(equal, key=lambda c: c.tie_break(hint)) if hint.key else min(equal, key=lambda c: c.picked_at)
+    return policy(peers, now, hint) if len(peers) > 1 else peers[0]
 
 
 def _best_placed(candidates: Sequence[C], now: float) -> Sequence[C]:
@@ -118,3 +180,44 @@ def _best_placed(candidates: Sequence[C], now: float) -> Sequence[C]:
     ranks = [_RANK[c.state] + 2 * (c.failed_at > since) for c in candidates]
     lowest = min(ranks)
     return [c for c, rank in zip(candidates, ranks, strict=True) if rank == lowest]
+
+
+def find(name: str) -> Policy:
+    """The policy that --routing names. Raises ConfigError."""
+    known = POLICIES.get(name)
+    if known is not None:
+        return known
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise ConfigError(f"--routing {name}: there is no such policy; give {CHOICES}.")
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+        if isinstance(found, type):
+            found = found()
+    except Exception as exc:
+        raise ConfigError(f"--routing {name}: it cannot be loaded ({exc}); give {CHOICES}.") from exc
+    if not callable(found):
+        raise ConfigError(f"--routing {name}: it is no function and no class of a policy; give {CHOICES}.")
+    return _Outside(name, found)
+
+
+class _Outside:
+    """A policy of somebody else's, whose faults cost no request."""
+
+    def __init__(self, name: str, policy: Any) -> None:
+        self._name = name
+        self._policy = policy
+        self._told = False
+
+    def __call__(self, candidates: Sequence[C], now: float, hint: Hint, /) -> C:
+        try:
+            found = self._policy(candidates, now, hint)
+            for candidate in candidates:
+                if candidate is found:
+                    return candidate
+            raise ValueError(f"{found!r} is none of the candidates")
+        except Exception:
+            if not self._told:
+                self._told = True
+                log.exception("--routing %s has failed; %s chooses where it does", self._name, DEFAULT)
+        return affinity(candidates, now, hint)

@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 from server.errors import BadUpstream, HttpError
 from server.gateway.config import UpstreamSettings
-from server.gateway.fleet.instance import Instance
-from server.gateway.fleet.signals import parse
+from server.gateway.fleet.instance import Instance, parse
 from server.gateway.fleet.view import Fleet
 from server.gateway.wire.relay import ResponseRelay
 

@@ -19,12 +19,10 @@ from server.gateway.config import UpstreamSettings
 from server.gateway.fleet import routing
 from server.gateway.fleet.affinity import Hint, Recent, no_hint
 from server.gateway.fleet.drains import DrainRecord, drains
-from server.gateway.fleet.health import FAULTS
-from server.gateway.fleet.instance import Instance
-from server.gateway.fleet.retries import RetryBudget
+from server.gateway.fleet.instance import FAULTS, Instance
+from server.gateway.fleet.retries import Patience, RetryBudget, WaitingRoom
+from server.gateway.fleet.routing import Need
 from server.gateway.observe.stats import Stats
-from server.gateway.proxy.terms import Need
-from server.gateway.proxy.waiting import Patience, WaitingRoom
 from server.gateway.wire.journal import ReplayMemory
 from weightsync.errors import RecordError, StoreError, TlsUnavailable
 from weightsync.records import ActiveRecord, DiskRecord, InstanceRecord, Keys, SwapRecord
@@ -69,6 +67,7 @@ class Fleet:
         self._tls = tls
         self._stats = stats
         self._serial = itertools.count(1)
+        self._policy = routing.find(settings.routing)
         self._sessions: Recent[str] = Recent(SESSIONS)  # who answered a session last
 
     # choosing
@@ -102,7 +101,7 @@ class Fleet:
     def _choose(self, candidates: list[Instance], now: float, hint: Hint) -> Instance:
         if hint.session:
             hint.home = self._sessions.get(hint.session) or ""
-        instance = routing.pick(candidates, now, hint)
+        instance = routing.pick(candidates, now, hint, self._policy)
         assert instance is not None
         why = "session" if instance.id == hint.home else "prefix" if instance.cached(hint) else "load"
         if hint.session:

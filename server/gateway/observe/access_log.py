@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from server.gateway.observe.finished import Finished
 from server.gateway.observe.logs import LineWriter, iso
-
-if TYPE_CHECKING:
-    from server.gateway.proxy.exchange import Exchange
+from server.gateway.wire.head import RequestHead
 
 LOGGER = "hotswap.access"
 
@@ -24,7 +22,7 @@ class AccessLog:
         self._share = share
         self._line = json_line if log_format == "json" else text_line
 
-    def begin(self, exchange: Exchange) -> None:
+    def begin(self, head: RequestHead) -> None:
         """Nothing is told before the end."""
 
     def end(self, finished: Finished) -> None:

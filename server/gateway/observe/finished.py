@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from server.errors import HttpError
 from server.gateway.observe.context import TraceContext
-from server.gateway.wire.bodies import Usage, last_version
-
-if TYPE_CHECKING:
-    from server.gateway.proxy.exchange import Exchange
-
-VERSION_HEADER = b"x-hotswap-weight-version"
+from server.gateway.wire.bodies import Usage
+from server.gateway.wire.head import RequestHead
 
 
 @dataclass(slots=True)
@@ -46,39 +42,11 @@ class Finished:
 class Watcher(Protocol):
     """Who wants to know of requests. Called on the event loop, so it does little there and never waits."""
 
-    def begin(self, exchange: Exchange) -> None:
-        """A request is about to be forwarded."""
+    def begin(self, head: RequestHead) -> TraceContext | None:
+        """A request with this head is about to be forwarded; the trace it is in from here on, if it is in one."""
 
     def end(self, finished: Finished) -> None:
         """A request is over."""
-
-
-def of_exchange(exchange: Exchange) -> Finished:
-    """What is told of a forwarded request."""
-    now = time.monotonic()
-    first = exchange.header(VERSION_HEADER)
-    version = int(first) if first.isdigit() else None
-    route = exchange.request.target.route
-    return Finished(
-        request_id=exchange.request.head.request_id.decode(),
-        method=route.method.decode(),
-        route=route.name,
-        status=exchange.status,
-        code=exchange.error_code,
-        key=exchange.request.principal.name,
-        ended=time.time(),
-        duration_s=now - exchange.started,
-        queued_s=exchange.queued_s,
-        ttft_s=exchange.first_byte - exchange.started if exchange.first_byte else None,
-        instance=exchange.last_instance or None,
-        first_version=version,
-        last_version=last_version(exchange.tail()) or version,
-        usage=exchange.usage,
-        bytes_in=exchange.bytes_in,
-        bytes_out=exchange.bytes_out,
-        streamed=exchange.streams,
-        trace=exchange.trace,
-    )
 
 
 def of_refusal(request_id: bytes, method: bytes, route: str, key: str, error: HttpError) -> Finished:

@@ -27,7 +27,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from server.gateway.fleet.health import STATES as CIRCUIT_STATES
+from server.gateway.fleet.instance import STATES as CIRCUIT_STATES
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe import logs

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from server.gateway.fleet.signals import Signals
+from server.gateway.fleet.instance import Signals
 
 EARLY_S = 0.002  # which a sleep may end before its time
 INTERVAL_S = 2.0

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from server.gateway.observe.finished import Finished, Watcher, of_exchange
+from server.gateway.observe.context import TraceContext
+from server.gateway.observe.finished import Finished, Watcher
 from server.gateway.observe.histogram import FIRST_TOKEN, GAP, Histogram
 from server.gateway.observe.swaps import Swaps
 from server.gateway.wire.bodies import Usage
-
-if TYPE_CHECKING:
-    from server.gateway.proxy.exchange import Exchange
+from server.gateway.wire.head import RequestHead
 
 PHASES: Final = ("queued", "held", "connecting", "waiting", "streaming", "stalled")
 
@@ -61,28 +59,36 @@ class Stats:
         self.holds[kind, outcome] += 1
         self.hold_seconds.observe(seconds)
 
-    def begin(self, exchange: Exchange) -> None:
-        """A request is being forwarded."""
+    def begin(self, head: RequestHead, size: int) -> TraceContext | None:
+        """A request with this head and `size` bytes of body is being forwarded; the trace it is in, if any."""
         self.inflight += 1
-        self.bytes_in += exchange.bytes_in
+        self.bytes_in += size
+        trace = None
         for watcher in self.watchers:
-            watcher.begin(exchange)
+            trace = watcher.begin(head) or trace
+        return trace
 
-    def end(self, exchange: Exchange) -> None:
-        """It is over, however it ended (status 499: the client left)."""
+    def end(
+        self,
+        route: str,
+        status: int,
+        bytes_out: int,
+        taken_s: float,
+        ttft_s: float,
+        streamed: bool,
+        usage: Usage | None,
+    ) -> None:
+        """It is over, however it ended (status 499: the client left). `ttft_s`: below 0 if no byte came."""
         self.inflight -= 1
-        self.requests[exchange.route, exchange.status] += 1
-        self.bytes_out += exchange.bytes_out
-        self.duration.observe(time.monotonic() - exchange.started)
-        if exchange.first_byte:
-            taken = exchange.first_byte - exchange.started
-            self.first_byte.observe(taken)
-            if exchange.streams:
-                self.first_token.observe(taken)
-        if exchange.usage is not None:
-            self._count_tokens(exchange.route, exchange.usage)
-        if self.watchers:
-            self.tell(of_exchange(exchange))
+        self.requests[route, status] += 1
+        self.bytes_out += bytes_out
+        self.duration.observe(taken_s)
+        if ttft_s >= 0.0:
+            self.first_byte.observe(ttft_s)
+            if streamed:
+                self.first_token.observe(ttft_s)
+        if usage is not None:
+            self._count_tokens(route, usage)
 
     def tell(self, finished: Finished) -> None:
         """A request is over, one that was not forwarded too."""

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from server.gateway.observe import context
 from server.gateway.observe.finished import Finished
+from server.gateway.wire.head import RequestHead
 
 if TYPE_CHECKING:
     from server.gateway.observe.otlp import SpanSender
-    from server.gateway.proxy.exchange import Exchange
 
 OPERATIONS = {  # gen_ai.operation.name, by route
     "/v1/chat/completions": "chat",
@@ -53,10 +53,10 @@ class Tracer:
         self._model = model
         self._ratio = ratio
 
-    def begin(self, exchange: Exchange) -> None:
+    def begin(self, head: RequestHead) -> context.TraceContext | None:
         """From here on the request, and whoever works on it, is in a trace."""
-        head = exchange.request.head
-        exchange.trace, head.forward = context.begin(head.forward, self._ratio)
+        trace, head.forward = context.begin(head.forward, self._ratio)
+        return trace
 
     def end(self, finished: Finished) -> None:
         """Its span goes to the sender, if the trace is recorded."""

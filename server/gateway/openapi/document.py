@@ -24,7 +24,7 @@ from server.gateway.fleet.view import Fleet
 from server.gateway.middleware import is_public
 from server.gateway.observe.metrics import release
 from server.gateway.openapi.parts import EVERY, RATE_LIMITS, Json, components, error_responses, header_refs, parameters
-from server.gateway.proxy.routes import Route, public_routes
+from server.gateway.routes import Route, public_routes
 
 log = logging.getLogger("hotswap.gateway")
 

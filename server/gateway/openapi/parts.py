@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from server.gateway.access.keys import MAX_PRIORITY, MIN_PRIORITY
-from server.gateway.proxy.terms import MAX_FINISH_S, MAX_WAIT_S
+from server.gateway.terms import MAX_FINISH_S, MAX_WAIT_S
 
 Json = dict[str, Any]
 

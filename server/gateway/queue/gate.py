@@ -1,11 +1,11 @@
 """Between the queue and the fleet: who may go on to an instance now, who waits, and who goes when room appears.
 
-A request passes at once if nobody waits and an instance that may take it has room (its in-flight limit: capacity.py):
+A request passes at once if nobody waits and an instance that may take it has room (its in-flight limit, `Window`):
 no ticket is made and nothing is stored. Else it gets a ticket and waits in line.py. Room appears when a request leaves
 an instance, or the fleet or a limit changes; then those whose turn it is go on, in the same step of the event loop.
 
 A request that has been let through stays so: if its instance turns out to be gone, it is tried elsewhere or held
-(proxy/waiting.py) without waiting in line a second time, even if that is over a limit for the moment. One whose need
+(fleet/retries.py) without waiting in line a second time, even if that is over a limit for the moment. One whose need
 for a version no free instance meets steps aside and goes first when one does; the others pass.
 """
 
@@ -19,9 +19,9 @@ from typing import Protocol
 from server.errors import HttpError
 from server.gateway.config import QueueSettings
 from server.gateway.fleet.instance import Instance
+from server.gateway.fleet.routing import Need
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.histogram import Histogram
-from server.gateway.proxy.terms import Need
 from server.gateway.queue.line import AdmissionQueue, Ticket
 
 

@@ -15,12 +15,13 @@ else (longest queue drop: Suter, Lakshman, Stiliadis and Choudhury, INFOCOM 1998
     503 deadline_unmet   at the measured pace its own deadline cannot be met: refused at once rather than in vain
     504 queue_timeout    its deadline or `max_wait_s` has passed in the line
 
-All carry Retry-After, computed from the pace at which the line moves (drain.py).
+All carry Retry-After, computed from the pace at which the line moves (`DrainRate`).
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import insort
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -28,11 +29,12 @@ from typing import Generic, TypeVar
 
 from server.errors import HttpError, TooManyRequests, Unavailable, UpstreamTimeout
 from server.gateway.config import QueueSettings
-from server.gateway.proxy.terms import Need
-from server.gateway.queue.drain import DrainRate, retry_after
+from server.gateway.fleet.routing import Need
 from server.gateway.queue.flows import Class
 
 TURN_FOR_ALL = 16
+MEMORY = 64  # departures over which the rate is averaged, exponentially
+LONGEST_RETRY_S = 60
 W = TypeVar("W")
 
 
@@ -238,3 +240,40 @@ class AdmissionQueue(Generic[W]):
     def _left(self, ticket: Ticket[W]) -> None:
         ticket.waits = False
         self.bytes -= ticket.size
+
+
+class DrainRate:
+    """How fast the line moves, as measured: departures per second of the time in which somebody waits.
+
+    Waiting times and Retry-After are computed from it. Times are monotonic seconds.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._departures = 0.0
+        self._since = 0.0
+
+    def began(self, now: float) -> None:
+        """The line is no longer empty."""
+        self._since = now
+
+    def departed(self, now: float) -> None:
+        """One was let through."""
+        keep = 1.0 - 1.0 / MEMORY
+        self._seconds = self._seconds * keep + (now - self._since)
+        self._departures = self._departures * keep + 1.0
+        self._since = now
+
+    def wait_s(self, ahead: int, now: float) -> float:
+        """Seconds until one with `ahead` before it goes; 0.0 while nothing has been measured.
+
+        A line that has stood still for longer than its usual pace is believed to go on doing so.
+        """
+        if not self._departures:
+            return 0.0
+        return (ahead + 1) * max(self._seconds / self._departures, (now - self._since) / MEMORY)
+
+
+def retry_after(seconds: float) -> int:
+    """Whole seconds for a Retry-After header."""
+    return min(max(1, math.ceil(seconds)), LONGEST_RETRY_S)

@@ -18,7 +18,7 @@ class Route:
     """One forwarded route. `name` labels metrics; `json_body` is checked to be a JSON object before forwarding.
 
     `works` is what it occupies an instance with: it waits in the queue for that ("" if it never waits). `continued`:
-    an instance can go on with a stream that another one began (failover.py).
+    an instance can go on with a stream that another one began (fleet/retries.py).
     """
 
     name: str

@@ -17,11 +17,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from server.errors import BadRequest, Conflict, Forbidden, HttpError, UpstreamTimeout
+from server.errors import BadRequest, Forbidden
 from server.gateway.access.keys import MAX_PRIORITY, MIN_PRIORITY, Principal
 from server.gateway.config import Failover
+from server.gateway.fleet.routing import Need
 from server.gateway.wire.head import WISH
-from weightsync.records import ActiveRecord
 from weightsync.swap.state import CONFIRM_S
 
 MAX_FINISH_S = CONFIRM_S - 5.0  # a flip that waited longer would be too late for its swap
@@ -42,33 +42,6 @@ class _Wish(msgspec.Struct, forbid_unknown_fields=True):
     priority: Priority | None = None
     deadline_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] | None = None
     failover: Failover | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """Which versions may answer; `wait_s`: how long the client waits for one of them."""
-
-    version: int | None
-    min_version: int | None
-    wait_s: float
-
-    def met_by(self, version: int | None) -> bool:
-        """Whether an instance that runs `version` may be asked."""
-        if version is None:
-            return False
-        return self.version in (None, version) and (self.min_version is None or version >= self.min_version)
-
-    def unmet(self, active: ActiveRecord | None) -> HttpError:
-        """The answer when the wait is over, or none was asked for."""
-        words = f"version {self.version}" if self.version is not None else f"version {self.min_version} or later"
-        serving = f"version {active.version} is active" if active is not None else "no version is active"
-        details = {"active_version": active.version if active is not None else None}
-        details |= {"version": self.version, "min_version": self.min_version}
-        if self.wait_s:
-            message = f"No instance came to serve {words} within {self.wait_s:g} s; {serving}."
-            return UpstreamTimeout(message, code="version_wait_timeout", details=details)
-        message = f"No instance serves {words}; {serving}. Ask for that one, or wait with x-hotswap-wait-s."
-        return Conflict(message, code="version_unavailable", details=details)
 
 
 @dataclass(frozen=True, slots=True)

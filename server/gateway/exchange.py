@@ -1,0 +1,525 @@
+"""One forwarded request, from the client's last byte to the end of its answer.
+
+    start -> [QUEUED] -> [HELD] -> CONNECTING -> WAITING (sent, nothing back) -> STREAMING -> ENDED
+                             `----- pooled ------^
+
+    no instance has room          -> queued (queue/) until its turn; 429, 503 or 504 if that does not come
+    client leaves, any state      -> the upstream connection is dropped in the same loop iteration
+    nobody to ask                 -> held (retries.py), then 503; 409 or 504 if it was for the version asked for
+    connect fails                 -> next instance, else held, then 503
+    refused for its version       -> next instance, else held, then 409 or 504 (nothing of the answer has gone out)
+    pooled connection was stale   -> once more on a fresh one; if the instance takes none, it died of it: lost, as below
+    connection lost, no byte yet  -> next instance, within the retry budget (retries.py)
+    engine died, says the instance -> the same: the request may be what killed it
+    upstream fails, nothing sent  -> 502/504 as JSON
+    upstream fails, mid-answer    -> another instance goes on with the stream (retries.py), else an error event where
+                                     one fits, and the connection is cut
+
+A request that is lost, before its first byte or in the middle of its answer, is sent to one more instance and no
+further: whatever it does to instances, it does to two at most.
+
+Below, the methods stand in the order of a request: `_place` finds where it goes, `upstream_data` passes on what comes
+back, `_try_another` and `_broken` decide after a failure, `_end` settles. Nothing here awaits but the opening of a
+connection: every step runs to its end in one turn of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from enum import Enum
+from typing import Final
+
+from server.errors import BadUpstream, HttpError, Unavailable, UpstreamTimeout
+from server.gateway.access.limits import Cost, reckon
+from server.gateway.admission import Client, Request
+from server.gateway.fleet import retries
+from server.gateway.fleet.instance import Instance
+from server.gateway.fleet.retries import Continuation
+from server.gateway.fleet.view import Fleet
+from server.gateway.observe.context import TraceContext
+from server.gateway.observe.finished import Finished
+from server.gateway.observe.stats import Stats
+from server.gateway.queue.gate import Gate, Waiter
+from server.gateway.queue.line import Ticket
+from server.gateway.wire.bodies import NONE, Usage, last_version
+from server.gateway.wire.head import upstream_head
+from server.gateway.wire.pool import UpstreamConnection
+from server.gateway.wire.relay import ResponseRelay
+
+log: Final = logging.getLogger("hotswap.gateway")
+
+LOST: Final = b"lost"  # as server/instance/admission.py says it
+STALE_S: Final = 1.0  # after it was sent: a pooled connection that ends later was not closed already
+VERSION_HEADER: Final = b"x-hotswap-weight-version"
+
+
+class State(Enum):
+    """Where a request is. The names are those of metrics."""
+
+    QUEUED = "queued"
+    HELD = "held"
+    CONNECTING = "connecting"
+    WAITING = "waiting"
+    STREAMING = "streaming"
+    ENDED = "ended"
+
+
+class Exchange:
+    """Drives one request. Its client owns it; it has at most one instance and one upstream connection at a time."""
+
+    __slots__ = (
+        "_bytes_in", "_charged", "_client", "_connecting", "_continuation", "_cost", "_fleet", "_gate", "_held_at",
+        "_held_for", "_link", "_losses", "_passed", "_paused", "_pooled", "_relay", "_resent", "_second_try",
+        "_stats", "_tried", "_write", "error_code", "first_byte", "instance", "last_instance", "last_progress",
+        "queued_s", "request", "started", "state", "status", "ticket", "trace", "usage",
+    )  # fmt: skip
+
+    def __init__(self, client: Client, request: Request, fleet: Fleet, gate: Gate, stats: Stats) -> None:
+        self._client, self._write = client, client.send
+        self._fleet, self._gate, self._stats = fleet, gate, stats
+        self.request = request
+        self._bytes_in = len(request.body)
+        self.state = State.CONNECTING
+        self.started = self.last_progress = time.monotonic()
+        # its place
+        self._passed = not request.target.route.works  # it has been let through, and stays so
+        self.ticket: Ticket[Waiter] | None = None  # while it is queued
+        self.queued_s = 0.0  # in the line, before an instance was chosen
+        self._cost: Cost | None = None  # as the queue reckons with it
+        self._charged: Cost | None = None  # the same, once its turn in the queue has come
+        self._held_at = 0.0  # 0.0: it is not held
+        self._held_for = ""
+        # its instance
+        self.instance: Instance | None = None
+        self.last_instance = ""  # the id of the last one that was asked
+        self._tried: list[Instance] = []
+        self._connecting: asyncio.Task[None] | None = None
+        self._link: UpstreamConnection | None = None
+        self._pooled = False
+        self._paused = False  # the client's write buffer is full
+        self._losses = 0  # connections that ended after it was sent, without a byte
+        self._resent = False  # to the instance that has it now, whose pooled connection had ended
+        self._second_try = True  # until the head of an answer that is no refusal
+        self._continuation: Continuation | None = None  # of a stream whose instance has died, the last time
+        # its answer
+        self._relay = self._new_relay()
+        self.first_byte = 0.0
+        self.status = 0  # of the answer, once something of it was written
+        self.error_code: str | None = None  # of the gateway's own error
+        self.usage: Usage | None = None  # known at the end, of routes that generate
+        self.trace: TraceContext | None = None
+
+    # what its client says
+
+    def start(self) -> None:
+        """Picks an instance and sends the request, or answers why not."""
+        self.trace = self._stats.begin(self.request.head, self._bytes_in)
+        self._fleet.budget.requests += 1
+        self._place(None)
+
+    def cancel(self) -> None:
+        """The client is gone: the instance stops working for it now."""
+        if self.state is not State.ENDED:
+            self._stats.disconnects[self.state.value] += 1
+            self._end(status=499)
+
+    def pause(self) -> None:
+        """The client's write buffer is full."""
+        self._paused = True
+        self.last_progress = time.monotonic()
+        if self._link is not None:
+            self._link.pause()
+
+    def resume(self) -> None:
+        """The client reads again."""
+        self._paused = False
+        self.last_progress = time.monotonic()
+        if self._link is not None:
+            self._link.resume()
+
+    def sweep(self, now: float, read_idle_timeout_s: float, stalled_client_s: float) -> None:
+        """Ends an exchange that no side moves any more; called about once a second."""
+        grant = self.request.grant
+        if grant is not None and grant.unbounded and self._relay.sse:
+            grant.grown(self._relay.events())
+        idle = now - self.last_progress
+        if self._paused and idle > stalled_client_s:
+            self._stats.disconnects["stalled"] += 1
+            self._end(status=499)
+            self._client.cut()
+        elif not self._paused and self._link is not None and idle > read_idle_timeout_s:
+            self._broken(UpstreamTimeout(f"The instance was silent for {read_idle_timeout_s:g} s."))
+        elif not self._paused and self._stream_stands_still(now):
+            self._broken(BadUpstream("The instance has fallen silent mid-answer.", code="upstream_died"))
+
+    def _stream_stands_still(self, now: float) -> bool:
+        if self._link is None or self.instance is None or self._relay.journal is None:
+            return False
+        return retries.silent(self.instance, self.last_progress, now, self._fleet.settings.failover.idle_s)
+
+    # where it goes
+
+    def _place(self, failure: HttpError | None) -> None:
+        """Where it goes now: into the line, to an instance, or on hold; what cannot wait ends with the reason.
+
+        `failure`: why the instance before has not answered, if one was asked.
+        """
+        self._drop_instance()
+        if not (self._passed or self._gate.open_to(self.request.need)):
+            self._queue()
+            return
+        instance = self._fleet.pick(self._tried, self.request.need, self.request.hint)
+        if instance is not None:
+            self._ask(instance)
+        else:
+            self._hold(failure)
+
+    def _queue(self) -> None:
+        self._hold_ended("queued")
+        request = self.request
+        ticket: Ticket[Waiter] = Ticket(self, request.principal.digest, request.principal.weight, request.priority)
+        ticket.need, ticket.size = request.need, len(request.body)
+        ticket.deadline = self.started + request.deadline_s
+        self._cost = reckon(request.fields, request.target.route.name, len(request.body))
+        ticket.cost = self._cost.total
+        self.state = State.QUEUED
+        try:
+            self._gate.join(ticket)
+        except HttpError as error:
+            self.turned_away(error)
+
+    def go_on(self) -> None:
+        """It was queued, and its turn has come (gate.Waiter)."""
+        self._passed = True
+        self._charged = self._cost
+        self._place(None)
+
+    def turned_away(self, error: HttpError) -> None:
+        """Nobody answers it, or nobody goes on with its answer (gate.Waiter, for what was queued in vain)."""
+        if self.state is State.ENDED:
+            return
+        answered = self.status != 0
+        self._end(status=self.status or error.status, code=error.code)
+        if answered:
+            self._client.write(self._relay.error_event(error))
+            self._client.cut()
+        else:
+            self._client.refuse(error)
+
+    def _hold(self, failure: HttpError | None) -> None:
+        if self._continuation is not None:
+            patience = self._continuation.patience(self.started, self._fleet.settings.hold_s)
+        else:
+            patience = self._fleet.patience(self.request.need, failure)
+            if self.request.deadline_s < patience.seconds:
+                patience = replace(patience, seconds=self.request.deadline_s)
+        try:
+            self._fleet.room.enter(self, patience, soon=bool(self._tried))
+        except HttpError as error:
+            if self._continuation is not None:
+                self._stats.failovers["nobody"] += 1
+            self.turned_away(error)
+            return
+        self.state = State.HELD
+        if not self._held_at:
+            self._held_at, self._held_for = time.monotonic(), patience.kind
+
+    def wake(self) -> None:
+        """It was held, and something has changed or its time is up (retries.Waiter)."""
+        self._fleet.room.leave(self)
+        self._tried.clear()
+        self._place(None)
+
+    def _hold_ended(self, outcome: str) -> None:
+        if self._held_at:
+            self._fleet.room.leave(self)
+            self._stats.held(self._held_for, outcome, time.monotonic() - self._held_at)
+            self._held_at = 0.0
+
+    # to an instance
+
+    def _ask(self, instance: Instance) -> None:
+        self._hold_ended("served")
+        self._tried.append(instance)
+        self.instance = instance
+        self.last_instance = instance.id
+        instance.inflight += 1
+        if self.request.target.route.works:
+            self._passed = True
+            instance.working += 1
+        link = instance.pool.take()
+        self._pooled = link is not None
+        if link is not None:
+            self._send(link)
+        else:
+            self._open_connection(instance)
+
+    def _open_connection(self, instance: Instance) -> None:
+        self.state = State.CONNECTING
+        self._connecting = asyncio.get_running_loop().create_task(self._connect(instance))
+
+    async def _connect(self, instance: Instance) -> None:
+        try:
+            try:
+                link = await instance.pool.connect()
+            except Unavailable as exc:
+                self._connecting = None
+                self._fleet.connect_failed(instance)
+                if self._resent:  # what was sent to it first may be what killed it
+                    died = BadUpstream("The instance died before its first byte.", code="upstream_died")
+                    self._try_another("lost", died)
+                else:
+                    self._try_another("not_sent", exc)
+                return
+            self._connecting = None
+            self._send(link)
+        except Exception:  # nobody awaits this task: its client would wait for ever
+            log.exception("%s: a fault of the gateway", self.request.head.request_id.decode())
+            self._connecting = None
+            self.turned_away(HttpError("The gateway failed to send this request on; the fault is in its log."))
+
+    def _send(self, link: UpstreamConnection) -> None:
+        assert self.instance is not None
+        request = self.request
+        body, lines = request.body, b"" if request.failover == "off" else retries.WANTED
+        if self._continuation is not None:
+            body, lines = self._continuation.prefix + body, self._continuation.lines
+        method, path, opening = request.target.route.method, request.target.upstream, self.instance.pool.opening
+        head = upstream_head(method, path, opening, request.head, len(body), lines)
+        self._link = link
+        self.state = State.STREAMING if self.first_byte else State.WAITING
+        self.last_progress = time.monotonic()
+        link.send(self, head, body)
+        if self._paused:
+            link.pause()
+
+    # what comes back
+
+    def upstream_data(self, data: bytes) -> None:
+        """Bytes of the instance (pool.Owner)."""
+        before, self.last_progress = self.last_progress, time.monotonic()
+        relay = self._relay
+        if self.first_byte and relay.sse:
+            self._stats.gaps.observe(self.last_progress - before)
+        try:
+            out = relay.feed(data)
+        except BadUpstream as exc:
+            self._broken(exc)
+            return
+        if self._second_try and relay.status:
+            if relay.refused == LOST or (relay.refused and self._resent):  # its engine died of it, or cut it off before
+                died = BadUpstream("The instance died before its first token.", code="upstream_died")
+                self._try_another("lost", died)
+                return
+            if relay.refused:  # its weights changed on the way there, or before this gateway knew
+                self._try_another("refused", None)
+                return
+            self._answer_begins()
+        self._forward(out)
+        if relay.complete:
+            self._complete()
+
+    def upstream_lost(self, exc: Exception | None) -> None:
+        """The connection has ended (pool.Owner)."""
+        if self.state is State.ENDED:
+            return
+        try:
+            if exc is not None:
+                raise BadUpstream(f"The connection to the instance broke ({exc}).", code="upstream_died") from exc
+            self._forward(self._relay.eof())
+        except BadUpstream as failure:
+            if self._relay.seen or self.instance is None:
+                self._broken(failure)
+            elif self._pooled and time.monotonic() - self.last_progress < STALE_S:
+                self._retry_fresh(self.instance)
+            else:
+                self._try_another("lost", failure)
+            return
+        self._complete()
+
+    def _answer_begins(self) -> None:
+        """The head of an answer that is no refusal: it is tried nowhere else, unless its stream breaks."""
+        self._second_try = False
+        if self.instance is not None:
+            self._fleet.answered(self.instance, self._relay.status)
+        if self._relay.journal is None:
+            self.request.need = None
+            self.request.body = b""
+            self.request.fields = NONE
+        if self._continuation is not None:
+            self._stats.failovers["resumed"] += 1
+        self._client.body_done()
+
+    def _forward(self, out: bytes) -> None:
+        if not self.first_byte and self._relay.body_bytes:
+            self.first_byte = self.last_progress
+            self.state = State.STREAMING
+        if out:
+            self.status = self._relay.status
+            if self._relay.complete:
+                self._client.write(out, last=True)
+            else:
+                self._write(out)
+
+    def _complete(self) -> None:
+        relay = self._relay
+        self._give_back()
+        self._end(status=relay.status)
+        self._client.answered(keep_alive=relay.keep_alive)
+
+    # what becomes of a failure
+
+    def _retry_fresh(self, instance: Instance) -> None:
+        """The idle connection was closed as the request was on its way; the instance never saw it."""
+        self._stats.stale_retries += 1
+        self._link = None
+        self._pooled = False
+        self._resent = True
+        self._open_connection(instance)
+
+    def _try_another(self, why: retries.Failure, error: HttpError | None) -> None:
+        """Nothing of an answer has come: the next instance is asked, as far as the rules of retries.py go."""
+        instance = self.instance
+        assert instance is not None
+        if why == "lost":
+            assert error is not None
+            others = self._fleet.has_other(self._tried, self.request.need)
+            if not (others and retries.again(why, self.route, self._losses, self._fleet.budget, time.monotonic())):
+                self._broken(error)
+                return
+            log.warning("%s is sent again: %s", self.request.head.request_id.decode(), error)
+            self._stats.upstream_failures[error.code] += 1
+            self._fleet.failed(instance)
+            self._losses += 1
+        elif why == "refused":
+            instance.refusals += 1
+        self._give_back()
+        self._resent = False
+        if self._continuation is not None:
+            self._relay.go_on()
+        else:
+            self._relay = self._new_relay()
+        self._place(error)
+        if self.instance is None:
+            return
+        if why == "refused":
+            self._stats.refusal_retries += 1
+        else:
+            self._fleet.retries[why] += 1
+
+    def _broken(self, error: HttpError) -> None:
+        """The instance will not answer, or not to the end: only a stream can go on elsewhere."""
+        log.warning("%s: %s", self.request.head.request_id.decode(), error)
+        self._stats.upstream_failures[error.code] += 1
+        if self.instance is not None:
+            self._fleet.failed(self.instance)
+        if not (self.status and self._goes_on(error)):
+            self.turned_away(error)
+
+    def _goes_on(self, error: HttpError) -> bool:
+        """Whether the answer does not end with `error`, but in order or elsewhere (retries.py)."""
+        relay, journal, last = self._relay, self._relay.journal, self._continuation
+        if journal is None or not journal.broken() or self._losses >= retries.LOSSES:
+            self._stats.failovers["not_resumable" if journal is None or journal.lost else "given_up"] += 1
+            return False
+        if self._link is not None:
+            self._link.abort()
+            self._link = None
+        if journal.done:
+            self._stats.failovers["complete"] += 1
+            self._client.write(relay.finish())
+            self._complete()
+            return True
+        self._losses += 1
+        self._tried = [self.instance] if self.instance is not None else []
+        others = [i for i in self._fleet.serving if i is not self.instance]
+        told = relay.header(VERSION_HEADER)
+        version = retries.version_for(journal, told, self.request.failover, others)
+        need = self.request.need
+        self._continuation = retries.go_on(journal, last, error, time.monotonic(), need, version)
+        self.request.need = self._continuation.need
+        relay.go_on()
+        self._second_try = True
+        self._place(error)
+        return True
+
+    # the end
+
+    def _end(self, status: int, code: str | None = None) -> None:
+        if self.state is State.ENDED:
+            return
+        self.state = State.ENDED
+        self.status, self.error_code = status, code
+        if self.ticket is not None:
+            self._gate.leave(self.ticket)
+        self._hold_ended("left" if status == 499 else "refused")
+        if self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
+        if self._link is not None:
+            self._link.abort()
+            self._link = None
+        if self.request.target.route.json_body:
+            self.usage = self._relay.usage()
+        cost = self._charged
+        if cost is not None:
+            more = cost.used(self.usage, status) - cost.total
+            self._gate.queue.settle(self.request.principal.digest, self.request.priority, more)
+        if self.request.grant is not None:
+            self.request.grant.settle(self.usage, status)
+        self._count()
+        self._relay.close()
+        self._drop_instance()
+
+    def _give_back(self) -> None:
+        """The upstream connection goes to the pool, if its answer ended in order."""
+        link, self._link = self._link, None
+        if link is not None and not link.closed:
+            if self._relay.reusable:
+                link.release()
+            else:
+                link.abort()
+
+    def _drop_instance(self) -> None:
+        if self.instance is not None:
+            self.instance.inflight -= 1
+            if self.request.target.route.works:
+                self.instance.working -= 1
+                self._gate.changed()
+            self.instance = None
+
+    def _new_relay(self) -> ResponseRelay:
+        request = self.request
+        relay = ResponseRelay(request.head.request_id, http10=request.http10, keep_alive=request.keep_alive)
+        relay.extra_head = request.extra_head
+        if request.failover != "off":
+            relay.memory, relay.request_bytes = self._fleet.replay, len(request.body)
+        return relay
+
+    # what is told of it
+
+    @property
+    def route(self) -> str:
+        """Name of the public route."""
+        return self.request.target.route.name
+
+    def _count(self) -> None:
+        now, relay = time.monotonic(), self._relay
+        ttft_s = self.first_byte - self.started if self.first_byte else -1.0
+        taken_s = now - self.started
+        self._stats.end(self.route, self.status, relay.body_bytes, taken_s, ttft_s, relay.sse, self.usage)
+        if not self._stats.watchers:
+            return
+        first = relay.header(VERSION_HEADER)
+        version = int(first) if first.isdigit() else None
+        head, target = self.request.head, self.request.target
+        self._stats.tell(Finished(
+            head.request_id.decode(), target.route.method.decode(), self.route, self.status, self.error_code,
+            self.request.principal.name, time.time(), taken_s, self.queued_s,
+            ttft_s=ttft_s if self.first_byte else None, instance=self.last_instance or None, first_version=version,
+            last_version=last_version(relay.tail()) or version, usage=self.usage, bytes_in=self._bytes_in,
+            bytes_out=relay.body_bytes, streamed=relay.sse, trace=self.trace,
+        ))  # fmt: skip
