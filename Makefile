@@ -65,7 +65,7 @@ $(DOCS)/.done: requirements/docs.txt scripts/install.sh
 	touch $@
 
 # Without a C compiler the sources run instead, slower.
-$(VENV)/.native: $(VENV)/.test $(wildcard server/gateway/*/*.py server/gateway/compiled.py)
+$(VENV)/.native: $(VENV)/.test $(wildcard server/gateway/*.py server/gateway/*/*.py)
 	$(PY) -m server.gateway.compiled || echo "make: the gateway's sources run uncompiled; see server/gateway/compiled.py" >&2
 	touch $@
 

@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--eject-after", type=int, default=health.eject_after, help="failures in a row of an instance")
     p.add_argument("--max-ejected", type=float, default=health.max_ejected, help="share of the instances, 0 to 1")
     p.add_argument("--retry-share", type=float, default=upstream.retry_share, help="of requests retried, 0 to 1")
-    p.add_argument("--routing", default=upstream.routing, metavar="POLICY", help=f"who is asked: {routing.CHOICES}")
+    p.add_argument("--routing", default=routing.DEFAULT, metavar="POLICY", help=f"who is asked: {routing.CHOICES}")
     failover = upstream.failover
     p.add_argument(
         "--failover", choices=("same", "any", "off"), default=failover.mode,

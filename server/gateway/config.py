@@ -8,7 +8,6 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from server.errors import ConfigError
-from server.gateway.fleet import routing
 from server.gateway.workers import Place
 from weightsync.tls import is_loopback
 
@@ -37,7 +36,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class HealthSettings:
-    """When an instance is asked no more, and when again (fleet/health.py). Times in seconds."""
+    """When an instance is asked no more, and when again (fleet/instance.py). Times in seconds."""
 
     probe_timeout_s: float = 5.0
     unhealthy_after: int = 3  # probes without an answer, in a row; one good one takes it back
@@ -84,7 +83,7 @@ class UpstreamSettings:
     health: HealthSettings = HealthSettings()
     retry_share: float = 0.2  # of the requests of the last seconds may be sent again after a lost connection
     failover: FailoverSettings = FailoverSettings()
-    routing: str = routing.DEFAULT  # the policy: one of routing.POLICIES, or MODULE:NAME of another
+    routing: str | None = None  # the policy: one of fleet/routing.py, or MODULE:NAME of another; None: its default
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,6 @@ class GatewayConfig:
         kept = self.upstream.failover
         if kept.max_bytes < 0 or kept.idle_s < 0:
             raise ConfigError("--failover-bytes and --failover-idle must be 0 or more.")
-        routing.find(self.upstream.routing)
         if self.upstream.hold_s < 0:
             raise ConfigError(f"--hold {self.upstream.hold_s:g}: must be 0 (answer 503 at once) or more seconds.")
         health = self.upstream.health

@@ -19,6 +19,7 @@ from server.gateway import memory
 from server.gateway.access.key_sources import load_keys
 from server.gateway.admin.probes import ProbeSettings
 from server.gateway.config import GatewayConfig
+from server.gateway.fleet import routing
 from server.gateway.observe.logs import configure
 from server.gateway.workers import Place, Supervisor
 from weightsync.store import open_store
@@ -105,6 +106,7 @@ def run(config: GatewayConfig, argv: Sequence[str] = ()) -> None:
         _serve(*bind_beside(config, config.worker))
         return
     ProbeSettings.of(config)
+    routing.find(config.upstream.routing)
     if config.cluster_tls is not None:
         ClusterTls(config.cluster_tls)
     load_keys(config)  # what cannot work is said here, in one line, rather than by a server that fails to start

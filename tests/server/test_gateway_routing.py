@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from server.errors import ConfigError
-from server.gateway import GatewayConfig, UpstreamSettings
+from server.gateway import UpstreamSettings
 from server.gateway.fleet import affinity, routing
 from server.gateway.fleet.affinity import NO_HINT, Hint
 from server.gateway.fleet.instance import Instance, Signals, pressure
@@ -245,7 +245,7 @@ def test_policies_that_look_at_no_prefix() -> None:
 )
 def test_a_policy_that_is_none_is_named_with_those_that_are(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        GatewayConfig("sqlite://x", "toy", upstream=UpstreamSettings(routing=name))
+        routing.find(name)
     assert str(caught.value).startswith(f"--routing {name}: ")
     assert all(each in str(caught.value) for each in (*routing.POLICIES, "MODULE:NAME"))
 

@@ -126,7 +126,7 @@ def _disks(of: Callable[[Any, int | None], float]) -> Callable[[Counted], Mappin
 
 
 _INSTANCE = {"instance_id": ""}
-# Of vLLM's metrics (fleet/signals.py): field of Signals -> kind and help.
+# Of vLLM's metrics (fleet/instance.py): field of Signals -> kind and help.
 SIGNALS: dict[str, tuple[Literal["counter", "gauge"], str]] = {
     "num_requests_running": ("gauge", "Requests the instance is running"),
     "num_requests_waiting": ("gauge", "Requests waiting in the instance"),
