@@ -10,12 +10,18 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
+from server.gateway import QueueSettings, UpstreamSettings
+from server.gateway.fleet.view import Fleet
+from server.gateway.observe.metrics import Counted
+from server.gateway.observe.stats import Stats
+from server.gateway.queue.gate import Gate
 from tests.trainer.algorithms.batches import Trial, groups
 from trainer.config import RewardConfig
 from trainer.config.algorithms import AlgorithmConfig
@@ -119,3 +125,21 @@ def test_the_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         holder.wait()
         with pytest.raises(TransferFailed):
             link.read(into, region, [Piece(0, 0, 10)], 1.0)
+
+
+def test_the_metric() -> None:
+    (code,) = blocks("A metric")
+    imports, _, row = code.partition("\nDeclared(")
+    declared = run("metric", f"{imports}\nrow = Declared({row}")["row"]
+    stats = Stats()
+    fleet = Fleet(None, "toy", UpstreamSettings(), stats)  # type: ignore[arg-type]
+    counted = Counted(stats, fleet, Gate(fleet, QueueSettings()))
+    assert declared.family(counted).samples == []
+    states = ("SERVING", "SERVING", "STAGING")
+    fleet.instances = {str(n): SimpleNamespace(record=SimpleNamespace(state=s)) for n, s in enumerate(states)}  # type: ignore[misc]
+    samples = declared.family(counted).samples
+    assert {(s.name, s.labels["state"], s.value) for s in samples} == {
+        ("hotswap_gateway_instances", "SERVING", 2.0),
+        ("hotswap_gateway_instances", "STAGING", 1.0),
+    }
+    assert declared.row().startswith("| `hotswap_gateway_instances` | gauge | `state` (as in `hotswap status`) |")
