@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from server.gateway import QueueSettings, UpstreamSettings
+from server.gateway.fleet import routing
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.metrics import Counted
 from server.gateway.observe.stats import Stats
@@ -143,3 +144,17 @@ def test_the_metric() -> None:
         ("hotswap_gateway_instances", "STAGING", 1.0),
     }
     assert declared.row().startswith("| `hotswap_gateway_instances` | gauge | `state` (as in `hotswap status`) |")
+
+
+def test_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,), (command,) = blocks("A routing policy"), blocks("A routing policy", "sh")
+    (tmp_path / "two_choices.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = routing.find(command.split("--routing ")[1].strip())
+
+    def candidate(load: float, cached: float = 0.0) -> Any:
+        return SimpleNamespace(state="SERVING", load=load, failed_at=0.0, picked_at=0, cached=lambda _: cached)
+
+    busy, idle, warm = candidate(9.0), candidate(1.0), candidate(5.0, cached=0.9)
+    assert routing.pick([busy, idle], 1.0, policy=policy) is idle
+    assert routing.pick([busy, idle, warm], 1.0, policy=policy) is warm
