@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, expect
+from playwright.async_api import TimeoutError as PlaywrightTimeout
 
 from tests.live import LiveServer
 from tests.server.browser import TIMEOUT_MS, Watched, chromium, watched
@@ -44,19 +45,27 @@ async def ask(page: Watched, tokens: str) -> None:
     await page.page.keyboard.press("Enter")
 
 
+async def order(live: LiveServer, path: str) -> None:
+    answer = await asyncio.to_thread(live.admin.post, path)
+    assert answer.status_code == 200, answer.text
+
+
 @contextlib.asynccontextmanager
-async def paused(live: LiveServer) -> AsyncIterator[None]:
-    """No engine generates meanwhile: alone, an answer would be over before anybody has clicked twice."""
-
-    async def order(path: str) -> None:
-        answer = await asyncio.to_thread(live.admin.post, path)
-        assert answer.status_code == 200, answer.text
-
-    await order("/pause")
+async def begun(console: Watched, live: LiveServer, version: int) -> AsyncIterator[None]:
+    """An answer of which the page shows a beginning by `version`; no engine generates meanwhile, so it is not over
+    before anybody has clicked twice."""
+    await order(live, "/pause")
     try:
+        await ask(console, LONG)
+        beginning = console.page.locator(f"#chat-log .run[data-version=v{version}]")
+        while not await beginning.count():
+            await order(live, "/resume")
+            await order(live, "/pause")
+            with contextlib.suppress(PlaywrightTimeout):
+                await beginning.wait_for(timeout=500)
         yield
     finally:
-        await order("/resume")
+        await order(live, "/resume")
 
 
 async def test_a_swap_in_the_middle_of_an_answer_is_seen_and_undone(
@@ -66,9 +75,7 @@ async def test_a_swap_in_the_middle_of_an_answer_is_seen_and_undone(
     second = await asyncio.to_thread(live.push, checkpoints["say-2"])
     await sign_in(console, live)
     await console.wait_text("#active", f"v{second}")
-    await ask(console, LONG)
-    await console.page.locator(f"#chat-log .run[data-version=v{second}]").wait_for()
-    async with paused(live):
+    async with begun(console, live, second):
         rollback = console.page.get_by_role("button", name="Roll back", exact=True)
         await console.wait_text("#rollback-note", f"to v{first}")
         await rollback.click()
@@ -124,9 +131,6 @@ async def test_the_fleet_and_the_throughput_are_those_of_the_engine(console: Wat
     await ask(console, LONG)
     label = re.compile(r"tokens/s: now .* between [\d.]+ and [1-9]")
     await expect(console.page.locator("#throughput svg")).to_have_attribute("aria-label", label, timeout=TIMEOUT_MS)
-    stop = console.page.get_by_role("button", name="Stop")
-    if await stop.is_enabled():
-        await stop.click()
 
 
 async def test_a_version_is_activated_from_the_list(
