@@ -34,7 +34,7 @@ from server.cli.paths import ServerInfo, default_state_dir, resolve_model
 from server.cli.processes import Child
 from server.cli.state import StateDir, require_own
 from server.files import write_new_file
-from server.gateway.observe.otlp import traces_url
+from server.gateway.observe.tracing import traces_url
 from weightsync.arena import DEFAULT_ROOT
 from weightsync.errors import ArenaError, PersistError, StoreError
 from weightsync.hosts import this_host

@@ -26,7 +26,7 @@ MODULES = (
     "admission", "exchange", "routes",
     "access.keys", "access.limits",
     "fleet.affinity", "fleet.instance", "fleet.retries", "fleet.routing", "fleet.view",
-    "observe.histogram", "observe.stats",
+    "observe.stats",
     "queue.gate",
     "wire.head", "wire.journal", "wire.pool", "wire.relay",
 )  # fmt: skip

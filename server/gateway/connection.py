@@ -26,7 +26,7 @@ from server.gateway.access.keys import ANONYMOUS
 from server.gateway.admission import streamed
 from server.gateway.exchange import Exchange
 from server.gateway.gateway import Gateway
-from server.gateway.observe.finished import of_refusal
+from server.gateway.observe.stats import of_refusal
 from server.gateway.routes import Target, find
 from server.gateway.wire.head import (
     HeadCollector,

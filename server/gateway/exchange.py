@@ -40,8 +40,7 @@ from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.retries import Continuation
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.context import TraceContext
-from server.gateway.observe.finished import Finished
-from server.gateway.observe.stats import Stats
+from server.gateway.observe.stats import Finished, Stats
 from server.gateway.queue.gate import Gate, Waiter
 from server.gateway.queue.line import Ticket
 from server.gateway.wire.bodies import NONE, Usage, last_version

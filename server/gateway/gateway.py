@@ -21,11 +21,10 @@ from server.gateway.admission import Admission
 from server.gateway.config import GatewayConfig
 from server.gateway.fleet.scrape import Readiness, scrape_forever
 from server.gateway.fleet.view import Fleet
+from server.gateway.observe.history import Throughput, TrainingLog
 from server.gateway.observe.metrics import Pages, build_registry, render
-from server.gateway.observe.series import Throughput
 from server.gateway.observe.stats import Stats
-from server.gateway.observe.training import TrainingLog
-from server.gateway.observe.watchers import open_watchers
+from server.gateway.observe.tracing import open_watchers
 from server.gateway.openapi.document import PublicDocument
 from server.gateway.queue.gate import Gate
 from server.gateway.wire.pool import Outbox

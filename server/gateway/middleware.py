@@ -12,7 +12,7 @@ from fastapi import Response
 from server.errors import HttpError, NotFound
 from server.gateway.access.records import ADMIN
 from server.gateway.console.routes import is_open
-from server.gateway.observe.finished import Finished
+from server.gateway.observe.stats import Finished
 from server.gateway.routes import elsewhere
 
 log = logging.getLogger("hotswap.gateway")

@@ -12,9 +12,7 @@ import orjson
 import pytest
 
 from server.gateway.fleet.instance import Signals
-from server.gateway.observe import series
-from server.gateway.observe.series import Throughput
-from server.gateway.observe.training import KEPT, TrainingLog
+from server.gateway.observe.history import KEPT_POINTS, KEPT_SAMPLES, Throughput, TrainingLog
 from tests.server.gateway_harness import (
     ADMIN_KEY,
     KEYS,
@@ -157,10 +155,10 @@ async def test_a_run_that_goes_back_supersedes_what_came_after(tmp_path: Path) -
 async def test_the_log_of_the_training_is_bounded(tmp_path: Path) -> None:
     store = open_store(f"sqlite://{tmp_path / 's.db'}")
     log = TrainingLog(store, MODEL)
-    for step in range(KEPT + 20):
+    for step in range(KEPT_POINTS + 20):
         await log.add({"step": step, "loss": 0.0})
-    assert [p["step"] for p in log.points] == list(range(20, KEPT + 20))
-    assert len((await store.list(KEYS.training))[0]) == KEPT
+    assert [p["step"] for p in log.points] == list(range(20, KEPT_POINTS + 20))
+    assert len((await store.list(KEYS.training))[0]) == KEPT_POINTS
 
 
 async def test_points_that_cannot_be_read_hide_no_others(tmp_path: Path) -> None:
@@ -220,9 +218,9 @@ def test_a_counter_that_began_anew_and_an_instance_that_is_away_count_as_nothing
 
 def test_the_ring_is_bounded() -> None:
     ring = Throughput()
-    for second in range(series.KEPT + 10):
+    for second in range(KEPT_SAMPLES + 10):
         ring.sample({}, float(second))
-    assert (len(ring.samples), ring.samples[0].time) == (series.KEPT, 10.0)
+    assert (len(ring.samples), ring.samples[0].time) == (KEPT_SAMPLES, 10.0)
 
 
 async def test_throughput_is_sampled_while_the_gateway_runs(gateway: RunningGateway) -> None:

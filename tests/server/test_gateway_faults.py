@@ -12,8 +12,7 @@ import pytest
 
 from server.gateway import UpstreamSettings, app
 from server.gateway.fleet.view import Fleet
-from server.gateway.observe.finished import Finished
-from server.gateway.observe.stats import Stats
+from server.gateway.observe.stats import Finished, Stats
 from server.gateway.wire.pool import Pool
 from tests.server.gateway_harness import KEYS, MODEL, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, upstream

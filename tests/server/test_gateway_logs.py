@@ -19,10 +19,8 @@ from typing import Any
 import orjson
 import pytest
 
-from server.gateway.observe import logs
-from server.gateway.observe.access_log import AccessLog, json_line, text_line
-from server.gateway.observe.finished import Finished
-from server.gateway.observe.logs import JsonFormatter, LineWriter
+from server.gateway.observe.logs import AccessLog, JsonFormatter, LineWriter, json_line, text_line
+from server.gateway.observe.stats import Finished
 from server.gateway.wire.bodies import Usage
 from tests.server.gateway_harness import KEYS, get, post, wait_for
 from tests.server.gateway_upstream import Answer, Link, Received, read_answer, upstream
@@ -294,7 +292,7 @@ def test_a_line_that_cannot_be_made_does_not_end_the_log() -> None:
 
 
 def test_a_reader_that_stands_still_costs_lines_and_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "QUEUE", 100)
+    monkeypatch.setattr(LineWriter, "most", 100)
     reading, writing = os.pipe()
     writer = LineWriter(writing)
     big = b"x" * 10_000

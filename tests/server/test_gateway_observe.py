@@ -14,8 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.gateway import UpstreamSettings
 from server.gateway.fleet.instance import Signals, parse
 from server.gateway.fleet.view import Fleet
-from server.gateway.observe.histogram import Histogram
-from server.gateway.observe.stats import Stats
+from server.gateway.observe.stats import Histogram, Stats
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, Upstream, upstream
 from weightsync.errors import StoreUnavailable

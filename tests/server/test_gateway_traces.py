@@ -14,9 +14,8 @@ import pytest
 
 from server.errors import ConfigError
 from server.gateway.config import ObserveSettings
-from server.gateway.observe import context, otlp
-from server.gateway.observe.otlp import SpanSender, traces_url
-from server.gateway.observe.tracing import Span
+from server.gateway.observe import context
+from server.gateway.observe.tracing import Span, SpanSender, traces_url
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, post, running_gateway, wait_for
 from tests.server.gateway_upstream import Link, Received, upstream
 from tests.server.otlp_collector import Collector, collecting
@@ -125,7 +124,7 @@ async def test_failures_are_spans_too(gateway: RunningGateway, collector: Collec
 async def test_a_collector_that_is_away_costs_spans_and_nothing_else(
     gateway: RunningGateway, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(otlp, "QUEUE", 3)
+    monkeypatch.setattr(SpanSender, "most", 3)
     collector.answer = 400  # not worth a retry, says OTLP
     spans = gateway.gateway.stats.spans
     async with upstream() as up:
@@ -169,7 +168,7 @@ def test_swaps_are_spans_of_the_gateway_that_leads(
 
     carry_out("before", "done")
     carry_out("led by another", "done")
-    monkeypatch.setattr(swaps, "_leads", lambda: True)
+    monkeypatch.setattr(type(gateway.gateway.coordinator), "leads", property(lambda _: True))
     carry_out("s1", "aborted")
     wait_for(lambda: len(collector.spans) == 3)
     (swap,) = collector.named("swap")

@@ -1,9 +1,10 @@
-"""Log lines that never hold up an answer: a bounded queue, and a thread that writes them to stderr.
+"""Log lines that never hold up an answer, and the access log: one for every request, or for a share of them.
 
     text    2026-01-31 12:00:00,123 INFO hotswap.access: route=/v1/completions status=200 ...
     json    {"time":"2026-01-31T12:00:00.123Z","level":"INFO","logger":"hotswap.access","route":...}
 
-When whoever reads stderr is too slow, lines are dropped and counted; requests go on.
+A bounded queue takes the lines, and a thread writes them to stderr. When whoever reads stderr is too slow, lines are
+dropped and counted; requests go on. Requests that failed always have a line.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ import atexit
 import contextlib
 import logging
 import os
-import threading
-import time
-from collections import deque
+import random
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
@@ -22,61 +21,31 @@ from typing import Any, TypeVar
 
 import orjson
 
+from server.gateway.observe.backlog import Backlog
+from server.gateway.observe.stats import Finished
+from server.gateway.wire.head import RequestHead
+
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-QUEUE = 10_000
-INTERVAL_S = 0.1
-FLUSH_S = 2.0
+ACCESS = "hotswap.access"
 T = TypeVar("T")
 
 
-class LineWriter:
-    """Writes lines to a file descriptor, in the order they came. `dropped` counts those that found the queue full."""
+class LineWriter(Backlog):
+    """Writes lines to a file descriptor, in the order they came."""
+
+    most = 10_000
+    batch = 64
+    interval_s = 0.1
 
     def __init__(self, fd: int) -> None:
-        self.dropped = 0
         self._fd = fd
-        self._queue: deque[tuple[Any, Callable[[Any], bytes]]] = deque()
-        self._wake = threading.Event()
-        self._stopping = self._writing = False
-        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
-        self._thread.start()
+        super().__init__("log")
 
-    def put(self, record: T, line: Callable[[T], bytes]) -> None:
-        """Takes a record of which `line` makes a line later, on the thread."""
-        if len(self._queue) >= QUEUE:
-            self.dropped += 1
-        else:
-            self._queue.append((record, line))
-
-    def flush(self) -> None:
-        """Waits, for a moment, until what is waiting now is written."""
-        self._wake.set()
-        deadline = time.monotonic() + FLUSH_S
-        while (self._queue or self._writing) and time.monotonic() < deadline:
-            time.sleep(0.005)
-
-    def close(self) -> None:
-        """Writes what is waiting, for a moment."""
-        self._stopping = True
-        self._wake.set()
-        self._thread.join(FLUSH_S)
-
-    def _run(self) -> None:
-        while not self._stopping:
-            self._wake.wait(INTERVAL_S)
-            self._wake.clear()
-            self._empty()
-        self._empty()
-
-    def _empty(self) -> None:
-        while self._queue:
-            self._writing = True
-            count = min(64, len(self._queue))
-            data = b"".join(_made(*self._queue.popleft()) for _ in range(count))
-            with contextlib.suppress(OSError):  # nobody reads any more
-                while data:
-                    data = data[os.write(self._fd, data) :]
-            self._writing = False
+    def _send(self, batch: list[tuple[Any, Callable[[Any], bytes]]]) -> None:
+        data = b"".join(_made(record, line) for record, line in batch)
+        with contextlib.suppress(OSError):  # nobody reads any more
+            while data:
+                data = data[os.write(self._fd, data) :]
 
 
 def _made(record: T, line: Callable[[T], bytes]) -> bytes:
@@ -134,3 +103,68 @@ def configure(level: str, log_format: str) -> None:
     handler = _Handler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class AccessLog:
+    """Writes lines about requests (stats.Watcher). `share` of 0 to 1; answers of 500 and above are not left out."""
+
+    def __init__(self, writer: LineWriter, share: float, log_format: str) -> None:
+        self._writer = writer
+        self._share = share
+        self._line = json_line if log_format == "json" else text_line
+
+    def begin(self, head: RequestHead) -> None:
+        """Nothing is told before the end."""
+
+    def end(self, finished: Finished) -> None:
+        """The line goes to the writer, which makes it on its own thread."""
+        if self._share >= 1.0 or finished.status >= 500 or random.random() < self._share:  # noqa: S311 - no secret
+            self._writer.put(finished, self._line)
+
+
+def fields(finished: Finished) -> dict[str, Any]:
+    """What a line says; what there was not is left out."""
+    found: dict[str, Any] = {
+        "request_id": finished.request_id,
+        "method": finished.method,
+        "route": finished.route,
+        "status": finished.status,
+        "code": finished.code,
+        "key": finished.key,
+        "instance": finished.instance,
+        "weight_version_first": finished.first_version,
+        "weight_version_last": finished.last_version,
+        "duration_s": round(finished.duration_s, 6),
+        "queue_s": round(finished.queued_s, 6),
+        "ttft_s": None if finished.ttft_s is None else round(finished.ttft_s, 6),
+        "stream": finished.streamed,
+        "bytes_in": finished.bytes_in,
+        "bytes_out": finished.bytes_out,
+    }
+    if finished.usage is not None:
+        found["prompt_tokens"] = finished.usage.prompt_tokens if finished.usage.exact else None
+        found["completion_tokens"] = finished.usage.completion_tokens
+        found["tokens_exact"] = finished.usage.exact
+    if finished.trace is not None:
+        found["trace_id"] = f"{finished.trace.trace_id:032x}"
+        found["span_id"] = f"{finished.trace.span_id:016x}"
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def json_line(finished: Finished) -> bytes:
+    """The line as JSON."""
+    message = f"{finished.method} {finished.route} {finished.status}"
+    head = {"time": iso(finished.ended), "level": "INFO", "logger": ACCESS, "message": message}
+    return orjson.dumps(head | fields(finished))
+
+
+def text_line(finished: Finished) -> bytes:
+    """The line as words; names of keys are quoted, for they may hold anything."""
+    told = " ".join(f"{name}={_word(value)}" for name, value in fields(finished).items())
+    return f"{iso(finished.ended)} INFO {ACCESS}: {told}".encode()
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, str) and not value.replace("/", "").replace("-", "").replace("_", "").isalnum():
+        return orjson.dumps(value).decode()
+    return str(value)

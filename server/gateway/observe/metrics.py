@@ -31,8 +31,7 @@ from server.gateway.fleet.instance import STATES as CIRCUIT_STATES
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe import logs
-from server.gateway.observe.histogram import Histogram
-from server.gateway.observe.stats import Stats, Tokens
+from server.gateway.observe.stats import Histogram, Stats, Tokens
 from server.gateway.queue.gate import Gate
 from server.gateway.workers import Place
 from weightsync.records import InstanceState

@@ -1,21 +1,111 @@
-"""Counts of the hot path: plain integers, turned into Prometheus families when somebody asks (metrics.py)."""
+"""What this gateway counts: plain numbers, cheap enough for every chunk of every stream (metrics.py shows them).
+
+Whoever wants to know of single requests, the access log and traces, is told of each when it is over (`Finished`).
+"""
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
+from server.errors import HttpError
 from server.gateway.observe.context import TraceContext
-from server.gateway.observe.finished import Finished, Watcher
-from server.gateway.observe.histogram import FIRST_TOKEN, GAP, Histogram
-from server.gateway.observe.swaps import Swaps
 from server.gateway.wire.bodies import Usage
 from server.gateway.wire.head import RequestHead
+from weightsync.records import InstanceRecord, SwapRecord
 
 PHASES: Final = ("queued", "held", "connecting", "waiting", "streaming", "stalled")
-
 FAILOVERS: Final = ("resumed", "complete", "nobody", "given_up", "not_resumable")
+SWAP_PHASES: Final = ("prepare", "canary", "commit")
+SWAP_ENDS: Final = ("done", "aborted")
+Seen = list[tuple[str, float]]  # phases of a swap and when they were seen, unix seconds
+
+# Upper bounds of buckets, in seconds. First tokens and gaps between tokens have bounds where targets for them lie.
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
+GAP = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
+STALL = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class Histogram:
+    """Counts per bucket; `le` bounds as Prometheus has them."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(`le`, cumulative count) pairs, `+Inf` last."""
+        pairs, total = [], 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            total += count
+            pairs.append((bound, float(total)))
+        return pairs
+
+
+@dataclass
+class Finished:
+    """What is told of a request when it is over.
+
+    These are ids, counts and times: never a key, a header that a client made up, or a word of a prompt or an answer.
+
+    Times are in seconds, `ended` in unix seconds; None: there was no such thing.
+    """
+
+    request_id: str
+    method: str
+    route: str  # a public route, "-" where none was recognised
+    status: int  # 499: the client left
+    code: str | None  # of the gateway's own error
+    key: str  # name of the key's owner
+    ended: float
+    duration_s: float
+    queued_s: float = 0.0
+    ttft_s: float | None = None
+    instance: str | None = None  # the last that was asked
+    first_version: int | None = None
+    last_version: int | None = None
+    usage: Usage | None = None
+    bytes_in: int = 0
+    bytes_out: int = 0
+    streamed: bool = False
+    trace: TraceContext | None = None
+
+
+def of_refusal(request_id: bytes, method: bytes, route: str, key: str, error: HttpError) -> Finished:
+    """What is told of a request that the gateway answered itself, without forwarding it."""
+    return Finished(
+        request_id=request_id.decode(),
+        method=method.decode("latin-1") if method.isalpha() else "-",
+        route=route,
+        status=error.status,
+        code=error.code,
+        key=key,
+        ended=time.time(),
+        duration_s=0.0,
+    )
+
+
+class Watcher(Protocol):
+    """Who wants to know of requests. Called on the event loop, so it does little there and never waits."""
+
+    def begin(self, head: RequestHead) -> TraceContext | None:
+        """A request with this head is about to be forwarded; the trace it is in from here on, if it is in one."""
+
+    def end(self, finished: Finished) -> None:
+        """A request is over."""
 
 
 @dataclass
@@ -25,6 +115,43 @@ class Tokens:
     prompt: int = 0
     completion: int = 0
     estimated: int = 0
+
+
+class Swaps:
+    """Counts and times of swaps, from the records the fleet's view gets.
+
+    Times are this process's: a phase lasts from the moment its record was seen here to the moment the next one was.
+    `on_end` is told of each swap that has ended, and of its phases.
+    """
+
+    def __init__(self) -> None:
+        self.ended = dict.fromkeys(SWAP_ENDS, 0)
+        self.duration = Histogram(SECONDS)
+        self.phases = {phase: Histogram(SECONDS) for phase in SWAP_PHASES}
+        self.stall = Histogram(STALL)
+        self._seen: Seen = []
+        self.on_end: Callable[[SwapRecord, Seen], None] = lambda _, __: None
+
+    def swap(self, before: SwapRecord | None, record: SwapRecord) -> None:
+        """The swap record has changed. What was there when this process began is not counted."""
+        if before is None or (before.id == record.id and before.phase == record.phase):
+            return
+        now = time.time()
+        if before.id != record.id:
+            self._seen = []
+        elif self._seen and before.phase in self.phases:
+            self.phases[before.phase].observe(max(0.0, now - self._seen[-1][1]))
+        self._seen.append((record.phase, now))
+        if record.phase in SWAP_ENDS:
+            self.ended[record.phase] += 1
+            self.duration.observe(max(0.0, now - record.opened_at))
+            self.on_end(record, self._seen)
+            self._seen = []
+
+    def instance(self, before: InstanceRecord, after: InstanceRecord) -> None:
+        """An instance's record has changed: with its epoch, it tells how long its engine stood still."""
+        if after.active_epoch != before.active_epoch and after.commit_ms is not None:
+            self.stall.observe(after.commit_ms / 1e3)
 
 
 class Stats:

@@ -21,7 +21,7 @@ from server.gateway.config import QueueSettings
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.routing import Need
 from server.gateway.fleet.view import Fleet
-from server.gateway.observe.histogram import Histogram
+from server.gateway.observe.stats import Histogram
 from server.gateway.queue.line import AdmissionQueue, Ticket
 
 
