@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from server import api
 from server.gateway.observe import metrics
 
 API = Path(__file__).parents[1] / "docs" / "api.md"
-TABLES = (metrics.table,)
+TABLES = (api.table, metrics.table)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The public routes that are forwarded, and the only ones.
+"""The routes that are forwarded, and the only ones: the rows of server/api.py.
 
 A request target is looked up here and what goes upstream is built from the entry found, never from the client's
 bytes. vLLM's control, RL and development routes are therefore unreachable however a path is spelt: what is not in
@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Final, Literal
 from urllib.parse import unquote_to_bytes
+
+from server import api
 
 
 @dataclass(frozen=True)
@@ -38,46 +40,25 @@ class Target:
     upstream: bytes
 
 
-_GETS: Final = (b"/v1/models", b"/version", b"/tokenizer_info")
-_POSTS: Final[dict[bytes, Literal["", "prefill", "generate"]]] = {
-    b"/v1/completions": "generate",
-    b"/v1/chat/completions": "generate",
-    b"/v1/chat/completions/batch": "generate",
-    b"/v1/responses": "generate",
-    b"/v1/embeddings": "prefill",
-    b"/v1/messages": "generate",
-    b"/v1/messages/count_tokens": "",
-    b"/generative_scoring": "prefill",
-    b"/tokenize": "",
-    b"/detokenize": "",
-    b"/generate": "generate",
+_FORWARDED: Final = tuple(
+    Route(
+        row.path, row.method.encode(), json_body=row.method == "POST" and row.body, takes_query=row.query,
+        works=row.works, continued=row.continued, admin=row.admin,
+    )
+    for row in api.ROUTES
+)  # fmt: skip
+_BY_NAME: Final = {route.name: route for route in _FORWARDED}
+_EXACT: Final = {
+    route.name.encode(): (Target(route, route.name.encode()),) for route in _FORWARDED if "{" not in route.name
 }
-# vLLM's routes between machines, which trainers use beside the admin routes.
-_SCALE_OUT: Final[dict[bytes, Literal["", "prefill", "generate"]]] = {
-    b"/inference/v1/generate": "generate",
-    **{
-        b"/v1/%b/%b" % (kind, verb): ""
-        for kind in (b"completions", b"chat/completions")
-        for verb in (b"render", b"derender")
-    },
-    b"/v1/messages/render": "",
-    b"/v1/responses/render": "",
-}
-_CONTINUED: Final = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/generate"})
-_ROUTES: Final = (
-    *(Route(path.decode(), b"GET", json_body=False) for path in _GETS),
-    *(Route(p.decode(), b"POST", True, works=works, continued=p in _CONTINUED) for p, works in _POSTS.items()),
-    *(Route(p.decode(), b"POST", True, works=works, admin=True) for p, works in _SCALE_OUT.items()),
-)
-_EXACT: Final = {route.name.encode(): (Target(route, route.name.encode()),) for route in _ROUTES}
 # What stock vLLM answers and nothing here does, and what to ask instead; on either port.
 _ELSEWHERE: Final = {
     "/docs": "GET /openapi.json has the document that such a page shows.",
     "/redoc": "GET /openapi.json has the document that such a page shows.",
     "/invocations": "POST the same body to the route of its kind, such as /v1/chat/completions.",
 }
-_RESPONSE_GET: Final = Route("/v1/responses/{id}", b"GET", json_body=False, takes_query=True)
-_RESPONSE_CANCEL: Final = Route("/v1/responses/{id}/cancel", b"POST", json_body=False)
+_RESPONSE_GET: Final = _BY_NAME["/v1/responses/{id}"]
+_RESPONSE_CANCEL: Final = _BY_NAME["/v1/responses/{id}/cancel"]
 _RESPONSE_ID: Final = re.compile(rb"/v1/responses/([A-Za-z0-9_-]{1,128})(/cancel)?")
 _ENCODED_DELIMITER: Final = re.compile(rb"%(?:2f|5c|00|25|3f|23|3b)", re.IGNORECASE)
 
@@ -119,16 +100,11 @@ def elsewhere(path: str, *, admin_port: bool) -> str:
     return f"There is no public route at {path}. {hint}" if not admin_port else f"There is no route at {path}. {hint}"
 
 
-def public_routes() -> list[Route]:
-    """Every route that is forwarded from the public port."""
-    return [*(route for route in _ROUTES if not route.admin), _RESPONSE_GET, _RESPONSE_CANCEL]
-
-
 def public_names() -> list[str]:
-    """Their names, for metrics and documentation."""
-    return sorted(route.name for route in public_routes())
+    """Names of the routes that are forwarded from the public port."""
+    return sorted(route.name for route in _FORWARDED if not route.admin)
 
 
 def admin_names() -> list[str]:
     """Those of the routes that are forwarded from the admin port alone."""
-    return sorted(route.name for route in _ROUTES if route.admin)
+    return sorted(route.name for route in _FORWARDED if route.admin)

@@ -23,19 +23,9 @@ from typing import Any
 
 import orjson
 
-GENERATING = frozenset(
-    {
-        "/generate",
-        "/generative_scoring",
-        "/inference/v1/generate",
-        "/v1/chat/completions",
-        "/v1/chat/completions/batch",
-        "/v1/completions",
-        "/v1/embeddings",
-        "/v1/messages",
-        "/v1/responses",
-    }
-)
+from server import api
+
+GENERATING = frozenset(route.path for route in api.ROUTES if route.works)
 OPEN = frozenset({"/health", "/metrics"})
 KEY, VERSION, ENGINE, LOST = b"key", b"version", b"engine", b"lost"  # values of x-hotswap-refused
 PROBE = b"x-hotswap-probe"  # set by the gateway's own probes; from clients the gateway lets no such header through

@@ -7,19 +7,15 @@ from typing import Any
 
 import orjson
 
+from server import api
+
 from . import replay
 from .admission import DEAD, LOST, VERSION, refuse
 from .inflight import VersionMismatch, Wish
 from .provenance import Trace, annotate, annotate_chunk, current_trace, problem_body
 
 HEADER = b"x-hotswap-weight-version"
-TRACED = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/chat/completions/batch",
-    "/v1/responses",
-    "/v1/messages",
-)
+TRACED = frozenset(route.path for route in api.ROUTES if route.annotated)
 
 
 class ProvenanceMiddleware:

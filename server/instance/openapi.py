@@ -16,27 +16,13 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field, TypeAdapter
 
+from server import api
+
 from .generate import GenerateRequest
 
 PROTOCOL = "vllm.entrypoints."
-ANSWERS = {
-    "/v1/models": "serve.engine.protocol:ModelList",
-    "/v1/completions": "openai.completion.protocol:CompletionResponse",
-    "/v1/chat/completions": "openai.chat_completion.protocol:ChatCompletionResponse",
-    "/v1/chat/completions/batch": "openai.chat_completion.protocol:ChatCompletionResponse",
-    "/v1/responses": "openai.responses.protocol:ResponsesResponse",
-    "/v1/responses/{response_id}": "openai.responses.protocol:ResponsesResponse",
-    "/v1/responses/{response_id}/cancel": "openai.responses.protocol:ResponsesResponse",
-    "/v1/messages": "anthropic.protocol:AnthropicMessagesResponse",
-    "/v1/messages/count_tokens": "anthropic.protocol:AnthropicCountTokensResponse",
-    "/v1/embeddings": "pooling.embed.protocol:EmbeddingResponse",
-    "/tokenize": "serve.tokenize.protocol:TokenizeResponse",
-    "/detokenize": "serve.tokenize.protocol:DetokenizeResponse",
-    "/tokenizer_info": "serve.tokenize.protocol:TokenizerInfoResponse",
-    "/generative_scoring": "generate.generative_scoring.serving:GenerativeScoringResponse",
-    "/version": "",  # no type of vLLM's: VllmVersion
-}
-STREAMS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"})
+ANSWERS = {route.at_instance: route.answer for route in api.ROUTES if route.answer is not None}
+STREAMS = frozenset(route.path for route in api.ROUTES if route.stream)
 # Where `weight_versions` and `prompt_weight_versions` stand in whole answers (provenance.py).
 ANNOTATED = (
     "CompletionResponseChoice",

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
+from server import api
 from server.resume import RESUMABLE, RESUME, RESUMED, Resume
 
-ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
+ROUTES = frozenset(route.path for route in api.ROUTES if route.continued)
 MAX_RESUME = 16 * 2**20
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from server import api
 from server.errors import HttpError
 from server.gateway import GatewayConfig, QueueSettings, UpstreamSettings, __main__
 from server.gateway.admin.error_map import DETAILS, STATUS
@@ -28,6 +29,7 @@ SOURCES = "".join(p.read_text() for p in [*(ROOT / "server" / "gateway").rglob("
 def test_every_route_is_documented() -> None:
     app = build_app(GatewayConfig(store="sqlite:///nowhere/store.db", model="toy"))
     admin = set(app.openapi()["paths"])
+    assert api.table() in API, "run `make tables`"
     documented = set(re.findall(r"`(?:GET|POST|DELETE) (/\S+)`", API + ADAPTERS))
     assert documented == {*public_names(), *admin_names(), *admin}
 

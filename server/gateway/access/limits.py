@@ -27,6 +27,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from server import api
 from server.errors import BadRequest, TooManyRequests
 from server.gateway.access.keys import Principal
 from server.gateway.access.records import KeyLimits
@@ -116,14 +117,7 @@ USUAL_OUTPUT: Final = 256  # tokens, for an answer that nothing bounds; vLLM wou
 MOST: Final = 1 << 40  # tokens; nobody means more
 _MOST_TEXT: Final = 32  # characters of a number
 # What bounds an answer on each route that generates, the one that counts first; and the bound where none is sent.
-_FIELDS: Final[dict[str, tuple[tuple[str, ...], int | None]]] = {
-    "/v1/completions": (("max_tokens",), 16),
-    "/v1/chat/completions": (("max_completion_tokens", "max_tokens"), None),
-    "/v1/chat/completions/batch": (("max_completion_tokens", "max_tokens"), None),
-    "/v1/responses": (("max_output_tokens",), None),
-    "/v1/messages": (("max_tokens",), None),
-    "/generate": (("max_tokens",), 16),
-}
+_FIELDS: Final = {route.path: (route.bounds, route.unbounded) for route in api.ROUTES if route.bounds}
 
 
 class Asked(Protocol):

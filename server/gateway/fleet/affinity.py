@@ -17,19 +17,15 @@ from typing import Final, Generic, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
+from server import api
+
 V = TypeVar("V")
 
 SIZES: Final = tuple(n for exponent in range(8, 16) for n in (2**exponent, 3 * 2 ** (exponent - 1)))  # 256 B to 48 KiB
 LOOK: Final = 4096  # where the prompt's field is looked for; if it is further on, the body counts from its start
 # What comes first in the prompt that a route makes of its body. Inside a JSON string such a name cannot occur: its
 # quotes would be escaped.
-PROMPT_FIELDS: Final[dict[str, tuple[bytes, ...]]] = {
-    "/v1/chat/completions": (b'"messages"',),
-    "/v1/completions": (b'"prompt"',),
-    "/v1/responses": (b'"instructions"', b'"input"'),
-    "/v1/messages": (b'"system"', b'"messages"'),
-    "/generate": (b'"prompt',),  # prompt, prompt_token_ids
-}
+PROMPT_FIELDS: Final = {route.path: route.prompt for route in api.ROUTES if route.prompt}
 
 
 @dataclass

@@ -44,6 +44,7 @@ from typing import Final, Literal, Protocol
 
 import msgspec
 
+from server import api
 from server.errors import HttpError, Unavailable
 from server.gateway.config import Failover
 from server.gateway.fleet.instance import Instance
@@ -58,7 +59,7 @@ MIN_PER_S: Final = 3.0
 LOSSES: Final = (
     1  # instances that one request may lose and still be sent to another, the middle of an answer counted too
 )
-NEVER_AGAIN: Final = frozenset({"/v1/responses"})  # a background response goes on after its connection has ended
+NEVER_AGAIN: Final = frozenset(route.path for route in api.ROUTES if not route.again)
 RETRY_S: Final = 0.5  # for who was turned away by an instance that looked well: the view may not change again
 # Silence of an instance since it left the store, after which it counts as dead. After an outage of the store all have
 # left, until they try to register again: at most 2 s (weightsync/swap/agent.py, LAST_RETRY_S).

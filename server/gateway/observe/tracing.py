@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from server import api
 from server.errors import ConfigError
 from server.gateway.config import ObserveSettings
 from server.gateway.observe import context
@@ -37,16 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hotswap.gateway")
 
 T = TypeVar("T")
-OPERATIONS = {  # gen_ai.operation.name, by route
-    "/v1/chat/completions": "chat",
-    "/v1/chat/completions/batch": "chat",
-    "/v1/responses": "chat",
-    "/v1/messages": "chat",
-    "/v1/completions": "text_completion",
-    "/generate": "text_completion",
-    "/inference/v1/generate": "text_completion",
-    "/v1/embeddings": "embeddings",
-}
+OPERATIONS = {route.path: route.operation for route in api.ROUTES if route.operation}
 
 
 @dataclass(slots=True)

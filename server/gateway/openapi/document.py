@@ -16,6 +16,8 @@ from typing import Any
 import orjson
 from fastapi import FastAPI
 
+from server import api
+from server.api import Forwarded
 from server.errors import HttpError, Unavailable
 from server.gateway.access.keys import KeyRing
 from server.gateway.fleet.instance import Instance
@@ -24,7 +26,6 @@ from server.gateway.fleet.view import Fleet
 from server.gateway.middleware import is_public
 from server.gateway.observe.metrics import release
 from server.gateway.openapi.parts import EVERY, RATE_LIMITS, Json, components, error_responses, header_refs, parameters
-from server.gateway.routes import Route, public_routes
 
 log = logging.getLogger("hotswap.gateway")
 
@@ -135,22 +136,7 @@ def _answer(told: dict[str, Any]) -> Json:
 
 
 _REF = re.compile(r"#/components/schemas/(.+)")
-# What the instance calls a route whose path has a parameter.
-_AT_INSTANCE = {
-    "/v1/responses/{id}": "/v1/responses/{response_id}",
-    "/v1/responses/{id}/cancel": "/v1/responses/{response_id}/cancel",
-}
 _FAILS = (*EVERY, "401", "403", "409", "422", "429", "501", "502", "504")
-_TAGS = {
-    "/v1/messages": "anthropic",
-    "/v1/messages/count_tokens": "anthropic",
-    "/generate": "tokens",
-    "/tokenize": "tokens",
-    "/detokenize": "tokens",
-    "/tokenizer_info": "tokens",
-    "/generative_scoring": "tokens",
-    "/version": "health",
-}
 _RESPONSE_ID: Json = {
     "name": "id",
     "in": "path",
@@ -167,38 +153,30 @@ def _forwarded(instance: Json) -> tuple[Json, Json]:
     """Paths and the schemas they need, of the public routes that `instance` (its own document) has."""
     found: Json = {}
     definitions: Json = dict(instance["components"]["schemas"])
-    for route in public_routes():
-        told = instance["paths"].get(_AT_INSTANCE.get(route.name, route.name), {}).get(_method(route))
+    for route in (route for route in api.ROUTES if not route.admin):
+        method = route.method.lower()
+        told = instance["paths"].get(route.at_instance, {}).get(method)
         if told is not None:
-            found.setdefault(route.name, {})[_method(route)] = _forwarded_operation(route, told, definitions)
+            found.setdefault(route.path, {})[method] = _forwarded_operation(route, told, definitions)
     return found, _reachable(found, definitions)
 
 
-def _method(route: Route) -> str:
-    return route.method.decode().lower()
-
-
-def _forwarded_operation(route: Route, told: Json, definitions: Json) -> Json:
+def _forwarded_operation(route: Forwarded, told: Json, definitions: Json) -> Json:
     operation: Json = {
-        "operationId": _identifier(route),
-        "tags": [_TAGS.get(route.name, "openai")],
+        "operationId": route.method.lower() + re.sub(r"[^a-z]+", "_", route.path).rstrip("_"),
+        "tags": [route.tag],
         "parameters": _parameters(route),
         "responses": {"200": _forwarded_answer(told["responses"]["200"]), **error_responses(_FAILS)},
     }
-    if route.json_body:
+    if route.method == "POST" and route.body:
         operation["requestBody"] = told["requestBody"]
         _add_wish(told["requestBody"]["content"]["application/json"]["schema"], definitions)
     return operation
 
 
-def _identifier(route: Route) -> str:
-    """`post_v1_chat_completions`."""
-    return _method(route) + re.sub(r"[^a-z]+", "_", route.name).rstrip("_")
-
-
-def _parameters(route: Route) -> list[Json]:
-    listed = [*([_RESPONSE_ID] if "{id}" in route.name else []), *(_RESPONSE_QUERY if route.takes_query else [])]
-    if route.method == b"POST":
+def _parameters(route: Forwarded) -> list[Json]:
+    listed = [*([_RESPONSE_ID] if "{id}" in route.path else []), *(_RESPONSE_QUERY if route.query else [])]
+    if route.method == "POST":
         listed += [{"$ref": f"#/components/parameters/{name}"} for name in parameters()]
     return listed
 
