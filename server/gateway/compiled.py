@@ -1,8 +1,8 @@
 """The request path in machine code: MODULES, compiled by mypyc from the very sources that lie here.
 
-`make native` (part of the set-up; `python -m server.gateway.compiled`) makes them. A gateway uses them if they were
+`make setup` (part of the set-up; `python -m server.gateway.compiled`) makes them. A gateway uses them if they were
 made from what the sources say now; after an edit, without a compiler, or with HOTSWAP_PURE=1 Python runs the sources,
-which is the same and slower. So an edit takes effect at once, and `make native` makes it fast again.
+which is the same and slower. So an edit takes effect at once, and `make setup` makes it fast again.
 
 What mypyc asks of these modules: no slotted or generic dataclasses (its classes have no `__dict__` anyway), and msgspec
 structures in modules of their own; and no slice of bytes between two bounds whose first may lie behind the second, for
@@ -92,7 +92,7 @@ def _fits() -> bool:
         return False
     if built == digest():
         return True
-    log.warning("the compiled gateway is older than its sources, which run instead: `make native` renews it")
+    log.warning("the compiled gateway is older than its sources, which run instead: `make setup` renews it")
     return False
 
 

@@ -27,5 +27,5 @@ def judge(built_from: str, sources: str, pure: str, compiler: str | None) -> Fin
         return ok("compiled from the sources as they are")
     state = "older than its sources, which run instead, slower" if built_from else "not compiled: it runs slower"
     if compiler is None:
-        return warn(f"{state}; no C compiler", "Install one (apt-get install gcc python3-dev), then `make native`")
-    return warn(state, f"`make native` (it uses {compiler})")
+        return warn(f"{state}; no C compiler", "Install one (apt-get install gcc python3-dev), then `make setup`")
+    return warn(state, f"`make setup` (it uses {compiler})")

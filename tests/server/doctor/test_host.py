@@ -156,7 +156,7 @@ def test_numa(tmp_path: Path) -> None:
     [
         ("now", "", "/usr/bin/cc", "ok", ""),
         ("now", "1", "/usr/bin/cc", "warn", "HOTSWAP_PURE"),
-        ("before", "0", "/usr/bin/cc", "warn", "make native"),
+        ("before", "0", "/usr/bin/cc", "warn", "make setup"),
         ("", "", None, "warn", "gcc"),
     ],
 )
