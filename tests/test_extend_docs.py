@@ -158,3 +158,21 @@ def test_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     busy, idle, warm = candidate(9.0), candidate(1.0), candidate(5.0, cached=0.9)
     assert routing.pick([busy, idle], 1.0, policy=policy) is idle
     assert routing.pick([busy, idle, warm], 1.0, policy=policy) is warm
+
+
+ROUTE = """
+from server import api
+{imports}
+api.ROUTES += (Forwarded({row},)
+from server.gateway.routes import public_names
+assert "/v1/rerank" in public_names()
+assert "| `POST /v1/rerank` | vLLM's order" in api.table()
+"""
+
+
+def test_the_route() -> None:
+    """In a process of its own: what derives from the table is made on import."""
+    (code,) = blocks("A forwarded route")
+    imports, _, row = code.partition("\nForwarded(")
+    script = ROUTE.format(imports=imports, row=row.rstrip())
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])
