@@ -81,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
         "--cluster-tls", type=Path, default=os.environ.get(tls.ENVIRONMENT) or None,
         help="directory with tls.crt, tls.key, ca.crt: this member's certificate (default: $HOTSWAP_CLUSTER_TLS)",
     )  # fmt: skip
+    p.add_argument("--plain-asgi", action="store_true", help="forward from an ASGI app, over uvicorn's own protocol")
     p.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     p.add_argument("--log-format", choices=("text", "json"), default="text", help="of the lines on stderr")
     p.add_argument("--access-log", type=float, help="share of requests with a line (default: 1 with json, else 0)")
@@ -148,6 +149,7 @@ def config_from(args: argparse.Namespace, worker: Place | None = None) -> Gatewa
         ssl_keyfile=args.ssl_keyfile,
         cluster_tls=args.cluster_tls,
         log_level=args.log_level,
+        plain_asgi=args.plain_asgi,
     )
 
 

@@ -1,6 +1,7 @@
 """From a head and a body to a `Request`: which route it is for, whose it is, what it asks for, what its key allows.
 
-A client's connection (connection.py) calls this, in the order of the methods.
+Whoever reads requests from clients calls this, in the order of the methods: a connection (connection.py), or the ASGI
+app (asgi.py).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ STREAMED: Final = b"/admin/weights/upload"
 
 
 class Client(Protocol):
-    """The side that asked, which is a connection (connection.py).
+    """The side that asked: a connection (connection.py) or an ASGI task (asgi.py).
 
     All calls are made from the event loop and return at once. The answer is HTTP/1.1 as bytes, its head first.
     """

@@ -152,6 +152,7 @@ class GatewayConfig:
     max_logprob_drift: float | None = None
     cache_scope: str = "key"  # whose prefix cache a request may hit: its "key"'s, or "shared" by all
     log_level: str = "info"
+    plain_asgi: bool = False  # the server's own HTTP protocol below an ASGI app (asgi.py), not connection.py
     workers: int = 1  # processes on the same port
     worker: Place | None = None  # which of several this process is; None: the only one
     ssl_certfile: Path | None = None

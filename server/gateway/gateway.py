@@ -42,7 +42,7 @@ FIRST_VIEW_TIMEOUT_S = 2.0
 
 
 class Client(Protocol):
-    """Who is served now: a connection (connection.py)."""
+    """Who is served now: a connection (connection.py), or a request of the ASGI app (asgi.py)."""
 
     def sweep(self, now: float) -> None:
         """Ends what is over its time. Monotonic seconds."""

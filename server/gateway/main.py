@@ -37,17 +37,20 @@ BACKLOG = 2048
 
 
 def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
-    """How uvicorn runs the gateway: its protocol on our routes, our app for the rest."""
+    """How uvicorn runs the gateway: our protocol for the forwarded routes, our app for the rest; or our app for all."""
     import uvicorn
 
     from server.gateway.app import build_app
+    from server.gateway.asgi import PlainApp
     from server.gateway.connection import GatewayProtocol
 
+    plain = config.plain_asgi
     return uvicorn.Config(
-        build_app(config),
+        PlainApp(build_app(config)) if plain else build_app(config),
         host=config.host,
         port=config.port,
-        http=GatewayProtocol,
+        http="httptools" if plain else GatewayProtocol,
+        limit_concurrency=config.limits.max_connections if plain else None,
         ws="none",
         loop="uvloop",
         lifespan="on",

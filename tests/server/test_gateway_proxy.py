@@ -20,9 +20,15 @@ PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scr
 HASTY = UpstreamSettings(connect_timeout_s=0.2, read_idle_timeout_s=0.2, scrape_interval_s=3600.0, hold_s=0.0)
 
 
-@pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=PATIENT, limits=Limits(max_body=100_000)) as g:
+# Where uvicorn's own protocol does otherwise.
+OWN = pytest.mark.parametrize("gateway", [False], ids=["own"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["own", "asgi"])
+def gateway(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
+    """Over connection.py, and over uvicorn's protocol and asgi.py."""
+    settings = {"upstream": PATIENT, "limits": Limits(max_body=100_000), "plain_asgi": request.param}
+    with running_gateway(tmp_path_factory.mktemp("gateway"), **settings) as g:
         yield g
 
 
@@ -146,6 +152,7 @@ async def test_hop_by_hop_response_headers_stay_behind(gateway: RunningGateway) 
     assert not {"x-private", "keep-alive", "connection"} & answer.headers.keys()
 
 
+@OWN
 async def test_http10_client_gets_a_body_it_can_read(gateway: RunningGateway) -> None:
     async def stream(link: Link, _: Received) -> None:
         await link.sse_head()
@@ -259,6 +266,7 @@ async def test_stale_pooled_connection_is_retried_once(gateway: RunningGateway) 
     assert gateway.gateway.stats.stale_retries == before + 1
 
 
+@OWN
 @pytest.mark.parametrize(
     ("early", "said"),
     [
@@ -321,6 +329,7 @@ async def test_a_request_that_kills_does_not_go_through_the_fleet(tmp_path: Path
         server.close()
 
 
+@OWN
 async def test_a_pooled_connection_that_breaks_late_was_not_stale(gateway: RunningGateway) -> None:
     async def handler(link: Link, received: Received) -> None:
         if len(up.requests) == 2:
@@ -337,6 +346,7 @@ async def test_a_pooled_connection_that_breaks_late_was_not_stale(gateway: Runni
     assert len(up.requests) == 2
 
 
+@OWN
 async def test_death_before_the_first_byte_is_502_and_not_retried(gateway: RunningGateway) -> None:
     async def handler(link: Link, _: Received) -> None:
         link.cut()
@@ -359,6 +369,7 @@ MALFORMED = [
 ]
 
 
+@OWN
 @pytest.mark.parametrize("raw", MALFORMED)
 async def test_malformed_heads_are_502(gateway: RunningGateway, raw: bytes) -> None:
     async def handler(link: Link, _: Received) -> None:
@@ -371,6 +382,7 @@ async def test_malformed_heads_are_502(gateway: RunningGateway, raw: bytes) -> N
     assert (answer.status, error(answer.body)["code"]) == (502, "bad_upstream")
 
 
+@OWN
 async def test_bytes_after_a_complete_answer_cost_the_connection_only(gateway: RunningGateway) -> None:
     async def handler(link: Link, _: Received) -> None:
         await link.send(
@@ -385,6 +397,7 @@ async def test_bytes_after_a_complete_answer_cost_the_connection_only(gateway: R
     assert up.connections == 2
 
 
+@OWN
 async def test_a_stream_cut_short_ends_with_an_error_event(gateway: RunningGateway) -> None:
     async def handler(link: Link, _: Received) -> None:
         await link.sse_head()
@@ -401,6 +414,7 @@ async def test_a_stream_cut_short_ends_with_an_error_event(gateway: RunningGatew
     assert not answer.complete
 
 
+@OWN
 async def test_no_event_is_added_inside_an_unfinished_one(gateway: RunningGateway) -> None:
     async def handler(link: Link, _: Received) -> None:
         await link.sse_head()
@@ -414,6 +428,7 @@ async def test_no_event_is_added_inside_an_unfinished_one(gateway: RunningGatewa
     assert not answer.complete
 
 
+@OWN
 @pytest.mark.parametrize(
     "begin",
     [
@@ -443,6 +458,7 @@ async def test_a_silent_instance_is_504(hasty: RunningGateway) -> None:
     assert (answer.status, error(answer.body)["code"]) == (504, "upstream_timeout")
 
 
+@OWN
 async def test_requests_are_spread_over_instances(gateway: RunningGateway) -> None:
     async def hold(link: Link, _: Received) -> None:
         await held.wait()
@@ -459,6 +475,7 @@ async def test_requests_are_spread_over_instances(gateway: RunningGateway) -> No
     assert (len(a.requests), len(b.requests)) == (3, 3)
 
 
+@OWN
 async def test_get_routes_and_response_ids(gateway: RunningGateway) -> None:
     async with upstream() as up:
         gateway.register(up)
