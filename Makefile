@@ -3,11 +3,12 @@ VENV ?= .venv
 DOCS ?= .venv-docs
 ACCEL ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 PYTHON ?= python3
-JOBS ?= 2
+JOBS ?= 3
 PY := $(VENV)/bin/python
 LISTS := requirements/$(ACCEL).txt
 MORE := requirements/extras-$(ACCEL).txt requirements/bench.txt requirements/test.txt
-# JOBS files at a time. An engine takes some 2 GB; JOBS=0 runs one test after the other, in this process.
+# JOBS files at a time: half of them wait for something. An engine takes some 2 GB; JOBS=0 runs one test after the other,
+# in this process.
 PYTEST = $(PY) -m pytest tests$(if $(ROOM),/$(ROOM)) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-all broad mutants soak check lint types docs tables setup lock clean

@@ -31,6 +31,11 @@ settings.register_profile("shared machine", deadline=None)  # how long an exampl
 settings.load_profile("shared machine")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        warm.shared()  # by all workers
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """`a`, `b`: random weights that answer differently; `say-0`..`say-3`: always the same token, whatever is asked."""

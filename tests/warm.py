@@ -8,6 +8,7 @@ starts a new Python for it), and OMP_NUM_THREADS is that of this process.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -16,10 +17,13 @@ import importlib
 import json
 import os
 import runpy
+import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -41,6 +45,7 @@ MODULES = (
     "weightsync.vllm_engine.stager",
 )  # fmt: skip
 MOST = 1 << 20
+ADDRESS = "HOTSWAP_TEST_WARM"
 
 
 class WarmProcess:
@@ -74,14 +79,12 @@ class WarmProcess:
 
 
 class Warm:
-    """The warm process. It ends with this one, and takes all that it forked with it."""
+    """A connection to the warm process, which kills what it forked for this one when the connection ends."""
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
-        with theirs:
-            command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(shared())
 
     def ask(self, what: dict[str, Any], descriptors: tuple[int, ...] = ()) -> Any:
         with self._lock:
@@ -94,6 +97,21 @@ class Warm:
     def start(self, args: list[str], env: dict[str, str], log: Path, inherited: tuple[int, ...]) -> WarmProcess:
         order = {"args": args, "env": env, "log": str(log), "cwd": os.getcwd(), "inherited": inherited}
         return WarmProcess(self, self.ask(order, inherited), args)
+
+
+def shared() -> str:
+    """Where the warm process listens. The first who asks starts it, and it ends with who did; the processes that one
+    starts from then on share it. It imports nothing before somebody connects."""
+    if ADDRESS not in os.environ:
+        address = os.path.join(tempfile.mkdtemp(prefix="hotswap-warm-"), "socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(address)
+            listener.listen()
+            command = [sys.executable, "-m", "tests.warm", str(listener.fileno())]
+            subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL)
+        os.environ[ADDRESS] = address
+        atexit.register(shutil.rmtree, os.path.dirname(address), ignore_errors=True)
+    return os.environ[ADDRESS]
 
 
 @functools.cache
@@ -114,32 +132,49 @@ def install() -> None:
     processes.Child.start = start  # type: ignore[method-assign]
 
 
-def _serve(orders: socket.socket) -> None:
-    """In the warm process: forks what is ordered until the socket's other end is gone."""
+def _serve(listener: socket.socket) -> None:
+    """In the warm process: forks what is ordered until it is killed."""
+    connection, _ = listener.accept()
     _fork_engines()
     for name in MODULES:
         importlib.import_module(name)
     gc.freeze()
-    ended: dict[int, int | None] = {}
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(connection, selectors.EVENT_READ, {})
     while True:
-        raw, descriptors, _, _ = socket.recv_fds(orders, MOST, 16)
-        if not raw:
-            break
-        order = json.loads(raw)
-        if "poll" in order:
-            answer = ended[order["poll"]] = _status(order["poll"], ended[order["poll"]])
-        else:
-            answer = os.fork()
-            if not answer:
-                orders.close()
-                _become(order, descriptors)
-            ended[answer] = None
-        for descriptor in descriptors:
-            os.close(descriptor)
+        for key, _ in selector.select():
+            if key.fileobj is listener:
+                selector.register(listener.accept()[0], selectors.EVENT_READ, {})
+            elif not _answer(key.fileobj, key.data, selector):  # type: ignore[arg-type]
+                selector.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
+
+
+def _answer(orders: socket.socket, ended: dict[int, int | None], selector: selectors.BaseSelector) -> bool:
+    """Follow one order; False if whoever gave them is gone, and with it what it had ordered."""
+    raw, descriptors, _, _ = socket.recv_fds(orders, MOST, 16)
+    if not raw:
+        for pid in (pid for pid, status in ended.items() if status is None):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        return False
+    order = json.loads(raw)
+    if "poll" in order:
+        answer = ended[order["poll"]] = _status(order["poll"], ended[order["poll"]])
+    else:
+        answer = os.fork()
+        if not answer:
+            for key in list(selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+            selector.close()
+            _become(order, descriptors)
+        ended[answer] = None
+    for descriptor in descriptors:
+        os.close(descriptor)
+    with contextlib.suppress(BrokenPipeError):
         orders.send(json.dumps(answer).encode())
-    for pid in (pid for pid, status in ended.items() if status is None):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+    return True
 
 
 def _status(pid: int, known: int | None) -> int | None:
