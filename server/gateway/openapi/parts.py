@@ -35,7 +35,7 @@ WISHES: dict[str, tuple[Json, str]] = {
     ),
     "failover": (
         {"type": "string", "enum": ["same", "any", "off"]},
-        "Who may go on with this stream if its instance dies: one of the same version, of any, or nobody.",
+        "Which instance may resume this stream if its own dies: one of the same version, any, or none.",
     ),
 }
 

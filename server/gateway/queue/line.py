@@ -174,7 +174,7 @@ class AdmissionQueue(Generic[W]):
         return self._full(now)
 
     def _full(self, now: float) -> TooManyRequests:
-        message = "Requests of this key (without keys: of everybody) fill the queue; send fewer at a time."
+        message = "This key (without keys: all clients together) fills the queue; send fewer concurrent requests."
         return TooManyRequests(message, code="queue_full", retry_after_s=self._drained_in(now))
 
     def timed_out(self, waited_s: float, now: float) -> UpstreamTimeout:
