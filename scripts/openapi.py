@@ -15,7 +15,7 @@ from server.gateway.app import build_app
 from server.gateway.config import GatewayConfig
 from server.gateway.openapi import document
 from server.instance import openapi as instance
-from server.instance import options
+from server.instance.config import vllm_parser
 from server.instance.main import prepare_environment
 
 
@@ -32,7 +32,7 @@ def _vllm_app() -> FastAPI:
     prepare_environment()
     from vllm.entrypoints.launchers.app import build_app as vllm_app
 
-    args = options.parser().parse_args(["--enable-tokenizer-info-endpoint"])
+    args = vllm_parser().parse_args(["--enable-tokenizer-info-endpoint"])
     return vllm_app(args, ("generate", "embed"), None)
 
 

@@ -37,7 +37,7 @@ from server.cli import processes
 MODULES = (
     "server.cli.app", "server.instance.engine", "server.instance.generate", "server.instance.grammars.guard",
     "server.instance.main", "server.instance.media", "server.instance.middleware", "server.instance.openapi",
-    "server.instance.replay", "server.instance.sidecar", "server.instance.tether", "transformers",
+    "server.instance.replay", "server.instance.sidecar", "server.instance.hosts", "transformers",
     "vllm.entrypoints.openai.api_server", "vllm.model_executor.models.llama", "vllm.model_executor.models.qwen2",
     "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.uniproc_executor", "vllm.v1.spec_decode.draft_model", "vllm.v1.worker.cpu_model_runner",

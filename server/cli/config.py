@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from server.cli.errors import CliError
 from server.errors import ConfigError
-from server.instance import options as vllm_options
+from server.instance.config import check_vllm_args
 from server.options import Option
 
 
@@ -63,7 +63,7 @@ class UpConfig:
 
     def __post_init__(self) -> None:
         try:
-            vllm_options.check(self.vllm_args)
+            check_vllm_args(self.vllm_args)
         except ConfigError as error:
             raise CliError(str(error)) from error
         if self.instances < 1:

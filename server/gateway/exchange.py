@@ -50,7 +50,7 @@ from server.gateway.wire.relay import ResponseRelay
 
 log: Final = logging.getLogger("hotswap.gateway")
 
-LOST: Final = b"lost"  # as server/instance/admission.py says it
+LOST: Final = b"lost"  # as server/instance/middleware.py says it
 STALE_S: Final = 1.0  # after it was sent: a pooled connection that ends later was not closed already
 VERSION_HEADER: Final = b"x-hotswap-weight-version"
 

@@ -1,11 +1,18 @@
 """The vLLM sidecar: one process embeds one vLLM engine, serves its OpenAI routes to gateways, swaps its weights.
 
 main.py        start-up and shutdown of the process
-options.py     vLLM's options: its own parser, and those that are refused here
-engine.py      the engine, and the swap calls into it
+config.py      what can be set, and which of vLLM's options are refused
+engine.py      the engine, the swap calls into it, and its adapters
+hosts.py       one instance on several ranks and hosts
 sidecar.py     the participant in swap transactions: stages, flips, reports through the store
+rest.py        how the process sleeps
+middleware.py  who may ask, and what is written into the answers
+requests.py    what one request may bring
 generate.py    POST /generate
 provenance.py  which weights wrote which token, on every route
+replay.py      streams that another instance can go on with
 inflight.py    who is generating here, and which of them a flip has to wait for
-config.py      what can be set
+media.py       how images and the like are fetched
+openapi.py     the routes as an OpenAPI document
+grammars/      structured output: bounds, trials in another process, and what the engine adds
 """

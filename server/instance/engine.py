@@ -1,4 +1,4 @@
-"""The embedded vLLM engine: its start, and the swap calls into it."""
+"""The embedded vLLM engine: its start, the swap calls into it, and the adapters that it answers for by name."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ import contextlib
 import importlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping, MutableMapping
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from server.instance.grammars.guard import Backend, bounded, bounded_parser, tried
+from server.instance.grammars.trials import DEFAULT, Limits, Trials
+from server.instance.hosts import (
+    Places,
+    RankFailed,
+    Ranks,
+    Tethers,
+    check_hosts,
+    check_ranks,
+    placed,
+    rank_name,
+    worker_name,
+)
+from server.instance.inflight import Inflight
+from server.instance.middleware import answer_faults
+from server.instance.provenance import pooled, traced
+from server.instance.requests import bound_renderer, bound_scoring, known_ids
 from weightsync.errors import WeightSyncError
-from weightsync.parts import combined
+from weightsync.parts import LORA, LORA_URL, combined
 from weightsync.records import VersionRecord
-
-from .adapters import Adapters
-from .faults import answer_faults
-from .grammars.backend import Backend
-from .grammars.guard import bounded, bounded_parser, tried
-from .grammars.trials import DEFAULT, Limits, Trials
-from .inflight import Inflight
-from .places import Places, check_hosts, placed
-from .provenance import pooled, traced
-from .ranks import RankFailed, Ranks, check_ranks, rank_name, worker_name
-from .sizes import bound_renderer, bound_scoring
-from .tether import Tethers
-from .vocabulary import known_ids
 
 T = TypeVar("T")
 WATCH_S = 0.1
@@ -254,3 +258,57 @@ async def build_vllm_app(engine: Engine, args: Any) -> Any:
     engine.adapters.bind(app.state.openai_serving_models.lora_requests)
     app.state.online_renderer.parser = bounded_parser(app.state.online_renderer.parser)
     return app
+
+
+FIRST_ID = 1 << 20  # above the ids vLLM gives to adapters of its own
+
+
+class Adapters:
+    """vLLM's table of names, kept in step with the commits. A name keeps its id for the life of the process."""
+
+    def __init__(self) -> None:
+        self._table: MutableMapping[str, Any] = {}
+        self._ids: dict[str, int] = {}
+        self._names: dict[int, set[str]] = {}
+
+    def bind(self, table: MutableMapping[str, Any]) -> None:
+        """`table`: vLLM's, of LoRA requests by name; its routes look adapters up there."""
+        table.update(self._table)
+        self._table = table
+
+    def find(self, name: str | None) -> Any:
+        """The LoRARequest of an adapter that is served, or None."""
+        return self._table.get(name) if name is not None else None
+
+    def orders(self, version: VersionRecord) -> list[dict[str, Any]]:
+        """What the workers are told of the parts of `version` (backend.UpdateInfo), draft model included."""
+        names = {part.name for part in version.parts if part.name.startswith(LORA)}
+        self._names[version.version] = names
+        return [
+            {
+                "name": part.name,
+                "version": part.version,
+                "slot": part.slot,
+                "manifest_digest": part.manifest_digest,
+                "lora_id": self._id(part.name) if part.name in names else 0,
+            }
+            for part in version.parts
+        ]
+
+    def withdraw(self, version: int) -> None:
+        """Before a commit: no new request gets an adapter that `version` does not have."""
+        for part in self._ids.keys() - self._names.get(version, set()):
+            self._table.pop(part.removeprefix(LORA), None)
+
+    def offer(self, version: int) -> None:
+        """After a commit: the adapters of `version` answer."""
+        from vllm.lora.request import LoRARequest
+
+        for part in self._names.get(version, set()):
+            name = part.removeprefix(LORA)
+            if name not in self._table:
+                self._table[name] = LoRARequest(name, self._id(part), f"{LORA_URL}{part}")
+        self._names = {v: names for v, names in self._names.items() if v >= version - 64}
+
+    def _id(self, part: str) -> int:
+        return self._ids.setdefault(part, FIRST_ID + len(self._ids))

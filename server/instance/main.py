@@ -10,14 +10,13 @@ from typing import Any
 import httpx
 import uvicorn
 
+from server.instance.hosts import check_nodes, run_follower
+from server.instance.middleware import Admission
 from server.leaving import LeavingServer
 from weightsync.loopback import keep_to_loopback
 from weightsync.tls import ClusterTls
 
-from . import options
-from .admission import Admission
-from .config import InstanceConfig
-from .nodes import check_nodes, run_follower
+from .config import InstanceConfig, parse_vllm_args
 from .rest import rest, start_over
 
 
@@ -63,11 +62,12 @@ async def serve(config: InstanceConfig) -> bool:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.create_server((config.host, config.port), family=family)
     port = int(listener.getsockname()[1])
-    args = options.parse(config, port)  # before the imports that an engine needs: a wrong option is said sooner
+    args = parse_vllm_args(config, port)  # before the imports that an engine needs: a wrong option is said sooner
     check_nodes(args, headless=False)
+    from server.instance.hosts import Tethers
+
     from .engine import start_engine
     from .sidecar import Sidecar
-    from .tether import Tethers
 
     tethers = Tethers()
     async with tethers.listening(args.nnodes, tls) as tether, start_engine(args, tethers, config.grammars) as engine:

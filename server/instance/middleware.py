@@ -1,18 +1,151 @@
-"""ASGI middleware that writes a request's provenance into its answer, and lets another instance's answer go on here."""
+"""What stands before vLLM's routes, outermost first: who may ask (`Admission`), what weights answered
+(`ProvenanceMiddleware`), and what a fault of vLLM's means (`answer_faults`).
+
+Members of the cluster may ask, with the key that this instance has written into its record in the store. Whoever else
+asked for more than health and metrics would get around the gateway's keys, limits and cache scopes. While this instance
+drains, or tries a version as a canary, only the probes may generate; once its engine has died nobody may.
+
+The gateway routes nothing to such an instance, but it hears of it a moment later; what it has sent by then is refused
+here. `x-hotswap-refused` tells it why, and that decides whether it may ask others:
+
+    key       it did not bring this instance's key     nothing was begun: any other instance may answer
+    version   other weights run here, or it drains    the same
+    engine    the engine had died before it came       the same
+    lost      the engine died while it ran             it may be what killed the engine: it counts as a loss
+
+vLLM's schemas admit values that its code then cannot take, such as a text where the code asks for a key. What vLLM
+fails over before the engine has answered is therefore the request's fault, and gets a typed 400. A 500 would tell the
+client to try again, and the gateway to leave the instance out.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hmac
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import orjson
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as AnyHTTPException
 
 from server import api
+from server.instance import replay
+from server.instance.inflight import VersionMismatch, Wish
+from server.instance.provenance import Trace, annotate, annotate_chunk, cannot_take, current_trace, problem_body
 
-from . import replay
-from .admission import DEAD, LOST, VERSION, refuse
-from .inflight import VersionMismatch, Wish
-from .provenance import Trace, annotate, annotate_chunk, current_trace, problem_body
+GENERATING = frozenset(route.path for route in api.ROUTES if route.works)
+OPEN = frozenset({"/health", "/metrics"})
+KEY, VERSION, ENGINE, LOST = b"key", b"version", b"engine", b"lost"  # values of x-hotswap-refused
+PROBE = b"x-hotswap-probe"  # set by the gateway's own probes; from clients the gateway lets no such header through
+
+
+def _refusal(message: str, kind: str, code: str) -> bytes:
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+REFUSAL = _refusal(
+    "This instance takes no requests now: its weights are being changed, or it stops; ask another one.",
+    "conflict_error",
+    "version_mismatch",
+)
+STRANGER = _refusal(
+    "This is the port of one instance, which answers its gateways alone; ask a gateway.",
+    "authentication_error",
+    "instance_key_required",
+)
+DEAD = _refusal(
+    "The engine of this instance has died, and nothing was generated; ask another instance.",
+    "server_error",
+    "engine_died",
+)
+
+
+class Admission:
+    """Wraps the app; `admits` is asked before every request that generates, `dead` when one has failed. `key`: what
+    all requests bring as a bearer token, empty: nothing."""
+
+    def __init__(self, app: Any, dead: Callable[[], bool] = lambda: False, key: str = "") -> None:
+        self._app, self._dead = app, dead
+        self.key = key
+        self._bearer = f"Bearer {key}".encode() if key else b""
+        self.admits: Callable[[], bool] = lambda: True
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def idle(self, seconds: float) -> None:
+        """Return when no client's request is generating, or when the time is up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif not self._is_member(scope):
+            await _turn_away(scope, send)
+        elif scope["type"] != "http" or scope["path"] not in GENERATING or _is_probe(scope):
+            await self._app(scope, receive, send)
+        elif self._dead():
+            await refuse(send, 503, DEAD, ENGINE)
+        elif not self.admits():
+            await refuse(send, 409, REFUSAL, VERSION)
+        else:
+            await self._count(scope, receive, send)
+
+    def _is_member(self, scope: Any) -> bool:
+        if not self._bearer or (scope["type"] == "http" and scope["path"] in OPEN):
+            return True
+        sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return hmac.compare_digest(sent, self._bearer)
+
+    async def _count(self, scope: Any, receive: Any, send: Any) -> None:
+        self._running += 1
+        self._idle.clear()
+        try:
+            await self._app(scope, receive, self._unless_dead(send))
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    def _unless_dead(self, send: Any) -> Any:
+        """`send`, but what fails because the engine has died meanwhile is told as lost, not as an error of vLLM's."""
+        refused = False
+
+        async def checked(message: dict[str, Any]) -> None:
+            nonlocal refused
+            if message["type"] == "http.response.start" and message["status"] >= 500 and self._dead():
+                refused = True
+                await refuse(send, 503, DEAD, LOST)
+            elif not refused:
+                await send(message)
+
+        return checked
+
+
+def _is_probe(scope: Any) -> bool:
+    return any(name == PROBE for name, _ in scope["headers"])
+
+
+async def _turn_away(scope: Any, send: Any) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    await refuse(send, 401, STRANGER, KEY)
+
+
+async def refuse(send: Any, status: int, body: bytes, why: bytes) -> None:
+    """Tell the gateway that there is no answer here, and `why`."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    headers.append((b"x-hotswap-refused", why))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
 
 HEADER = b"x-hotswap-weight-version"
 TRACED = frozenset(route.path for route in api.ROUTES if route.annotated)
@@ -175,3 +308,27 @@ async def _send_json(send: Any, status: int, body: dict[str, Any]) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": data})
+
+
+log = logging.getLogger("hotswap.instance")
+KINDS = (AttributeError, LookupError, ArithmeticError, RecursionError)  # vLLM does so itself for others
+
+
+def answer_faults(app: FastAPI) -> None:
+    """Register the handlers beside vLLM's own."""
+    whole: Any = app.exception_handlers
+    app.add_exception_handler(AnyHTTPException, whole[HTTPException])  # FastAPI raises it for a body it cannot parse
+    vllm_s = whole[Exception]
+
+    async def refuse(request: Request, error: Exception) -> Any:
+        trace = current_trace.get()
+        if trace is None or trace.begun:
+            return await vllm_s(request, error)
+        log.warning("vLLM cannot take a request", exc_info=error)
+        told = {"message": cannot_take(error), "type": "BadRequestError", "param": None, "code": 400}
+        return JSONResponse({"error": told}, status_code=400)
+
+    for kind in KINDS:
+        app.add_exception_handler(kind, refuse)
+    if app.middleware_stack is not None:  # vLLM has had it built, with a copy of the handlers of before
+        app.middleware_stack = app.build_middleware_stack()

@@ -28,10 +28,11 @@ from typing import Any
 
 import orjson
 
+from server.instance.requests import check_count
+
 from . import replay
 from .inflight import Inflight, Problem, VersionMismatch, WeightsChanged, Wish
 from .replay import Replaying
-from .sizes import check_count
 
 log = logging.getLogger("hotswap.instance")
 MOST_SCORES = 2**20  # log-probabilities of prompt tokens in one answer: about 100 bytes each, and written in one call

@@ -15,6 +15,8 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
+from server.instance.hosts import located
+from server.instance.middleware import Admission
 from server.sleeping import SleepOrder, ordered, stay_asleep
 from weightsync.checkpoint import Checkpoint
 from weightsync.errors import CheckpointError, StoreError, StoreUnavailable
@@ -24,10 +26,8 @@ from weightsync.store import Store, open_store
 from weightsync.swap.agent import CommitResult, Participant, StageResult
 from weightsync.swap.agent_state import same
 
-from .admission import Admission
 from .config import InstanceConfig
 from .engine import Engine
-from .places import located
 from .rest import sleeper
 
 log = logging.getLogger("hotswap.instance")

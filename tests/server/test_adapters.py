@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.instance.adapters import FIRST_ID, Adapters
+from server.instance.engine import FIRST_ID, Adapters
 from weightsync.records import PartRecord, VersionRecord
 
 pytestmark = pytest.mark.engine

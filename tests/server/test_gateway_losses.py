@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from server.gateway.config import FailoverSettings, HealthSettings, UpstreamSettings
-from server.instance.admission import Admission
+from server.instance.middleware import Admission
 from server.resume import RESUME, RESUMED
 from tests.server.continued import END, HEAD, STAMPED, chat, framed
 from tests.server.gateway_harness import RunningGateway, post, running_gateway

@@ -25,8 +25,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from server.errors import ConfigError
 from server.instance.grammars import bounds
-from server.instance.grammars.backend import Backend
-from server.instance.grammars.guard import bounded_parser, tried
+from server.instance.grammars.guard import Backend, bounded_parser, tried
 from server.instance.grammars.trials import HELPER, Grammar, GrammarRefused, GrammarsBusy, Limits, Trials
 from server.instance.provenance import Trace, current_trace
 from tests.live import eventually

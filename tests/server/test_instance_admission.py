@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.instance.admission import REFUSAL, Admission
+from server.instance.middleware import REFUSAL, Admission
 from tests.server.gateway_harness import post, running_gateway
 from tests.server.gateway_upstream import Link, Received, upstream
 

@@ -97,12 +97,12 @@ def test_vllms_own_parser_says_what_it_does_not_know(tmp_path: Path) -> None:
     program = """
 import sys
 from server.errors import ConfigError
-from server.instance import options
-known = {name for action in options.parser()._actions for name in action.option_strings}
-assert set(options._INSTEAD) - {"--model-tag"} <= known, set(options._INSTEAD) - known
+from server.instance import config
+known = {name for action in config.vllm_parser()._actions for name in action.option_strings}
+assert set(config._INSTEAD) - {"--model-tag"} <= known, set(config._INSTEAD) - known
 for given in (["--max-modell-len", "8"], ["--max-model-len", "x y"]):
     try:
-        options.parser().parse_args(given)
+        config.vllm_parser().parse_args(given)
     except ConfigError as error:
         print(error)
 """

@@ -11,8 +11,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, model_validator
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
-from server.instance.faults import answer_faults
-from server.instance.middleware import ProvenanceMiddleware
+from server.instance.middleware import ProvenanceMiddleware, answer_faults
 from server.instance.provenance import current_trace
 
 

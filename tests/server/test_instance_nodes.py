@@ -19,9 +19,7 @@ import pytest
 
 from server.errors import ConfigError
 from server.instance.engine import Engine, EngineDied, StagingFailed
-from server.instance.nodes import check_nodes
-from server.instance.places import check_hosts, located, placed
-from server.instance.tether import Tethers
+from server.instance.hosts import Tethers, check_hosts, check_nodes, located, placed
 from tests.cluster_tls import Authority
 from weightsync import Store, open_store
 from weightsync.errors import CopyUnavailable
@@ -207,7 +205,7 @@ async def held(process: subprocess.Popen[str]) -> None:
 @pytest.fixture(autouse=True)
 def leader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSWAP_HOST", "a")
-    monkeypatch.setattr("server.instance.tether.own_address", lambda: "127.0.0.1")
+    monkeypatch.setattr("server.instance.hosts.own_address", lambda: "127.0.0.1")
 
 
 @pytest.mark.parametrize("call", ["flip", "stage"])
@@ -279,7 +277,7 @@ def say_hello(end: dict[str, object], context: ssl.SSLContext) -> bytes:
 
 
 async def test_beyond_loopback_it_listens_to_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.instance.tether.own_address", lambda: "10.0.0.7")
+    monkeypatch.setattr("server.instance.hosts.own_address", lambda: "10.0.0.7")
     with pytest.raises(ConfigError, match=r"10\.0\.0\.7, beyond loopback: give --cluster-tls"):
         async with Tethers().listening(2, None):
             pass
@@ -288,7 +286,7 @@ async def test_beyond_loopback_it_listens_to_members_alone(monkeypatch: pytest.M
 
 
 async def test_an_address_of_another_host_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("server.instance.tether.own_address", lambda: "192.0.2.1")
+    monkeypatch.setattr("server.instance.hosts.own_address", lambda: "192.0.2.1")
     tls = ClusterTls(Authority(tmp_path / "authority").mount(tmp_path / "tls"))
     with pytest.raises(ConfigError, match=r"at 192\.0\.2\.1 .*: set VLLM_HOST_IP"):
         async with Tethers().listening(2, tls):

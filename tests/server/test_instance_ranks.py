@@ -11,8 +11,7 @@ import pytest
 
 from server.errors import ConfigError
 from server.instance.engine import Engine, StagingFailed
-from server.instance.ranks import RankFailed
-from server.instance.tether import Tethers
+from server.instance.hosts import RankFailed, Tethers
 from tests.weightsync.fleet import until
 from weightsync.records import VersionRecord
 

@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 
 from server.instance.inflight import Inflight
 from server.instance.provenance import Trace, current_trace, traced
-from server.instance.sizes import MOST_SEQUENCES, MOST_TEXT, bound_renderer, bound_scoring
+from server.instance.requests import MOST_SEQUENCES, MOST_TEXT, bound_renderer, bound_scoring
 
 
 class Renderer:

@@ -10,7 +10,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.inputs import PlaceholderRange
 
-from server.instance.vocabulary import check, known_ids
+from server.instance.requests import check, known_ids
 
 SIZE = 512
 

@@ -18,8 +18,8 @@ import pytest
 
 from server.cli.up import free_port
 from server.gateway.config import Limits
-from server.instance.admission import Admission
 from server.instance.config import InstanceConfig
+from server.instance.middleware import Admission
 from server.instance.sidecar import Sidecar
 from tests.server.gateway_harness import KEYS, MODEL, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Answer, Link, Received, read_answer, upstream

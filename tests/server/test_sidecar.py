@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from server.instance import sidecar
-from server.instance.admission import Admission
 from server.instance.config import InstanceConfig
-from server.instance.places import Places
+from server.instance.hosts import Places
+from server.instance.middleware import Admission
 from server.instance.sidecar import Sidecar, reference_schema
 from weightsync.records import ActiveRecord, VersionRecord
 

@@ -12,8 +12,8 @@ import orjson
 import pytest
 
 from server.gateway import UpstreamSettings
-from server.instance.admission import Admission
 from server.instance.config import InstanceConfig
+from server.instance.middleware import Admission
 from server.instance.rest import rest
 from server.instance.sidecar import Sidecar
 from server.sleeping import SleeperRecord, SleepOrder, ordered, orders, sleepers, stay_asleep

@@ -1,6 +1,6 @@
 """Where a published slot is on this worker's own host, for an instance whose workers are on several.
 
-The leader has waited until every host has a copy (`server/instance/places.py`) and says where each was. What counts is
+The leader has waited until every host has a copy (`server/instance/hosts.py`) and says where each was. What counts is
 the digest of the manifest: a copy that has moved meanwhile is found in the arena of this host all the same.
 """
 

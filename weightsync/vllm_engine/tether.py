@@ -1,7 +1,7 @@
 """The worker's end of a connection to its leader on another host, by which each notices the other's end.
 
 vLLM's own queues between hosts do not: a worker whose leader has died waits for its next command, and a leader for the
-answer of a dead worker, without end. The leader's end is `server/instance/tether.py`.
+answer of a dead worker, without end. The leader's end is `server/instance/hosts.py`.
 
     worker -> leader   one line of JSON: {"token", "rank", "host"}
     leader -> worker   "held\\n"; nothing else ever

@@ -85,7 +85,7 @@ class ResponseRelay:
         self.complete = False
         self.keep_alive = keep_alive  # the client's connection may carry another request
         self.reusable = False  # the upstream connection may carry another request
-        self.refused = b""  # why the instance has no answer (server/instance/admission.py), empty if it has one
+        self.refused = b""  # why the instance has no answer (server/instance/middleware.py), empty if it has one
         self.body_bytes = 0
         self.extra_head = b""  # header lines for the client
         self._going_on = False  # the head of an answer that another instance left unfinished was sent before

@@ -1,0 +1,242 @@
+"""One instance on several ranks and hosts: options, calls to every rank, where a version is, and who has ended.
+
+vLLM's `AsyncLLM.collective_rpc` and `call_utility_async` reach every engine core, and return what the first answers. A
+swap must hear all of them. `_call_utility_async` is vLLM's own, and private: it is used here only.
+
+The workers on other hosts each hold a connection to the leader, by which each end notices that the other has ended.
+What is said on it is written down beside the other end, `weightsync/vllm_engine/tether.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+from server.errors import ConfigError
+from server.instance.config import InstanceConfig, parse_vllm_args
+from weightsync.errors import WeightSyncError
+from weightsync.hosts import HOST_ENV, this_host
+from weightsync.peer.copies import wait_for_slots
+from weightsync.records import Keys, VersionRecord
+from weightsync.store import Store
+from weightsync.tls import ENVIRONMENT, ClusterTls, is_loopback
+from weightsync.vllm_engine.tether import HELD, Tether, watch_for_loss
+
+
+def check_nodes(args: Any, *, headless: bool) -> None:
+    """`args`: vLLM's. Raises ConfigError: options that do not make one instance of several hosts."""
+    if headless and (args.nnodes < 2 or args.node_rank == 0):
+        raise ConfigError(
+            "--headless is for the hosts beside the leader's: give --nnodes N, --node-rank R from 1 on, and "
+            "--master-addr with the leader's address (docs/multinode.md)."
+        )
+    if not headless and args.node_rank != 0:
+        raise ConfigError(f"--node-rank {args.node_rank}: the host of rank 0 leads; give --headless on all others.")
+    if args.nnodes > 1 and args.data_parallel_size > 1:
+        raise ConfigError("--data-parallel-size with --nnodes: run an instance for each of them instead.")
+    if args.nnodes > 1 and not this_host():
+        raise ConfigError(f"--nnodes {args.nnodes}: set {HOST_ENV} on each host, and run `hotswap peer` there.")
+
+
+def run_follower(config: InstanceConfig) -> NoReturn:
+    """vLLM's workers of this host until SIGTERM, or until they or the leader end, which is an exit with status 1.
+
+    Raises ConfigError, TlsUnavailable.
+    """
+    if config.cluster_tls is not None:  # where the workers, processes of their own, look for it
+        ClusterTls(config.cluster_tls)
+        os.environ[ENVIRONMENT] = str(config.cluster_tls)
+    from vllm.entrypoints.cli.serve import run_headless
+
+    args = parse_vllm_args(config, config.port)
+    check_nodes(args, headless=True)
+    args.api_server_count = 0
+    run_headless(args)
+    raise SystemExit("the workers of this host have ended, and with them their instance: start all of its hosts anew")
+
+
+Places = Mapping[str, VersionRecord]  # by host: the version with the paths of its slots there
+
+
+def check_hosts(hosts: Sequence[str], nodes: int) -> None:
+    """`hosts`: what each rank calls its host. `nodes`: how many vLLM was told of (1 with Ray). Raises ConfigError."""
+    names = set(hosts)
+    if (nodes > 1 and len(names) != nodes) or (len(names) > 1 and "" in names):
+        said = ", ".join(f"rank {rank}: {host or '(no name)'}" for rank, host in enumerate(hosts))
+        raise ConfigError(
+            f"the hosts of this instance cannot be told apart ({said}): set {HOST_ENV} on each host, to the name "
+            "that its `hotswap peer` has, before vLLM's workers start there (docs/multinode.md)."
+        )
+
+
+async def located(store: Store, keys: Keys, version: VersionRecord, hosts: Iterable[str], timeout_s: float) -> Places:
+    """`version` as each of `hosts` has it, once all do: their peers fetch it as for an instance of their own.
+
+    Raises CopyUnavailable, which names the host, when the first of them cannot have it; StoreUnavailable.
+    """
+    tasks = {h: asyncio.create_task(wait_for_slots(store, keys, version, h, timeout_s)) for h in sorted(set(hosts))}
+    try:
+        found = await asyncio.gather(*tasks.values())
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+    return dict(zip(tasks, found, strict=True))
+
+
+def placed(order: dict[str, Any], places: Places) -> dict[str, Any]:
+    """`order` (backend.UpdateInfo) with the paths on all hosts, for workers that look for their own."""
+    parts = {host: {part.name: part.slot for part in record.parts} for host, record in places.items()}
+    return {
+        **order,
+        "places": {host: record.slot for host, record in places.items()},
+        "parts": [
+            {**part, "places": {host: slots[part["name"]] for host, slots in parts.items()}} for part in order["parts"]
+        ],
+    }
+
+
+class RankFailed(WeightSyncError):
+    """An engine core raised in a call; what the others did stands."""
+
+    code = "engine_call_failed"
+
+
+class Ranks:
+    """The engine cores behind one `AsyncLLM`, in the order of their data-parallel ranks."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """What `method` of each engine core answers, when all have. Raises RankFailed, naming the ranks that raised."""
+        core = self._client.engine_core
+        calls = [core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        failed = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, BaseException)}
+        if failed:
+            said = "; ".join(f"{rank_name(rank, len(answers))}{error}" for rank, error in failed.items())
+            raise RankFailed(said) from next(iter(failed.values()))
+        return answers
+
+    async def workers(self, method: str, *args: Any) -> list[list[Any]]:
+        """What `method` of each worker answers, by data-parallel rank. Raises as `call`."""
+        return await self.call("collective_rpc", method, None, args, {})
+
+
+def check_ranks(vllm_config: Any) -> None:
+    """Raises ConfigError when the data-parallel ranks compute one batch together: they would flip in different ones."""
+    if vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe:
+        raise ConfigError(
+            "--data-parallel-size with a mixture of experts: the ranks use each other's experts in every batch, and "
+            "each flips between batches of its own. Run an instance for each rank instead."
+        )
+
+
+def rank_name(rank: int, ranks: int) -> str:
+    """How an error names a data-parallel rank; nothing where there is one."""
+    return f"data-parallel rank {rank}: " if ranks > 1 else ""
+
+
+def worker_name(of: tuple[int, int], answers: Sequence[Sequence[Any]], hosts: Sequence[str]) -> str:
+    """How an error names the worker `of` (data-parallel rank, rank in it); nothing that goes without saying."""
+    data_parallel, rank = of
+    index = sum(len(workers) for workers in answers[:data_parallel]) + rank
+    host = f"rank {rank} on host {hosts[index]}: " if len(set(hosts)) > 1 else ""
+    return rank_name(data_parallel, len(answers)) + host
+
+
+log = logging.getLogger("hotswap.instance")
+HELLO_S = 10.0  # for a worker to say who it is, from the connection on
+
+
+class Tethers:
+    """Who is connected. `lost` says who was and is not any more; it stays the first one."""
+
+    def __init__(self) -> None:
+        self.lost: str | None = None
+        self.held: set[str] = set()
+        self._token = secrets.token_hex(16)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def listening(self, nodes: int, tls: ClusterTls | None) -> AsyncIterator[dict[str, object]]:
+        """What to give to the workers, {} on one host; while the context is open they can connect.
+
+        The address is the one where vLLM's own queues are reached. Raises ConfigError.
+        """
+        if nodes == 1:
+            yield {}
+            return
+        address = own_address()
+        if tls is None and not is_loopback(address):
+            raise ConfigError(
+                f"workers on other hosts reach this one at {address}, beyond loopback: give --cluster-tls DIR on every "
+                "host of the instance (docs/multinode.md)."
+            )
+        server = await self._listen(address, tls)
+        try:
+            port = int(server.sockets[0].getsockname()[1])
+            yield asdict(Tether(this_host(), address, port, tls is not None, self._token))
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _listen(self, address: str, tls: ClusterTls | None) -> asyncio.Server:
+        """Raises ConfigError."""
+        context = tls.server_context() if tls is not None else None
+        try:
+            return await asyncio.start_server(self._accept, address, 0, ssl=context)
+        except OSError as error:
+            raise ConfigError(
+                f"workers on other hosts could not reach this one at {address} ({error.strerror or error}): set "
+                "VLLM_HOST_IP to an address of this host (docs/multinode.md)."
+            ) from error
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(self._hold(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                who = self._name(await reader.readline())
+            if who is None:
+                return
+            watch_for_loss(writer.get_extra_info("socket"))
+            self.held.add(who)
+            writer.write(HELD)
+            with contextlib.suppress(OSError):
+                await reader.read()
+            self.held.discard(who)
+            log.error("%s has ended, or cannot be reached", who)
+            self.lost = self.lost or who
+        except (TimeoutError, ValueError, OSError, RecursionError) as error:  # the last one: brackets without end
+            log.warning("a connection that is no worker's was closed: %s", error or type(error).__name__)
+        finally:
+            writer.close()
+
+    def _name(self, line: bytes) -> str | None:
+        """Who says `line`; None if it is nobody that was given the token. Raises ValueError."""
+        said = json.loads(line or b"{}")
+        if not isinstance(said, dict) or not hmac.compare_digest(str(said.get("token")).encode(), self._token.encode()):
+            return None
+        return f"rank {said.get('rank')} on host {said.get('host')}"
+
+
+def own_address() -> str:
+    """What vLLM tells the other hosts of this one: $VLLM_HOST_IP, or that of the way out."""
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())
