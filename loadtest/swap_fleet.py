@@ -30,8 +30,8 @@ from loadtest.machine import machine, memcpy_gbps
 from server.cli import interrupts
 from server.cli.admin import AdminClient
 from server.cli.config import UpConfig
-from server.cli.cores import BIND_ENV
 from server.cli.errors import RequestFailed
+from server.cli.processes import BIND_ENV
 from server.cli.up import Server
 
 FLEET_SHAPE: dict[str, Any] = {

@@ -19,7 +19,7 @@ from loadtest.chaos.supervised import Supervised
 from loadtest.checkpoints import make_constant_checkpoint
 from loadtest.hosts.etcd import Members
 from loadtest.hosts.namespaces import Hosts
-from server.cli.cores import share_of_cores
+from server.cli.processes import share_of_cores
 
 MODEL = "chaos"
 COUNT = 3

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.cli.cores import BIND_ENV, THREADS_ENV
 from server.cli.errors import ProcessFailed
-from server.cli.processes import Child
+from server.cli.processes import BIND_ENV, THREADS_ENV, Child
 from server.cli.up import free_port
 from weightsync.peer.copies import parsed
 from weightsync.records import ActiveRecord, CopyRecord, InstanceRecord, Keys

@@ -15,9 +15,8 @@ from pathlib import Path
 import httpx
 
 from loadtest.upgrade.clients import MODEL
-from server.cli.cores import share_of_cores
 from server.cli.errors import ProcessFailed
-from server.cli.processes import Child
+from server.cli.processes import Child, share_of_cores
 from server.cli.up import free_port
 from weightsync import ensure_arena, open_store
 

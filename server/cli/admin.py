@@ -1,17 +1,23 @@
-"""The admin port of a running gateway, as commands reach it: where it is, and the key to it."""
+"""The admin port of a running gateway, as commands reach it: where it is, the key to it, the authority that vouches
+for it, and the tables that show its answers.
+"""
 
 from __future__ import annotations
 
 import os
+import ssl
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import typer
+from rich import box
+from rich.table import Table
 
-from server.cli.admin_tls import admin_tls
 from server.cli.errors import RequestFailed
 from server.cli.paths import ServerInfo, default_state_dir
+from weightsync.errors import TlsUnavailable
+from weightsync.tls import ClusterTls
 
 TIMEOUT_S = 900.0  # a push reads a whole checkpoint
 KEY_ENV = "HOTSWAP_ADMIN_KEY"
@@ -58,3 +64,33 @@ def _key_in(file: Path | None) -> str:
         return file.read_text().strip()
     except OSError as error:
         raise RequestFailed(f"the admin key file {file} cannot be read ({error.strerror})") from error
+
+
+CA_ENV = "HOTSWAP_ADMIN_CA"
+
+
+def admin_tls(url: str) -> ssl.SSLContext | bool:
+    """The authority in the file $HOTSWAP_ADMIN_CA; else mutual TLS, where $HOTSWAP_CLUSTER_TLS is set; else the
+    system's authorities. Raises RequestFailed."""
+    if not url.startswith("https://"):
+        return True
+    try:
+        if authority := os.environ.get(CA_ENV):
+            return ssl.create_default_context(cafile=authority)
+        member = ClusterTls.of_environment()
+    except TlsUnavailable as error:
+        raise RequestFailed(str(error)) from error
+    except OSError as error:
+        raise RequestFailed(f"{CA_ENV}={os.environ[CA_ENV]} cannot be used ({error}): name a PEM file") from error
+    return member.client_context() if member is not None else True
+
+
+def table(*headers: str) -> Table:
+    """A table with these columns.
+
+    The first names what a row is about, and is whole in one line; any other cell that has no room goes on in the next.
+    """
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for index, header in enumerate(headers):
+        made.add_column(header, overflow="fold", no_wrap=index == 0)
+    return made

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from server.cli.admin import AdminClient, KeyFile, StateDir, Url
+from server.cli.admin import AdminClient, KeyFile, StateDir, Url, table
 from server.cli.errors import RequestFailed
-from server.cli.tables import table
 
 app = typer.Typer(no_args_is_help=True)
 POLL_S = 0.25

@@ -11,9 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, StateDir, Url
+from server.cli.admin import AdminClient, AsJson, KeyFile, StateDir, Url, table
 from server.cli.errors import CliError
-from server.cli.tables import table
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -28,10 +28,9 @@ from rich.console import Console
 
 from server.cli import interrupts, missing, resume
 from server.cli.config import UpConfig
-from server.cli.cores import share_of_cores
 from server.cli.errors import CliError, PortTaken, ProcessFailed
 from server.cli.paths import ServerInfo, default_state_dir, resolve_model
-from server.cli.processes import Child
+from server.cli.processes import Child, share_of_cores
 from server.cli.state import StateDir, require_own
 from server.files import write_new_file
 from server.gateway.observe.tracing import traces_url

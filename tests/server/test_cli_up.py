@@ -15,9 +15,9 @@ import pytest
 
 from server.cli import up
 from server.cli.config import UpConfig
-from server.cli.cores import share_of_cores
 from server.cli.errors import CliError
 from server.cli.paths import ServerInfo
+from server.cli.processes import share_of_cores
 from server.cli.up import Server, draft_dir, free_port
 from tests.weightsync.tensors import model as model_of
 from trainer.config import FaultsConfig
