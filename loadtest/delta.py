@@ -31,9 +31,9 @@ from loadtest.checkpoints import BENCH_SHAPE, TINY_SHAPE
 from loadtest.delta_trainer import random_weights, step
 from loadtest.links import Link, LinkUnavailable, shaped_link, wait_listening
 from loadtest.machine import machine, memcpy_gbps
-from weightsync.delta.encode import Base, DeltaHeader, DeltaReader, DeltaWriter, apply_delta
-from weightsync.manifest import Schema, TensorSpec, digest_of
-from weightsync.sources import copy_sums
+from weightsync.format.delta import Base, DeltaHeader, DeltaReader, DeltaWriter, apply_delta
+from weightsync.format.manifest import Schema, TensorSpec, digest_of
+from weightsync.publish.writer import copy_sums
 
 DIGEST = "0" * 32
 DENSITY_OF = "GRPO, lr 1e-6"

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import orjson
 
 from loadtest.checkpoints import BENCH_SHAPE, TINY_SHAPE
-from weightsync.delta.remote import RemotePublisher
+from weightsync.publish.remote import RemotePublisher
 from weightsync.tls import ClusterTls
 
 Words = npt.NDArray[np.uint16]

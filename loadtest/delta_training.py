@@ -28,11 +28,11 @@ from loadtest.demo.recipe import Recipe, prepare_environment
 from server.cli.config import UpConfig
 from server.cli.up import Server
 from weightsync import SlotReader
-from weightsync.delta.codec import Bytes
-from weightsync.delta.encode import Base, DeltaHeader, DeltaWriter
+from weightsync.control.records import Keys, VersionRecord
 from weightsync.errors import ManifestError, SlotBusy
-from weightsync.manifest import TensorSpec
-from weightsync.records import Keys, VersionRecord
+from weightsync.format.delta import Base, DeltaHeader, DeltaWriter
+from weightsync.format.delta_codec import Bytes
+from weightsync.format.manifest import TensorSpec
 from weightsync.store import SyncStore
 
 MODEL = "delta"

@@ -31,7 +31,7 @@ from loadtest.checkpoints import BENCH_SHAPE, TINY_SHAPE, make_checkpoint
 from loadtest.machine import machine, memcpy_gbps
 from loadtest.vllm_worker import Worker, worker
 from weightsync import Publisher
-from weightsync.records import VersionRecord
+from weightsync.control.records import VersionRecord
 from weightsync.store import SyncStore
 
 MODEL = "staging"

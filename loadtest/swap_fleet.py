@@ -219,7 +219,7 @@ def _add(total: dict[str, float], since: dict[str, float]) -> None:
 
 
 def _nbytes(model: Path) -> int:
-    from weightsync.checkpoint import Checkpoint
+    from weightsync.publish.checkpoint import Checkpoint
 
     return sum(spec.nbytes for spec in Checkpoint(model).schema.tensors.values())
 

@@ -181,7 +181,7 @@ def _ms(values: list[float]) -> list[float]:
 
 
 def _parameters(path: Path) -> int:
-    from weightsync.checkpoint import Checkpoint
+    from weightsync.publish.checkpoint import Checkpoint
 
     return sum(int(np.prod(s.shape)) for s in Checkpoint(path).schema.tensors.values())
 

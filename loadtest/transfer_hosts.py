@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 import numpy as np
 
+from weightsync.control.records import CopyRecord, Keys
 from weightsync.peer.copies import parsed
-from weightsync.publisher import Publisher
-from weightsync.records import CopyRecord, Keys
+from weightsync.publish.publisher import Publisher
 from weightsync.store import SyncStore
 
 MODEL = "transfer"

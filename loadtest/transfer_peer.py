@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import xxhash
 
-from weightsync.arena import prefault
+from weightsync.memory.arena import prefault
 from weightsync.tls import ClusterTls
 from weightsync.transport import Piece, Transport, open_transport
 

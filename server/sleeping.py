@@ -14,9 +14,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Literal
 
+from weightsync.control.lease import LeaseKeeper
+from weightsync.control.records import Keys, Record
 from weightsync.errors import RecordError, StoreError
-from weightsync.lease import LeaseKeeper
-from weightsync.records import Keys, Record
 from weightsync.store.protocol import Store
 
 log = logging.getLogger("hotswap.sleep")

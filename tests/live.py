@@ -13,7 +13,7 @@ import psutil
 
 from server.cli.config import UpConfig
 from server.cli.up import Server, free_port
-from weightsync.records import InstanceRecord, Keys
+from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import SyncStore
 
 VLLM_ARGS = ("--max-model-len", "1024", "--max-num-seqs", "32", "--grammar-seconds", "3")

@@ -30,7 +30,7 @@ from trainer.config.strict import convert
 from trainer.rewards import RewardRequest, build_scorer
 from weightsync import Collector, Publisher, SlotReader
 from weightsync.errors import TransferFailed
-from weightsync.publisher import as_schema
+from weightsync.publish.publisher import as_schema
 from weightsync.store import SyncStore
 from weightsync.transport import Piece
 
@@ -82,7 +82,7 @@ HOLDER = """
 import json, sys
 import numpy as np
 from weightsync import Share
-from weightsync.publisher import as_schema
+from weightsync.publish.publisher import as_schema
 from weightsync.store import SyncStore
 names = {{}}
 exec(open({code!r}).read(), names)

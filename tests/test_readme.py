@@ -14,7 +14,7 @@ import typer
 
 from server.cli.app import app
 from weightsync import Coordinator, SlotReader, ensure_arena, open_store
-from weightsync.publisher import Publisher
+from weightsync.publish.publisher import Publisher
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config import FaultsConfig, ParallelConfig
-from weightsync.loopback import keep_to_loopback
+from weightsync.control.hosts import keep_to_loopback
 
 if TYPE_CHECKING:  # torch is slow to import, and most processes that import this need none of it
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -28,9 +28,9 @@ from trainer.config import PublishConfig
 from trainer.errors import ConfigError, PublishError
 from trainer.megatron.engine import Engine
 from trainer.megatron.parallel import broadcast_json, gather_json, lead
+from weightsync.control.hosts import this_host
 from weightsync.errors import StalePublisher, WeightSyncError
-from weightsync.hosts import this_host
-from weightsync.manifest import Schema
+from weightsync.format.manifest import Schema
 from weightsync.tls import ClusterTls
 from weightsync.transport import Transport, open_transport
 

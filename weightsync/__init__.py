@@ -14,51 +14,50 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weightsync.arena import Arena
-    from weightsync.delta.remote import RemotePublisher
-    from weightsync.draft import Draft
+    from weightsync.control.agent import CommitResult, Participant, StageResult
+    from weightsync.control.coordinator import Coordinator, SwapReport
+    from weightsync.control.state import Probe, ProbeResult
     from weightsync.errors import WeightSyncError
-    from weightsync.ledger import ensure_arena
-    from weightsync.manifest import Layout, Manifest, Schema, TensorEntry, TensorSpec, diff_schema
-    from weightsync.parts import Adapter
-    from weightsync.publisher import Publisher, as_schema
-    from weightsync.receiver import SlotReader
-    from weightsync.shares import Collector, Share
+    from weightsync.format.manifest import Layout, Manifest, Schema, TensorEntry, TensorSpec, diff_schema
+    from weightsync.memory.arena import Arena
+    from weightsync.memory.ledger import ensure_arena
+    from weightsync.memory.parts import Adapter
+    from weightsync.memory.receiver import SlotReader
+    from weightsync.publish.publisher import Draft, Publisher, as_schema
+    from weightsync.publish.remote import RemotePublisher
+    from weightsync.publish.shares import Collector, Share
+    from weightsync.publish.writer import SlotWriter, join
     from weightsync.store import Store, SyncStore, open_store
-    from weightsync.swap.agent import CommitResult, Participant, StageResult
-    from weightsync.swap.coordinator import Coordinator, SwapReport
-    from weightsync.swap.probe import Probe, ProbeResult
-    from weightsync.writer import SlotWriter, join
 
 _HOME = {
-    "Adapter": "parts",
-    "Arena": "arena",
-    "Collector": "shares",
-    "CommitResult": "swap.agent",
-    "Coordinator": "swap.coordinator",
-    "Draft": "draft",
-    "Layout": "manifest",
-    "Manifest": "manifest",
-    "Participant": "swap.agent",
-    "Probe": "swap.probe",
-    "ProbeResult": "swap.probe",
-    "Publisher": "publisher",
-    "RemotePublisher": "delta.remote",
-    "Schema": "manifest",
-    "Share": "shares",
-    "SlotReader": "receiver",
-    "SlotWriter": "writer",
-    "StageResult": "swap.agent",
+    "Adapter": "memory.parts",
+    "Arena": "memory.arena",
+    "Collector": "publish.shares",
+    "CommitResult": "control.agent",
+    "Coordinator": "control.coordinator",
+    "Draft": "publish.publisher",
+    "Layout": "format.manifest",
+    "Manifest": "format.manifest",
+    "Participant": "control.agent",
+    "Probe": "control.state",
+    "ProbeResult": "control.state",
+    "Publisher": "publish.publisher",
+    "RemotePublisher": "publish.remote",
+    "Schema": "format.manifest",
+    "Share": "publish.shares",
+    "SlotReader": "memory.receiver",
+    "SlotWriter": "publish.writer",
+    "StageResult": "control.agent",
     "Store": "store",
-    "SwapReport": "swap.coordinator",
+    "SwapReport": "control.coordinator",
     "SyncStore": "store",
-    "TensorEntry": "manifest",
-    "TensorSpec": "manifest",
+    "TensorEntry": "format.manifest",
+    "TensorSpec": "format.manifest",
     "WeightSyncError": "errors",
-    "as_schema": "publisher",
-    "diff_schema": "manifest",
-    "ensure_arena": "ledger",
-    "join": "writer",
+    "as_schema": "publish.publisher",
+    "diff_schema": "format.manifest",
+    "ensure_arena": "memory.ledger",
+    "join": "publish.writer",
     "open_store": "store",
 }
 

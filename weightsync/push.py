@@ -23,19 +23,89 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
 
-from weightsync.checkpoint import Checkpoint
-from weightsync.digests import checksum_kernels
-from weightsync.draft import commit_all
-from weightsync.errors import CheckpointError, DeltaError, WeightSyncError
-from weightsync.files import read_inside
-from weightsync.parts import BASE, LORA, Adapter, check_name
-from weightsync.publisher import STORE_ENV, Publisher
-from weightsync.records import VersionRecord
+from weightsync.control.records import VersionRecord
+from weightsync.errors import CheckpointError, DeltaBaseMismatch, DeltaError, ManifestError, SlotBusy, WeightSyncError
+from weightsync.format import fingerprint
+from weightsync.format.delta import DeltaHeader, DeltaReader, apply_delta
+from weightsync.memory.parts import BASE, LORA, Adapter, base_of, check_name
+from weightsync.memory.receiver import SlotReader
+from weightsync.peer.copies import local_slot
+from weightsync.publish.checkpoint import Checkpoint, read_inside
+from weightsync.publish.publisher import STORE_ENV, Publisher, commit_all
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A version made of a delta. `received` counts the bytes of the delta, 0 when the version was here already."""
+
+    record: VersionRecord
+    received: int
+    duplicate: bool = False
+
+
+def publish_delta(stream: BinaryIO, publisher: Publisher, *, upload_id: str) -> Applied:
+    """Make the version that `stream` holds ready, under the next number; the same `upload_id` again gives the same one.
+
+    The publisher holds its lineage, so of two processes that were given one upload only the later can commit, and it
+    looks here first. Raises DeltaError, DeltaBaseMismatch, DigestMismatch, and what `Publisher.begin` raises.
+    """
+    reader = DeltaReader(stream)
+    header = reader.header
+    if header.model != publisher.model:
+        raise DeltaError(f"it is for model {header.model!r}, this server has {publisher.model!r}")
+    if (made := _made_before(publisher, upload_id)) is not None:
+        return Applied(made, 0, duplicate=True)
+    base = header.base.version if header.base is not None else None
+    source = f"{_mark(upload_id)}{header.source}"
+    with (
+        _base_slot(publisher, header) as slot,
+        publisher.begin(header.schema, step=header.step, base=base, metadata=header.metadata, source=source) as draft,
+    ):
+        apply_delta(reader, slot, draft)
+        version = draft.commit()
+    record = next(v for v in publisher.versions() if v.version == version)
+    return Applied(record, reader.nbytes)
+
+
+@contextlib.contextmanager
+def _base_slot(publisher: Publisher, header: DeltaHeader) -> Iterator[SlotReader | None]:
+    """The slot of the base, held against reuse for as long as it is read. Raises DeltaBaseMismatch."""
+    wanted = header.base
+    if wanted is None:
+        yield None
+        return
+    ready = [v for v in publisher.versions() if v.state == "ready"]
+    same = [
+        b for v in ready if (b := base_of(v)) and b.manifest_digest == wanted.manifest_digest
+    ]  # whichever version carries it on
+    if not same:
+        found = next((v.manifest_digest for v in ready if v.version == wanted.version), None)
+        raise DeltaBaseMismatch(wanted.version, wanted.manifest_digest, found)
+    path = local_slot(same[0], publisher.host, publisher.copies())
+    if path is None:  # on other hosts only
+        raise DeltaBaseMismatch(wanted.version, wanted.manifest_digest, None)
+    try:
+        slot = SlotReader.open(path, manifest_digest=wanted.manifest_digest, populate=False)
+    except (ManifestError, SlotBusy) as error:  # retired and reused since it was looked up
+        raise DeltaBaseMismatch(wanted.version, wanted.manifest_digest, None) from error
+    with slot:
+        yield slot
+
+
+def _made_before(publisher: Publisher, upload_id: str) -> VersionRecord | None:
+    made = [v for v in publisher.versions() if v.state != "publishing" and v.source.startswith(_mark(upload_id))]
+    return made[0] if made else None
+
+
+def _mark(upload_id: str) -> str:
+    return f"upload {upload_id} "
+
 
 MAX_CONFIG = 1 << 20
 WAIT = "--wait"
@@ -137,8 +207,6 @@ def push_delta(
 
     Raises DeltaError, DeltaBaseMismatch, DigestMismatch, and whatever `Publisher.begin` raises.
     """
-    from weightsync.delta.publish import publish_delta
-
     done = {} if done is None else done
     with Publisher(store, model=model, lineage=lineage) as publisher:
         started = time.perf_counter()
@@ -154,9 +222,7 @@ def push_delta(
 
 def _told_to_go() -> bool:
     """Get everything ready, then wait for the line that says that the file is whole; False if it never comes."""
-    import weightsync.delta.publish  # noqa: F401
-
-    checksum_kernels.warm()
+    fingerprint.warm()
     return sys.stdin.readline() == "go\n"
 
 

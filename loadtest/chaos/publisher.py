@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from loadtest.chaos.answers import CHECKPOINTS, REFUSED, Bad, badness
 from weightsync import Publisher
+from weightsync.control.records import OnLost, SwapMode
 from weightsync.errors import SwapAborted, SwapTimeout, WeightSyncError
-from weightsync.records import OnLost, SwapMode
 
 PAUSE_S = (1.0, 4.0)
 AGAIN_S = 1.0

@@ -19,7 +19,7 @@ from rich.table import Table
 from loadtest.chaos.answers import REFUSED
 from loadtest.chaos.run import Broken
 from loadtest.chaos.verdict import VIOLATIONS, Verdict
-from weightsync.records import PastSwapRecord
+from weightsync.control.records import PastSwapRecord
 from weightsync.tls import ClusterTls
 
 STUCK_S = 30.0  # after a swap should have ended: time for a new leader, and for stores to be back

@@ -6,10 +6,10 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
+from weightsync.control.state import confirm_within_s, in_flight
 from weightsync.errors import RecordError, StoreError
-from weightsync.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
 from weightsync.store import SyncStore
-from weightsync.swap.state import confirm_within_s, in_flight
 
 EVERY_S, HISTORY_EVERY_S = 0.4, 1.0
 SERVES = frozenset({"SERVING", "STAGING", "STAGED", "COMMITTING"})

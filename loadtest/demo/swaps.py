@@ -6,7 +6,7 @@ import contextlib
 
 from loadtest.demo.scene import Swap, SwapStats
 from weightsync import open_store
-from weightsync.records import InstanceRecord, Keys, SwapRecord
+from weightsync.control.records import InstanceRecord, Keys, SwapRecord
 from weightsync.store import KeyValue
 
 

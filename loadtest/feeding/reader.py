@@ -13,13 +13,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from loadtest.transfer_peer import READ_TIMEOUT_S, memory
-from weightsync.hosts import this_host
+from weightsync.control.hosts import this_host
+from weightsync.control.records import CopyRecord, Keys
 from weightsync.peer.chunks import Shape
 from weightsync.peer.control import PeerClient
 from weightsync.peer.copies import parsed
 from weightsync.peer.messages import Key, Opened
-from weightsync.publisher import STORE_ENV
-from weightsync.records import CopyRecord, Keys
+from weightsync.publish.publisher import STORE_ENV
 from weightsync.store import open_store
 from weightsync.transport import Piece, Region, Transport, open_transport
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from server.cli.errors import ProcessFailed
 from server.cli.processes import BIND_ENV, THREADS_ENV, Child
 from server.cli.up import free_port
+from weightsync.control.records import ActiveRecord, CopyRecord, InstanceRecord, Keys
 from weightsync.peer.copies import parsed
-from weightsync.records import ActiveRecord, CopyRecord, InstanceRecord, Keys
 from weightsync.store import SyncStore
 
 MODEL, SOURCE = "feeding", "source"

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from weightsync import CommitResult, Coordinator, Participant, Publisher, StageResult, Store, open_store
-from weightsync.ledger import ensure_arena
-from weightsync.records import ActiveRecord, CopyRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
-from weightsync.swap.state import Step, depends_on
+from weightsync.control.records import ActiveRecord, CopyRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
+from weightsync.control.state import Step, depends_on
+from weightsync.memory.ledger import ensure_arena
 
 MODEL = "bench"
 SIZES = (4, 12)

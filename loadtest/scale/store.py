@@ -17,12 +17,12 @@ import psutil
 
 from loadtest.hosts.etcd import MISSING, binary
 from loadtest.store_latency import own_etcd
-from weightsync.board import Board
+from weightsync.control import agent_state
+from weightsync.control.board import Board
+from weightsync.control.records import InstanceRecord, Keys, SwapRecord
 from weightsync.errors import StoreError
-from weightsync.records import InstanceRecord, Keys, SwapRecord
 from weightsync.store import Store, open_store
 from weightsync.store.protocol import Event, KeyValue
-from weightsync.swap import agent_state
 
 WRITES, WRITERS, WATCHERS = 2000, 32, 32
 VALUE = b"x" * 400  # an instance record

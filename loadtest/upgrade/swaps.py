@@ -12,8 +12,8 @@ from typing import Any
 from loadtest.gaps import Window
 from loadtest.upgrade.clients import MODEL
 from weightsync import Publisher
+from weightsync.control.records import SwapMode
 from weightsync.errors import WeightSyncError
-from weightsync.records import SwapMode
 
 FIRST, CHECKPOINTS = 100, 4
 TIMEOUT_S = 90.0

@@ -24,17 +24,8 @@ from server.cli.errors import CliError, OtherCheckpoint, StateLost
 from server.cli.state import own, owner, require_own
 from server.gateway.access.records import DOOR, KEYS_PREFIX, DoorRecord
 from weightsync import open_store
-from weightsync.arena import Arena, SlotLock
-from weightsync.checkpoint import Checkpoint
-from weightsync.errors import CheckpointError, Conflict, RecordError, StoreError, VersionLost
-from weightsync.hosts import arena_key, this_host
-from weightsync.ledger import ensure_arena
-from weightsync.parts import DRAFT, LORA
-from weightsync.peer.copies import all_parts, local_slot, own_copies
-from weightsync.persist import Restored, restore
-from weightsync.persist.disk import Disk
-from weightsync.persist.pieces import slot_is_whole
-from weightsync.records import (
+from weightsync.control.hosts import arena_key, this_host
+from weightsync.control.records import (
     ActiveRecord,
     ArenaRecord,
     CounterRecord,
@@ -44,6 +35,14 @@ from weightsync.records import (
     Record,
     VersionRecord,
 )
+from weightsync.errors import CheckpointError, Conflict, RecordError, StoreError, VersionLost
+from weightsync.memory.arena import Arena, SlotLock
+from weightsync.memory.ledger import ensure_arena
+from weightsync.memory.parts import DRAFT, LORA
+from weightsync.peer.copies import all_parts, local_slot, own_copies
+from weightsync.persist import Restored, restore
+from weightsync.persist.disk import Disk, slot_is_whole
+from weightsync.publish.checkpoint import Checkpoint
 from weightsync.store import MISSING, Store
 from weightsync.store.sqlite import SqliteStore
 

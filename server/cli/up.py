@@ -34,9 +34,9 @@ from server.cli.processes import Child, share_of_cores
 from server.cli.state import StateDir, require_own
 from server.files import write_new_file
 from server.gateway.observe.tracing import traces_url
-from weightsync.arena import DEFAULT_ROOT
+from weightsync.control.hosts import this_host
 from weightsync.errors import ArenaError, PersistError, StoreError
-from weightsync.hosts import this_host
+from weightsync.memory.arena import DEFAULT_ROOT
 
 READY_TIMEOUT_S = 600.0
 RESTART_PAUSE_S = 2.0

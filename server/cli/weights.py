@@ -19,8 +19,7 @@ from server.cli.paths import ServerInfo, default_state_dir
 from weightsync.errors import WeightSyncError
 
 if TYPE_CHECKING:
-    from weightsync.digests.diff import VersionDiff
-    from weightsync.digests.verify import VerifyReport
+    from weightsync.format.versions import VerifyReport, VersionDiff
 
 
 class SwapMode(StrEnum):
@@ -134,7 +133,7 @@ def verify(
     name: Name = None,
 ) -> None:
     """Read every byte of a version on this host again, and compare what each instance runs. Status 1 on a mismatch."""
-    from weightsync.digests.verify import verify as verify_version
+    from weightsync.format.versions import verify as verify_version
 
     where = _records(state_dir, store, name)
     try:
@@ -156,7 +155,7 @@ def diff(
     name: Name = None,
 ) -> None:
     """Show which tensors two versions on this host differ in, and by how much."""
-    from weightsync.digests.diff import diff as diff_versions
+    from weightsync.format.versions import diff as diff_versions
 
     where = _records(state_dir, store, name)
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from server.doctor.world import World, size
-from weightsync.checkpoint import Checkpoint
-from weightsync.manifest import Layout
+from weightsync.format.manifest import Layout
+from weightsync.publish.checkpoint import Checkpoint
 
 LAYOUTS_OF_ONE = 3  # live, previous and staged
 LAYOUTS_OF_MORE = 5  # instances that are not at the same version for a moment hold more

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from server.doctor.world import World
 from weightsync import open_store
-from weightsync.arena import default_directory
+from weightsync.control.hosts import HOST_ENV, arena_key
+from weightsync.control.records import ArenaRecord
 from weightsync.errors import StoreError
-from weightsync.hosts import HOST_ENV, arena_key
-from weightsync.records import ArenaRecord
+from weightsync.memory.arena import default_directory
 
 UNTOLD = "hotswap"  # no store is named: only where it would be matters
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 from server.options import ClusterTlsDirectory, Option
-from weightsync.arena import DEFAULT_ROOT
+from weightsync.memory.arena import DEFAULT_ROOT
 
 RUN_TIMEOUT_S = 20.0
 

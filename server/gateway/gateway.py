@@ -28,9 +28,9 @@ from server.gateway.observe.tracing import open_watchers
 from server.gateway.openapi.document import PublicDocument
 from server.gateway.queue.gate import Gate
 from server.gateway.wire.pool import Outbox
+from weightsync.control.coordinator import Coordinator
 from weightsync.errors import StoreError
 from weightsync.store import Store, open_store
-from weightsync.swap.coordinator import Coordinator
 from weightsync.tls import ClusterTls
 
 log = logging.getLogger("hotswap.gateway")

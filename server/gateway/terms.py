@@ -22,7 +22,7 @@ from server.gateway.access.keys import MAX_PRIORITY, MIN_PRIORITY, Principal
 from server.gateway.config import Failover
 from server.gateway.fleet.routing import Need
 from server.gateway.wire.head import WISH
-from weightsync.swap.state import CONFIRM_S
+from weightsync.control.state import CONFIRM_S
 
 MAX_FINISH_S = CONFIRM_S - 5.0  # a flip that waited longer would be too late for its swap
 MAX_WAIT_S = 600

@@ -28,9 +28,9 @@ from server.instance.inflight import Inflight
 from server.instance.middleware import answer_faults
 from server.instance.provenance import pooled, traced
 from server.instance.requests import bound_renderer, bound_scoring, known_ids
+from weightsync.control.records import VersionRecord
 from weightsync.errors import WeightSyncError
-from weightsync.parts import LORA, LORA_URL, combined
-from weightsync.records import VersionRecord
+from weightsync.memory.parts import LORA, LORA_URL, combined
 
 T = TypeVar("T")
 WATCH_S = 0.1

@@ -22,10 +22,10 @@ from typing import Any, NoReturn
 
 from server.errors import ConfigError
 from server.instance.config import InstanceConfig, parse_vllm_args
+from weightsync.control.hosts import HOST_ENV, this_host
+from weightsync.control.records import Keys, VersionRecord
 from weightsync.errors import WeightSyncError
-from weightsync.hosts import HOST_ENV, this_host
 from weightsync.peer.copies import wait_for_slots
-from weightsync.records import Keys, VersionRecord
 from weightsync.store import Store
 from weightsync.tls import ENVIRONMENT, ClusterTls, is_loopback
 from weightsync.vllm_engine.tether import HELD, Tether, watch_for_loss

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from weightsync.swap.state import CONFIRM_S
+from weightsync.control.state import CONFIRM_S
 
 FINISH_S = 30.0
 # A swap is over for those who have not flipped by CONFIRM_S, and they get no requests until they have: whatever a

@@ -13,7 +13,7 @@ import uvicorn
 from server.instance.hosts import check_nodes, run_follower
 from server.instance.middleware import Admission
 from server.leaving import LeavingServer
-from weightsync.loopback import keep_to_loopback
+from weightsync.control.hosts import keep_to_loopback
 from weightsync.tls import ClusterTls
 
 from .config import InstanceConfig, parse_vllm_args

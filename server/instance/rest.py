@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from server.sleeping import SleeperRecord, SleepOrder, orders, stay_asleep
+from weightsync.control.records import Keys
 from weightsync.errors import RecordError, StoreError
-from weightsync.records import Keys
 from weightsync.store import Store, open_store
 
 from .config import InstanceConfig

@@ -18,13 +18,13 @@ from prometheus_client import Counter, Gauge
 from server.instance.hosts import located
 from server.instance.middleware import Admission
 from server.sleeping import SleepOrder, ordered, stay_asleep
-from weightsync.checkpoint import Checkpoint
+from weightsync.control.agent import CommitResult, Participant, StageResult
+from weightsync.control.agent_state import same
+from weightsync.control.hosts import this_host
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.errors import CheckpointError, StoreError, StoreUnavailable
-from weightsync.hosts import this_host
-from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
+from weightsync.publish.checkpoint import Checkpoint
 from weightsync.store import Store, open_store
-from weightsync.swap.agent import CommitResult, Participant, StageResult
-from weightsync.swap.agent_state import same
 
 from .config import InstanceConfig
 from .engine import Engine

@@ -24,7 +24,7 @@ from tests.chaos.clients import Clients, Seen
 from tests.etcd import Etcd
 from tests.live import LiveServer, eventually
 from weightsync import SyncStore
-from weightsync.records import Keys, SwapRecord
+from weightsync.control.records import Keys, SwapRecord
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 # What a client may see whose answer was under way on the instance that died; all of them can be asked again.

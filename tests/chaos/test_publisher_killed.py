@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from weightsync import Publisher, SlotReader, SyncStore
-from weightsync.arena import SlotLock
-from weightsync.records import Keys, TargetRecord, VersionRecord
+from weightsync.control.records import Keys, TargetRecord, VersionRecord
+from weightsync.memory.arena import SlotLock
 
 MODEL = "demo"
 LEASE_S = 0.8

@@ -21,7 +21,7 @@ from server.cli.admin import AdminClient
 from server.cli.paths import ServerInfo
 from server.cli.up import arena_name
 from tests.live import VLLM_ARGS, eventually
-from weightsync.arena import DEFAULT_ROOT
+from weightsync.memory.arena import DEFAULT_ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.broad, pytest.mark.timeout(900)]  # five starts
 ASK = {"prompt_token_ids": [3, 4, 5, 6], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": False}

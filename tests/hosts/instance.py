@@ -11,8 +11,8 @@ import sys
 
 from tests.weightsync.fleet import MODEL, Engine
 from weightsync import Participant, open_store
+from weightsync.control.records import InstanceRecord
 from weightsync.errors import StoreError
-from weightsync.records import InstanceRecord
 from weightsync.store import Store
 
 

@@ -19,9 +19,9 @@ from loadtest.hosts.namespaces import Hosts
 from tests.cluster_tls import Authority
 from tests.weightsync.fleet import KEYS, MODEL, Fleet, running_fleet
 from weightsync import SlotReader
+from weightsync.control.hosts import local_path
+from weightsync.control.records import CopyRecord, VersionRecord
 from weightsync.errors import StoreUnavailable
-from weightsync.hosts import local_path
-from weightsync.records import CopyRecord, VersionRecord
 
 WAIT_S = 60.0
 MEBIBYTES = 24

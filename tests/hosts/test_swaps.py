@@ -13,8 +13,8 @@ from loadtest.hosts.programs import Program
 from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet, running_fleet, until
 from tests.weightsync.tensors import model
 from weightsync import Coordinator, Publisher
+from weightsync.control.records import ActiveRecord, LeaderRecord
 from weightsync.errors import StoreError, StoreUnavailable
-from weightsync.records import ActiveRecord, LeaderRecord
 
 CANDIDATE, INSTANCE = "tests.weightsync.coordinator_process", "tests.hosts.instance"
 TTL_S = 2.0  # etcd's shortest

@@ -16,7 +16,7 @@ import pytest
 from tests.k8s.helm import CHART, arguments, release
 from tests.weightsync.tensors import model, save_safetensors
 from weightsync import Coordinator, open_store
-from weightsync.records import ActiveRecord, Keys
+from weightsync.control.records import ActiveRecord, Keys
 from weightsync.store import SyncStore
 
 FILES = CHART / "files"

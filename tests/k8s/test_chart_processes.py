@@ -25,7 +25,7 @@ from server.instance import main as instance_main
 from server.instance.config import InstanceConfig
 from server.instance.sidecar import TELL_S
 from tests.k8s.helm import SETS, Object, Pod, arguments, environment, release
-from weightsync.hosts import check_host
+from weightsync.control.hosts import check_host
 from weightsync.peer import __main__ as peer_main
 from weightsync.store import etcd_roles
 from weightsync.store.etcd_url import EtcdUrl

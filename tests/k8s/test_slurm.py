@@ -18,7 +18,7 @@ import trainer.main
 import weightsync.peer.__main__
 from tests.k8s.helm import ROOT
 from trainer.config import FaultsConfig
-from weightsync.hosts import check_host
+from weightsync.control.hosts import check_host
 
 SCRIPT = ROOT / "k8s" / "slurm" / "trainer.sbatch"
 STAND_INS = {

@@ -19,9 +19,9 @@ from loadtest.chaos.report import Wrongs, let_in, pushes, swaps, violations
 from loadtest.chaos.schedule import schedule
 from loadtest.chaos.verdict import AFTER_S, Verdict, Window, judge, verdict
 from loadtest.chaos.watch import Snapshot, Watch, must_end
-from weightsync.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
+from weightsync.control.state import CONFIRM_S
 from weightsync.store import SyncStore
-from weightsync.swap.state import CONFIRM_S
 
 SPANS = [{"version": 4, "start": 0, "end": 2}, {"version": 5, "start": 2, "end": 3}]
 KEEP = Wish()

@@ -13,7 +13,7 @@ from loadtest.delta import codec, through
 from loadtest.delta_trainer import random_weights, step
 from loadtest.delta_training import Phase, Taken, _figures
 from loadtest.links import LinkUnavailable, shaped_link
-from weightsync.manifest import TensorSpec, digest_of
+from weightsync.format.manifest import TensorSpec, digest_of
 
 
 def test_a_step_changes_the_share_it_is_told() -> None:

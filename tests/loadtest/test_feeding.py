@@ -21,8 +21,8 @@ from loadtest.feeding.joiner import LOADED, forget, split
 from loadtest.feeding.loss import GENERATED, figures_of
 from loadtest.feeding.reader import Reader
 from server.cli.errors import CliError
+from weightsync.control.records import CopyRecord
 from weightsync.peer.messages import Key, Opened
-from weightsync.records import CopyRecord
 from weightsync.transport import Transport, open_transport
 
 LOG = "2026-01-01 INFO hotswap.peer: 0123 (base) is here after 1.25 s\n"

@@ -209,7 +209,7 @@ MUTATIONS: list[Mutation] = [
         ("(prompt.get(\"encoder_prompt\"), prompt.get(\"decoder_prompt\"))", "(prompt.get(\"decoder_prompt\"),)"),
         ("place.offset + place.length)}", "place.offset + place.length + 1)}"),
     ]),
-    *of("weightsync/swap/state.py", WS + "test_swap_state.py", changes=[
+    *of("weightsync/control/state.py", WS + "test_swap_state.py", changes=[
         ("if waiting and view.now >= swap.deadline:", "if waiting and view.now > swap.deadline:"),
         ("        and instance.active_epoch == 0\n", ""),
         ("    if view.target_state != \"ready\":\n        return abort(", "    if view.target_state is None:\n        return abort("),
@@ -220,18 +220,18 @@ MUTATIONS: list[Mutation] = [
         ("        found.append(keys.target)\n", "        pass\n"),
         ("instance.state == \"STAGED\" and instance.staged_version == swap.target", "instance.state == \"STAGED\""),
     ]),
-    *of("weightsync/swap/agent_state.py", WS + "test_agent_state.py", changes=[
+    *of("weightsync/control/agent_state.py", WS + "test_agent_state.py", changes=[
         ("    if record.state in OUT_FOR_GOOD:\n        return Rest()\n", ""),
         ("return not isinstance(action, Rest) and", "return"),
         ("if view.drained != swap.id:\n            return Drain(swap)\n    return Flip(active)", "return Flip(active)"),
         ("return not fingerprint or not expected or", "return not fingerprint or"),
         ("if isinstance(action, Flip) and record.staged_version != action.active.version:", "if isinstance(action, Flip):"),
     ]),
-    *of("weightsync/swap/agent.py", WS + "test_agent.py", changes=[
+    *of("weightsync/control/agent.py", WS + "test_agent.py", changes=[
         ("            staging.task.cancel()\n        if staging.unwanted", "        if staging.unwanted"),
         ("return self._staging.task.done() and not self._staging.unwanted", "return self._staging.task.done()"),
     ]),
-    *of("weightsync/swap/activation.py", WS + "test_activation.py", changes=[
+    *of("weightsync/control/activation.py", WS + "test_activation.py", changes=[
         ("{**(fence or {}), key: found.mod_revision}", "{key: found.mod_revision}"),
         ("{**(fence or {}), key: found.mod_revision}", "{**(fence or {})}"),
     ]),
@@ -243,31 +243,31 @@ MUTATIONS: list[Mutation] = [
         ("        if row is None:\n            return False\n        self._record(\"delete\"", "        self._record(\"delete\""),
         ("(start < oldest and oldest > 1)", "(start <= oldest and oldest > 1)"),
     ]),
-    *of("weightsync/retention.py", WS + "test_coordinator.py", WS + "test_parts.py", changes=[
+    *of("weightsync/control/activation.py", WS + "test_coordinator.py", WS + "test_parts.py", changes=[
         ("needed |= {active.version, active.previous}", "needed |= {active.version}"),
         ("return [v for v in candidates[spare:]", "return [v for v in candidates[spare + 1:]"),
     ]),
-    *of("weightsync/digests/fingerprint.py", WS + "test_fingerprint.py", changes=[
+    *of("weightsync/format/fingerprint.py", WS + "test_fingerprint.py", changes=[
         ("if (other := boxes.setdefault(part.box, part)).sum != part.sum:", "if False and (other := boxes.setdefault(part.box, part)):"),
         ("or _overlap(unique)", ""),
         ("row, col = divmod(self._at, self._cols)", "row, col = 0, self._at % self._cols"),
         ("for name in sorted(checksums))", "for name in checksums)"),
     ]),
-    *of("weightsync/digests/finite.py", WS + "test_finite.py", changes=[
+    *of("weightsync/format/fingerprint.py", WS + "test_finite.py", changes=[
         ("words.max() < limit | sign", "words.max() <= limit | sign"),
         ("words.view(signed).max() < limit)", "words.view(signed).max() <= limit)"),
         ("(np.uint8, 0x7F, np.int8)", "(np.uint8, 0x7E, np.int8)"),
         ("(np.uint64, 0x7FF0 << 48, np.int64)", "(np.uint64, 0x7FF8 << 48, np.int64)"),
     ]),
-    *of("weightsync/digests/verify.py", WS + "test_verify.py", changes=[
+    *of("weightsync/format/versions.py", WS + "test_verify.py", changes=[
         ("if checksum != entry.checksum:", "if False:"),
         ("        slot.verify(name)\n", ""),
     ]),
-    *of("weightsync/digests/diff.py", WS + "test_diff.py", changes=[
+    *of("weightsync/format/versions.py", WS + "test_diff.py", changes=[
         ("use = sound & (before != 0)", "use = before != 0", "what is not finite gives a ratio that is not finite, which is left out further down"),
         ("finite += int(np.count_nonzero(sound))", "finite += len(x)"),
     ]),
-    *of("weightsync/delta/codec.py", WS + "test_delta.py", changes=[
+    *of("weightsync/format/delta_codec.py", WS + "test_delta.py", changes=[
         ("if places[-1] >= elements:", "if places[-1] > elements:"),
         ("if (size := zstandard.frame_content_size(data)) != nbytes:", "if (size := zstandard.frame_content_size(data)) > nbytes:"),
         ("if start != len(body):", "if start > len(body):"),
@@ -275,7 +275,7 @@ MUTATIONS: list[Mutation] = [
         ("or ends[-1] != len(numbers) - 1:", ":"),
         ("np.diff(places, prepend=-1) - 1", "np.diff(places, prepend=0)"),
     ]),
-    *of("weightsync/delta/encode.py", WS + "test_delta.py", changes=[
+    *of("weightsync/format/delta.py", WS + "test_delta.py", changes=[
         ("return delta < PAYS_BELOW * full", "return delta <= full"),
         ("if base is None or base.manifest_digest != wanted.manifest_digest:", "if base is None:"),
         ("        if found != digest:\n", "        if False:\n"),
@@ -287,7 +287,7 @@ MUTATIONS: list[Mutation] = [
         ("return path.name.isdecimal() and (path", "return (path"),
         ("{(stat.st_dev, stat.st_ino): stat.st_size for stat in found}.values()", "[stat.st_size for stat in found]"),
     ]),
-    *of("weightsync/persist/pieces.py", WS + "test_persist.py", changes=[
+    *of("weightsync/persist/disk.py", WS + "test_persist.py", changes=[
         ("if (found := hasher.hexdigest()) != entry.digest:", "if not (found := hasher.hexdigest()):"),
     ]),
     *of("weightsync/persist/restore.py", WS + "test_persist.py", changes=[
@@ -295,7 +295,7 @@ MUTATIONS: list[Mutation] = [
         ("ActiveRecord(record.version, lost.epoch + 1, None", "ActiveRecord(record.version, lost.epoch, None"),
         ("whole or (path is None and digest in self.copied)", "whole or digest in self.copied"),
     ]),
-    *of("weightsync/persist/service.py", WS + "test_persist.py", changes=[
+    *of("weightsync/persist/__main__.py", WS + "test_persist.py", changes=[
         ("[active.version, active.previous] if active is not None else []", "[active.version] if active is not None else []"),
         ("protected = [r for r in needed if r.version != record.version]", "protected: list[VersionRecord] = []"),
     ]),

@@ -19,7 +19,7 @@ from server.gateway.gateway import Gateway
 from server.gateway.main import bind, uvicorn_config
 from server.gateway.observe import metrics as pages
 from tests.server.gateway_upstream import Answer, Upstream, read_answer
-from weightsync.records import InstanceRecord, Keys
+from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import SyncStore
 
 MODEL = "toy"

@@ -24,17 +24,23 @@ from server.gateway.access.records import INFER, KeyLimits
 from tests.weightsync.fleet import Engine
 from tests.weightsync.tensors import model, read_back, save_safetensors
 from weightsync import Coordinator, Participant, Publisher, SyncStore, open_store
+from weightsync.control import activation
+from weightsync.control.records import ActiveRecord, CounterRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.errors import WeightSyncError
+from weightsync.persist.__main__ import Persister
 from weightsync.persist.disk import Disk
-from weightsync.persist.service import Persister
 from weightsync.push import push
-from weightsync.records import ActiveRecord, CounterRecord, InstanceRecord, Keys, SwapRecord, VersionRecord
-from weightsync.swap import activation
 
 MODEL = "toy"
 STARTING = ("cli/up.py", "cli/state.py", "cli/resume.py", "server/files.py", "persist/restore.py", "persist/disk.py")
 PERSISTING = ("weightsync/persist/",)
-SWAPPING = ("weightsync/swap/", "store/sqlite_db.py")
+SWAPPING = (
+    *(
+        f"weightsync/control/{name}.py"
+        for name in ("activation", "agent", "agent_state", "coordinator", "history", "state")
+    ),
+    "store/sqlite_db.py",
+)
 STOPPING = ("cli/up.py", "cli/state.py", "weightsync/persist/", "cli/resume.py")
 KEYS = Keys(MODEL)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from server.instance.engine import FIRST_ID, Adapters
-from weightsync.records import PartRecord, VersionRecord
+from weightsync.control.records import PartRecord, VersionRecord
 
 pytestmark = pytest.mark.engine
 

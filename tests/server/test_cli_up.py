@@ -22,7 +22,7 @@ from server.cli.up import Server, draft_dir, free_port
 from tests.weightsync.tensors import model as model_of
 from trainer.config import FaultsConfig
 from weightsync import Publisher, SyncStore, ensure_arena, open_store
-from weightsync.records import ActiveRecord, InstanceRecord, Keys
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.server.gateway_harness import (
     post,
     running_gateway,
 )
-from weightsync.records import FlipRecord, PastSwapRecord
+from weightsync.control.records import FlipRecord, PastSwapRecord
 from weightsync.store import open_store
 
 KEY = f"Authorization: Bearer {ADMIN_KEY}\r\n"

@@ -26,7 +26,7 @@ from server.gateway.middleware import is_public
 from server.gateway.routes import public_names
 from tests.server.gateway_harness import KEYS, MODEL, get, post, wait_for
 from tests.server.gateway_upstream import Answer, Link, Received, Upstream, read_answer, upstream
-from weightsync.records import InstanceRecord
+from weightsync.control.records import InstanceRecord
 from weightsync.store import SyncStore
 
 ADMIN_KEY = "PLANTED-admin-key-of-the-tests"

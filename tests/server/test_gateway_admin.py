@@ -24,9 +24,9 @@ from server.gateway.admin.error_map import STATUS, from_fields, to_http
 from tests.server.gateway_harness import ADMIN_KEY, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Answer, Handler, Link, Received, upstream
 from weightsync import ensure_arena, open_store
+from weightsync.control.agent import CommitResult, Participant, StageResult
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.errors import ArenaFull, ShapeMismatch, StoreUnavailable, WeightSyncError
-from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
-from weightsync.swap.agent import CommitResult, Participant, StageResult
 
 API_KEY = "an-inference-key-of-the-tests"
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0)

@@ -19,7 +19,7 @@ from server.gateway.fleet.routing import Need
 from server.gateway.wire.bodies import check_object
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Answer, Link, Received, Upstream, read_answer, upstream
-from weightsync.records import ActiveRecord
+from weightsync.control.records import ActiveRecord
 
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0, max_held=3)
 

@@ -23,7 +23,7 @@ from server.gateway.routes import find
 from server.gateway.wire.head import RequestHead
 from tests.server.gateway_harness import RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, Upstream, read_answer, upstream
-from weightsync.records import InstanceRecord, Keys
+from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import open_store
 
 # Far above what a test may take: nothing here is ended by a time-out of the gateway unless it says so.

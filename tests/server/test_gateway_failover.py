@@ -23,8 +23,8 @@ from server.resume import RESUMABLE, RESUME
 from tests.server.continued import END, HEAD, STAMPED, Fleet, chat, event, framed
 from tests.server.gateway_harness import RunningGateway, eventually, post, running_gateway
 from tests.server.gateway_upstream import Answer, Link, Received, Upstream, read_answer, upstream
-from weightsync.records import InstanceRecord
-from weightsync.swap.agent import LAST_RETRY_S
+from weightsync.control.agent import LAST_RETRY_S
+from weightsync.control.records import InstanceRecord
 
 CHAT = "/v1/chat/completions"
 TOKENS = [11, 12, 13]

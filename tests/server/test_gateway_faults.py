@@ -16,7 +16,7 @@ from server.gateway.observe.stats import Finished, Stats
 from server.gateway.wire.pool import Pool
 from tests.server.gateway_harness import KEYS, MODEL, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, upstream
-from weightsync.records import InstanceRecord
+from weightsync.control.records import InstanceRecord
 from weightsync.store import Event, KeyValue
 
 QUIET = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0)

@@ -28,7 +28,7 @@ from server.gateway.wire.journal import ReplayMemory
 from server.gateway.wire.pool import Pool, UpstreamConnection
 from server.gateway.wire.relay import ResponseRelay, whole_chunk
 from server.resume import RESUMABLE
-from weightsync.records import InstanceRecord
+from weightsync.control.records import InstanceRecord
 from weightsync.store import open_store
 
 FUZZ = settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -12,7 +12,7 @@ from server.gateway.fleet.retries import MIN_PER_S, NEVER_AGAIN, WINDOW_S, Retry
 from server.gateway.fleet.routing import Need
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Stats
-from weightsync.records import InstanceRecord
+from weightsync.control.records import InstanceRecord
 
 SETTINGS = HealthSettings()
 NOW = 1e5

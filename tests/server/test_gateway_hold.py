@@ -15,7 +15,7 @@ from server.gateway import UpstreamSettings
 from server.gateway.fleet.retries import Patience, WaitingRoom
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Answer, Link, Received, read_answer, upstream
-from weightsync.records import ActiveRecord, SwapRecord
+from weightsync.control.records import ActiveRecord, SwapRecord
 
 LONG = UpstreamSettings(scrape_interval_s=3600.0, hold_s=60.0, max_held=2)
 SHORT = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.1)

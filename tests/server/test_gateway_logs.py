@@ -25,7 +25,7 @@ from server.gateway.wire.bodies import Usage
 from tests.server.gateway_harness import KEYS, get, post, wait_for
 from tests.server.gateway_upstream import Answer, Link, Received, read_answer, upstream
 from tests.server.otlp_collector import Collector, collecting
-from weightsync.records import InstanceRecord
+from weightsync.control.records import InstanceRecord
 from weightsync.store import SyncStore
 
 # What must not be found anywhere but on its way through.

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, get, post, running_gateway, wait_for
 from tests.server.gateway_upstream import Link, Received, upstream
-from weightsync.records import ActiveRecord, DiskRecord, SwapPhase, SwapRecord
+from weightsync.control.records import ActiveRecord, DiskRecord, SwapPhase, SwapRecord
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -17,8 +17,8 @@ from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Histogram, Stats
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Link, Received, Upstream, upstream
+from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord
 from weightsync.errors import StoreUnavailable
-from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord
 from weightsync.store import Event, KeyValue, open_store
 
 PAGE = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -17,7 +17,7 @@ from server.gateway.fleet.affinity import NO_HINT, Hint
 from server.gateway.fleet.instance import Instance, Signals, pressure
 from tests.server.gateway_harness import post, running_gateway
 from tests.server.gateway_upstream import upstream
-from weightsync.records import ActiveRecord, InstanceRecord, InstanceState, SwapPhase, SwapRecord
+from weightsync.control.records import ActiveRecord, InstanceRecord, InstanceState, SwapPhase, SwapRecord
 
 OWN = "tests.server.routing_policies"
 PROMPT = Hint([11, 22], 512, 0)

@@ -27,8 +27,8 @@ from server.gateway.observe.stats import Stats
 from tests.etcd import Etcd
 from tests.server.gateway_harness import ADMIN_KEY, KEYS
 from tests.server.gateway_upstream import Link, Received, Upstream, upstream
+from weightsync.control.records import InstanceRecord
 from weightsync.errors import LeaseLost, StoreUnavailable
-from weightsync.records import InstanceRecord
 from weightsync.store import Store, open_store
 
 # the arithmetic

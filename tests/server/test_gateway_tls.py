@@ -25,8 +25,8 @@ from tests.cluster_tls import Authority
 from tests.etcd import free_ports
 from tests.server.gateway_harness import ADMIN_KEY, KEYS, RunningGateway, eventually, post, running_gateway, wait_for
 from tests.server.gateway_upstream import Link, Received, answer_json, read_answer, upstream
+from weightsync.control.records import InstanceRecord, SwapRecord
 from weightsync.errors import TlsUnavailable
-from weightsync.records import InstanceRecord, SwapRecord
 from weightsync.store import SyncStore
 from weightsync.tls import ClusterTls
 

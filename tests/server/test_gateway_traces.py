@@ -19,7 +19,7 @@ from server.gateway.observe.tracing import Span, SpanSender, traces_url
 from tests.server.gateway_harness import KEYS, RunningGateway, eventually, post, running_gateway, wait_for
 from tests.server.gateway_upstream import Link, Received, upstream
 from tests.server.otlp_collector import Collector, collecting
-from weightsync.records import SwapPhase, SwapRecord
+from weightsync.control.records import SwapPhase, SwapRecord
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = f"traceparent: 00-{TRACE}-{PARENT}-01\r\n"

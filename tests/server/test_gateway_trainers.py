@@ -26,9 +26,9 @@ from server.gateway.admin.fleet import PauseLeases
 from tests.server.gateway_harness import ADMIN_KEY, KEYS, RunningGateway, running_gateway
 from tests.server.test_gateway_admin import SETTINGS, Toy, arena, checkpoint, participating
 from weightsync import SlotReader, ensure_arena
+from weightsync.control.records import VersionRecord
 from weightsync.errors import ShapeMismatch, StoreUnavailable
-from weightsync.manifest import Schema, TensorSpec
-from weightsync.records import VersionRecord
+from weightsync.format.manifest import Schema, TensorSpec
 
 __all__ = ["arena"]  # the fixture is used by name
 

@@ -8,7 +8,7 @@ import pytest
 
 from server.gateway.terms import MAX_FINISH_S
 from server.instance.inflight import FINISH_S, Inflight, VersionMismatch, Wish
-from weightsync.swap.state import CONFIRM_S
+from weightsync.control.state import CONFIRM_S
 
 
 def test_headers() -> None:

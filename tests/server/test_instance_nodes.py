@@ -22,8 +22,8 @@ from server.instance.engine import Engine, EngineDied, StagingFailed
 from server.instance.hosts import Tethers, check_hosts, check_nodes, located, placed
 from tests.cluster_tls import Authority
 from weightsync import Store, open_store
+from weightsync.control.records import CopyRecord, ErrorInfo, Keys, PartRecord, VersionRecord
 from weightsync.errors import CopyUnavailable
-from weightsync.records import CopyRecord, ErrorInfo, Keys, PartRecord, VersionRecord
 from weightsync.tls import ClusterTls
 from weightsync.vllm_engine.tether import HELD, PROBES, watch_for_loss
 

@@ -13,7 +13,7 @@ from server.errors import ConfigError
 from server.instance.engine import Engine, StagingFailed
 from server.instance.hosts import RankFailed, Tethers
 from tests.weightsync.fleet import until
-from weightsync.records import VersionRecord
+from weightsync.control.records import VersionRecord
 
 VERSION = VersionRecord(2, "ready", "/arena/base", 1, "d", None, None, "p", 1, 0.0, "", 1)
 OTHER_SUMS = {"w": [[2, 2, 0, 2, 0, 2, 99]]}

@@ -23,8 +23,8 @@ from server.instance.middleware import Admission
 from server.instance.sidecar import Sidecar
 from tests.server.gateway_harness import KEYS, MODEL, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import Answer, Link, Received, read_answer, upstream
+from weightsync.control.records import InstanceRecord
 from weightsync.errors import StoreUnavailable
-from weightsync.records import InstanceRecord
 from weightsync.store import SyncStore
 
 # gateway

@@ -22,8 +22,8 @@ from server.gateway.admin.fleet import PauseLeases
 from tests.etcd import Etcd
 from tests.server.gateway_harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, get, post, running_gateway
 from weightsync import open_store
+from weightsync.control.agent import PauseFollower
 from weightsync.store import Store
-from weightsync.swap.pausing import PauseFollower
 
 AUTH = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 

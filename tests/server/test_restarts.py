@@ -45,9 +45,9 @@ from tests.server.restarts import (
 )
 from tests.weightsync.tensors import model
 from weightsync import Publisher, SyncStore
-from weightsync.checkpoint import Checkpoint
+from weightsync.control.records import CounterRecord, InstanceRecord
 from weightsync.persist.disk import Disk
-from weightsync.records import CounterRecord, InstanceRecord
+from weightsync.publish.checkpoint import Checkpoint
 
 NOBODY = 2**22 + 1  # no process has such an id
 

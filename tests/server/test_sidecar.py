@@ -15,7 +15,7 @@ from server.instance.config import InstanceConfig
 from server.instance.hosts import Places
 from server.instance.middleware import Admission
 from server.instance.sidecar import Sidecar, reference_schema
-from weightsync.records import ActiveRecord, VersionRecord
+from weightsync.control.records import ActiveRecord, VersionRecord
 
 
 class BrokenEngine:

@@ -20,7 +20,7 @@ from server.sleeping import SleeperRecord, SleepOrder, ordered, orders, sleepers
 from tests.server.gateway_harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway_upstream import answer_json, upstream
 from weightsync import open_store
-from weightsync.records import ActiveRecord, InstanceRecord, VersionRecord
+from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
 from weightsync.store import Store
 
 AUTH = f"Authorization: Bearer {ADMIN_KEY}\r\n"

@@ -26,10 +26,10 @@ import torch
 from server.gateway import UpstreamSettings
 from tests.server.gateway_harness import ADMIN_KEY, MODEL, RunningGateway, running_gateway, wait_for
 from weightsync import SlotReader, SyncStore, ensure_arena
-from weightsync.delta.encode import DeltaWriter
-from weightsync.delta.remote import RemotePublisher
+from weightsync.control.records import ActiveRecord, Keys, TargetRecord, VersionRecord
 from weightsync.errors import RemoteError
-from weightsync.records import ActiveRecord, Keys, TargetRecord, VersionRecord
+from weightsync.format.delta import DeltaWriter
+from weightsync.publish.remote import RemotePublisher
 
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0)
 Tensors = dict[str, np.ndarray[Any, Any]]
@@ -160,7 +160,7 @@ def test_a_base_lost_under_way_is_answered_by_the_full_version(
 
 def raw_upload(gateway: RunningGateway, remote: RemotePublisher, tensors: Tensors) -> bytes:
     remote._next.take(tensors.items())
-    from weightsync.delta.format import DeltaHeader
+    from weightsync.format.delta import DeltaHeader
 
     return b"".join(DeltaWriter(DeltaHeader(MODEL, remote._next.rows), remote._next.buffer))
 
@@ -396,8 +396,8 @@ def test_an_answer_that_is_lost_is_asked_for_again(gateway: RunningGateway, link
 
 
 def test_a_server_out_of_reach_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.delta.remote.FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr("weightsync.delta.remote.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("weightsync.publish.remote.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("weightsync.publish.remote.LONGEST_PAUSE_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(RemoteError, match="gave up after"):

@@ -15,7 +15,7 @@ from tests.trainer.batches import random_batch
 from trainer.errors import TrainerError
 from weightsync import Share
 from weightsync.errors import PublishError, TransportUnavailable
-from weightsync.shares.offer import Offer
+from weightsync.publish.shares import Offer
 from weightsync.transport import open_transport
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 
 from tests.trainer.generate_server import GenerateServer, serve
+from weightsync.control.agent import CommitResult, Participant, StageResult
+from weightsync.control.coordinator import Coordinator
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.errors import ManifestError
-from weightsync.ledger import ensure_arena
-from weightsync.receiver import SlotReader
-from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
+from weightsync.memory.ledger import ensure_arena
+from weightsync.memory.receiver import SlotReader
 from weightsync.store import Store, SyncStore, open_store
-from weightsync.swap.agent import CommitResult, Participant, StageResult
-from weightsync.swap.coordinator import Coordinator
 
 
 class Fleet:

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping
 
 from weightsync import Coordinator, open_store
+from weightsync.control.records import SwapRecord
 from weightsync.errors import StoreError
-from weightsync.records import SwapRecord
 
 from .fleet import KEYS, MODEL
 

@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from weightsync import CommitResult, Coordinator, Participant, SlotReader, StageResult, Store, open_store
-from weightsync.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
-from weightsync.swap.coordinator import Probe
-from weightsync.swap.leader import LEADER_TTL_S
+from weightsync.control.coordinator import Probe
+from weightsync.control.lease import LEADER_TTL_S
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 
 MODEL = "demo"
 KEYS = Keys(MODEL)

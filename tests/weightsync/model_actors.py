@@ -13,16 +13,15 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from server.gateway.fleet import routing
-from weightsync.board import Board
+from weightsync.control import agent_state, coordinator
+from weightsync.control import state as swap_state
+from weightsync.control.agent import Pauses
+from weightsync.control.agent_state import Drain, Flip, Serve, Stage, StandDown
+from weightsync.control.board import Board
+from weightsync.control.records import ErrorInfo, InstanceRecord, Keys, LeaderRecord
+from weightsync.control.state import Ask, ProbeResult, Step
 from weightsync.errors import Conflict, FingerprintMismatch, StoreError
-from weightsync.records import ErrorInfo, InstanceRecord, Keys, LeaderRecord
 from weightsync.store.protocol import MISSING
-from weightsync.swap import agent_state, coordinator
-from weightsync.swap import state as swap_state
-from weightsync.swap.agent_state import Drain, Flip, Serve, Stage, StandDown
-from weightsync.swap.pausing import Pauses
-from weightsync.swap.probe import ProbeResult
-from weightsync.swap.state import Ask, Step
 
 from .model_store import ModelStore
 

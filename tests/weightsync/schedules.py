@@ -10,9 +10,9 @@ import contextlib
 import random
 from collections import Counter
 
+from weightsync.control import agent_state
+from weightsync.control.records import ActiveRecord, PauseRecord, SwapRecord, TargetRecord, VersionRecord
 from weightsync.errors import StoreError
-from weightsync.records import ActiveRecord, PauseRecord, SwapRecord, TargetRecord, VersionRecord
-from weightsync.swap import agent_state
 
 from .model_actors import KEYS, Candidate, Faults, Gateway, Instance, Request
 from .model_store import ModelStore, Puts

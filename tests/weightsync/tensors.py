@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 
 from weightsync import SlotReader
-from weightsync.records import VersionRecord
+from weightsync.control.records import VersionRecord
 
 CODES = {"float32": "F32", "float16": "F16", "int8": "I8"}
 

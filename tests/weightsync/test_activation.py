@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from weightsync import Publisher, SyncStore
+from weightsync.control import activation
+from weightsync.control.records import ActiveRecord, Keys, TargetRecord, VersionRecord
 from weightsync.errors import StalePublisher, UnknownVersion
-from weightsync.records import ActiveRecord, Keys, TargetRecord, VersionRecord
-from weightsync.swap import activation
 
 from .model_store import ModelStore
 

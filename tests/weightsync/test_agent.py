@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from weightsync import Publisher, StageResult
+from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
 from weightsync.errors import DigestMismatch
-from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
 
 from .fleet import KEYS, Engine, Fleet, running_fleet, until
 from .tensors import model
@@ -73,7 +73,7 @@ async def test_what_it_loaded_at_start_is_not_loaded_again(fleet: Fleet, publish
 async def test_one_that_cannot_catch_up_stays_out_and_tries_again(
     fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsync.swap.agent.CATCH_UP_RETRY_S", 0.02)
+    monkeypatch.setattr("weightsync.control.agent.CATCH_UP_RETRY_S", 0.02)
     await fleet.coordinator().activate(await publish(publisher))
 
     def refuse(version: object) -> None:

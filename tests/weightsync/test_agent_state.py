@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from weightsync.records import ActiveRecord, ErrorInfo, InstanceRecord, SwapRecord
-from weightsync.swap import agent_state
-from weightsync.swap.agent_state import Drain, Flip, Rest, Serve, Stage, StandDown, View, decide
+from weightsync.control import agent_state
+from weightsync.control.agent_state import Drain, Flip, Rest, Serve, Stage, StandDown, View, decide
+from weightsync.control.records import ActiveRecord, ErrorInfo, InstanceRecord, SwapRecord
 
 ACTIVE = ActiveRecord(1, 5, None, "old", 0.0, "f1")
 SWAP = SwapRecord("new", 2, "prepare", ("a", "b", "c"), 100.0, 90.0, mode="rolling", drain_s=3.0)

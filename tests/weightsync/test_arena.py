@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from weightsync import Arena, Publisher
-from weightsync.arena import MAPPINGS, SlotLock, prefault
 from weightsync.errors import ArenaFull, ArenaUnavailable, SlotBusy
+from weightsync.memory.arena import MAPPINGS, SlotLock, prefault
 
 from .tensors import model, read_back
 
@@ -103,7 +103,7 @@ def test_prefaulting_keeps_what_is_there(arena: Arena, monkeypatch: pytest.Monke
     mapping = MAPPINGS.get(lock.path, lock.fd)
     mapping[:] = bytes(range(256)) * (SIZE // 256)
     prefault(mapping, write=True)
-    monkeypatch.setattr("weightsync.arena._libc.madvise", lambda *_: -1)  # a kernel before 5.14
+    monkeypatch.setattr("weightsync.memory.arena._libc.madvise", lambda *_: -1)  # a kernel before 5.14
     prefault(mapping, write=True)
     prefault(mapping, write=False)
     assert mapping[:] == bytes(range(256)) * (SIZE // 256)
@@ -112,7 +112,7 @@ def test_prefaulting_keeps_what_is_there(arena: Arena, monkeypatch: pytest.Monke
 FORKS_WHILE_HOLDING = """
 import os, sys, time
 from pathlib import Path
-from weightsync.arena import SlotLock
+from weightsync.memory.arena import SlotLock
 lock = SlotLock.try_exclusive(Path(sys.argv[1]))
 if os.fork() == 0:
     print("forked", flush=True)  # by now the child has let go of what it inherited
@@ -145,7 +145,7 @@ def test_unlocking_does_not_wait_for_a_child_to_close_its_copy(arena: Arena) -> 
 
 def test_a_killed_holder_lets_go(arena: Arena) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from weightsync.arena import SlotLock\n"
+        "import sys, time; from pathlib import Path; from weightsync.memory.arena import SlotLock\n"
         "lock = SlotLock.try_exclusive(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
     )
     path = arena.claim("m", SIZE, set()).path

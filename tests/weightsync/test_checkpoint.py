@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from weightsync import Publisher
-from weightsync.checkpoint import INDEX, Checkpoint, read_header
 from weightsync.errors import CheckpointError
-from weightsync.manifest import TensorSpec
+from weightsync.format.manifest import TensorSpec
+from weightsync.publish.checkpoint import INDEX, Checkpoint, read_header
 from weightsync.push import main
 
 from .tensors import model, read_back, save_safetensors, write_raw

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from weightsync import CommitResult, Publisher, SwapReport
+from weightsync.control import activation
+from weightsync.control.records import ActiveRecord, SwapRecord, TargetRecord, VersionRecord
 from weightsync.errors import DigestMismatch, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
-from weightsync.records import ActiveRecord, SwapRecord, TargetRecord, VersionRecord
 from weightsync.store.protocol import Event
-from weightsync.swap import activation
 
 from .fleet import KEYS, Engine, Fleet, running_fleet, until
 from .tensors import model

@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weightsync import Publisher, SlotReader
-from weightsync.delta import codec as delta_codec
-from weightsync.delta.codec import BLOCK, DENSE, FULL, HEAD, RAW, SAME, SPARSE
-from weightsync.delta.encode import Base, DeltaHeader, DeltaReader, DeltaWriter, apply_delta, is_worthwhile
-from weightsync.dtypes import ITEMSIZE
 from weightsync.errors import DeltaBaseMismatch, DeltaError, DigestMismatch, WeightSyncError
-from weightsync.manifest import Schema, TensorSpec, digest_of
-from weightsync.sources import copy_sums
+from weightsync.format import delta_codec
+from weightsync.format.delta import Base, DeltaHeader, DeltaReader, DeltaWriter, apply_delta, is_worthwhile
+from weightsync.format.delta_codec import BLOCK, DENSE, FULL, HEAD, RAW, SAME, SPARSE
+from weightsync.format.dtypes import ITEMSIZE
+from weightsync.format.manifest import Schema, TensorSpec, digest_of
+from weightsync.publish.writer import copy_sums
 
 Tensors = dict[str, tuple[TensorSpec, np.ndarray[Any, Any]]]
 BASE = Base(7, "0123456789abcdef" * 2)
@@ -212,7 +212,7 @@ def test_hostile_bytes_are_refused(junk: bytes, place: int, removed: int) -> Non
 def sealed(body: bytes, target: Tensors = SMALL, base: Base | None = BASE) -> bytes:
     """A delta whose digests are right, whatever its blocks say: what somebody with bad intentions sends."""
     raw = header_of(target, base).pack() + body
-    from weightsync.delta.format import end_of
+    from weightsync.format.delta import end_of
 
     return raw + end_of(digest_of(raw))
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from weightsync import Publisher
-from weightsync.delta.codec import WORD
-from weightsync.digests.diff import as_floats, compare, diff
-from weightsync.dtypes import ITEMSIZE
 from weightsync.errors import UnknownVersion
+from weightsync.format.delta_codec import WORD
+from weightsync.format.dtypes import ITEMSIZE
+from weightsync.format.versions import as_floats, compare, diff
 
 
 def tensors(**named: Any) -> dict[str, np.ndarray[Any, Any]]:

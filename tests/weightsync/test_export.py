@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from weightsync import Publisher, SyncStore
+from weightsync.control.records import DiskRecord, Keys
 from weightsync.errors import BadPart, PersistError, UnknownVersion
-from weightsync.parts import Adapter
+from weightsync.memory.parts import Adapter
 from weightsync.persist.disk import Disk
 from weightsync.persist.export import export
 from weightsync.push import push
-from weightsync.records import DiskRecord, Keys
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from weightsync import Publisher, SlotReader
-from weightsync.digests import checksum_kernels
-from weightsync.digests.fingerprint import (
+from weightsync.errors import ChecksumMismatch, PartsMismatch
+from weightsync.format import fingerprint
+from weightsync.format.dtypes import ITEMSIZE
+from weightsync.format.fingerprint import (
     CACHED_MULTIPLIERS,
     MASK,
     Part,
@@ -25,8 +27,6 @@ from weightsync.digests.fingerprint import (
     rectangle,
     row_multipliers,
 )
-from weightsync.dtypes import ITEMSIZE
-from weightsync.errors import ChecksumMismatch, PartsMismatch
 
 Words = np.ndarray[Any, Any]
 
@@ -54,9 +54,9 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     name: str = request.param
     if name == "numba":
         pytest.importorskip("numba")
-        monkeypatch.setattr(checksum_kernels, "LITTLE", 0)
+        monkeypatch.setattr(fingerprint, "LITTLE", 0)
     else:
-        monkeypatch.setattr(checksum_kernels, "_compiled", dict(checksum_kernels.NUMPY))
+        monkeypatch.setattr(fingerprint, "_compiled", dict(fingerprint.NUMPY))
     return name
 
 
@@ -157,7 +157,7 @@ def test_bytes_may_come_in_any_pieces() -> None:
 
 def test_the_torch_form_is_the_same() -> None:
     torch = pytest.importorskip("torch")
-    from weightsync.digests.fingerprint import device_rectangle
+    from weightsync.format.fingerprint import device_rectangle
 
     for kind in (np.int16, np.uint8):
         w = words(37, 50, kind=kind)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.digests.finite import is_finite
+from weightsync.format.fingerprint import is_finite
 
 TYPES = ["float64", "float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn"]
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 
 from weightsync import Publisher
+from weightsync.control import activation, history
+from weightsync.control.history import History, past_swaps
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
+from weightsync.control.state import ProbeResult
 from weightsync.errors import DigestMismatch
-from weightsync.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
-from weightsync.swap import activation, history
-from weightsync.swap.history import History, past_swaps
-from weightsync.swap.probe import ProbeResult
 
 from .fleet import KEYS, Engine, Fleet, running_fleet, until
 from .tensors import model

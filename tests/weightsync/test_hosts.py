@@ -9,12 +9,12 @@ import pytest
 
 from tests.weightsync.tensors import model
 from weightsync import Adapter, Publisher, SyncStore
+from weightsync.control.hosts import arena_key, check_host, host_of, local_path, slot_name, this_host
+from weightsync.control.records import ArenaRecord, CopyRecord, ErrorInfo, Keys, PartRecord
 from weightsync.errors import ArenaUnavailable, DeltaBaseMismatch, HostNameError, ManifestError, RecordError
-from weightsync.hosts import arena_key, check_host, host_of, local_path, slot_name, this_host
-from weightsync.parts import slots_of
+from weightsync.format.versions import Records, opened
+from weightsync.memory.parts import slots_of
 from weightsync.peer.copies import local_slot, own_copies, parse_key, ready_digests
-from weightsync.records import ArenaRecord, CopyRecord, ErrorInfo, Keys, PartRecord
-from weightsync.versions import Records, opened
 
 KEYS = Keys("demo")
 DIGEST = "0123456789abcdef0123456789abcdef"
@@ -124,8 +124,8 @@ def test_what_other_hosts_have_copies_of_is_carried_on(store_url: str, monkeypat
 
 
 def test_the_base_of_a_delta_must_be_on_this_host(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsync.delta.format import Base, DeltaHeader
-    from weightsync.delta.publish import _base_slot
+    from weightsync.format.delta import Base, DeltaHeader
+    from weightsync.push import _base_slot
 
     monkeypatch.setenv("HOTSWAP_HOST", "a")
     with Publisher(store_url, model="demo", lineage="one") as publisher:

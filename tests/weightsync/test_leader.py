@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from weightsync import Coordinator, Publisher
-from weightsync.records import LeaderRecord, SwapRecord
+from weightsync.control.records import LeaderRecord, SwapRecord
 
 from .fleet import KEYS, MODEL, Engine, Fleet, running_fleet, until
 from .tensors import model

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from weightsync.lease import LeaseKeeper
+from weightsync.control.lease import LeaseKeeper
 from weightsync.store import Store, open_store
 
 TTL_S = 2.0
@@ -83,7 +83,7 @@ async def test_without_a_guard_who_is_busy_loses_it(store: Store) -> None:
 
 DIES = """
 import asyncio, os, psutil, sys
-from weightsync.lease import LeaseKeeper
+from weightsync.control.lease import LeaseKeeper
 from weightsync.store import open_store
 async def main():
     store = open_store(sys.argv[1])

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from weightsync.loopback import keep_to_loopback
+from weightsync.control.hosts import keep_to_loopback
 
 
 def test_the_environment_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.dtypes import ITEMSIZE
 from weightsync.errors import (
     DtypeMismatch,
     ManifestError,
@@ -15,7 +14,8 @@ from weightsync.errors import (
     UnexpectedTensor,
     UnsupportedDtype,
 )
-from weightsync.manifest import (
+from weightsync.format.dtypes import ITEMSIZE
+from weightsync.format.manifest import (
     ALIGNMENT,
     PAGE,
     Layout,
@@ -24,9 +24,10 @@ from weightsync.manifest import (
     TensorEntry,
     TensorSpec,
     diff_schema,
+    read_header,
     schema_of,
+    write_header,
 )
-from weightsync.slot import read_header, write_header
 
 SCHEMA = schema_of(
     [("b", "bfloat16", (4, 8)), ("a", "float32", (3,)), ("scalar", "int64", ()), ("none", "int8", (0, 4))]

@@ -11,12 +11,12 @@ import orjson
 import pytest
 
 from weightsync import Publisher, SlotReader, SyncStore
-from weightsync.digests.fingerprint import fingerprint_of
-from weightsync.digests.verify import verify
+from weightsync.control.records import ActiveRecord, Keys, PartRecord, SwapRecord, TargetRecord, VersionRecord
 from weightsync.errors import BadPart, PublishError, ShapeMismatch, StalePublisher
-from weightsync.parts import Adapter, base_of, check_name, combined, compose, join, slots_of
+from weightsync.format.fingerprint import fingerprint_of
+from weightsync.format.versions import verify
+from weightsync.memory.parts import Adapter, base_of, check_name, combined, compose, join, slots_of
 from weightsync.push import main
-from weightsync.records import ActiveRecord, Keys, PartRecord, SwapRecord, TargetRecord, VersionRecord
 
 from .tensors import model, save_safetensors
 

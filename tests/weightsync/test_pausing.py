@@ -11,9 +11,9 @@ import pytest
 
 from tests.etcd import Etcd
 from weightsync import Publisher
-from weightsync.records import InstanceRecord, PauseRecord
+from weightsync.control.agent import Pauses
+from weightsync.control.records import InstanceRecord, PauseRecord
 from weightsync.store.protocol import KeyValue, Store
-from weightsync.swap.pausing import Pauses
 
 from .fleet import KEYS, MODEL, Engine, Fleet, Participant, running_fleet, until
 from .tensors import model

@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 
 from weightsync import Publisher, SlotReader, Store, ensure_arena
-from weightsync.checkpoint import Checkpoint
+from weightsync.control.history import past_swaps
+from weightsync.control.hosts import local_path
+from weightsync.control.records import ActiveRecord, CopyRecord, DiskRecord, Keys, VersionRecord
 from weightsync.errors import PersistFull, UnknownVersion, VersionLost
-from weightsync.hosts import local_path
-from weightsync.parts import Adapter
-from weightsync.persist import Restored, disk, restore, service
+from weightsync.memory.parts import Adapter
+from weightsync.persist import Restored, __main__, disk, restore
+from weightsync.persist.__main__ import Persister
 from weightsync.persist.disk import Disk, remove_copies
-from weightsync.persist.service import Persister
-from weightsync.records import ActiveRecord, CopyRecord, DiskRecord, Keys, VersionRecord
-from weightsync.swap.history import past_swaps
+from weightsync.publish.checkpoint import Checkpoint
 
 from .fleet import until
 from .tensors import model, read_back
@@ -425,7 +425,7 @@ async def test_a_copy_under_way_lets_go_of_a_slot_that_a_publisher_needs(
     commit(publisher.publish(model(1), activate=False))
     async with persisting(store, Disk(copies)) as persister:
         await asyncio.wait_for(writing.wait(), 10)
-        monkeypatch.setattr("weightsync.arena.Arena.free_nbytes", lambda self: 0)
+        monkeypatch.setattr("weightsync.memory.arena.Arena.free_nbytes", lambda self: 0)
         for number in (2, 3):
             commit(publisher.publish(model(number), activate=False))
         await until(lambda: persister._needed == {2, 3})
@@ -444,7 +444,7 @@ def test_the_process_finishes_the_active_version_before_it_ends(
     for line in process.stderr:
         if b"version 1 is on disk" in line:
             break
-    assert os.getpriority(os.PRIO_PROCESS, process.pid) == service.LOWEST
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == __main__.LOWEST
     commit(publisher.publish(model(2), activate=False))
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0

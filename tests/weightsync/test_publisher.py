@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from weightsync import Publisher, SlotReader, SyncStore
-from weightsync.arena import MAPPINGS, SlotLock
+from weightsync.control.records import Keys, TargetRecord, VersionRecord
 from weightsync.errors import (
     DraftClosed,
     DraftLost,
@@ -23,7 +23,7 @@ from weightsync.errors import (
     UnknownVersion,
     UnsupportedDtype,
 )
-from weightsync.records import Keys, TargetRecord, VersionRecord
+from weightsync.memory.arena import MAPPINGS, SlotLock
 
 from .tensors import model, read_back
 

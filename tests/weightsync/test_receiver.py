@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from weightsync import Publisher, Schema, SlotReader
-from weightsync.arena import READ_MAPPINGS, Mappings, SlotLock
+from weightsync.control.records import VersionRecord
 from weightsync.errors import DigestMismatch, ManifestError, MissingTensor, ShapeMismatch, SlotBusy
-from weightsync.manifest import TensorSpec
-from weightsync.records import VersionRecord
+from weightsync.format.manifest import TensorSpec
+from weightsync.memory.arena import READ_MAPPINGS, Mappings, SlotLock
 
 from .tensors import model
 
@@ -97,7 +97,7 @@ def test_another_version_than_the_one_asked_for(record: VersionRecord) -> None:
 
 
 def test_a_slot_that_a_writer_has_claimed(record: VersionRecord, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.receiver.LOCK_PATIENCE_S", 0.01)
+    monkeypatch.setattr("weightsync.memory.receiver.LOCK_PATIENCE_S", 0.01)
     writer = SlotLock.try_exclusive(Path(record.slot))
     assert writer is not None
     with pytest.raises(SlotBusy, match="choose a version that is ready"):

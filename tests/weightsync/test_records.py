@@ -5,8 +5,8 @@ from dataclasses import replace
 import orjson
 import pytest
 
+from weightsync.control.records import ActiveRecord, ErrorInfo, InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.errors import RecordError
-from weightsync.records import ActiveRecord, ErrorInfo, InstanceRecord, Keys, SwapRecord, VersionRecord
 
 VERSION = VersionRecord(7, "ready", "/dev/shm/x/slot-0", 10, "ab", None, 3, "trainer", 1, 1.5, "", 2)
 SWAP = SwapRecord("id", 7, "prepare", ("a", "b"), deadline=2.0, opened_at=1.0)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from weightsync import CommitResult, ProbeResult, Publisher
-from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
+from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
 
 from .fleet import KEYS, Engine, Fleet, running_fleet, until
 from .tensors import model
@@ -226,7 +226,7 @@ async def test_weights_that_are_not_those_that_were_published_are_never_flipped_
 async def test_one_that_builds_other_weights_than_were_committed_never_serves_them(
     fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsync.swap.agent.CATCH_UP_RETRY_S", 0.02)
+    monkeypatch.setattr("weightsync.control.agent.CATCH_UP_RETRY_S", 0.02)
     await fleet.coordinator().activate(await publish(publisher))
     late = await fleet.instance("a", Engine(builds="other"), wait=False)
     await until(lambda: late.calls.count(("stage", 1)) >= 2)

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from server.gateway.fleet import routing
-from weightsync import retention
-from weightsync.records import InstanceRecord, SwapRecord
-from weightsync.swap import agent_state, coordinator
-from weightsync.swap import state as swap_state
-from weightsync.swap.pausing import Pauses
-from weightsync.swap.state import Step, Wait
+from weightsync.control import activation, agent_state, coordinator
+from weightsync.control import state as swap_state
+from weightsync.control.agent import Pauses
+from weightsync.control.records import InstanceRecord, SwapRecord
+from weightsync.control.state import Step, Wait
 
 from .schedules import Violation, explore
 
@@ -128,12 +127,12 @@ def pauses_without_end(patch: pytest.MonkeyPatch) -> None:
 
 
 def previous_retired(patch: pytest.MonkeyPatch) -> None:
-    real = retention.needed_versions
+    real = activation.needed_versions
 
     def needed(active: Any, swap: Any, target: Any, instances: Any) -> set[int]:
         return real(replace(active, previous=None), swap, target, ())
 
-    patch.setattr(retention, "needed_versions", needed)
+    patch.setattr(activation, "needed_versions", needed)
 
 
 def a_probe_that_is_never_run_again(patch: pytest.MonkeyPatch) -> None:

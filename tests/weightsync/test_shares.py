@@ -26,8 +26,8 @@ from weightsync.errors import (
     TransportUnavailable,
     UnexpectedTensor,
 )
-from weightsync.publisher import as_schema
-from weightsync.shares.memory import Block
+from weightsync.publish.publisher import as_schema
+from weightsync.publish.shares import Block
 from weightsync.transport import Transport, open_transport
 
 SCHEMA = as_schema(
@@ -110,7 +110,7 @@ HOLDER = """
 import json, sys
 import numpy as np
 from weightsync import Share
-from weightsync.publisher import as_schema
+from weightsync.publish.publisher import as_schema
 from weightsync.transport import open_transport
 with open_transport(sys.argv[1], listen="127.0.0.1", tls=None) as transport:
     share = Share(transport, as_schema([("a", "float32", (1000, 1000)), ("b", "float32", (10, 10))]))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from weightsync.records import (
+from weightsync.control.records import (
     ActiveRecord,
     ErrorInfo,
     InstanceRecord,
@@ -15,8 +15,7 @@ from weightsync.records import (
     TargetRecord,
     VersionState,
 )
-from weightsync.swap.probe import ProbeResult
-from weightsync.swap.state import CONFIRM_S, Ask, Step, View, Wait, decide, depends_on, on_trial
+from weightsync.control.state import CONFIRM_S, Ask, ProbeResult, Step, View, Wait, decide, depends_on, on_trial
 
 TARGET = TargetRecord(2, "swap-2", "test", deadline_s=10.0)
 SWAP = SwapRecord("swap-2", 2, "prepare", ("a", "b"), deadline=110.0, opened_at=100.0)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from weightsync import Publisher, SlotReader
-from weightsync.dtypes import ITEMSIZE
 from weightsync.errors import DtypeMismatch, UnsupportedDtype
+from weightsync.format.dtypes import ITEMSIZE
 
 
 def read_back(publisher: Publisher) -> dict[str, torch.Tensor]:

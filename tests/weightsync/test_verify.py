@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from weightsync import Publisher, SlotReader, SyncStore
-from weightsync.digests.fingerprint import Running
-from weightsync.digests.verify import verify
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PartRecord, VersionRecord
 from weightsync.errors import UnknownVersion
-from weightsync.parts import BASE, join
-from weightsync.records import ActiveRecord, InstanceRecord, Keys, PartRecord, VersionRecord
+from weightsync.format.fingerprint import Running
+from weightsync.format.versions import verify
+from weightsync.memory.parts import BASE, join
 
 from .tensors import model
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from weightsync import Publisher, SlotReader
-from weightsync.digests.fingerprint import combine
+from weightsync.control.records import VersionRecord
 from weightsync.errors import ChecksumMismatch, NotFinite
-from weightsync.records import VersionRecord
+from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine import layout as layouts
 from weightsync.vllm_engine.build import Builder, compare
 from weightsync.vllm_engine.exchange import DevicePool

@@ -13,9 +13,9 @@ import torch
 from loadtest.checkpoints import make_checkpoint
 from loadtest.vllm_worker import Worker, worker
 from weightsync import Publisher, SlotReader
-from weightsync.digests.fingerprint import combine
+from weightsync.control.records import VersionRecord
 from weightsync.errors import ChecksumMismatch, DigestMismatch, MissingTensor
-from weightsync.records import VersionRecord
+from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine import build, placement
 from weightsync.vllm_engine.bundle import BASE, PartOrder
 from weightsync.vllm_engine.bundle_stager import BundleStager

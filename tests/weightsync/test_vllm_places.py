@@ -8,8 +8,8 @@ import pytest
 
 from tests.weightsync.tensors import model
 from weightsync import Publisher
+from weightsync.control.records import VersionRecord
 from weightsync.errors import CopyUnavailable
-from weightsync.records import VersionRecord
 from weightsync.vllm_engine.bundle import PartOrder
 from weightsync.vllm_engine.places import on_this_host
 

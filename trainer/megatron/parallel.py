@@ -24,7 +24,7 @@ from trainer.config import ParallelConfig
 from trainer.errors import RankFailed
 from trainer.launch import attempt
 from trainer.megatron import shim
-from weightsync.loopback import keep_to_loopback
+from weightsync.control.hosts import keep_to_loopback
 
 T = TypeVar("T")
 

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from weightsync.arena import Arena
+from weightsync.control.hosts import HOST_ENV, check_host
 from weightsync.errors import HostNameError, WeightSyncError
-from weightsync.hosts import HOST_ENV, check_host
-from weightsync.ledger import ensure_arena
+from weightsync.memory.arena import Arena
+from weightsync.memory.ledger import ensure_arena
 from weightsync.peer.control import PeerClient, listen
 from weightsync.peer.service import Peer, running
 from weightsync.peer.settings import Deltas, Pace, PeerSettings
-from weightsync.publisher import STORE_ENV
+from weightsync.publish.publisher import STORE_ENV
 from weightsync.store import open_store
 from weightsync.tls import ENVIRONMENT as TLS_ENV
 from weightsync.tls import ClusterTls

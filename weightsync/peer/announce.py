@@ -8,11 +8,11 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 
+from weightsync.control.lease import LeaseKeeper
+from weightsync.control.records import CopyRecord, Keys
 from weightsync.errors import RecordError
-from weightsync.lease import LeaseKeeper
 from weightsync.peer.copies import parse_key
 from weightsync.peer.messages import Key
-from weightsync.records import CopyRecord, Keys
 from weightsync.store.protocol import KeyValue, Store
 
 log = logging.getLogger("hotswap.peer")

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import xxhash
 
 from weightsync.errors import ManifestError, TransferError
-from weightsync.manifest import PREAMBLE, Layout, Manifest, digest_of
-from weightsync.slot import preamble_of
+from weightsync.format.manifest import PREAMBLE, Layout, Manifest, digest_of, preamble_of
 
 DEFAULT_CHUNK = 32 << 20
 MIN_CHUNK = 4096

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from weightsync.board import Board
+from weightsync.control.board import Board
+from weightsync.control.hosts import HOST_ENV, host_of, local_path
+from weightsync.control.records import CopyRecord, Keys, PartRecord, VersionRecord
+from weightsync.control.state import in_flight
 from weightsync.errors import CopyUnavailable, ManifestError, SlotBusy
-from weightsync.hosts import HOST_ENV, host_of, local_path
-from weightsync.parts import BASE, base_of, slots_of
-from weightsync.receiver import SlotReader
-from weightsync.records import CopyRecord, Keys, PartRecord, VersionRecord
+from weightsync.memory.parts import BASE, base_of, slots_of
+from weightsync.memory.receiver import SlotReader
 from weightsync.store.protocol import KeyValue, Store
-from weightsync.swap.state import in_flight
 
 DIGEST_LENGTH = 32
 Copies = Mapping[str, CopyRecord]  # one host's, by manifest digest

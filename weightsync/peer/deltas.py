@@ -16,18 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weightsync.delta.encode import DeltaWriter, apply_delta, is_worthwhile
-from weightsync.delta.format import Base, DeltaHeader, DeltaReader
+from weightsync.control.records import CopyRecord, PartRecord, VersionRecord
 from weightsync.errors import DigestMismatch, ManifestError
+from weightsync.format.delta import Base, DeltaHeader, DeltaReader, DeltaWriter, apply_delta, is_worthwhile
+from weightsync.format.manifest import clear_gaps
+from weightsync.memory.receiver import SlotReader
 from weightsync.peer.chunks import Head, Shape, digests_of
 from weightsync.peer.copies import all_parts
 from weightsync.peer.messages import Key
 from weightsync.peer.settings import Deltas
 from weightsync.peer.shelf import Copy, Shelf
-from weightsync.receiver import SlotReader
-from weightsync.records import CopyRecord, PartRecord, VersionRecord
-from weightsync.slot import clear_gaps
-from weightsync.sources import copy_sums
+from weightsync.publish.writer import copy_sums
 
 MOST_READERS = 64  # whose rates are remembered
 

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from weightsync.control.records import PartRecord
 from weightsync.errors import (
     DigestMismatch,
     ManifestError,
@@ -25,7 +26,7 @@ from weightsync.errors import (
     TransferTimedOut,
     WeightSyncError,
 )
-from weightsync.manifest import PREAMBLE
+from weightsync.format.manifest import PREAMBLE
 from weightsync.peer import deltas
 from weightsync.peer.announce import CopyBoard
 from weightsync.peer.chunks import Bitmap, Head, Shape
@@ -37,7 +38,6 @@ from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.plan import Assignment, Planner
 from weightsync.peer.settings import Pace, PeerSettings
 from weightsync.peer.shelf import Copy, Shelf
-from weightsync.records import PartRecord
 from weightsync.transport import Piece, Transport
 
 log = logging.getLogger("hotswap.peer")

@@ -17,12 +17,12 @@ from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from weightsync.control.records import CopyRecord
 from weightsync.errors import ManifestError, PeerError, PeerRefused, PeerUnreachable, WeightSyncError
 from weightsync.peer.chunks import BadBitmap, Bitmap, Shape
 from weightsync.peer.control import OPEN_S, PeerClient
 from weightsync.peer.messages import ALL, Key, Opened
 from weightsync.peer.plan import Holder, choose
-from weightsync.records import CopyRecord
 from weightsync.transport import Link, Transport
 
 log = logging.getLogger("hotswap.peer")

@@ -14,7 +14,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weightsync.arena import SlotLock
+from weightsync.control.hosts import check_host, local_path
+from weightsync.control.records import Keys, PartRecord, VersionRecord
 from weightsync.errors import (
     HostNameError,
     ManifestError,
@@ -24,7 +25,7 @@ from weightsync.errors import (
     TransportUnavailable,
     WeightSyncError,
 )
-from weightsync.hosts import check_host, local_path
+from weightsync.memory.arena import SlotLock
 from weightsync.peer.announce import copies_elsewhere
 from weightsync.peer.chunks import BadBitmap, Bitmap, Shape, digests_of, manifest_of
 from weightsync.peer.copies import all_parts
@@ -33,7 +34,6 @@ from weightsync.peer.messages import ALL, Have, Key, Open, Opened
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.settings import PeerSettings
 from weightsync.peer.shelf import Copy, Published, Shelf
-from weightsync.records import Keys, PartRecord, VersionRecord
 from weightsync.store.protocol import Store
 from weightsync.transport import Transport
 

@@ -13,10 +13,11 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from weightsync.arena import Arena
-from weightsync.board import Board
+from weightsync.control.board import Board
+from weightsync.control.hosts import slot_name
+from weightsync.control.records import CopyRecord, CopyState, Keys
 from weightsync.errors import LeaseLost, StoreError
-from weightsync.hosts import slot_name
+from weightsync.memory.arena import Arena
 from weightsync.peer.announce import Announcer, CopyBoard, Since
 from weightsync.peer.control import Control, PeerClient, serving
 from weightsync.peer.copies import all_parts, ready_versions, wanted_slots
@@ -28,7 +29,6 @@ from weightsync.peer.serve import Offers, Tickets
 from weightsync.peer.settings import PeerSettings
 from weightsync.peer.shelf import Copy, Published, Regions, Shelf
 from weightsync.peer.supply import Supply
-from weightsync.records import CopyRecord, CopyState, Keys
 from weightsync.store.protocol import Store
 from weightsync.tls import ClusterTls
 from weightsync.transport import Transport

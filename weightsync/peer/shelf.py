@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from weightsync.arena import MAPPINGS, READ_MAPPINGS, Arena, SlotLock
 from weightsync.errors import ManifestError, SlotBusy
+from weightsync.memory.arena import MAPPINGS, READ_MAPPINGS, Arena, SlotLock
 from weightsync.peer.chunks import MAX_CHUNKS, Bitmap, Head, Shape, manifest_of
 from weightsync.peer.messages import Key
 from weightsync.transport import Region, Transport

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from weightsync.control.records import ErrorInfo, PartRecord
 from weightsync.errors import ArenaFull, DigestMismatch, ManifestError, PeerError, PeerUnreachable, WeightSyncError
 from weightsync.peer.fetch import Bring
 from weightsync.peer.messages import Key
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.shelf import Shelf
-from weightsync.records import ErrorInfo, PartRecord
 
 log = logging.getLogger("hotswap.peer")
 

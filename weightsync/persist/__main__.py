@@ -1,4 +1,11 @@
-"""`python -m weightsync.persist`: copies each committed version to disk (see the package)."""
+"""`python -m weightsync.persist`: copies each committed version to disk (see the package).
+
+The `Persister` follows the commits of one model and keeps on disk the active version and the one a rollback goes to.
+
+A copy is written after the commit, from the slot, by a thread of a process that everybody else goes before. Instances
+and publishers do not wait for it: it holds the slot by a reader's lock, and lets go when a publisher needs the room for
+a version that is neither active nor the one before.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +16,188 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from weightsync.errors import WeightSyncError
-from weightsync.hosts import this_host
+from weightsync.control.board import Board
+from weightsync.control.hosts import this_host
+from weightsync.control.records import ActiveRecord, DiskRecord, ErrorInfo, Keys, VersionRecord
+from weightsync.errors import PersistError, StoreUnavailable, WatchCompacted, WeightSyncError
+from weightsync.memory.ledger import ensure_arena
+from weightsync.peer.copies import all_parts, local_slot, own_copies
 from weightsync.persist.disk import Disk
-from weightsync.persist.service import Persister, yield_to_all
-from weightsync.publisher import STORE_ENV
-from weightsync.records import Keys
+from weightsync.publish.publisher import STORE_ENV
 from weightsync.store import open_store
+from weightsync.store.protocol import Store
+
+log = logging.getLogger("hotswap.persist")
+RETRY_STORE_S = 0.5
+AGAIN_S = 30.0  # after a failure, unless a commit comes before
+LOWEST = 19  # of the scheduler; the kernel derives the lowest priority for input and output from it
+
+
+class Superseded(Exception):
+    """The version is of no use any more, or the process is told to end: the copy under way is given up."""
+
+
+class Persister:
+    """Belongs to one event loop; `disk` is locked by the caller."""
+
+    def __init__(self, store: Store, keys: Keys, disk: Disk, host: str = "") -> None:
+        self.store, self.keys, self.disk, self.host = store, keys, disk, host
+        self.failures = 0
+        self._failed: dict[int, tuple[int, float]] = {}  # version: epoch at which it failed, and when
+        self._needed: set[int] = set()
+        self._give_up = False
+        self._seen: tuple[ActiveRecord | None, list[VersionRecord]] | None = None
+        self._told: DiskRecord | None = None
+        self._error: ErrorInfo | None = None
+
+    async def run(self, stopped: asyncio.Event) -> bool:
+        """Until `stopped`, and then until what is needed is on disk; whether the active version is.
+
+        Outages of the store pass.
+        """
+        stop = asyncio.create_task(stopped.wait())
+        try:
+            while not stop.done():
+                try:
+                    async with Board.follow(self.store, self.keys) as board:
+                        while not stop.done():
+                            await self._step(board, stopped)
+                            await board.changed(AGAIN_S if self._failed else None, stop)
+                except (StoreUnavailable, WatchCompacted) as error:
+                    log.warning("the store is away, and commits cannot be seen: %s", error)
+                    await asyncio.wait({stop}, timeout=RETRY_STORE_S)
+            return await self._finish()
+        finally:
+            stop.cancel()
+
+    def abandon(self) -> None:
+        """Give up the copy under way."""
+        self._give_up = True
+
+    async def _finish(self) -> bool:
+        """Copy what is needed now, of which the board may not have heard yet; whether what is active is there."""
+        tried: set[int] = set()
+        try:
+            async with Board.follow(self.store, self.keys) as board:
+                while missing := [r for r in _needed(board) if r.version not in tried and self.disk.find(r) is None]:
+                    tried.add(missing[0].version)
+                    await self._copy(board, missing[0])
+                await self._tell(board)
+                active = _active(board)
+                return active is None or self.disk.find(active) is not None
+        except (StoreUnavailable, WatchCompacted) as error:
+            log.error("the store is away, and what is active cannot be seen: %s", error)
+            return False
+
+    async def _step(self, board: Board, stopped: asyncio.Event) -> None:
+        """Write what is missing, unless it is known from the last time that nothing is."""
+        needed = _needed(board)
+        if (board.active, needed) == self._seen and not self._failed:
+            return
+        self._failed = {v: at for v, at in self._failed.items() if any(v == record.version for record in needed)}
+        while not stopped.is_set() and (wanted := self._next(board)) is not None:
+            await self._copy(board, wanted)
+        await self._tell(board)
+        self._seen = (board.active, _needed(board))
+
+    def _next(self, board: Board) -> VersionRecord | None:
+        """The active version, then the one before; not one that has just failed."""
+        for record in _needed(board):
+            at = self._failed.get(record.version)
+            epoch = board.active.epoch if board.active is not None else 0
+            may = at is None or at[0] != epoch or time.monotonic() - at[1] >= AGAIN_S
+            if may and self.disk.find(record) is None:
+                return record
+        return None
+
+    async def _copy(self, board: Board, record: VersionRecord) -> bool:
+        """Write one version while the board goes on following; whether it is on disk now."""
+        slots = await self._slots(record)
+        needed = _needed(board)
+        protected = [r for r in needed if r.version != record.version]
+        if not any(self.disk.find(r) for r in protected) and (kept := self.disk.kept()):
+            protected.append(kept[-1].record)  # until this one is there, something whole stays
+        started = time.perf_counter()
+        room = (await ensure_arena(self.store, host=self.host)).free_nbytes
+        self._needed = {r.version for r in needed}
+
+        def go_on() -> None:
+            if self._give_up or (record.version not in self._needed and room() < record.nbytes):
+                raise Superseded(record.version)
+
+        work = asyncio.create_task(asyncio.to_thread(self.disk.write, record, slots, protected, go_on))
+        try:
+            while not work.done():
+                await board.changed(None, work)
+                self._needed = {r.version for r in _needed(board)}
+            await work
+        except (StoreUnavailable, WatchCompacted):
+            await asyncio.wait({work})  # the copy needs no store
+            raise
+        except Superseded:
+            log.warning("version %d was superseded before it was on disk", record.version)
+            return False
+        except (WeightSyncError, OSError) as error:
+            self._complain(board, record, error)
+            return False
+        except asyncio.CancelledError:
+            self._give_up = True
+            await asyncio.wait({work})
+            raise
+        self._failed.pop(record.version, None)
+        self._error = None
+        seconds = time.perf_counter() - started
+        log.info("version %d is on disk: %d bytes in %.1f s", record.version, record.nbytes, seconds)
+        return True
+
+    def _complain(self, board: Board, record: VersionRecord, error: Exception) -> None:
+        self.failures += 1
+        epoch = board.active.epoch if board.active is not None else 0
+        self._failed[record.version] = (epoch, time.monotonic())
+        if not isinstance(error, WeightSyncError):
+            error = PersistError(f"version {record.version} cannot be written to {self.disk.directory}: {error}")
+        self._error = ErrorInfo(error.code, str(error), error.tensor)
+        log.error("%s", error)
+
+    async def _slots(self, record: VersionRecord) -> Mapping[str, Path]:
+        own = await own_copies(self.store, self.keys, self.host)
+        found = {piece.name: local_slot(piece, self.host, own) for piece in all_parts(record)}
+        return {name: path for name, path in found.items() if path is not None}
+
+    async def _tell(self, board: Board) -> None:
+        """Say in the store what is here, if that has changed."""
+        versions = tuple(sorted(kept.version for kept in self.disk.kept()))
+        wanted = board.active.version if board.active is not None else None
+        where = str(self.disk.directory)
+        record = DiskRecord(
+            self.host, where, versions, self.disk.nbytes, time.time(), wanted, self._error, self.failures
+        )
+        if self._told is None or replace(record, since=self._told.since) != self._told:
+            await self.store.put(self.keys.disk(self.host), record.to_json())
+            self._told = record
+
+
+def yield_to_all() -> None:
+    """Let every other process of this host go first, on its cores and its disks."""
+    with contextlib.suppress(OSError):
+        os.nice(LOWEST)
+
+
+def _active(board: Board) -> VersionRecord | None:
+    return board.version(board.active.version) if board.active is not None else None
+
+
+def _needed(board: Board) -> list[VersionRecord]:
+    """The active version and the one before, as far as they are held."""
+    active = board.active
+    wanted = [active.version, active.previous] if active is not None else []
+    found = [board.version(version) for version in wanted if version is not None]
+    return [record for record in found if record is not None and record.state == "ready"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from weightsync.control.hosts import this_host
+from weightsync.control.records import DiskRecord, InstanceRecord, Keys, PartRecord, VersionRecord
 from weightsync.errors import (
     BadPart,
     CheckpointError,
@@ -18,13 +20,10 @@ from weightsync.errors import (
     SlotBusy,
     UnknownVersion,
 )
-from weightsync.files import open_inside
-from weightsync.hosts import this_host
-from weightsync.parts import BASE, LORA, check_name
+from weightsync.memory.parts import BASE, LORA, check_name
 from weightsync.peer.copies import all_parts, local_slot, own_copies
-from weightsync.persist.disk import Disk
-from weightsync.persist.pieces import SHARD, Piece, disk_piece, slot_piece, sync_directory, write_piece
-from weightsync.records import DiskRecord, InstanceRecord, Keys, PartRecord, VersionRecord
+from weightsync.persist.disk import SHARD, Disk, Piece, disk_piece, slot_piece, sync_directory, write_piece
+from weightsync.publish.checkpoint import open_inside
 from weightsync.store import SyncStore
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json", ".ckpt")

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from weightsync.arena import Arena, SlotLock
+from weightsync.control.history import History
+from weightsync.control.hosts import local_path, slot_name, this_host
+from weightsync.control.records import ActiveRecord, CopyRecord, Keys, PartRecord, PastSwapRecord, VersionRecord
 from weightsync.errors import (
     ArenaError,
     CheckpointError,
@@ -30,17 +32,13 @@ from weightsync.errors import (
     VersionLost,
     WeightSyncError,
 )
-from weightsync.hosts import local_path, slot_name, this_host
-from weightsync.manifest import PREAMBLE, Layout
-from weightsync.parts import slots_of
+from weightsync.format.manifest import PREAMBLE, Layout, clear_gaps, write_header
+from weightsync.memory.arena import Arena, SlotLock
+from weightsync.memory.parts import slots_of
 from weightsync.peer.copies import all_parts, local_slot, own_copies, ready_digests, with_local_slots
-from weightsync.persist.disk import Disk
-from weightsync.persist.pieces import Piece, disk_piece, slot_header, slot_is_whole
-from weightsync.records import ActiveRecord, CopyRecord, Keys, PartRecord, PastSwapRecord, VersionRecord
-from weightsync.slot import clear_gaps, write_header
-from weightsync.sources import copy_sums
+from weightsync.persist.disk import Disk, Piece, disk_piece, slot_header, slot_is_whole
+from weightsync.publish.writer import copy_sums
 from weightsync.store.protocol import MISSING, KeyValue, Store
-from weightsync.swap.history import History
 
 log = logging.getLogger("hotswap.persist")
 ATTEMPTS = 10

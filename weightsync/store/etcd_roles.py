@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from weightsync.records import ARENA_KEY, Keys
+from weightsync.control.records import ARENA_KEY, Keys
 
 NAMES = ("gateway", "instance", "trainer", "peer")
 ARENAS = "arenas/"

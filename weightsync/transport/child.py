@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from weightsync.arena import address_of
+from weightsync.memory.arena import address_of
 from weightsync.transport.engine import (
     MAX_NBYTES,
     REQUESTS,

@@ -33,8 +33,8 @@ from typing import Final, Self
 
 import msgspec
 
-from weightsync.arena import address_of
 from weightsync.errors import PeerUnreachable, TransferFailed, TransferTimedOut, TransportUnavailable
+from weightsync.memory.arena import address_of
 from weightsync.transport.addresses import Address, rdma_devices
 from weightsync.transport.engine import (
     BATCH,

@@ -18,8 +18,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from weightsync.hosts import this_host
-from weightsync.manifest import schema_of
+from weightsync.control.hosts import this_host
+from weightsync.format.manifest import schema_of
 
 from . import stale
 from .bundle import BASE, Bundle, PartOrder, Shelf

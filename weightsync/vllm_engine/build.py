@@ -16,7 +16,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from weightsync.digests.fingerprint import (
+from weightsync.errors import ChecksumMismatch, NotFinite, PartsMismatch
+from weightsync.format.fingerprint import (
     MASK,
     Part,
     Words,
@@ -26,9 +27,8 @@ from weightsync.digests.fingerprint import (
     packed_rectangle,
     rectangle,
 )
-from weightsync.errors import ChecksumMismatch, NotFinite, PartsMismatch
-from weightsync.manifest import TensorEntry
-from weightsync.receiver import SlotReader
+from weightsync.format.manifest import TensorEntry
+from weightsync.memory.receiver import SlotReader
 
 from .kernels import BLOCK_ROWS, LinearFn, onednn_linear, pack_into
 from .layout import Entry, Layout

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from weightsync.errors import PartNotServed
-from weightsync.manifest import Schema
-from weightsync.parts import BASE, DRAFT, LORA
+from weightsync.format.manifest import Schema
+from weightsync.memory.parts import BASE, DRAFT, LORA
 
 from .bundle import Bundle, Flippable, PartOrder, Piece
 from .drafts import draft_stager

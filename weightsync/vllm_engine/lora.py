@@ -14,11 +14,10 @@ from typing import Any
 import orjson
 import torch
 
-from weightsync.digests.fingerprint import checksum, grid
-from weightsync.digests.finite import is_finite
 from weightsync.errors import NotFinite, PartNotServed, ShapeMismatch, UnexpectedTensor, WeightSyncError
-from weightsync.parts import ADAPTER_CONFIG, LORA, LORA_URL
-from weightsync.receiver import SlotReader
+from weightsync.format.fingerprint import checksum, grid, is_finite
+from weightsync.memory.parts import ADAPTER_CONFIG, LORA, LORA_URL
+from weightsync.memory.receiver import SlotReader
 
 from .bundle import PartOrder
 

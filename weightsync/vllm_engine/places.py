@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from weightsync.control.hosts import HOST_ENV, this_host
 from weightsync.errors import CopyUnavailable, ManifestError, SlotBusy
-from weightsync.hosts import HOST_ENV, this_host
-from weightsync.receiver import SlotReader
+from weightsync.memory.receiver import SlotReader
 
 from .bundle import PartOrder
 

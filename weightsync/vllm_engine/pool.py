@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from weightsync.arena import prefault
 from weightsync.errors import ArenaError
+from weightsync.memory.arena import prefault
 
 Sums = dict[str, list[list[int]]]
 HEADER = 4096

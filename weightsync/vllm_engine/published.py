@@ -10,11 +10,10 @@ import numpy as np
 import torch
 import xxhash
 
-from weightsync.digests.fingerprint import Part, Words, grid, rectangle, word_type
-from weightsync.digests.finite import is_finite
 from weightsync.errors import DigestMismatch, NotFinite
-from weightsync.manifest import Schema
-from weightsync.receiver import SlotReader
+from weightsync.format.fingerprint import Part, Words, grid, is_finite, rectangle, word_type
+from weightsync.format.manifest import Schema
+from weightsync.memory.receiver import SlotReader
 
 from .placement import Box, Rect, matrix
 

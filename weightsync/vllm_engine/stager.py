@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from weightsync.digests import checksum_kernels
 from weightsync.errors import WeightSyncError
-from weightsync.manifest import Schema, require_same_schema
-from weightsync.receiver import SlotReader
+from weightsync.format import fingerprint
+from weightsync.format.manifest import Schema, require_same_schema
+from weightsync.memory.receiver import SlotReader
 
 from .build import Builder, Built, Sums
 from .exchange import DevicePool, ExchangeGeneration
@@ -91,7 +91,7 @@ class Stager:
         *,
         allow_non_finite: bool = False,
     ) -> None:
-        checksum_kernels.warm()
+        fingerprint.warm()
         self._twin = build_skeleton(vllm_config, model_config, device)
         self._slots = pair_parameters(model, self._twin)
         parallel = vllm_config.parallel_config

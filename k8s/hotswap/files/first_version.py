@@ -14,11 +14,11 @@ import sys
 import time
 from pathlib import Path
 
+from weightsync.control.hosts import host_of, this_host
+from weightsync.control.records import ActiveRecord, Keys, VersionRecord
 from weightsync.errors import StoreError
-from weightsync.hosts import host_of, this_host
 from weightsync.peer.copies import ready_digests
 from weightsync.push import main as push
-from weightsync.records import ActiveRecord, Keys, VersionRecord
 from weightsync.store import SyncStore
 
 PATIENCE_S = 120.0  # for the store to answer

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from weightsync.records import Record
+from weightsync.control.records import Record
 
 KEYS_PREFIX = "gateway/keys/"
 DOOR = KEYS_PREFIX + ".door"  # no key has such an id

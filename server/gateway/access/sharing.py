@@ -41,9 +41,9 @@ from typing import Literal
 
 from server.gateway.access.limits import Limits, Meter, Quota
 from server.gateway.access.records import USAGE_PREFIX, USAGE_ROUND, KeyLimits
+from weightsync.control.lease import LeaseKeeper
+from weightsync.control.records import Record
 from weightsync.errors import Conflict, LeaseLost, RecordError, StoreError
-from weightsync.lease import LeaseKeeper
-from weightsync.records import Record
 from weightsync.store import Event, Store
 
 State = Literal["entering", "active", "left"]

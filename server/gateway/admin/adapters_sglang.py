@@ -35,7 +35,7 @@ from server.gateway.admin.weights import model_schema
 from server.gateway.deps import GatewayDep
 from server.gateway.gateway import Gateway
 from weightsync.errors import WeightSyncError
-from weightsync.manifest import Schema
+from weightsync.format.manifest import Schema
 
 FAMILY = "sglang"
 FREEZING = ("in_place", "retract")

@@ -31,8 +31,8 @@ from server.gateway.fleet.drains import DrainRecord, drains
 from server.gateway.fleet.instance import FIELDS, Instance
 from server.gateway.gateway import Gateway
 from server.sleeping import Level, SleeperRecord, SleepOrder, orders, sleepers
+from weightsync.control.records import InstanceRecord, Keys, PauseRecord
 from weightsync.errors import LeaseLost
-from weightsync.records import InstanceRecord, Keys, PauseRecord
 from weightsync.store import Store
 from weightsync.store.protocol import KeyValue
 

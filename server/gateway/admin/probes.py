@@ -30,8 +30,8 @@ import yaml
 
 from server.errors import ConfigError, ServerError
 from server.gateway.config import GatewayConfig
-from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord
-from weightsync.swap.probe import Probe, ProbeResult
+from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord
+from weightsync.control.state import Probe, ProbeResult
 from weightsync.tls import ClusterTls
 
 if TYPE_CHECKING:

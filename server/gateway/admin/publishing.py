@@ -37,7 +37,7 @@ import orjson
 from server.errors import BadRequest, Conflict, HttpError, PayloadTooLarge, Unprocessable, UpstreamTimeout
 from server.gateway.admin.error_map import from_fields
 from server.gateway.config import GatewayConfig
-from weightsync.parts import check_name
+from weightsync.memory.parts import check_name
 
 log = logging.getLogger("hotswap.gateway")
 
@@ -448,4 +448,4 @@ def refused_pickle() -> Unprocessable:
 
 def _checkpoint() -> ModuleType:
     """Imported when the first update comes: it brings numpy along, which no other gateway needs."""
-    return importlib.import_module("weightsync.checkpoint")
+    return importlib.import_module("weightsync.publish.checkpoint")

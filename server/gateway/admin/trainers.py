@@ -20,7 +20,7 @@ from server.gateway.admin.publishing import WeightUpdate
 from server.gateway.admin.weights import SwapOptions
 from server.gateway.deps import GatewayDep
 from server.gateway.gateway import Gateway
-from weightsync.manifest import Schema
+from weightsync.format.manifest import Schema
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 

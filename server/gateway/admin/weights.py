@@ -2,7 +2,7 @@
 
 The key is checked in `AdminGate`, before a body is read.
 
-The body of `POST /admin/weights/upload`, a version as a delta or in full (weightsync/delta/format.py), goes to an
+The body of `POST /admin/weights/upload`, a version as a delta or in full (weightsync/format/delta.py), goes to an
 unnamed file in the arena, which the kernel frees with the last process that has it open: a connection lost half-way,
 or a gateway killed half-way, leaves nothing. A publication begins only when the body has arrived whole, in a process
 of its own (publishing.py); it is checked there, not here.
@@ -25,10 +25,9 @@ from server.errors import BadRequest, InsufficientStorage, PayloadTooLarge
 from server.gateway.admin.publishing import Prepared
 from server.gateway.deps import GatewayDep
 from server.gateway.gateway import Gateway
-from weightsync.errors import SwapAborted
-from weightsync.ledger import ensure_arena
-from weightsync.manifest import Schema
-from weightsync.records import (
+from weightsync.control import activation, history
+from weightsync.control.coordinator import SwapReport
+from weightsync.control.records import (
     ActiveRecord,
     Keys,
     OnLost,
@@ -38,9 +37,10 @@ from weightsync.records import (
     TargetRecord,
     VersionRecord,
 )
-from weightsync.swap import activation, history
-from weightsync.swap.coordinator import SwapReport
-from weightsync.swap.state import in_flight
+from weightsync.control.state import in_flight
+from weightsync.errors import SwapAborted
+from weightsync.format.manifest import Schema
+from weightsync.memory.ledger import ensure_arena
 
 router = APIRouter(prefix="/admin", tags=["admin"])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weightsync.records import InstanceRecord, Keys, Record
+from weightsync.control.records import InstanceRecord, Keys, Record
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from server.gateway.config import HealthSettings, UpstreamSettings
 from server.gateway.fleet import affinity
 from server.gateway.fleet.affinity import Hint, PrefixTable
 from server.gateway.wire.pool import Pool
+from weightsync.control.records import InstanceRecord
 from weightsync.errors import RecordError, TlsUnavailable
-from weightsync.records import InstanceRecord
 from weightsync.tls import ClusterTls, is_loopback
 
 PREFIXES: Final = 4096  # remembered per instance and version, at least; about 0.6 MB when twice as many are

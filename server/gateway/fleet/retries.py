@@ -62,7 +62,7 @@ LOSSES: Final = (
 NEVER_AGAIN: Final = frozenset(route.path for route in api.ROUTES if not route.again)
 RETRY_S: Final = 0.5  # for who was turned away by an instance that looked well: the view may not change again
 # Silence of an instance since it left the store, after which it counts as dead. After an outage of the store all have
-# left, until they try to register again: at most 2 s (weightsync/swap/agent.py, LAST_RETRY_S).
+# left, until they try to register again: at most 2 s (weightsync/control/agent.py, LAST_RETRY_S).
 GONE_S: Final = 3.0
 WANTED: Final = b"%b: 1\r\n" % RESUMABLE
 

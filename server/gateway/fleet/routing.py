@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from server.errors import ConfigError, Conflict, HttpError, UpstreamTimeout
 from server.gateway.fleet.affinity import NO_HINT, Hint
-from weightsync.records import ActiveRecord, InstanceRecord, SwapRecord
+from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord
 
 log: Final = logging.getLogger("hotswap.gateway")
 

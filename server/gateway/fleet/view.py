@@ -24,8 +24,8 @@ from server.gateway.fleet.retries import Patience, RetryBudget, WaitingRoom
 from server.gateway.fleet.routing import Need
 from server.gateway.observe.stats import Stats
 from server.gateway.wire.journal import ReplayMemory
+from weightsync.control.records import ActiveRecord, DiskRecord, InstanceRecord, Keys, SwapRecord
 from weightsync.errors import RecordError, StoreError, TlsUnavailable
-from weightsync.records import ActiveRecord, DiskRecord, InstanceRecord, Keys, SwapRecord
 from weightsync.store import KeyValue, Store
 from weightsync.tls import ClusterTls
 

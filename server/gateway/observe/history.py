@@ -21,8 +21,8 @@ from typing import Protocol
 import orjson
 
 from server.gateway.fleet.instance import Signals
+from weightsync.control.records import Keys
 from weightsync.errors import StoreError
-from weightsync.records import Keys
 from weightsync.store import Store
 from weightsync.store.protocol import KeyValue
 

@@ -34,7 +34,7 @@ from server.gateway.observe import logs
 from server.gateway.observe.stats import Histogram, Stats, Tokens
 from server.gateway.queue.gate import Gate
 from server.gateway.workers import Place
-from weightsync.records import InstanceState
+from weightsync.control.records import InstanceState
 
 Value = float | Histogram
 _KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}

@@ -16,7 +16,7 @@ from server.errors import HttpError
 from server.gateway.observe.context import TraceContext
 from server.gateway.wire.bodies import Usage
 from server.gateway.wire.head import RequestHead
-from weightsync.records import InstanceRecord, SwapRecord
+from weightsync.control.records import InstanceRecord, SwapRecord
 
 PHASES: Final = ("queued", "held", "connecting", "waiting", "streaming", "stalled")
 FAILOVERS: Final = ("resumed", "complete", "nobody", "given_up", "not_resumable")

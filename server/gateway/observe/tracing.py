@@ -30,7 +30,7 @@ from server.gateway.observe.context import TraceContext
 from server.gateway.observe.logs import AccessLog, stderr
 from server.gateway.observe.stats import Finished, Seen, Stats
 from server.gateway.wire.head import RequestHead
-from weightsync.records import SwapRecord
+from weightsync.control.records import SwapRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

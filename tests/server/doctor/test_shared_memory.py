@@ -19,7 +19,7 @@ import pytest
 from server.doctor.world import World
 from tests.server.doctor.worlds import checkpoint, findings, host, only
 from weightsync import SyncStore
-from weightsync.records import ARENA_KEY, ArenaRecord
+from weightsync.control.records import ARENA_KEY, ArenaRecord
 
 ROOT = Path(__file__).parents[3]
 DOCTOR = [sys.executable, "-m", "server.cli", "doctor", "--json"]

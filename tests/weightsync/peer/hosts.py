@@ -20,9 +20,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from weightsync import Publisher, SlotReader, Store, SyncStore
-from weightsync.hosts import local_path
+from weightsync.control.hosts import local_path
+from weightsync.control.records import CopyRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.peer.copies import parsed
-from weightsync.records import CopyRecord, InstanceRecord, Keys, VersionRecord
 
 MODEL = "demo"
 KEYS = Keys(MODEL)

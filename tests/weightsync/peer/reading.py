@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tests.weightsync.peer.hosts import MODEL
 from tests.weightsync.peer.served import Served
-from weightsync.arena import Arena
 from weightsync.errors import TransferTimedOut
+from weightsync.memory.arena import Arena
 from weightsync.peer.fetch import Fetch, first_answer
 from weightsync.peer.holders import Background, LeftOut, Sources
 from weightsync.peer.metrics import PeerMetrics

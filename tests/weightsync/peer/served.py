@@ -13,14 +13,14 @@ import pytest
 
 from tests.weightsync.peer.hosts import MODEL, newest, random_model
 from weightsync import Publisher
-from weightsync.arena import Arena
-from weightsync.hosts import local_path, slot_name
+from weightsync.control.hosts import local_path, slot_name
+from weightsync.control.records import CopyRecord, VersionRecord
+from weightsync.memory.arena import Arena
 from weightsync.peer.control import Control, PeerClient, listen, serving
 from weightsync.peer.messages import Key
 from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.serve import Tickets
 from weightsync.peer.shelf import Regions, Shelf
-from weightsync.records import CopyRecord, VersionRecord
 from weightsync.transport import open_transport
 from weightsync.transport.addresses import Address
 

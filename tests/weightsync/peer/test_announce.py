@@ -10,10 +10,10 @@ import pytest
 
 from tests.weightsync.peer.hosts import KEYS
 from weightsync import Store
+from weightsync.control.records import CopyRecord
 from weightsync.peer.announce import Announcer, CopyBoard, copies_elsewhere
 from weightsync.peer.copies import own_copies
 from weightsync.peer.messages import Key
-from weightsync.records import CopyRecord
 
 STORES = ["sqlite", "etcd"]
 GUARD_S = 60.0

@@ -16,7 +16,7 @@ from tests.cluster_tls import Authority
 from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, bytes_of, newest, path_of, random_model, until
 from tests.weightsync.peer.served import Served, slot_served
 from weightsync.errors import PeerRefused, PeerUnreachable, TransportUnavailable
-from weightsync.manifest import digest_of
+from weightsync.format.manifest import digest_of
 from weightsync.peer import __main__ as main
 from weightsync.peer.chunks import Bitmap
 from weightsync.peer.control import PeerClient, listen, serving

@@ -12,10 +12,10 @@ import pytest
 from tests.weightsync.fleet import running_fleet, until
 from tests.weightsync.peer.hosts import MODEL, Hosts, newest, path_of, random_model
 from weightsync import Adapter, Publisher, Store
+from weightsync.control.hosts import slot_name
+from weightsync.control.records import CopyRecord, ErrorInfo, Keys, VersionRecord
 from weightsync.errors import CopyUnavailable
-from weightsync.hosts import slot_name
 from weightsync.peer.copies import wait_for_slots
-from weightsync.records import CopyRecord, ErrorInfo, Keys, VersionRecord
 
 KEYS = Keys(MODEL)
 STORES = ["sqlite", "etcd"]

@@ -17,7 +17,7 @@ from tests.live import VLLM_ARGS
 from tests.weightsync.fleet import running_fleet
 from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, path_of, serving
 from weightsync import Store
-from weightsync.records import ActiveRecord, VersionRecord
+from weightsync.control.records import ActiveRecord, VersionRecord
 
 pytestmark = [pytest.mark.engine, pytest.mark.broad]
 STORES = ["etcd"]

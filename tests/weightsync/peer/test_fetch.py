@@ -11,12 +11,12 @@ import pytest
 
 from tests.weightsync.peer.reading import GUARD_S, Reader, Wrapped, nobody_reads
 from tests.weightsync.peer.served import Served
+from weightsync.control.records import CopyRecord
 from weightsync.errors import PeerRefused, PeerUnreachable, WeightSyncError
 from weightsync.peer import holders
 from weightsync.peer.fetch import Fetch, first_answer, to_the_end
 from weightsync.peer.holders import BUSY_S, FIRST_TRY_S, OPEN_AT_ONCE, STALLED_S, WRONG_S, LeftOut, NoHolder
 from weightsync.peer.messages import ALL, Have, Open, Opened
-from weightsync.records import CopyRecord
 from weightsync.transport import Transport
 
 FOR_EVER_S = 3600.0

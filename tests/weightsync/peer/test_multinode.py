@@ -19,7 +19,7 @@ from server.cli.up import free_port
 from tests.weightsync.fleet import running_fleet
 from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, newest, serving, until
 from weightsync import Coordinator, Store
-from weightsync.records import VersionRecord
+from weightsync.control.records import VersionRecord
 
 pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.timeout(900)]
 WAIT_S = 400.0  # a guard: five processes import vLLM, three of them one after the other

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from weightsync.arena import Arena
 from weightsync.errors import ManifestError
+from weightsync.memory.arena import Arena
 from weightsync.peer.chunks import Bitmap, Head, Shape, digests_of
 from weightsync.peer.messages import Key
 from weightsync.peer.shelf import Journal, Regions, Shelf

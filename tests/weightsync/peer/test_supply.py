@@ -12,9 +12,10 @@ import pytest
 from tests.weightsync.peer.hosts import MODEL
 from tests.weightsync.peer.test_shelf import CHUNK, CONTENT, KEY, SHAPE
 from weightsync import Store
-from weightsync.arena import Arena
+from weightsync.control.hosts import slot_name
+from weightsync.control.records import CopyRecord, PartRecord, VersionRecord
 from weightsync.errors import DigestMismatch, PeerRefused
-from weightsync.hosts import slot_name
+from weightsync.memory.arena import Arena
 from weightsync.peer.chunks import Bitmap
 from weightsync.peer.control import PeerClient
 from weightsync.peer.messages import Key, Open
@@ -22,7 +23,6 @@ from weightsync.peer.metrics import PeerMetrics
 from weightsync.peer.service import Peer
 from weightsync.peer.settings import PeerSettings
 from weightsync.peer.supply import Supply
-from weightsync.records import CopyRecord, PartRecord, VersionRecord
 from weightsync.transport import open_transport
 
 GUARD_S = 60.0

@@ -14,8 +14,8 @@ import pytest
 
 from tests.etcd import MIN_LEASE_S, Etcd, Tls
 from weightsync import open_store
+from weightsync.control.lease import LeaseKeeper
 from weightsync.errors import Conflict, LeaseLost, StoreLost, StoreUnavailable
-from weightsync.lease import LeaseKeeper
 from weightsync.store import MISSING, Event, Store
 
 LONG_S = 60.0

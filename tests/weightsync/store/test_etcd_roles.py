@@ -20,11 +20,11 @@ from tests.etcd import Etcd
 from tests.weightsync.fleet import MODEL, Engine, until
 from tests.weightsync.tensors import model
 from weightsync import Coordinator, Participant, Publisher, Store, open_store
+from weightsync.control.activation import previous_version
+from weightsync.control.records import InstanceRecord, Keys
 from weightsync.errors import StoreRefused
-from weightsync.records import InstanceRecord, Keys
 from weightsync.store.etcd_roles import NAMES, roles
 from weightsync.store.etcd_users import Administrator
-from weightsync.swap.activation import previous_version
 
 KEYS = Keys(MODEL)
 OTHER = Keys("another")

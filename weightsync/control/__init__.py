@@ -1,0 +1,1 @@
+"""The swap transaction: its records, the coordinator, the instances' side of it, and the pure decisions of both."""

@@ -1,0 +1,234 @@
+"""Which version is active: asking for another, waiting for the outcome, and retiring what nobody needs any more.
+
+An operator may write the target record, and a publisher while it holds its lineage. The coordinator answers with a swap
+record of the same id, and a commit with an `active` record that names it. So who asked can tell its own outcome from
+everybody else's.
+
+A version may be retired when nobody serves it, holds it, goes back to it or has asked for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from weightsync.control.board import Board
+from weightsync.control.records import (
+    ActiveRecord,
+    InstanceRecord,
+    Keys,
+    OnLost,
+    SwapMode,
+    SwapRecord,
+    TargetRecord,
+    VersionRecord,
+)
+from weightsync.control.state import in_flight
+from weightsync.errors import Conflict, StoreUnavailable, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
+from weightsync.store.protocol import MISSING, Event, Store
+
+TOMBSTONES_KEPT = 64  # retired records, for whoever wants to see what became of a version
+
+
+def needed_versions(
+    active: ActiveRecord | None,
+    swap: SwapRecord | None,
+    target: TargetRecord | None,
+    instances: Iterable[InstanceRecord],
+) -> set[int]:
+    """Versions that must stay: active and previous, in flight or asked for, and what instances run or have staged."""
+    needed: set[int | None] = set()
+    if active is not None:
+        needed |= {active.version, active.previous}
+    if swap is not None and in_flight(swap):
+        needed.add(swap.target)
+    if target is not None and (swap is None or swap.id != target.id):
+        needed.add(target.version)
+    for instance in instances:
+        needed |= {instance.active_version, instance.staged_version}
+    return {version for version in needed if version is not None}
+
+
+def superseded(
+    versions: Iterable[VersionRecord], needed: set[int], *, spare: int, below: int | None = None
+) -> list[VersionRecord]:
+    """Ready versions that are not needed, but for the newest `spare`; with `below`, only older ones than that."""
+    candidates = sorted(
+        (v for v in versions if v.state == "ready" and v.version not in needed), key=lambda v: v.version, reverse=True
+    )
+    return [v for v in candidates[spare:] if below is None or v.version < below]
+
+
+async def retire(store: Store, keys: Keys, *, spare: int, below: int | None = None) -> list[int]:
+    """Retire superseded versions and drop old tombstones; returns what was retired.
+
+    One transaction that fails whole, and is then left for the next time, if anything it was decided on has changed.
+    """
+    single = {key: await store.get(key) for key in (keys.active, keys.swap, keys.target)}
+    instances = [InstanceRecord.from_json(kv.value) for kv in (await store.list(keys.instances))[0]]
+    found = {kv.key: kv for kv in (await store.list(keys.versions))[0]}
+    versions = [VersionRecord.from_json(kv.value) for kv in found.values()]
+    active, swap, target = single[keys.active], single[keys.swap], single[keys.target]
+    needed = needed_versions(
+        ActiveRecord.from_json(active.value) if active else None,
+        SwapRecord.from_json(swap.value) if swap else None,
+        TargetRecord.from_json(target.value) if target else None,
+        instances,
+    )
+    puts = retirement(keys, versions, needed, spare=spare, below=below)
+    compares = {key: kv.mod_revision if kv else MISSING for key, kv in single.items()}
+    compares |= {key: found[key].mod_revision for key in puts}
+    if puts:
+        with contextlib.suppress(Conflict):
+            await store.txn(compares, puts)
+            return [v.version for v in versions if puts.get(keys.version(v.version)) is not None]
+    return []
+
+
+def retirement(
+    keys: Keys, versions: Iterable[VersionRecord], needed: set[int], *, spare: int, below: int | None = None
+) -> dict[str, bytes | None]:
+    """What to write: superseded versions as retired, and the oldest tombstones no more."""
+    known = list(versions)
+    victims = superseded(known, needed, spare=spare, below=below)
+    tombstones = sorted(v.version for v in known if v.state == "retired")[:-TOMBSTONES_KEPT]
+    retired: dict[str, bytes | None] = {keys.version(v.version): replace(v, state="retired").to_json() for v in victims}
+    return retired | {keys.version(version): None for version in tombstones}
+
+
+RETRY_S = 0.2
+ROLLING_DRAIN_S = 30.0
+
+
+def new_target(
+    version: int,
+    requested_by: str,
+    deadline_s: float,
+    *,
+    mode: SwapMode = "together",
+    drain_s: float | None = None,
+    on_lost: OnLost = "abort",
+) -> TargetRecord:
+    if drain_s is None:  # else streams that are still there would go on with weights nobody has vouched for
+        drain_s = ROLLING_DRAIN_S if mode == "rolling" else 0.0
+    return TargetRecord(version, uuid.uuid4().hex, requested_by, deadline_s, mode, drain_s, on_lost)
+
+
+async def request(store: Store, keys: Keys, target: TargetRecord, fence: Mapping[str, int] | None = None) -> int:
+    """Write the target; returns the revision to wait from. `fence`: keys that must still be at these revisions.
+
+    An operator asks without a fence. Raises UnknownVersion when the version is not ready, Conflict when `fence` fell.
+    """
+    key = keys.version(target.version)
+    while True:
+        found = await store.get(key)
+        state = VersionRecord.from_json(found.value).state if found else None
+        if found is None or state != "ready":
+            raise UnknownVersion(target.version, state)
+        try:
+            return await store.txn({**(fence or {}), key: found.mod_revision}, {keys.target: target.to_json()})
+        except Conflict as conflict:
+            if conflict.key != key:
+                raise
+
+
+async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int, timeout_s: float) -> None:
+    """Return when the request of `revision` serves: committed, and every participant has flipped or been given up.
+
+    So a rollout that starts afterwards comes from the new weights. Raises SwapAborted or SwapTimeout.
+    """
+    judge = Judge(keys, target)
+    with _timeout_as(target.version, timeout_s):
+        async with asyncio.timeout(timeout_s):
+            async with contextlib.aclosing(_follow(store, keys.root, revision + 1)) as events:
+                async for event in events:
+                    if judge.is_done(event):
+                        return
+
+
+async def become_active(store: Store, keys: Keys, version: int, timeout_s: float) -> None:
+    """Return when `version` serves, whoever asked for it: committed, and its swap done. Raises as `outcome` does."""
+    with _timeout_as(version, timeout_s):
+        async with asyncio.timeout(timeout_s):
+            found, revision = await store.list(keys.root)
+            board = Board(keys, found, revision)
+            if _serves(board, version):
+                return
+            async with contextlib.aclosing(_follow(store, keys.root, revision + 1)) as events:
+                async for event in events:
+                    board.apply(event)
+                    if _serves(board, version):
+                        return
+                    if event.kv.key == keys.swap and event.kind == "put":
+                        _raise_if_aborted(SwapRecord.from_json(event.kv.value), version)
+
+
+def _serves(board: Board, version: int) -> bool:
+    active, swap = board.active, board.swap
+    if active is None or active.version != version:
+        return False
+    return swap is None or swap.id != active.swap_id or swap.phase == "done"
+
+
+async def previous_version(store: Store, keys: Keys) -> int:
+    """The version a rollback goes to. Raises SwapAborted when there is none."""
+    found = await store.get(keys.active)
+    active = ActiveRecord.from_json(found.value) if found else None
+    if active is None or active.previous is None:
+        raise SwapAborted(active.version if active else 0, "there is no previous version to roll back to")
+    return active.previous
+
+
+async def _follow(store: Store, prefix: str, start: int) -> AsyncGenerator[Event, None]:
+    """A watch that outlives outages of the store: what has been asked for may come true all the same."""
+    while True:
+        try:
+            async with contextlib.aclosing(store.watch(prefix, start)) as events:
+                async for event in events:
+                    yield event
+                    start = event.kv.mod_revision  # again: one transaction may be several events of one revision
+        except StoreUnavailable:
+            await asyncio.sleep(RETRY_S)
+        except WatchCompacted:  # away for very long: what is there now stands for what was missed
+            with contextlib.suppress(StoreUnavailable):
+                found, revision = await store.list(prefix)
+                for kv in sorted(found, key=lambda kv: kv.mod_revision):
+                    yield Event("put", kv)
+                start = revision + 1
+
+
+class Judge:
+    """Reads the outcome of one request out of the events that follow it."""
+
+    def __init__(self, keys: Keys, target: TargetRecord) -> None:
+        self._keys, self._target = keys, target
+        self._opened = False
+
+    def is_done(self, event: Event) -> bool:
+        """Whether the swap that was asked for has come to its end. Raises SwapAborted."""
+        key, value = event.kv.key, event.kv.value
+        if key == self._keys.swap and (swap := SwapRecord.from_json(value)).id == self._target.id:
+            self._opened = True
+            _raise_if_aborted(swap, self._target.version)
+            return swap.phase == "done"
+        if key == self._keys.target and not self._opened:
+            newer = TargetRecord.from_json(value)
+            if newer.id != self._target.id:
+                raise SwapAborted(self._target.version, f"superseded by a request for version {newer.version}")
+        return False
+
+
+def _raise_if_aborted(swap: SwapRecord, version: int) -> None:
+    if swap.target == version and swap.phase == "aborted":
+        raise SwapAborted(version, swap.reason or "no reason given", swap.tensor)
+
+
+@contextlib.contextmanager
+def _timeout_as(version: int, timeout_s: float) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise SwapTimeout(version, timeout_s) from None

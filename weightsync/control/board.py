@@ -1,0 +1,133 @@
+"""A local copy of one model's records, kept by a watch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from weightsync.control.records import (
+    ActiveRecord,
+    InstanceRecord,
+    Keys,
+    Record,
+    SwapRecord,
+    TargetRecord,
+    VersionRecord,
+)
+from weightsync.errors import RecordError
+from weightsync.store.protocol import MISSING, Event, KeyValue, Store
+
+R = TypeVar("R", bound=Record)
+
+
+class Board:
+    """The records as of the last event; `changed(timeout)` waits for the next ones."""
+
+    def __init__(
+        self, keys: Keys, found: Iterable[KeyValue], revision: int, events: AsyncGenerator[Event, None] | None = None
+    ) -> None:
+        """`found` is all there was at `revision`; without `events`, whoever owns the board calls `apply`."""
+        self.keys = keys
+        self.seen = revision  # of the last event; one transaction may be several events of one revision
+        self._found = {kv.key: kv for kv in found}
+        self._events = events
+        self._next: asyncio.Task[Event] | None = None
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def follow(cls, store: Store, keys: Keys) -> AsyncGenerator[Board, None]:
+        """Read everything, then watch from there. Raises StoreUnavailable, here and in `changed`."""
+        found, revision = await store.list(keys.root)
+        board = cls(keys, found, revision, store.watch(keys.root, revision + 1))
+        try:
+            yield board
+        finally:
+            await board._close()
+
+    async def changed(self, timeout_s: float | None = None, *others: asyncio.Task[Any]) -> Event | None:
+        """Take in the next event and return it; None when the time is up or one of `others` is done.
+
+        Raises StoreUnavailable, WatchCompacted.
+        """
+        if self._next is None:
+            assert self._events is not None
+            self._next = asyncio.ensure_future(anext(self._events))  # type: ignore[arg-type]
+        await asyncio.wait({self._next, *others}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not self._next.done():
+            return None
+        event = await self._next
+        self._next = None
+        self.apply(event)
+        return event
+
+    def apply(self, event: Event) -> None:
+        """Take in one event."""
+        self.seen = event.kv.mod_revision
+        if event.kind == "put":
+            self._found[event.kv.key] = event.kv
+        else:
+            self._found.pop(event.kv.key, None)
+
+    @property
+    def active(self) -> ActiveRecord | None:
+        return self._record(ActiveRecord, self.keys.active)
+
+    @property
+    def swap(self) -> SwapRecord | None:
+        return self._record(SwapRecord, self.keys.swap)
+
+    @property
+    def target(self) -> TargetRecord | None:
+        return self._record(TargetRecord, self.keys.target)
+
+    @property
+    def versions(self) -> list[VersionRecord]:
+        """Oldest first."""
+        prefix = self.keys.versions
+        found = [_parsed(VersionRecord, kv.value) for k, kv in self._found.items() if k.startswith(prefix)]
+        return sorted(found, key=lambda record: record.version)
+
+    def version(self, version: int) -> VersionRecord | None:
+        return self._record(VersionRecord, self.keys.version(version))
+
+    @property
+    def instances(self) -> dict[str, InstanceRecord]:
+        """By id. A record that cannot be read is as good as none: its instance does not take part."""
+        instances = {}
+        for key, kv in self._found.items():
+            if key.startswith(self.keys.instances):
+                with contextlib.suppress(RecordError):
+                    record = _parsed(InstanceRecord, kv.value)
+                    instances[record.id] = record
+        return instances
+
+    def revision(self, key: str) -> int:
+        """What to compare with before writing `key` (0: it does not exist)."""
+        return self._found[key].mod_revision if key in self._found else MISSING
+
+    def _record(self, kind: type[R], key: str) -> R | None:
+        found = self._found.get(key)
+        return _parsed(kind, found.value) if found is not None else None
+
+    async def _close(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._next
+        if self._events is not None:
+            await self._events.aclose()
+
+
+@lru_cache(maxsize=4096)
+def _read(kind: type[Record], raw: bytes) -> Record:
+    return kind.from_json(raw)
+
+
+def _parsed(kind: type[R], raw: bytes) -> R:
+    """Records are frozen and looked at after every event, far more often than they change."""
+    found = _read(kind, raw)  # type: ignore[arg-type]
+    assert isinstance(found, kind)
+    return found

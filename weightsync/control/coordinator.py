@@ -1,0 +1,282 @@
+"""Drives the swap transaction of one model: watches the records, takes the step `state.decide` chooses, looks again.
+
+Any number may run (one in every gateway replica); one of them leads, and only its steps are written. None holds state:
+what a dead leader left in the swap record is finished or aborted by the next.
+
+`follow` tells any process, leader or not, what came of a request: it reads the records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weightsync.control import activation, history
+from weightsync.control.board import Board
+from weightsync.control.history import History
+from weightsync.control.lease import LEADER_TTL_S, Term, new_name
+from weightsync.control.records import InstanceRecord, Keys, OnLost, SwapMode, SwapRecord, TargetRecord
+from weightsync.control.state import (
+    Ask,
+    Probe,
+    ProbeResult,
+    Step,
+    Trial,
+    View,
+    abort,
+    confirm_within_s,
+    decide,
+    depends_on,
+    in_flight,
+)
+from weightsync.errors import Conflict, StoreError, StoreRefused, SwapAborted, SwapTimeout
+from weightsync.store.protocol import Store
+
+REPORT_GRACE_S = 10.0  # over what the phases of a swap may take: a new leader may have to be found
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """How a swap ended. `prepare_ms` is from open to commit, `commit_ms` from commit until every instance confirmed."""
+
+    id: str
+    version: int
+    previous: int | None
+    epoch: int
+    ok: bool
+    reason: str | None
+    tensor: str | None
+    prepare_ms: float
+    commit_ms: float
+    instances: Mapping[str, InstanceRecord]
+    mode: SwapMode = "together"
+
+
+async def follow(board: Board, target: TargetRecord, revision: int) -> SwapReport:
+    """Follow the request of `revision` to its end. Raises SwapTimeout when no leader answers it."""
+    asked = time.monotonic()
+    judge = activation.Judge(board.keys, target)
+    while True:
+        limit = _patience_s(target, board.swap)
+        event = await board.changed(max(0.0, asked + limit - time.monotonic()))
+        if event is None:
+            raise SwapTimeout(target.version, limit)
+        swap = board.swap
+        if swap is not None and swap.id == target.id and swap.phase in ("done", "aborted"):
+            return _of(board, swap)
+        try:
+            if event.kv.mod_revision > revision:
+                judge.is_done(event)
+        except SwapAborted as superseded:
+            return replace(_of(board, _never_opened(target)), reason=superseded.reason)
+
+
+def _patience_s(target: TargetRecord, swap: SwapRecord | None) -> float:
+    """Seconds from the request within which a leader that works has ended its swap, and the one in flight before it."""
+    limit = target.deadline_s + REPORT_GRACE_S
+    if swap is None or not in_flight(swap):
+        return limit
+    before = swap.deadline - swap.opened_at if swap.id != target.id else 0.0
+    canary = 0.0 if swap.mode == "together" else swap.deadline - swap.opened_at + swap.drain_s
+    return limit + before + canary + confirm_within_s(swap)
+
+
+def _never_opened(target: TargetRecord) -> SwapRecord:
+    now = time.time()
+    return SwapRecord(target.id, target.version, "aborted", (), deadline=now, opened_at=now)
+
+
+def _of(board: Board, swap: SwapRecord) -> SwapReport:
+    active = board.active
+    ok = swap.phase == "done" and active is not None and active.swap_id == swap.id
+    now = time.time()
+    committed_at = active.committed_at if ok and active is not None else now
+    return SwapReport(
+        id=swap.id,
+        version=swap.target,
+        previous=active.previous if active is not None else None,
+        epoch=active.epoch if active is not None else 0,
+        ok=ok,
+        reason=swap.reason,
+        tensor=swap.tensor,
+        prepare_ms=(committed_at - swap.opened_at) * 1e3,
+        commit_ms=(now - committed_at) * 1e3,
+        instances={name: found for name, found in board.instances.items() if name in swap.participants},
+        mode=swap.mode,
+    )
+
+
+log = logging.getLogger(__name__)
+RETRY_S = 0.5
+
+
+class Coordinator:
+    """The swaps of `model`. `keep` counts retained versions: the active one, the previous one, and older ones.
+
+    `probe` is asked about the canary of a rolling swap; without one, a canary that has flipped is good enough.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        model: str,
+        *,
+        keep: int = 2,
+        probe: Probe | None = None,
+        leader_ttl_s: float = LEADER_TTL_S,
+    ) -> None:
+        self._store, self._keys, self._keep = store, Keys(model), keep
+        self._probe, self._leader_ttl_s, self.name = probe, leader_ttl_s, new_name()
+        self._term: Term | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this one takes the steps, as far as it knows."""
+        return self._term is not None and not self._term.lost.done()
+
+    def start(self) -> None:
+        """Run in the background of this event loop until `stop`."""
+        self._task = asyncio.create_task(self.run(), name=f"coordinator {self._keys.model}")
+
+    async def stop(self) -> None:
+        """A swap in flight stays as it is recorded; the next leader, which may lead at once, goes on with it."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def run(self) -> None:
+        """Be a candidate for ever, and lead when elected. While the store is away there are no swaps, and no losses."""
+        while True:
+            try:
+                async with Board.follow(self._store, self._keys) as board:
+                    while True:
+                        await self._lead(board, await Term.win(self._store, board, self.name, self._leader_ttl_s))
+            except StoreError as error:
+                log.warning("no swaps until the store answers: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def activate(
+        self,
+        version: int,
+        deadline_s: float = 60.0,
+        *,
+        mode: SwapMode = "together",
+        drain_s: float | None = None,
+        on_lost: OnLost = "abort",
+    ) -> SwapReport:
+        """Ask for `version`, and report how its swap ended. Raises UnknownVersion, SwapTimeout, StoreUnavailable.
+
+        `deadline_s` bounds staging, and once more the canary's flip and probe. With `mode` "rolling" one instance flips
+        ahead and is probed, then the others follow one by one; each lets its streams end for up to `drain_s` before.
+        An instance that dies before the commit aborts the swap, or with `on_lost` "continue" is left out of it.
+        """
+        target = activation.new_target(version, "coordinator", deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
+        async with Board.follow(self._store, self._keys) as board:
+            revision = await activation.request(self._store, self._keys, target)
+            return await follow(board, target, revision)
+
+    async def rollback(
+        self,
+        deadline_s: float = 60.0,
+        *,
+        mode: SwapMode = "together",
+        drain_s: float | None = None,
+        on_lost: OnLost = "abort",
+    ) -> SwapReport:
+        """Activate the previous version. Raises SwapAborted when there is none."""
+        version = await activation.previous_version(self._store, self._keys)
+        return await self.activate(version, deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
+
+    async def _lead(self, board: Board, term: Term) -> None:
+        """Take steps as long as this term lasts."""
+        log.info("%s coordinates the swaps of %s", self.name, self._keys.model)
+        self._term, trial = term, Trial(self._probe)
+        try:
+            past = await History.open(self._store, self._keys)
+            while term.lasts(board):
+                await self._advance(board, term, trial, past)
+        finally:
+            self._term = None
+            trial.end()
+            await term.end()
+
+    async def _advance(self, board: Board, term: Term, trial: Trial, past: History) -> None:
+        """One decision, and its step or its wait."""
+        decision = decide(view_of(board, time.time(), trial.result(board.swap)))
+        if isinstance(decision, Step):
+            await self._take(board, term, decision, past)
+            await board.changed(None, term.lost)  # our own write, or what made it fail
+            return
+        waiting: list[asyncio.Task[Any]] = [term.lost]
+        if isinstance(decision, Ask):
+            waiting.append(trial.of(decision.canary, decision.swap, board.active))
+        until = decision.until
+        await board.changed(None if until is None else max(0.0, until - time.time()), *waiting)
+
+    async def _take(self, board: Board, term: Term, step: Step, past: History) -> None:
+        compares, puts = transaction(board, step, term.revision, spare=max(0, self._keep - 2))
+        ends = step.kind in history.ENDS
+        if ends:
+            puts |= past.additions(history.entry(board, step, time.time()))
+        try:
+            await self._store.txn(compares, puts)
+        except Conflict:
+            return
+        except StoreRefused as refusal:
+            if step.kind not in ("try", "commit") or board.swap is None:
+                raise
+            # More participants than etcd compares in one transaction: it would be refused for ever.
+            await self._take(board, term, abort(board.swap, str(refusal)), past)
+            return
+        if ends:
+            past.added()
+        log.log(logging.WARNING if step.swap.reason else logging.INFO, "swap %s: %s", step.kind, step.swap)
+
+
+def transaction(
+    board: Board, step: Step, leader: int, *, spare: int = 0
+) -> tuple[dict[str, int], dict[str, bytes | None]]:
+    """What a step compares and writes; `leader` is the revision of the leader's key in its term."""
+    keys, swap = board.keys, step.swap
+    puts: dict[str, bytes | None] = {keys.swap: swap.to_json()}
+    if step.active is not None:
+        puts[keys.active] = step.active.to_json()
+    decided_on = depends_on(step, keys)
+    if step.kind in ("commit", "finish"):
+        retiring = _superseded_by(board, step, spare)
+        decided_on += [keys.target, *retiring]
+        puts |= retiring
+    return {key: leader if key == keys.leader else board.revision(key) for key in decided_on}, puts
+
+
+def _superseded_by(board: Board, step: Step, spare: int) -> dict[str, bytes | None]:
+    """What a commit makes superfluous goes with it, so that the slot is free for the next version at once."""
+    active = step.active or board.active
+    if active is None:
+        return {}
+    needed = activation.needed_versions(active, step.swap, board.target, board.instances.values())
+    return activation.retirement(board.keys, board.versions, needed, spare=spare, below=active.version)
+
+
+def view_of(board: Board, now: float, probe: ProbeResult | None = None) -> View:
+    """What `decide` looks at."""
+    swap, target = board.swap, board.target
+    version = swap.target if swap is not None and in_flight(swap) else target.version if target is not None else None
+    record = board.version(version) if version is not None else None
+    return View(
+        now=now,
+        target=target,
+        target_state=record.state if record is not None else None,
+        swap=swap,
+        active=board.active,
+        instances=board.instances,
+        target_fingerprint=record.fingerprint if record is not None else "",
+        probe=probe,
+    )

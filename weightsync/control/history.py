@@ -1,0 +1,134 @@
+"""The swaps of a model that have ended, the last `KEPT` of them, in the store: all gateways see them, and restarts too.
+
+The leader writes an entry in the transaction that ends the swap, so there is none without its swap, and none twice. It
+numbers them from what it finds at the beginning of its term: whoever wrote since is the leader, and it is the leader.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
+
+from weightsync.control.board import Board
+from weightsync.control.records import ActiveRecord, FlipRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
+from weightsync.control.state import Step
+from weightsync.errors import RecordError
+from weightsync.store.protocol import Store
+
+log = logging.getLogger(__name__)
+KEPT = 100
+ENDS = ("finish", "abort", "refuse")  # the steps that end a swap
+
+
+class History:
+    """Where the leader's next entry goes, and which ones make way for it."""
+
+    def __init__(self, keys: Keys, numbers: Iterable[int]) -> None:
+        self._keys, self._numbers = keys, sorted(numbers)
+
+    @classmethod
+    async def open(cls, store: Store, keys: Keys) -> History:
+        """Raises StoreUnavailable."""
+        return cls(keys, await _entries(store, keys))
+
+    def additions(self, entry: PastSwapRecord) -> dict[str, bytes | None]:
+        """What the transaction that ends the swap writes besides. Say `added` when it went through."""
+        kept = self._numbers[-(KEPT - 1) :]
+        puts: dict[str, bytes | None] = {self._keys.past_swap(n): None for n in self._numbers[: -len(kept) or None]}
+        return puts | {self._keys.past_swap(self._next): entry.to_json()}
+
+    def added(self) -> None:
+        """The last additions are written."""
+        self._numbers = [*self._numbers[-(KEPT - 1) :], self._next]
+
+    @property
+    def _next(self) -> int:
+        return self._numbers[-1] + 1 if self._numbers else 1
+
+
+async def past_swaps(store: Store, keys: Keys) -> list[PastSwapRecord]:
+    """Newest first. Raises StoreUnavailable."""
+    return list(_readable(await _entries(store, keys)))[::-1]
+
+
+def entry(board: Board, step: Step, now: float) -> PastSwapRecord:
+    """What is kept of a swap that `step`, one of ENDS, brings to its end at the time `now` (unix seconds)."""
+    swap, active, target = step.swap, board.active, board.target
+    committed = active if active is not None and active.swap_id == swap.id else None
+    version = board.version(swap.target)
+    published = version.fingerprint if version is not None else ""
+    present = [board.instances[name] for name in swap.participants if name in board.instances]
+    before = committed.previous if committed is not None else active.version if active is not None else None
+    return PastSwapRecord(
+        id=swap.id,
+        version=swap.target,
+        outcome="done" if swap.phase == "done" else "aborted",
+        mode=swap.mode,
+        opened_at=swap.opened_at,
+        ended_at=now,
+        committed_at=committed.committed_at if committed is not None else None,
+        epoch=committed.epoch if committed is not None else None,
+        previous=before,
+        requested_by=target.requested_by if target is not None and target.id == swap.id else "",
+        reason=swap.reason,
+        tensor=swap.tensor,
+        canary=swap.canary,
+        probe=probe_outcome(swap),
+        fingerprint=published,
+        verified=_verified(swap, committed, published, present),
+        flips=tuple(_flip(instance, swap, committed) for instance in present),
+    )
+
+
+def probe_outcome(swap: SwapRecord) -> Literal["passed", "failed"] | None:
+    """What the probe of its canary came to; None while no canary was judged."""
+    if swap.canary is None or swap.phase == "canary":
+        return None
+    if swap.phase == "aborted":
+        return "failed" if (swap.reason or "").startswith(f"the probe of canary {swap.canary} failed") else None
+    return "passed"
+
+
+def _flip(instance: InstanceRecord, swap: SwapRecord, committed: ActiveRecord | None) -> FlipRecord:
+    staged = instance.swap_id == swap.id
+    followed = _followed(instance, committed)
+    return FlipRecord(
+        instance=instance.id,
+        version=instance.active_version,
+        fingerprint=instance.fingerprint,
+        stage_ms=instance.stage_ms if staged else None,
+        staging_gbps=instance.staging_gbps if staged else None,
+        stall_ms=instance.commit_ms if staged and followed else None,
+    )
+
+
+def _followed(instance: InstanceRecord, committed: ActiveRecord | None) -> bool:
+    return committed is not None and instance.active_epoch == committed.epoch
+
+
+def _verified(
+    swap: SwapRecord, committed: ActiveRecord | None, published: str, present: Iterable[InstanceRecord]
+) -> bool | None:
+    """Compares what runs after a commit, or what had been staged when the swap was aborted."""
+    if committed is not None:
+        built = [i.fingerprint for i in present if _followed(i, committed)]
+    else:
+        built = [i.staged_fingerprint for i in present if (i.swap_id, i.staged_version) == (swap.id, swap.target)]
+    known = [fingerprint for fingerprint in built if fingerprint]
+    return all(fingerprint == published for fingerprint in known) if published and known else None
+
+
+async def _entries(store: Store, keys: Keys) -> dict[int, bytes]:
+    """By number, oldest first. Of this model alone: another one's name may begin like this one's."""
+    found, _ = await store.list(keys.history)
+    tails = ((kv.key.removeprefix(keys.history), kv.value) for kv in found)
+    return {int(tail): value for tail, value in tails if tail.isascii() and tail.isdigit()}
+
+
+def _readable(found: Mapping[int, bytes]) -> Iterator[PastSwapRecord]:
+    for number, value in found.items():
+        try:
+            yield PastSwapRecord.from_json(value)
+        except RecordError as error:
+            log.error("ignoring entry %d of the history of swaps: %s", number, error)

@@ -1,1 +1,0 @@
-"""Versions as lossless differences, and publishing them from another host."""

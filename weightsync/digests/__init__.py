@@ -1,1 +1,0 @@
-"""Digests and linear checksums of weights: taking, comparing, verifying, telling versions apart."""

@@ -1,0 +1,311 @@
+"""What a version is: for every Hugging Face tensor name its dtype, shape, place in the slot and digest.
+
+A `Schema` says which tensors a model has; a `Layout` (a pure function of the schema) says where each lies, so that
+every trainer rank computes the same offsets without talking; a `Manifest` adds what was written there.
+
+A slot file carries a manifest and its tensors:
+
+0   magic  b"HOTSWAP\\0"           8 bytes
+8   format                        u32, little-endian
+12  manifest length in bytes      u32
+16  digest of the manifest        32 hex characters (xxh3_128)
+64  manifest, canonical JSON      as long as the header says
+.   tensors                       from the first page after the room for the manifest, 64-byte aligned
+
+All else is zeros, so every byte of a slot follows from its manifest and tensors: copies on all hosts are the same.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import orjson
+import xxhash
+
+from weightsync.errors import (
+    DtypeMismatch,
+    ManifestError,
+    MissingTensor,
+    ShapeMismatch,
+    TensorMismatch,
+    UnexpectedTensor,
+    UnsupportedDtype,
+)
+from weightsync.format.dtypes import ITEMSIZE
+
+FORMAT = 2
+ALIGNMENT = 64  # a cache line, and what the widest vector loads like
+PAGE = 4096
+PREAMBLE = 64  # magic, format, length and digest of the manifest
+METADATA_ROOM = 16 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Element type (torch's name) and shape of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Which tensors a model has, by name, sorted. Raises UnsupportedDtype."""
+
+    tensors: Mapping[str, TensorSpec]
+
+    def __post_init__(self) -> None:
+        for name, spec in self.tensors.items():
+            if spec.dtype not in ITEMSIZE:
+                raise UnsupportedDtype(name, spec.dtype)
+        object.__setattr__(self, "tensors", dict(sorted(self.tensors.items())))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors.values())
+
+    def to_json(self) -> bytes:
+        """`[[name, dtype, shape], ...]`."""
+        return orjson.dumps([[name, spec.dtype, spec.shape] for name, spec in self.tensors.items()])
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Schema:
+        """Raises ManifestError."""
+        try:
+            rows: list[Any] = orjson.loads(raw)
+            if not isinstance(rows, list):
+                raise TypeError(f"got {type(rows).__name__}")
+            return cls({name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in rows})
+        except (ValueError, TypeError) as error:
+            raise ManifestError(f"not a schema ({error}): it must be a list of [name, dtype, shape]") from error
+
+    @cached_property
+    def digest(self) -> str:
+        return digest_of(self.to_json())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor lies in a slot, in bytes from its start. `room` is what the manifest may take in the header."""
+
+    offsets: Mapping[str, int]
+    header_nbytes: int
+    total_nbytes: int
+
+    @property
+    def room(self) -> int:
+        return self.header_nbytes - PREAMBLE
+
+    @classmethod
+    def of(cls, schema: Schema) -> Layout:
+        """Tensors in name order, 64-byte aligned, the first at a page; room for digests and for a few slices each."""
+        manifest_nbytes = 2 * len(schema.to_json()) + 208 * len(schema.tensors) + METADATA_ROOM
+        header = _round_up(PREAMBLE + manifest_nbytes, PAGE)
+        offsets, end = {}, header
+        for name, spec in schema.tensors.items():
+            offsets[name] = end = _round_up(end, ALIGNMENT)
+            end += spec.nbytes
+        return cls(offsets, header, _round_up(end, PAGE))
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a version. `offset` counts from the start of the slot; `digest` is xxh3_128 in hex.
+
+    `checksum` is its part of the version's fingerprint (`weightsync.format.fingerprint`).
+    `slices` lists (rank, first byte, bytes) for tensors that several trainer ranks wrote; none
+    in a version whose header has no room for so many.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    digest: str
+    checksum: int = 0
+    slices: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A version: immutable, identified by the digest of its canonical JSON."""
+
+    version: int
+    model: str
+    tensors: Mapping[str, TensorEntry]
+    base: int | None = None
+    step: int | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.tensors.values())
+
+    @cached_property
+    def schema(self) -> Schema:
+        return Schema({name: entry.spec for name, entry in self.tensors.items()})
+
+    @cached_property
+    def digest(self) -> str:
+        return digest_of(self.to_json())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What every instance that runs this version must report."""
+        from weightsync.format.fingerprint import fingerprint_of  # numpy: not for those who only read manifests
+
+        return fingerprint_of({name: entry.checksum for name, entry in self.tensors.items()})
+
+    def to_json(self) -> bytes:
+        """Canonical: sorted keys, no spaces."""
+        return self._json
+
+    @cached_property
+    def _json(self) -> bytes:
+        tensors = {
+            name: [e.dtype, e.shape, e.offset, e.nbytes, e.digest, e.checksum, e.slices]
+            for name, e in self.tensors.items()
+        }
+        document = {
+            "format": FORMAT,
+            "version": self.version,
+            "model": self.model,
+            "base": self.base,
+            "step": self.step,
+            "metadata": dict(self.metadata),
+            "tensors": tensors,
+        }
+        return orjson.dumps(document, option=orjson.OPT_SORT_KEYS)
+
+    @classmethod
+    def from_json(cls, raw: bytes | memoryview) -> Manifest:
+        """Raises ManifestError."""
+        try:
+            document: dict[str, Any] = orjson.loads(raw)
+            if (found := document.pop("format")) != FORMAT:
+                raise ManifestError(f"manifest has format {found}, this release reads {FORMAT}: update the older side")
+            document["tensors"] = {name: _entry(*fields) for name, fields in document["tensors"].items()}
+            return cls(**document)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ManifestError(f"not a manifest ({error}): publish the version again") from error
+
+
+def _entry(
+    dtype: str, shape: list[int], offset: int, nbytes: int, digest: str, checksum: int, slices: list[list[int]]
+) -> TensorEntry:
+    if type(checksum) is not int or not 0 <= checksum < 1 << 32:
+        raise ValueError(f"a checksum is an unsigned 32-bit number, got {checksum!r}")
+    parts = tuple((rank, start, size) for rank, start, size in slices)
+    return TensorEntry(dtype, tuple(shape), offset, nbytes, digest, checksum, parts)
+
+
+def diff_schema(expected: Schema, got: Schema) -> list[TensorMismatch]:
+    """Every difference, as errors to raise or report: missing and unexpected tensors first, then shapes and dtypes."""
+    want, have = expected.tensors, got.tensors
+    missing: list[TensorMismatch] = [MissingTensor(name, want[name]) for name in want if name not in have]
+    extra: list[TensorMismatch] = [UnexpectedTensor(name, have[name]) for name in have if name not in want]
+    other = [error for name in want if name in have and (error := check_spec(name, want[name], have[name]))]
+    return missing + extra + other
+
+
+def check_spec(name: str, expected: TensorSpec, got: TensorSpec) -> TensorMismatch | None:
+    """The mismatch of one tensor, or None."""
+    if got.shape != expected.shape:
+        return ShapeMismatch(name, expected.shape, got.shape)
+    if got.dtype != expected.dtype:
+        return DtypeMismatch(name, expected.dtype, got.dtype)
+    return None
+
+
+def require_same_schema(expected: Schema, got: Schema) -> None:
+    """Raises the first mismatch."""
+    if expected.tensors != got.tensors and (mismatches := diff_schema(expected, got)):
+        raise mismatches[0]
+
+
+def schema_of(specs: Iterable[tuple[str, str, Iterable[int]]]) -> Schema:
+    """A schema from (name, dtype, shape) triples. Raises UnsupportedDtype."""
+    return Schema({name: TensorSpec(dtype, tuple(shape)) for name, dtype, shape in specs})
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """xxh3_128 in hex; releases the interpreter lock for large data."""
+    digest: str = xxhash.xxh3_128_hexdigest(data)
+    return digest
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+MAGIC = b"HOTSWAP\0"
+SLOT_FORMAT = 1
+MAX_MANIFEST = 1 << 30
+_PREAMBLE = struct.Struct("<8sII32s")
+
+
+def write_header(target: mmap.mmap | memoryview, manifest: Manifest, layout: Layout) -> None:
+    """Put the manifest into the header. Raises ManifestError when it does not fit into the room kept for it."""
+    raw = manifest.to_json()
+    if len(raw) > layout.room:
+        raise ManifestError(
+            f"the manifest takes {len(raw):,} bytes, the slot has room for {layout.room:,}: use less metadata"
+        )
+    # The length goes last: a reader that comes in between sees a digest that does not fit, never half a manifest.
+    target[PREAMBLE : PREAMBLE + len(raw)] = raw
+    target[PREAMBLE + len(raw) : layout.header_nbytes] = bytes(layout.room - len(raw))
+    target[: _PREAMBLE.size] = preamble_of(raw, manifest.digest)
+
+
+def preamble_of(raw: bytes, digest: str) -> bytes:
+    """What the slot of the manifest `raw` begins with."""
+    return _PREAMBLE.pack(MAGIC, SLOT_FORMAT, len(raw), digest.encode())
+
+
+def clear_gaps(target: mmap.mmap | memoryview, schema: Schema, layout: Layout) -> None:
+    """Zeros between the tensors and after the last: a version of another shape may have been here before."""
+    end = layout.header_nbytes
+    for name, spec in schema.tensors.items():
+        target[end : layout.offsets[name]] = bytes(layout.offsets[name] - end)
+        end = layout.offsets[name] + spec.nbytes
+    target[end : layout.total_nbytes] = bytes(layout.total_nbytes - end)
+
+
+def header_nbytes(preamble: memoryview) -> int:
+    """How much of a slot that begins with `preamble` its header is; for `read_header` to judge what it is."""
+    if len(preamble) < PREAMBLE:
+        return 0
+    return PREAMBLE + min(int(_PREAMBLE.unpack(preamble[: _PREAMBLE.size])[2]), MAX_MANIFEST)
+
+
+def read_header(source: memoryview, where: str) -> tuple[Manifest, str]:
+    """The manifest and its digest, verified against each other. Raises ManifestError."""
+    if len(source) < PREAMBLE:
+        raise ManifestError(f"{where} is too short to be a slot: publish the version again")
+    magic, version, length, digest = _PREAMBLE.unpack(source[: _PREAMBLE.size])
+    if magic != MAGIC:
+        raise ManifestError(f"{where} is not a slot (wrong magic): publish the version again")
+    if version != SLOT_FORMAT:
+        raise ManifestError(
+            f"{where} has slot format {version}, this release reads {SLOT_FORMAT}: update the older side"
+        )
+    if PREAMBLE + length > len(source):
+        raise ManifestError(f"{where} is cut off inside its manifest: publish the version again")
+    raw = bytes(source[PREAMBLE : PREAMBLE + length])
+    if (found := digest_of(raw)) != digest.decode("ascii", "replace"):
+        raise ManifestError(f"the manifest of {where} is damaged (digest {found}): publish the version again")
+    return Manifest.from_json(raw), found

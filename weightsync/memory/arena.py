@@ -1,0 +1,257 @@
+"""Shared-memory slots: files in a tmpfs that hold one version each, persistent, pre-faulted and reused.
+
+Reference counts are `flock`s, which the kernel drops when a process dies: a reader holds LOCK_SH for as long as the
+slot is mapped in it; a writer claims with LOCK_EX and then writes under LOCK_SH. So a slot that gives LOCK_EX, and that
+no record names, is free. Pages are allocated once with `posix_fallocate`, so a full file system is an error here and
+never a bus error in somebody's training step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import stat
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+from weightsync.errors import ArenaFull, ArenaUnavailable, SlotBusy
+from weightsync.format.manifest import PREAMBLE
+
+DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 - shared memory is the point; the directory below it is private
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; not in the mmap module
+PREFAULT_CHUNK = 64 << 20
+PAGE = mmap.PAGESIZE
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def default_directory(store_url: str, host: str = "") -> Path:
+    """Where the slots of a store go unless told otherwise: HOTSWAP_ARENA, or a directory of its own in /dev/shm."""
+    configured = os.environ.get("HOTSWAP_ARENA")
+    name = hashlib.blake2b(store_url.encode(), digest_size=6).hexdigest()
+    return Path(configured) if configured else DEFAULT_ROOT / f"hotswap-{name}{f'-{host}' if host else ''}"
+
+
+class Arena:
+    """The slots in one directory, which is made (0700) if it is not there. Raises ArenaUnavailable."""
+
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = Path(directory)
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = self.directory.stat()
+        except OSError as error:
+            raise ArenaUnavailable(
+                f"arena {self.directory}: {error.strerror}; choose a directory on a tmpfs that this user may write to"
+            ) from error
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+            raise ArenaUnavailable(
+                f"arena {self.directory} may be written by others; `chmod 700` it or choose another directory"
+            )
+
+    def slots(self, model: str) -> list[Path]:
+        """The slot files of a model, in order."""
+        return sorted(self.directory.glob(f"slot-{_tag(model)}-*"))
+
+    def claim(self, model: str, nbytes: int, in_use: set[str]) -> SlotLock:
+        """A slot of at least `nbytes` that nobody uses, locked exclusively; made if there is none. Raises ArenaFull."""
+        for path in self.slots(model):
+            if str(path) in in_use or (lock := SlotLock.try_exclusive(path)) is None:
+                continue
+            if lock.nbytes == nbytes:
+                return lock
+            path.unlink()  # of another shape of the model; whoever still maps it keeps its pages
+            lock.release()
+        return self._create(model, nbytes)
+
+    def _create(self, model: str, nbytes: int) -> SlotLock:
+        for path in self._names(model):
+            try:
+                lock = SlotLock(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise ArenaUnavailable(
+                    f"cannot make {path}: {error.strerror}; choose an arena this user may write to"
+                ) from error
+            fcntl.flock(lock.fd, fcntl.LOCK_EX)
+            try:
+                os.posix_fallocate(lock.fd, 0, nbytes)
+            except OSError as error:
+                path.unlink()
+                lock.release()
+                if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
+                    raise ArenaFull(str(self.directory), nbytes, self.free_nbytes()) from error
+                raise ArenaUnavailable(f"cannot make {path}: {error.strerror}") from error
+            return lock
+        raise AssertionError("unreachable: the names do not end")
+
+    def _names(self, model: str) -> Iterator[Path]:
+        number = 0
+        while True:
+            yield self.directory / f"slot-{_tag(model)}-{number:03d}"
+            number += 1
+
+    def free_nbytes(self) -> int:
+        found = os.statvfs(self.directory)
+        return found.f_bavail * found.f_frsize
+
+
+class SlotLock:
+    """A lock on a slot file, on a file description of its own, so that it ends with this object or this process."""
+
+    _live: ClassVar[weakref.WeakSet[SlotLock]] = weakref.WeakSet()
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path, self.fd = path, fd
+        SlotLock._live.add(self)
+
+    @classmethod
+    def try_exclusive(cls, path: Path) -> SlotLock | None:
+        """The lock, or None when somebody holds the slot or it is gone."""
+        return cls._try(path, fcntl.LOCK_EX)
+
+    @classmethod
+    def shared(cls, path: Path) -> SlotLock:
+        """Raises SlotBusy when a writer is claiming the slot, or it is gone."""
+        lock = cls._try(path, fcntl.LOCK_SH)
+        if lock is None:
+            raise SlotBusy(f"slot {path} is being claimed for another version, or is gone; begin again")
+        return lock
+
+    @classmethod
+    def _try(cls, path: Path, how: int) -> SlotLock | None:
+        try:
+            lock = cls(path, os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(lock.fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.release()
+            return None
+        return lock
+
+    @property
+    def nbytes(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def admit_writers(self) -> None:
+        """From exclusive to shared, so that the other ranks can hold the slot too while they write.
+
+        The former version's header goes first: a reader that comes now must not take the slot for that version.
+        """
+        os.pwrite(self.fd, bytes(PREAMBLE), 0)
+        self.share()
+
+    def share(self) -> None:
+        """From exclusive to shared, with what is in the slot."""
+        fcntl.flock(self.fd, fcntl.LOCK_SH)
+
+    def release(self) -> None:
+        if self.fd >= 0:
+            fcntl.flock(self.fd, fcntl.LOCK_UN)  # also for a child that was forked and has not closed its copy yet
+            self.forget()
+
+    def forget(self) -> None:
+        """Close without unlocking: what a child does with the locks of its parent."""
+        os.close(self.fd)
+        self.fd = -1
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def _drop_in_child() -> None:
+    """A forked data-loader worker must not keep a dead trainer's slot locked."""
+    for lock in SlotLock._live:
+        if lock.fd >= 0:
+            lock.forget()
+
+
+os.register_at_fork(after_in_child=_drop_in_child)
+
+
+class Mappings:
+    """Maps of slots, kept for the life of the process, so that a page is faulted in once, not per version."""
+
+    def __init__(self, *, write: bool) -> None:
+        self._write = write
+        self._maps: dict[tuple[int, int], tuple[Path, mmap.mmap]] = {}
+        self._faulted: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+
+    def get(self, path: Path, locked_fd: int, *, populate: bool = True) -> mmap.mmap:
+        """The map of the file that is open as `locked_fd`; `populate` faults its pages in, once."""
+        found = os.fstat(locked_fd)
+        key = (found.st_dev, found.st_ino)
+        with self._lock:
+            if key not in self._maps or len(self._maps[key][1]) != found.st_size:
+                self._forget_deleted()
+                self._maps[key] = (path, self._map(locked_fd, found.st_size))
+                self._faulted.discard(key)
+            mapping = self._maps[key][1]
+            if populate and key not in self._faulted:
+                prefault(mapping, write=self._write)
+                self._faulted.add(key)
+        return mapping
+
+    def _map(self, locked_fd: int, size: int) -> mmap.mmap:
+        """Through a description of its own: a map keeps the one it was made from open, and the lock with it."""
+        fd = os.open(f"/proc/self/fd/{locked_fd}", (os.O_RDWR if self._write else os.O_RDONLY) | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(fd, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if self._write else 0))
+        finally:
+            os.close(fd)
+
+    def _forget_deleted(self) -> None:
+        for key, (path, _) in list(self._maps.items()):
+            try:
+                found = path.stat()
+            except FileNotFoundError:
+                found = None
+            if found is None or (found.st_dev, found.st_ino) != key:
+                del self._maps[key]
+                self._faulted.discard(key)
+
+
+MAPPINGS = Mappings(write=True)
+READ_MAPPINGS = Mappings(write=False)
+
+
+def prefault(mapping: mmap.mmap, *, write: bool) -> None:
+    """Fault in every page now, off the interpreter lock, instead of one by one in the copy that follows."""
+    view = memoryview(mapping)
+    address = address_of(view)
+    advice = MADV_POPULATE_WRITE if write else MADV_POPULATE_READ
+    for start in range(0, len(mapping), PREFAULT_CHUNK):
+        size = min(PREFAULT_CHUNK, len(mapping) - start)
+        if _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), advice) != 0:
+            _touch(view[start : start + size], write=write)
+    view.release()
+
+
+def address_of(view: memoryview) -> int:
+    """Where a view lies, read-only ones too, which ctypes does not take."""
+    import numpy as np
+
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def _touch(view: memoryview, *, write: bool) -> None:
+    """For kernels before 5.14: one byte of every page; written back as it was, so that a written page stays."""
+    for offset in range(0, len(view), PAGE):
+        byte = view[offset]
+        if write:
+            view[offset] = byte
+
+
+def _tag(model: str) -> str:
+    """Models of one store have slots of their own; the name itself may hold characters a file name cannot."""
+    return hashlib.blake2b(model.encode(), digest_size=4).hexdigest()

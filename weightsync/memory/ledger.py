@@ -1,0 +1,296 @@
+"""A publisher's side of the store: the lineage it holds, the slots it claims, the versions it makes ready.
+
+take        models/{m}/publishers/{lineage}: token + 1; every later write compares that record's revision
+claim       counter + 1 and the `publishing` record, under the lease, in one transaction
+make_ready  the record loses its lease and becomes `ready`, with what it does not publish itself carried on from the
+            version it is based on; with it the schemas, if they are the first, and the target
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from weightsync.control import activation
+from weightsync.control.hosts import arena_key, host_of, local_path, slot_name, this_host
+from weightsync.control.lease import LeaseKeeper
+from weightsync.control.records import (
+    ActiveRecord,
+    ArenaRecord,
+    CounterRecord,
+    Keys,
+    PartRecord,
+    PublisherRecord,
+    SwapRecord,
+    TargetRecord,
+    VersionRecord,
+)
+from weightsync.errors import ArenaFull, Conflict, DraftLost, LeaseLost, PublishError, StalePublisher, StoreError
+from weightsync.format.manifest import Schema, require_same_schema
+from weightsync.memory.arena import Arena, SlotLock, default_directory
+from weightsync.memory.parts import BASE, compose, has_schema, slots_of, still_there
+from weightsync.peer.copies import ready_digests
+from weightsync.store.protocol import MISSING, KeyValue, Store
+
+CLAIM_ATTEMPTS = 100
+
+
+class Ledger:
+    """Belongs to the event loop of its store. Every method raises StoreUnavailable."""
+
+    def __init__(self, store: Store, keys: Keys, lineage: str, lease_ttl_s: float, keep: int, host: str = "") -> None:
+        self.store, self.keys, self.lineage, self.host = store, keys, lineage, host
+        self._lease_ttl_s, self._keep = lease_ttl_s, keep
+        self._lease: LeaseKeeper | None = None
+        self._schemas: dict[str, Schema] = {}
+        self._token = self._fence = 0
+
+    async def take(self) -> None:
+        """Become the holder of the lineage; whoever held it before is stale from now on."""
+        key = self.keys.publisher(self.lineage)
+        while True:
+            found = await self.store.get(key)
+            self._token = PublisherRecord.from_json(found.value).token + 1 if found else 1
+            mine = PublisherRecord(self._token, os.getpid(), socket.gethostname()).to_json()
+            with contextlib.suppress(Conflict):
+                self._fence = await self.store.compare_and_swap(key, _revision(found), mine)
+                return
+
+    async def schema(self, part: str = BASE) -> Schema | None:
+        """The reference schema of the model, or of a part of it, once there is one; adapters have none."""
+        if not has_schema(part):
+            return None
+        if part not in self._schemas and (found := await self.store.get(self.keys.part_schema(part))) is not None:
+            self._schemas[part] = Schema.from_json(found.value)
+        return self._schemas.get(part)
+
+    async def claim(
+        self, arena: Arena, record: VersionRecord, sizes: Mapping[str, int]
+    ) -> tuple[VersionRecord, int, dict[str, SlotLock]]:
+        """A free slot for each part, of `sizes` bytes, and a `publishing` record that names them.
+
+        Raises ArenaFull, StalePublisher.
+        """
+        for _ in range(CLAIM_ATTEMPTS):
+            counter = await self.store.get(self.keys.counter)  # before the list: every later claim moves it
+            known = await self.versions()
+            if sum(v.state == "ready" for v in known) > self._keep + 2:  # active and previous besides
+                await activation.retire(self.store, self.keys, spare=self._keep)
+            locks = await self._claim_slots(arena, known, sizes)
+            try:
+                version = CounterRecord.from_json(counter.value).version + 1 if counter else 1
+                named = replace(naming(record, version, locks, sizes, self.host), token=self._token)
+                revision = await self._write_claim(named, _revision(counter))
+                for lock in locks.values():
+                    lock.admit_writers()
+                return named, revision, locks
+            except Conflict:
+                _release(locks)
+                await self._require_lineage()
+            except BaseException:
+                _release(locks)
+                raise
+        raise PublishError(
+            f"{CLAIM_ATTEMPTS} other claims came first: are hundreds of publishers at work on one model?"
+        )
+
+    async def make_ready(
+        self,
+        record: VersionRecord,
+        revision: int,
+        published: Sequence[PartRecord],
+        schemas: Mapping[str, Schema],
+        target: TargetRecord | None,
+    ) -> int:
+        """Make a claimed version visible, in one step; returns its revision.
+
+        `record.base_version` is the version to carry on, if one was asked for. Raises DraftLost, StalePublisher,
+        PublishError.
+        """
+        key = self.keys.version(record.version)
+        while True:
+            basis, compares = await self._basis(record.base_version)
+            basis = await self._still_there(basis, schemas) if basis is not None else None
+            ready = compose(replace(record, state="ready"), published, basis)
+            compares |= {key: revision, self.keys.publisher(self.lineage): self._fence}
+            puts: dict[str, bytes | None] = {key: ready.to_json()}
+            for part, schema in schemas.items():
+                if has_schema(part) and await self.schema(part) is None:
+                    name = self.keys.part_schema(part)
+                    compares[name], puts[name] = MISSING, schema.to_json()
+            if target is not None:
+                puts[self.keys.target] = target.to_json()
+            try:
+                done = await self.store.txn(compares, puts)
+            except Conflict as conflict:
+                await self._explain(conflict, record, schemas)
+                continue
+            self._schemas |= {part: schema for part, schema in schemas.items() if has_schema(part)}
+            return done
+
+    async def ask_for(self, target: TargetRecord) -> int:
+        """Write the target; returns its revision. Raises UnknownVersion, StalePublisher."""
+        fence = {self.keys.publisher(self.lineage): self._fence}
+        try:
+            return await activation.request(self.store, self.keys, target, fence)
+        except Conflict:
+            await self._require_lineage()
+            raise
+
+    async def _basis(self, asked: int | None) -> tuple[VersionRecord | None, dict[str, int]]:
+        """The version that a new one carries on, and revisions that must still hold when it does.
+
+        It is the one `asked` for; else the one that is wanted (its swap may be under way); else the active one.
+        """
+        found = {key: await self.store.get(key) for key in (self.keys.target, self.keys.active, self.keys.swap)}
+        compares = {key: _revision(found[key]) for key in (self.keys.target, self.keys.active)}
+        for version in [asked] if asked is not None else wanted(*found.values()):
+            key = self.keys.version(version)
+            kv = await self.store.get(key)
+            record = VersionRecord.from_json(kv.value) if kv else None
+            if record is not None and record.state == "ready":
+                return record, {**(compares if asked is None else {}), key: _revision(kv)}
+        if asked is not None:
+            raise PublishError(f"version {asked} cannot be built upon: it is not ready, or has been retired")
+        return None, compares
+
+    async def _still_there(self, basis: VersionRecord, schemas: Mapping[str, Schema]) -> VersionRecord | None:
+        several = self.host or any(host_of(slot) for slot in slots_of(basis))
+        copied = await ready_digests(self.store, self.keys) if several else set()
+        return await asyncio.to_thread(still_there, basis, schemas.keys(), self.host, copied)
+
+    async def forget(self, version: int, revision: int) -> None:
+        """Remove a `publishing` record that is still ours; if the store is away, let its lease end."""
+        try:
+            await self.store.txn({self.keys.version(version): revision}, {self.keys.version(version): None})
+        except Conflict:
+            pass
+        except StoreError:
+            if self._lease is not None:
+                await self._lease.stop()
+
+    async def versions(self) -> list[VersionRecord]:
+        return [VersionRecord.from_json(kv.value) for kv in (await self.store.list(self.keys.versions))[0]]
+
+    async def close(self) -> None:
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            with contextlib.suppress(StoreError):
+                await lease.end()
+
+    async def _claim_slots(
+        self, arena: Arena, known: list[VersionRecord], sizes: Mapping[str, int]
+    ) -> dict[str, SlotLock]:
+        locks: dict[str, SlotLock] = {}
+        try:
+            for part, nbytes in sizes.items():
+                locks[part] = await self._claim_slot(arena, known, part, nbytes)
+        except BaseException:
+            _release(locks)
+            raise
+        return locks
+
+    async def _claim_slot(self, arena: Arena, known: list[VersionRecord], part: str, nbytes: int) -> SlotLock:
+        pool = f"{self.keys.model}/{part}" if part else self.keys.model  # slots of one pool have one size
+        try:
+            return await asyncio.to_thread(arena.claim, pool, nbytes, self._slots_in_use(known))
+        except ArenaFull:
+            if not await activation.retire(self.store, self.keys, spare=0):
+                raise
+            in_use = self._slots_in_use(await self.versions())
+            return await asyncio.to_thread(arena.claim, pool, nbytes, in_use)
+
+    def _slots_in_use(self, versions: list[VersionRecord]) -> set[str]:
+        """Paths on this host."""
+        named = {slot for v in versions if v.state != "retired" for slot in slots_of(v)}
+        return {str(path) for slot in named if (path := local_path(slot, self.host)) is not None}
+
+    async def _write_claim(self, record: VersionRecord, counter_revision: int) -> int:
+        key = self.keys.version(record.version)
+        compares = {self.keys.counter: counter_revision, self.keys.publisher(self.lineage): self._fence}
+        puts: dict[str, bytes | None] = {
+            self.keys.counter: CounterRecord(record.version).to_json(),
+            key: record.to_json(),
+        }
+        with contextlib.suppress(LeaseLost):
+            return await self.store.txn(compares, puts, {key: await self._live_lease()})
+        self._lease = None  # ended behind our back (the process was stopped for a while): once more under a new one
+        return await self.store.txn(compares, puts, {key: await self._live_lease()})
+
+    async def _live_lease(self) -> int:
+        if self._lease is None or self._lease.lost.is_set():
+            self._lease = await LeaseKeeper.grant(self.store, self._lease_ttl_s)
+        return self._lease.id
+
+    async def _explain(self, conflict: Conflict, record: VersionRecord, schemas: Mapping[str, Schema]) -> None:
+        """Raise what a refused commit means; return when it is worth another try."""
+        await self._require_lineage()
+        if conflict.key == self.keys.version(record.version):
+            raise DraftLost(
+                f"the lease of version {record.version} ended before its commit (was the process stopped for longer "
+                f"than {self._lease_ttl_s:g} s?): publish it again"
+            )
+        for part, schema in schemas.items():
+            if (reference := await self.schema(part)) is not None:
+                require_same_schema(reference, schema)
+
+    async def _require_lineage(self) -> None:
+        found = await self.store.get(self.keys.publisher(self.lineage))
+        if found is None or found.mod_revision != self._fence:
+            holder = PublisherRecord.from_json(found.value) if found else PublisherRecord(0, 0, "nobody")
+            raise StalePublisher(self.lineage, holder.token, f"{holder.host}:{holder.pid}")
+
+
+async def ensure_arena(store: Store, directory: Path | str | None = None, *, host: str | None = None) -> Arena:
+    """The arena of a store on `host` (default: this one); the first to ask decides where it is.
+
+    Raises ArenaUnavailable, HostNameError.
+    """
+    host = this_host() if host is None else host
+    key = arena_key(host)
+    found = await store.get(key)
+    if found is None:
+        chosen = Arena(directory or default_directory(store.url, host))
+        with contextlib.suppress(Conflict):
+            await store.compare_and_swap(key, MISSING, ArenaRecord(str(chosen.directory)).to_json())
+            return chosen
+        found = await store.get(key)
+        assert found is not None
+    return Arena(ArenaRecord.from_json(found.value).directory)
+
+
+def naming(
+    record: VersionRecord, version: int, locks: Mapping[str, SlotLock], sizes: Mapping[str, int], host: str
+) -> VersionRecord:
+    """`record` under its number, naming the slots it is written to, so that nobody else takes them."""
+    slots = {part: slot_name(lock.path, host) for part, lock in locks.items()}
+    parts = tuple(PartRecord(p, version, slot, "", sizes[p]) for p, slot in slots.items() if p != BASE)
+    slot = slots.get(BASE, "")
+    return replace(record, version=version, slot=slot, parts=parts)
+
+
+def wanted(target: KeyValue | None, active: KeyValue | None, swap: KeyValue | None) -> list[int]:
+    """What a new version may be based on, best first: the version asked for unless it was refused, the active one."""
+    versions: list[int] = []
+    if target is not None:
+        asked = TargetRecord.from_json(target.value)
+        last = SwapRecord.from_json(swap.value) if swap is not None else None
+        if last is None or last.id != asked.id or last.phase != "aborted":
+            versions.append(asked.version)
+    if active is not None:
+        versions.append(ActiveRecord.from_json(active.value).version)
+    return versions
+
+
+def _release(locks: Mapping[str, SlotLock]) -> None:
+    for lock in locks.values():
+        lock.release()
+
+
+def _revision(found: KeyValue | None) -> int:
+    return found.mod_revision if found else MISSING

@@ -1,0 +1,150 @@
+"""Parts of a version beside the base model: the speculative draft model ("draft") and LoRA adapters ("lora/NAME")."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+import xxhash
+
+from weightsync.control.hosts import local_path
+from weightsync.control.records import PartRecord, VersionRecord
+from weightsync.errors import BadPart, ManifestError, SlotBusy
+from weightsync.memory.receiver import SlotReader
+
+BASE = ""
+DRAFT = "draft"
+LORA = "lora/"
+ADAPTER_CONFIG = "adapter_config"  # manifest metadata of an adapter: PEFT's adapter_config.json
+LORA_URL = "hotswap:"  # in vLLM's `lora_path`: the adapter comes from the swap transaction
+_LORA_NAME = re.compile(r"lora/[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter to publish: tensors under PEFT's names, and what PEFT writes into adapter_config.json."""
+
+    tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]
+    config: Mapping[str, Any]
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {ADAPTER_CONFIG: orjson.dumps(dict(self.config)).decode()}
+
+
+def check_name(part: str) -> str:
+    """`part` itself. Raises BadPart unless it is "" (the base), "draft" or "lora/NAME"."""
+    if part in (BASE, DRAFT) or _LORA_NAME.fullmatch(part):
+        return part
+    raise BadPart(f'no part can be called {part!r}: use "draft" or "lora/NAME" (letters, digits, . _ : -)')
+
+
+def join(fingerprints: Mapping[str, str]) -> str:
+    """The fingerprint of a version from those of its parts by name, BASE among them; "" where one is unknown.
+
+    Without parts it is the base's; else xxh3_128 of the lines `name=fingerprint`, sorted by name (the base first).
+    """
+    if set(fingerprints) == {BASE}:
+        return fingerprints[BASE]
+    if not all(fingerprints.values()):
+        return ""
+    lines = "\n".join(f"{name}={fingerprints[name]}" for name in sorted(fingerprints))
+    digest: str = xxhash.xxh3_128_hexdigest(lines.encode())
+    return digest
+
+
+def combined(reports: Sequence[Mapping[str, Any]]) -> str:
+    """The fingerprint of a staged version from every worker's report: `sums` of the base, and of each of its `parts`.
+
+    "" where a worker does not report sums. Raises ChecksumMismatch, PartsMismatch.
+    """
+    from weightsync.format.fingerprint import (
+        combine,  # numba, which vLLM does not bear to be imported before it has started
+    )
+
+    def one(found: Iterable[Mapping[str, Any]]) -> str:
+        return combine([report.get("sums") or {} for report in found])
+
+    names = reports[0].get("parts", {})
+    return join({BASE: one(reports)} | {name: one(r["parts"][name] for r in reports) for name in names})
+
+
+def compose(record: VersionRecord, published: Iterable[PartRecord], basis: VersionRecord | None) -> VersionRecord:
+    """`record` as it becomes ready: what it publishes itself, and all else carried on from `basis`.
+
+    A part named BASE in `published` is the base model. Raises BadPart when there is no base to carry on.
+    """
+    own = {part.name: part for part in published}
+    tensors = record.tensors if BASE in own or basis is None else basis.tensors
+    base = own.pop(BASE, None) or base_of(basis)
+    if base is None:
+        raise BadPart(
+            f"there is no base model yet to publish {', '.join(sorted(own))} for: publish one first, or with it"
+        )
+    parts = {part.name: part for part in basis.parts} if basis is not None else {}
+    parts |= own
+    fingerprints = {BASE: base.fingerprint, **{name: part.fingerprint for name, part in parts.items()}}
+    return replace(
+        record,
+        slot=base.slot,
+        manifest_digest=base.manifest_digest,
+        nbytes=base.nbytes,
+        tensors=tensors,
+        base_version=None if base.version == record.version else base.version,
+        base_fingerprint=base.fingerprint,
+        parts=tuple(parts[name] for name in sorted(parts)),
+        fingerprint=join(fingerprints),
+    )
+
+
+def still_there(
+    record: VersionRecord, bringing: Container[str], host: str = "", copied: Container[str] = ()
+) -> VersionRecord | None:
+    """What is left of a version to carry on, besides the parts that a new one is `bringing`: on `host`, or `copied`.
+
+    Slots live in memory: after a restart of the host an etcd store still names those from before. `copied` are manifest
+    digests of which hosts have copies. None without a base.
+    """
+
+    def is_left(part: PartRecord) -> bool:
+        return part.name in bringing or part.manifest_digest in copied or _is_held(part, host)
+
+    base = base_of(record)
+    if base is None or not is_left(base):
+        return None
+    return replace(record, parts=tuple(part for part in record.parts if is_left(part)))
+
+
+def _is_held(part: PartRecord, host: str) -> bool:
+    path = local_path(part.slot, host)
+    if path is None:
+        return False
+    try:
+        SlotReader.open(path, manifest_digest=part.manifest_digest, populate=False).close()
+    except SlotBusy:
+        return True  # somebody looks for a free slot, and has it for a moment
+    except (ManifestError, OSError):
+        return False
+    return True
+
+
+def base_of(record: VersionRecord | None) -> PartRecord | None:
+    """The base model of a version, as if it were a part."""
+    if record is None:
+        return None
+    fingerprint = record.base_fingerprint or ("" if record.parts else record.fingerprint)
+    version = record.base_version if record.base_version is not None else record.version
+    return PartRecord(BASE, version, record.slot, record.manifest_digest, record.nbytes, fingerprint)
+
+
+def has_schema(part: str) -> bool:
+    """Whether every version of the part has the same tensors; an adapter may change its rank and its layers."""
+    return not part.startswith(LORA)
+
+
+def slots_of(record: VersionRecord) -> set[str]:
+    """Every slot the version lies in, by its name."""
+    return {record.slot, *(part.slot for part in record.parts)} - {""}

@@ -1,0 +1,236 @@
+"""Reads Hugging Face checkpoint directories without torch: strict safetensors headers, shards, and nothing guessed.
+
+Others have filled the directory, so only regular files are opened, and none from outside of it. A FIFO would block its
+reader, a device never end, and a link could lead to any file of this host. Links inside the directory are followed, and
+those of the Hugging Face hub's cache, whose snapshots/REVISION/ links to ../../blobs/.
+
+The format (huggingface/safetensors, README "Format"): 8 bytes header length, little-endian; that many bytes of JSON,
+`{name: {dtype, shape, data_offsets: [begin, end]}, "__metadata__": {str: str}}`; then the data, without holes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from weightsync.errors import CheckpointError
+from weightsync.format.dtypes import FROM_SAFETENSORS
+from weightsync.format.manifest import Schema, TensorSpec
+from weightsync.publish.writer import FileTensor
+
+
+def open_inside(path: Path) -> int:
+    """A descriptor of the regular file at `path`, for reading. Raises CheckpointError, never blocks."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError as error:
+        raise CheckpointError(str(path), f"cannot be read ({error.strerror}): fetch the checkpoint again") from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise CheckpointError(str(path), "is not a regular file: a checkpoint's files must be")
+        real, home = Path(os.readlink(f"/proc/self/fd/{fd}")), path.parent.resolve()
+        if not any(real.is_relative_to(allowed) for allowed in _allowed(home)):
+            raise CheckpointError(str(path), "is a link out of its directory: put the file itself there")
+        os.set_blocking(fd, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_inside(path: Path, most: int) -> bytes:
+    """All of a regular file of at most `most` bytes. Raises CheckpointError."""
+    with open(open_inside(path), "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise CheckpointError(str(path), f"has over {most:,} bytes: is this the right file?")
+    return data
+
+
+def _allowed(home: Path) -> tuple[Path, ...]:
+    if home.parent.name == "snapshots":
+        return home, home.parent.parent / "blobs"
+    return (home,)
+
+
+MAX_HEADER = 100 << 20  # as upstream
+INDEX = "model.safetensors.index.json"
+GLANCE = 4096
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file: its spec, and its first and last byte (exclusive) in the file."""
+
+    spec: TensorSpec
+    begin: int
+    end: int
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file, checked to be all of the file, without holes or overlaps.
+
+    Raises CheckpointError, whose message has nothing of a file that is not safetensors.
+    """
+    fd = open_inside(path)
+    with open(fd, "rb") as file:
+        try:
+            size = os.fstat(fd).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                raise _damaged(path, f"its header claims more bytes than there are ({size:,}), or than a header has")
+            raw = file.read(length)
+        except OSError as error:
+            raise CheckpointError(
+                str(path), f"cannot be read ({error.strerror}): fetch the checkpoint again"
+            ) from error
+    try:
+        document = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise _damaged(path, f"its header is not JSON (character {error.pos})") from None
+    if not isinstance(document, dict):
+        raise _damaged(path, "its header is not a JSON object")
+    document.pop("__metadata__", None)
+    tensors = {name: _stored(path, name, entry, 8 + length) for name, entry in document.items()}
+    _check_coverage(path, tensors, 8 + length, size)
+    return tensors
+
+
+class Checkpoint:
+    """All tensors of a checkpoint directory (or of one file), by name. Raises CheckpointError."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._files = _shards(self.path)
+        self._home: dict[str, Path] = {}
+        self._stored: dict[str, StoredTensor] = {}
+        for file, expected in self._files.items():
+            self._add(file, read_header(file), expected)
+        if not self._stored:
+            raise CheckpointError(str(self.path), "holds no tensors: is this the right directory?")
+
+    @property
+    def schema(self) -> Schema:
+        return Schema({name: stored.spec for name, stored in self._stored.items()})
+
+    def tensors(self) -> Iterator[tuple[str, FileTensor]]:
+        """Every tensor, file by file in the order of its bytes; each is valid until the next one is taken."""
+        for file in self._files:
+            names = [name for name, home in self._home.items() if home == file]
+            yield from _read(file, {name: self._stored[name] for name in names})
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[dict[str, FileTensor]]:
+        """Every tensor by name, all valid for as long as the context lasts."""
+        with contextlib.ExitStack() as stack:
+            fds = {}
+            for file in self._files:
+                fds[file] = open_inside(file)
+                stack.callback(os.close, fds[file])
+            yield {
+                name: FileTensor(stored.spec, fds[self._home[name]], stored.begin, str(self._home[name]))
+                for name, stored in self._stored.items()
+            }
+
+    def glance(self) -> str:
+        """A digest of names, dtypes and shapes, and of how each tensor begins and ends: it tells checkpoints apart
+        without reading all of them, but for changes inside of tensors alone. Raises CheckpointError."""
+        with self.opened() as tensors:
+            found = hashlib.blake2b(digest_size=16)
+            for name, tensor in sorted(tensors.items()):
+                found.update(repr((name, tensor.spec.dtype, tensor.spec.shape)).encode())
+                size = min(GLANCE, tensor.spec.nbytes)
+                for begin in (tensor.begin, tensor.begin + tensor.spec.nbytes - size):
+                    found.update(os.pread(tensor.fd, size, begin))
+            return found.hexdigest()
+
+    def _add(self, file: Path, found: Mapping[str, StoredTensor], expected: set[str] | None) -> None:
+        for name in sorted((expected or set()) - found.keys()):
+            raise CheckpointError(str(file), f"tensor {name!r} is in the index but not in this shard", tensor=name)
+        for name, stored in found.items():
+            if expected is not None and name not in expected:
+                raise CheckpointError(str(file), f"tensor {name!r} is in this shard but not in the index", tensor=name)
+            if name in self._home:
+                raise CheckpointError(str(file), f"tensor {name!r} is in {self._home[name].name} too", tensor=name)
+            self._home[name], self._stored[name] = file, stored
+
+
+def _shards(path: Path) -> dict[Path, set[str] | None]:
+    """The files of a checkpoint, and what the index, if there is one, says each holds."""
+    if not path.exists():
+        raise CheckpointError(str(path), "no such file or directory: pass a checkpoint directory with *.safetensors")
+    if not path.is_dir():
+        return {path: None}
+    if (path / INDEX).exists():
+        return dict(_indexed(path))
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(str(path), "has no *.safetensors: convert the checkpoint to safetensors first")
+    return dict.fromkeys(files)
+
+
+def _indexed(path: Path) -> dict[Path, set[str] | None]:
+    index = path / INDEX
+    try:
+        weight_map: Any = orjson.loads(read_inside(index, MAX_HEADER))["weight_map"]
+        names = {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = "not JSON" if isinstance(error, ValueError) else "it has no `weight_map` of names"
+        raise CheckpointError(str(index), f"not an index ({what}): fetch the checkpoint again") from None
+    shards: dict[Path, set[str] | None] = {}
+    for file in sorted(set(names.values())):
+        if "/" in file or file in ("", ".", "..") or not (path / file).exists():
+            raise CheckpointError(str(path / file), "this shard of the index is missing: fetch the checkpoint again")
+        shards[path / file] = {name for name, home in names.items() if home == file}
+    return shards
+
+
+def _stored(path: Path, name: str, entry: Any, data: int) -> StoredTensor:
+    try:
+        code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [*shape, begin, end]
+    except (TypeError, KeyError, ValueError) as error:
+        raise _damaged(path, f"tensor {name!r} needs dtype, shape and data_offsets", name) from error
+    if any(type(n) is not int or n < 0 for n in numbers):
+        raise _damaged(path, f"tensor {name!r} has a shape or offset that is not a natural number", name)
+    if not isinstance(code, str) or code not in FROM_SAFETENSORS:
+        raise CheckpointError(str(path), f"tensor {name!r} is {code}, which cannot be carried", tensor=name)
+    spec = TensorSpec(FROM_SAFETENSORS[code], tuple(shape))
+    if end - begin != spec.nbytes:
+        raise _damaged(path, f"tensor {name!r} of {code} {shape} takes {spec.nbytes}, not {end - begin} bytes", name)
+    return StoredTensor(spec, data + begin, data + end)
+
+
+def _check_coverage(path: Path, tensors: Mapping[str, StoredTensor], data: int, size: int) -> None:
+    end = data
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if stored.begin != end:
+            raise _damaged(path, f"tensor {name!r} does not begin where the one before it ends", name)
+        end = stored.end
+        if end > size:
+            raise _damaged(path, f"it is cut off inside tensor {name!r} ({size:,} of at least {end:,} bytes)", name)
+    if end != size:
+        raise _damaged(path, f"{size - end:,} bytes after its last tensor belong to none")
+
+
+def _read(file: Path, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, FileTensor]]:
+    """Keeps the file open for as long as the iteration lasts."""
+    fd = open_inside(file)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        for name, stored in sorted(tensors.items(), key=lambda item: item[1].begin):
+            yield name, FileTensor(stored.spec, fd, stored.begin, str(file))
+    finally:
+        os.close(fd)
+
+
+def _damaged(path: Path, problem: str, tensor: str | None = None) -> CheckpointError:
+    return CheckpointError(str(path), f"damaged or not safetensors: {problem}; fetch it again", tensor=tensor)

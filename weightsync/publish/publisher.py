@@ -1,0 +1,453 @@
+"""Publishes versions of a model from any program that has new weights: blocking, and a few milliseconds for small ones.
+
+    pub = weightsync.Publisher("sqlite:///run/store.db", model="demo")
+    version = pub.publish(model.named_parameters(), step=10)
+    version = pub.publish(Adapter(lora_tensors, adapter_config), part="lora/math")  # the base stays as it is
+
+One publisher holds a lineage at a time: opening a second one fences the first off (StalePublisher). Everything a
+publisher has in the store before a commit hangs on its lease, so a killed trainer leaves nothing behind.
+
+A `Draft` is a version while it is written: nobody sees it until its commit, and it is gone if its publisher dies
+before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from weightsync.control import activation
+from weightsync.control.hosts import slot_name, this_host
+from weightsync.control.records import (
+    ActiveRecord,
+    CopyRecord,
+    Keys,
+    OnLost,
+    PartRecord,
+    SwapMode,
+    TargetRecord,
+    VersionRecord,
+)
+from weightsync.errors import BadPart, DraftClosed, StoreUnavailable
+from weightsync.format import fingerprint
+from weightsync.format.manifest import (
+    Layout,
+    Manifest,
+    Schema,
+    TensorEntry,
+    TensorSpec,
+    clear_gaps,
+    require_same_schema,
+    write_header,
+)
+from weightsync.memory.arena import MAPPINGS, SlotLock
+from weightsync.memory.ledger import Ledger, ensure_arena
+from weightsync.memory.parts import ADAPTER_CONFIG, BASE, LORA, Adapter, check_name
+from weightsync.peer.copies import own_copies
+from weightsync.publish.writer import SlotWriter, Ticket, assemble, spec_of
+from weightsync.store import SyncStore
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A slot, the `publishing` record that names it, and the store revision of that record; which part goes there."""
+
+    record: VersionRecord
+    revision: int
+    lock: SlotLock
+    mapping: mmap.mmap
+    part: str = BASE
+
+
+class Draft:
+    """One version being written by rank 0, and through its ticket by others. Commit it, or abort it.
+
+    As a context manager it aborts itself unless it was committed.
+    """
+
+    def __init__(
+        self, publisher: Publisher, claim: Claim, schema: Schema, layout: Layout, metadata: Mapping[str, str]
+    ) -> None:
+        self._publisher, self._claim, self._layout = publisher, claim, layout
+        record = claim.record
+        blank = {
+            name: TensorEntry(spec.dtype, spec.shape, layout.offsets[name], spec.nbytes, "")
+            for name, spec in schema.tensors.items()
+        }
+        self._manifest = Manifest(record.version, publisher.model, blank, record.base, record.step, dict(metadata))
+        self._writer = SlotWriter(claim.lock, claim.mapping, schema, layout, rank=0)
+        self._open = True
+
+    @property
+    def version(self) -> int:
+        return self._claim.record.version
+
+    @property
+    def part(self) -> str:
+        """ "" for the base model, "draft" or "lora/NAME"."""
+        return self._claim.part
+
+    @property
+    def schema(self) -> Schema:
+        return self._writer.schema
+
+    @property
+    def ticket(self) -> Ticket:
+        """What the other ranks pass to `weightsync.join`: a small dict that can be sent as JSON."""
+        self._require_open()
+        write_header(self._claim.mapping, self._manifest, self._layout)
+        return {"slot": str(self._claim.lock.path), "version": self.version, "draft": self._manifest.digest}
+
+    def write(self, name: str, tensor: Any) -> str:
+        """Copy a whole tensor to its place in the slot; returns its digest.
+
+        Raises TensorMismatch, UnsupportedDtype, DraftClosed.
+        """
+        return self._writer.write(name, tensor)
+
+    def write_slice(self, name: str, tensor: Any, start: int, dim: int = 0) -> None:
+        """Copy a part of a tensor to its place; the other parts come from other ranks. Raises as `write`."""
+        self._writer.write_slice(name, tensor, start, dim)
+
+    def commit(
+        self,
+        parts: Iterable[Mapping[str, Any]] | Mapping[str, Any] = (),
+        *,
+        activate: bool = False,
+        timeout_s: float = 60.0,
+    ) -> int:
+        """Make the version ready, all at once; `parts` is what the other ranks' `seal()` returned.
+
+        With `activate` the same transaction asks for the swap, to be ready within `timeout_s`; `Publisher.wait_active`
+        waits for it. Returns the version. Raises MissingTensor, PublishError, DraftLost, StalePublisher,
+        StoreUnavailable; the draft is then gone.
+        """
+        others = [parts] if isinstance(parts, Mapping) else list(parts)
+        return commit_all([self], others, within_s=timeout_s if activate else None)
+
+    def _finish(self, others: list[Mapping[str, Any]]) -> PartRecord:
+        """Write the slot's header; the slot as the version's record names it."""
+        manifest = self._complete(others)
+        clear_gaps(self._claim.mapping, manifest.schema, self._layout)
+        write_header(self._claim.mapping, manifest, self._layout)
+        slot = slot_name(self._claim.lock.path, self._publisher.host)
+        return PartRecord(self.part, self.version, slot, manifest.digest, manifest.nbytes, manifest.fingerprint)
+
+    def _complete(self, others: list[Mapping[str, Any]]) -> Manifest:
+        mine = self._writer.part()
+        with memoryview(self._claim.mapping) as slot:
+            entries = assemble(self._manifest, self._layout, [mine, *others], slot)
+        manifest = replace(self._manifest, tensors=entries)
+        if len(manifest.to_json()) <= self._layout.room:
+            return manifest
+        return replace(manifest, tensors={name: replace(entry, slices=()) for name, entry in entries.items()})
+
+    def abort(self) -> None:
+        """Give the slot back; nobody has seen the version. Safe to call twice."""
+        if not self._open:
+            return
+        try:
+            self._publisher._forget(self._claim.record.version, self._claim.revision)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._open = False
+        self._writer.release()
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise DraftClosed(f"version {self.version} was already committed or aborted: begin another")
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+
+def commit_all(drafts: Sequence[Draft], others: list[Mapping[str, Any]], *, within_s: float | None) -> int:
+    """Make the version of `drafts` ready, all of its parts at once; `others`: other ranks' parts of the first.
+
+    With `within_s` the swap is asked for in the same transaction. Returns the version. Raises as `Draft.commit`.
+    """
+    first = drafts[0]
+    for draft in drafts:
+        draft._require_open()
+    try:
+        published = [draft._finish(others if draft is first else []) for draft in drafts]
+        claim, schemas = first._claim, {draft.part: draft.schema for draft in drafts}
+        first._publisher._make_ready(claim.record, claim.revision, published, schemas, within_s)
+    except BaseException:
+        for draft in drafts:
+            draft.abort()
+        raise
+    for draft in drafts:
+        draft._close()
+    return first.version
+
+
+STORE_ENV = "HOTSWAP_STORE"
+NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
+SchemaLike = Schema | Iterable[tuple[str, Any, Iterable[int]]]
+
+
+class Publisher:
+    """The one publisher of `lineage` for `model`. Ready versions that nobody has asked for are retired but for `keep`.
+
+    Threads and the store connection do not survive a fork: make the publisher in the process that publishes.
+    """
+
+    def __init__(
+        self, store: str | None = None, *, model: str, lineage: str = "trainer", lease_ttl_s: float = 5.0, keep: int = 2
+    ) -> None:
+        """`store` is a URL; without it HOTSWAP_STORE is read. Raises StoreUnavailable, ArenaUnavailable, HostNameError.
+
+        Among several hosts HOTSWAP_HOST says which one this is.
+        """
+        url = store or os.environ.get(STORE_ENV)
+        if not url:
+            raise StoreUnavailable("(none)", "no store was named", f"Pass its URL, or set {STORE_ENV}")
+        self.model, self.lineage, self.host = model, lineage, this_host()
+        self._keys = Keys(model)
+        self._asked: dict[int, tuple[TargetRecord, int]] = {}
+        self._layouts: dict[str, tuple[Schema, Layout]] = {}
+        self._store = SyncStore(url, create=False)
+        self._ledger = Ledger(self._store.store, self._keys, lineage, lease_ttl_s, keep, self.host)
+        try:
+            self.arena = self._store.run(ensure_arena(self._store.store, host=self.host))
+            self._store.run(self._ledger.take())
+        except BaseException:
+            self._store.close()
+            raise
+
+    def publish(
+        self,
+        named_tensors: NamedTensors | Adapter,
+        *,
+        part: str = BASE,
+        parts: Mapping[str, NamedTensors | Adapter] | None = None,
+        onto: int | None = None,
+        step: int | None = None,
+        activate: bool = True,
+        wait: bool = True,
+        timeout_s: float = 60.0,
+        mode: SwapMode = "together",
+        metadata: Mapping[str, str] | None = None,
+        source: str = "",
+    ) -> int:
+        """Write all tensors as a new version, make it ready, with `activate` have it swapped in; returns its number.
+
+        `named_tensors` are (Hugging Face name, torch.Tensor | numpy array). A generator is consumed one tensor at a
+        time, except for the first version of a model, which defines the schema. With `wait`, returns when the version
+        is active. With `part` they are the draft model's ("draft") or an `Adapter` ("lora/NAME"); `parts` adds further
+        ones to the same version. What a version does not bring it takes from version `onto` (default: the one that is
+        active or about to be). `mode` as in `activate`. Raises TensorError (nothing was published), ArenaFull,
+        StalePublisher, DraftLost, PublishError, StoreUnavailable, and once the version is ready SwapAborted or
+        SwapTimeout.
+        """
+        given = {part: named_tensors, **(parts or {})}
+        contents = {check_name(name): self._content(name, what) for name, what in given.items()}
+        with contextlib.ExitStack() as stack:
+            pieces = {name: (schema, {**(metadata or {}), **more}) for name, (_, schema, more) in contents.items()}
+            drafts = [stack.enter_context(d) for d in self.begin_all(pieces, onto=onto, step=step, source=source)]
+            for draft in drafts:
+                for name, tensor in contents[draft.part][0]:
+                    draft.write(name, tensor)
+            at_once = activate and mode == "together"
+            version = commit_all(drafts, [], within_s=timeout_s if at_once else None)
+        if activate and not at_once:
+            self.activate(version, wait=wait, timeout_s=timeout_s, mode=mode)
+        elif activate and wait:
+            self.wait_active(version, timeout_s)
+        return version
+
+    def begin(
+        self,
+        schema: SchemaLike,
+        *,
+        part: str = BASE,
+        onto: int | None = None,
+        step: int | None = None,
+        base: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+        source: str = "",
+    ) -> Draft:
+        """Claim a slot for a new version; `schema`: (name, dtype, shape) of every tensor. The rest as in `publish`.
+
+        Raises TensorMismatch against the model's reference schema, ArenaFull, StalePublisher, PublishError,
+        StoreUnavailable.
+        """
+        pieces = {check_name(part): (as_schema(schema), metadata or {})}
+        return self.begin_all(pieces, onto=onto, step=step, base=base, source=source)[0]
+
+    def begin_all(
+        self,
+        pieces: Mapping[str, tuple[Schema, Mapping[str, str]]],
+        *,
+        onto: int | None = None,
+        step: int | None = None,
+        base: int | None = None,
+        source: str = "",
+    ) -> list[Draft]:
+        """One draft per part of one version, from {part: (schema, metadata)}; `draft.commit_all` makes it ready.
+
+        Raises as `begin`.
+        """
+        fingerprint.warm(sum(schema.nbytes for schema, _ in pieces.values()))
+        for part, (schema, metadata) in pieces.items():
+            if (reference := self._store.run(self._ledger.schema(part))) is not None:
+                require_same_schema(reference, schema)
+            if part.startswith(LORA) and ADAPTER_CONFIG not in metadata:
+                raise BadPart(f"{part} needs PEFT's configuration: publish an `Adapter`")
+        layouts = {part: self._layout_of(part, schema) for part, (schema, _) in pieces.items()}
+        sizes = {part: layout.total_nbytes for part, layout in layouts.items()}
+        blank = self._blank(next(iter(pieces.values()))[0], base_version=onto, step=step, base=base, source=source)
+        record, revision, locks = self._store.run(self._ledger.claim(self.arena, blank, sizes))
+        try:
+            drafts = []
+            for part, (schema, metadata) in pieces.items():
+                claim = Claim(record, revision, locks[part], MAPPINGS.get(locks[part].path, locks[part].fd), part)
+                drafts.append(Draft(self, claim, schema, layouts[part], metadata))
+            return drafts
+        except BaseException:
+            for lock in locks.values():
+                lock.release()
+            self._forget(record.version, revision)
+            raise
+
+    def _blank(self, schema: Schema, **about: Any) -> VersionRecord:
+        """A version as it is before it has a number and slots; `base_version` is the one it carries on."""
+        return VersionRecord(
+            version=0,
+            state="publishing",
+            slot="",
+            nbytes=schema.nbytes,
+            manifest_digest="",
+            publisher=self.lineage,
+            token=0,
+            created_at=time.time(),
+            tensors=len(schema.tensors),
+            **about,
+        )
+
+    def _content(
+        self, part: str, what: NamedTensors | Adapter
+    ) -> tuple[Iterable[tuple[str, Any]], Schema, dict[str, str]]:
+        """(named tensors, their schema, metadata) of one part."""
+        given, metadata = (what.tensors, what.metadata) if isinstance(what, Adapter) else (what, {})
+        items = given.items() if isinstance(given, Mapping) else given
+        schema = self._store.run(self._ledger.schema(part))
+        if schema is None or isinstance(items, (list, tuple)):
+            items = list(items)
+            schema = Schema({name: spec_of(name, tensor) for name, tensor in items})
+        return items, schema, metadata
+
+    def activate(
+        self,
+        version: int,
+        *,
+        wait: bool = True,
+        timeout_s: float = 60.0,
+        mode: SwapMode = "together",
+        drain_s: float | None = None,
+        on_lost: OnLost = "abort",
+    ) -> None:
+        """Have a ready version swapped in; "rolling": one instance first, probed, then one by one, each drained.
+
+        `on_lost`: an instance that dies before the commit aborts the swap, or the others "continue" without it.
+
+        Raises UnknownVersion, StalePublisher, SwapAborted, SwapTimeout.
+        """
+        target = activation.new_target(version, self._name, timeout_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
+        revision = self._store.run(self._ledger.ask_for(target))
+        self._asked = {version: (target, revision)}
+        if wait:
+            self.wait_active(version, timeout_s)
+
+    def rollback(
+        self, *, wait: bool = True, timeout_s: float = 60.0, mode: SwapMode = "together", drain_s: float | None = None
+    ) -> int:
+        """Swap the previous version in again; returns it. Raises as `activate`; SwapAborted when there is none."""
+        version = self._store.run(activation.previous_version(self._store.store, self._keys))
+        self.activate(version, wait=wait, timeout_s=timeout_s, mode=mode, drain_s=drain_s)
+        return version
+
+    def wait_active(self, version: int, timeout_s: float = 60.0) -> None:
+        """Return when `version` is the active one. Raises SwapAborted (refused, superseded) or SwapTimeout."""
+        store, asked = self._store.store, self._asked.get(version)
+        if asked is not None:
+            return self._store.run(activation.outcome(store, self._keys, *asked, timeout_s))
+        return self._store.run(activation.become_active(store, self._keys, version, timeout_s))
+
+    def active(self) -> ActiveRecord | None:
+        """The commit record as it stands."""
+        found = self._store.get(self._keys.active)
+        return ActiveRecord.from_json(found.value) if found else None
+
+    def versions(self) -> list[VersionRecord]:
+        """Every version the store knows of, oldest first."""
+        return self._store.run(self._ledger.versions())
+
+    def copies(self) -> dict[str, CopyRecord]:
+        """What this host has copies of, by manifest digest; none on the one host."""
+        return self._store.run(own_copies(self._store.store, self._keys, self.host))
+
+    def close(self) -> None:
+        """End the lease, and with it any open draft; safe to call twice."""
+        if not self._store.closed:
+            self._store.run(self._ledger.close())
+            self._store.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make_ready(
+        self,
+        record: VersionRecord,
+        revision: int,
+        published: Sequence[PartRecord],
+        schemas: Mapping[str, Schema],
+        activate_within_s: float | None,
+    ) -> None:
+        """Commit drafts of one version; with a deadline, ask for the swap in the same transaction."""
+        target = None
+        if activate_within_s is not None:
+            target = activation.new_target(record.version, self._name, activate_within_s)
+        done = self._store.run(self._ledger.make_ready(record, revision, published, schemas, target))
+        if target is not None:
+            self._asked = {record.version: (target, done)}
+
+    def _forget(self, version: int, revision: int) -> None:
+        self._store.run(self._ledger.forget(version, revision))
+
+    def _layout_of(self, part: str, schema: Schema) -> Layout:
+        """The layout depends on the schema alone, which hardly ever changes."""
+        if part not in self._layouts or self._layouts[part][0] != schema:
+            self._layouts[part] = (schema, Layout.of(schema))
+        return self._layouts[part][1]
+
+    @property
+    def _name(self) -> str:
+        return f"{self.lineage}@{socket.gethostname()}:{os.getpid()}"
+
+
+def as_schema(schema: SchemaLike) -> Schema:
+    """Accepts dtypes as torch has them, or by name. Raises UnsupportedDtype."""
+    if isinstance(schema, Schema):
+        return schema
+    return Schema({name: TensorSpec(str(dtype).removeprefix("torch."), tuple(shape)) for name, dtype, shape in schema})

@@ -1,0 +1,340 @@
+"""Publishes versions from a host that shares no memory with the server: over HTTP, as differences where that pays.
+
+    pub = weightsync.RemotePublisher("http://gateway:8001", admin_key, model="demo")
+    version = pub.publish(model.named_parameters(), step=10)
+
+It keeps the tensors of its last version, and room for the next, in host memory: twice the model. The first version goes
+in full; so does one whose base the server has retired meanwhile, and one where a difference would not be smaller.
+
+`AdminApi` is the gateway's admin API over http.client, so that a trainer needs nothing installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import select
+import ssl
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+import numpy as np
+import orjson
+
+from weightsync.control.records import OnLost, SwapMode
+from weightsync.errors import RemoteError, SwapAborted, SwapTimeout
+from weightsync.format.delta import Base, DeltaHeader, DeltaWriter, is_worthwhile
+from weightsync.format.delta_codec import Bytes
+from weightsync.format.manifest import TensorSpec
+from weightsync.publish.publisher import NamedTensors
+from weightsync.publish.writer import copy_sums, spec_of
+
+CONNECT_TIMEOUT_S = 10.0
+LARGE = 64 << 10  # pieces from here on are sent as they are, not copied into a frame first
+MAX_ANSWER = 64 << 20
+
+
+class Refused(Exception):
+    """The server answered, and not with success. `fields` is the `error` object of the answer."""
+
+    def __init__(self, status: int, fields: Mapping[str, Any], retry_after_s: float | None) -> None:
+        self.status, self.fields, self.retry_after_s = status, fields, retry_after_s
+        self.code = str(fields.get("code", ""))
+        super().__init__(str(fields.get("message") or f"HTTP {status}"))
+
+
+class Unreachable(Exception):
+    """No connection, or one that was lost before the answer; what was asked may have been done."""
+
+
+class AdminApi:
+    """One connection a request: uploads are minutes apart. Raises Refused or Unreachable; RemoteError for a bad URL."""
+
+    def __init__(self, url: str, admin_key: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise RemoteError(f"{url!r} is not the URL of an admin port: pass http://HOST:PORT or https://HOST:PORT")
+        self.url, self._timeout_s = url.rstrip("/"), timeout_s
+        self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
+        self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
+        self._headers = {"authorization": f"Bearer {admin_key}", "accept": "application/json"}
+
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON answer."""
+        raw = orjson.dumps(body) if body is not None else None
+        kind = {"content-type": "application/json"} if body is not None else {}
+        with self._connection() as connection:
+            connection.request(method, self._prefix + path, raw, self._headers | kind)
+            return _answer(connection.getresponse())
+
+    def upload(self, path: str, query: Mapping[str, Any], pieces: Iterable[bytes]) -> Any:
+        """POST `pieces`, as they are made, and return the JSON answer. Stops sending once the server refuses."""
+        target = f"{self._prefix}{path}?{urlencode({k: _plain(v) for k, v in query.items() if v is not None})}"
+        with self._connection() as connection:
+            connection.putrequest("POST", target)
+            headers = {"content-type": "application/octet-stream", "transfer-encoding": "chunked"}
+            for name, value in (self._headers | headers).items():
+                connection.putheader(name, value)
+            connection.endheaders()
+            try:
+                self._send(connection, pieces)
+            except (BrokenPipeError, ConnectionResetError) as lost:
+                return _last_words(connection, lost)
+            return _answer(connection.getresponse())
+
+    def _send(self, connection: http.client.HTTPConnection, pieces: Iterable[bytes]) -> None:
+        for piece in pieces:
+            # Over TLS a readable socket may be about session tickets: there a refusal shows when sending fails.
+            if self._tls is None and select.select([connection.sock], [], [], 0)[0]:
+                return
+            frame = b"%x\r\n" % len(piece)
+            if len(piece) < LARGE:
+                connection.send(b"%b%b\r\n" % (frame, piece))
+            else:
+                for part in (frame, piece, b"\r\n"):
+                    connection.send(part)
+        connection.send(b"0\r\n\r\n")
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[http.client.HTTPConnection]:
+        connection: http.client.HTTPConnection
+        if self._tls is None:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_TIMEOUT_S)
+        else:
+            connection = http.client.HTTPSConnection(
+                self._host, self._port, timeout=CONNECT_TIMEOUT_S, context=self._tls
+            )
+        try:
+            connection.connect()
+            connection.sock.settimeout(self._timeout_s)
+            yield connection
+        except (OSError, http.client.HTTPException, orjson.JSONDecodeError) as error:
+            raise Unreachable(f"{self.url}: {error or type(error).__name__}") from error
+        finally:
+            connection.close()
+
+
+def _last_words(connection: http.client.HTTPConnection, lost: OSError) -> Any:
+    """What the server said before it closed a connection that was still being sent to."""
+    try:
+        response = connection.getresponse()
+    except (OSError, http.client.HTTPException):
+        raise lost from None
+    return _answer(response)
+
+
+def _answer(response: http.client.HTTPResponse) -> Any:
+    raw = response.read(MAX_ANSWER)
+    if 200 <= response.status < 300:
+        return orjson.loads(raw)
+    fields: Any = {}
+    with contextlib.suppress(orjson.JSONDecodeError, AttributeError):
+        fields = orjson.loads(raw).get("error")
+    after = response.headers.get("retry-after", "")
+    raise Refused(
+        response.status, fields if isinstance(fields, dict) else {}, float(after) if after.isdigit() else None
+    )
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+ATTEMPTS = 6
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
+POLL_S = 0.2
+# Refusals that another try may not meet: somebody else published meanwhile, the store or a slot was away for a moment.
+PASSING = frozenset(
+    {"upload_cut_off", "stale_publisher", "draft_lost", "lease_lost", "slot_busy", "store_unavailable", "overloaded"}
+)
+
+
+class HostModel:
+    """The tensors of one version in host memory, by name: spec, digest, bytes. Its pages are used again and again."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, tuple[TensorSpec, str]] = {}
+        self._buffers: dict[str, Bytes] = {}
+
+    def take(self, named_tensors: Iterable[tuple[str, Any]]) -> None:
+        """Copy every tensor here. Raises UnsupportedDtype, and RemoteError for a name that comes twice."""
+        self.rows = {}
+        for name, tensor in named_tensors:
+            if name in self.rows:
+                raise RemoteError(f"tensor {name!r} comes twice: publish each once")
+            spec = spec_of(name, tensor)
+            buffer = self._buffers.get(name)
+            if buffer is None or len(buffer) != spec.nbytes:
+                buffer = self._buffers[name] = np.empty(spec.nbytes, np.uint8)
+            self.rows[name] = (spec, copy_sums(buffer.data, tensor, spec).digest)
+
+    def same_schema(self, other: HostModel) -> bool:
+        return {name: spec for name, (spec, _) in self.rows.items()} == {n: s for n, (s, _) in other.rows.items()}
+
+    def buffer(self, name: str) -> Bytes:
+        return self._buffers[name]
+
+
+class RemotePublisher:
+    """Publishes to the server whose admin port is at `url`. One at a time per model, as with any publisher.
+
+    `timeout_s` is how long the server may take for one answer; `tls` is for https with a certificate of your own;
+    with `deltas` off every version goes in full, with `compress` off full ones go uncompressed (for fast links).
+    `last` says how the last version went: {"version", "sent" (bytes), "full", "attempts", "nbytes", "duplicate", ...}.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        admin_key: str,
+        model: str,
+        *,
+        timeout_s: float = 600.0,
+        tls: ssl.SSLContext | None = None,
+        deltas: bool = True,
+        compress: bool = True,
+        threads: int | None = None,
+    ) -> None:
+        self.model = model
+        self.last: dict[str, Any] = {}
+        self._api = AdminApi(url, admin_key, timeout_s=timeout_s, tls=tls)
+        self._threads, self._deltas, self._compress = threads, deltas, compress
+        self._base: Base | None = None
+        self._held, self._next = HostModel(), HostModel()
+
+    def publish(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        step: int | None = None,
+        activate: bool = True,
+        wait: bool = True,
+        timeout_s: float = 60.0,
+        mode: SwapMode = "together",
+        drain_s: float | None = None,
+        on_lost: OnLost = "abort",
+        metadata: Mapping[str, str] | None = None,
+        source: str = "",
+    ) -> int:
+        """Send all tensors as a new version, have it swapped in with `activate`, and return its number.
+
+        A lost connection or a server that restarts is tried again; what was sent twice becomes one version. Returns,
+        with `wait`, when the version is active. Raises UnsupportedDtype (nothing was sent), RemoteError (refused, or
+        out of reach for too long), and once the version is ready SwapAborted or SwapTimeout.
+        """
+        self._next.take(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+        header = DeltaHeader(self.model, self._next.rows, None, step, dict(metadata or {}), source)
+        query: dict[str, Any] = {"upload_id": uuid.uuid4().hex}
+        wish = {"deadline_s": timeout_s, "mode": mode, "on_lost": on_lost}
+        wish |= {"drain_s": drain_s} if drain_s is not None else {}
+        if activate and not wait:
+            query |= {"activate": True, **wish}
+        answer = self._deliver(header, query)
+        version = int(answer["version"])
+        self._base = Base(version, str(answer["manifest_digest"]))
+        self._held, self._next = self._next, self._held
+        if activate and wait:
+            self._activate(version, wish)
+        return version
+
+    def _deliver(self, header: DeltaHeader, query: dict[str, Any]) -> dict[str, Any]:
+        """Send until it has arrived. Raises RemoteError."""
+        base = self._useful_base(header)
+        pause_s = FIRST_PAUSE_S
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                if attempt > 1 and (known := self._find(query["upload_id"])) is not None:
+                    return self._note(known, None, attempt)
+                writer = self._writer(header, base)
+                return self._note(self._api.upload("/admin/weights/upload", query, writer), writer, attempt)
+            except Refused as refusal:
+                if refusal.code == "unknown_base" and base is not None:
+                    base = None
+                    continue
+                if refusal.code not in PASSING or attempt == ATTEMPTS:
+                    raise _error(refusal) from refusal
+                pause_s = refusal.retry_after_s or pause_s
+            except Unreachable as fault:
+                if attempt == ATTEMPTS:
+                    raise RemoteError(f"{fault}; gave up after {ATTEMPTS} attempts: is the server running?") from fault
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _writer(self, header: DeltaHeader, base: Base | None) -> DeltaWriter:
+        named = DeltaHeader(header.model, header.tensors, base, header.step, header.metadata, header.source)
+        old = self._held.buffer if base else None
+        return DeltaWriter(named, self._next.buffer, old, compress=self._compress, threads=self._threads)
+
+    def _useful_base(self, header: DeltaHeader) -> Base | None:
+        """The last version, if the server still has it and a difference from it is smaller than the whole."""
+        base = self._base
+        if base is None or not self._deltas or not self._next.same_schema(self._held):
+            return None
+        try:
+            held = {v["manifest_digest"] for v in self._versions() if v["state"] == "ready"}
+        except (Refused, Unreachable):
+            return base  # the upload will find out
+        if base.manifest_digest not in held:
+            return None
+        return base if is_worthwhile(header, self._next.buffer, self._held.buffer) else None
+
+    def _find(self, upload_id: str) -> dict[str, Any] | None:
+        """The version an upload became whose answer was lost."""
+        for found in self._versions():
+            if found["state"] != "publishing" and str(found["source"]).startswith(f"upload {upload_id} "):
+                return {**found, "duplicate": True}
+        return None
+
+    def _versions(self) -> list[dict[str, Any]]:
+        return list(self._api.call("GET", "/admin/weights")["versions"])
+
+    def _note(self, answer: dict[str, Any], writer: DeltaWriter | None, attempts: int) -> dict[str, Any]:
+        sent = writer.stats.nbytes if writer is not None else 0
+        full = writer.header.base is None if writer is not None else None
+        self.last = {**answer, "sent": sent, "full": full, "attempts": attempts}
+        return answer
+
+    def _activate(self, version: int, wish: dict[str, Any]) -> None:
+        """Raises SwapAborted, SwapTimeout, RemoteError."""
+        try:
+            self._api.call("POST", "/admin/weights/activate", {"version": version, **wish})
+        except Refused as refusal:
+            if refusal.code == "swap_aborted":
+                raise SwapAborted(
+                    version, str(refusal.fields.get("reason") or refusal), refusal.fields.get("tensor")
+                ) from refusal
+            if refusal.code == "swap_timeout":
+                raise SwapTimeout(version, wish["deadline_s"]) from refusal
+            raise _error(refusal) from refusal
+        except Unreachable:  # the wish may have arrived: look what becomes of it
+            self._watch(version, wish["deadline_s"])
+
+    def _watch(self, version: int, timeout_s: float) -> None:
+        for _ in _ticks(timeout_s):
+            try:
+                if self._api.call("GET", "/admin/weights/active")["version"] == version:
+                    return
+                self._api.call("POST", "/admin/weights/activate", {"version": version, "deadline_s": timeout_s})
+            except Unreachable:
+                continue
+            except Refused as refusal:
+                if refusal.code == "swap_aborted":
+                    raise SwapAborted(version, str(refusal.fields.get("reason") or refusal)) from refusal
+        raise SwapTimeout(version, timeout_s)
+
+
+def _ticks(timeout_s: float) -> Iterator[None]:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(POLL_S)
+
+
+def _error(refusal: Refused) -> RemoteError:
+    error = RemoteError(f"the server refused the version: {refusal}", status=refusal.status, answer_code=refusal.code)
+    error.tensor = refusal.fields.get("tensor")
+    return error
