@@ -203,7 +203,7 @@ def push_delta(
     timeout_s: float = 600.0,
     done: dict[str, Any] | None = None,
 ) -> int:
-    """Publish the version that `stream` holds (delta/format.py); returns its number. `done` as in `push`.
+    """Publish the version that `stream` holds (format/delta.py); returns its number. `done` as in `push`.
 
     Raises DeltaError, DeltaBaseMismatch, DigestMismatch, and whatever `Publisher.begin` raises.
     """

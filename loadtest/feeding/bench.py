@@ -15,7 +15,7 @@ from loadtest.checkpoints import BENCH_SHAPE, TINY_SHAPE, make_checkpoint
 from loadtest.feeding.joiner import late_joiner
 from loadtest.feeding.loss import loss
 from loadtest.feeding.site import Site, serving
-from weightsync.vllm_engine.kernels import onednn_takes
+from weightsync.vllm_engine.layout import onednn_takes
 
 PARTS = ("joiner", "feeding")
 ROUNDS, PAIRS, WINDOW_S = 3, 8, 5.0

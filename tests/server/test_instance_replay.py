@@ -16,7 +16,7 @@ from server.instance.middleware import ProvenanceMiddleware
 from server.instance.provenance import traced
 from server.instance.replay import Replaying, extensible, reproducible
 from server.resume import RESUMABLE, RESUME, RESUMED, Resume, Span
-from weightsync.vllm_engine import replay as engine_replay
+from weightsync.vllm_engine import requests as engine_replay
 
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
@@ -95,7 +95,7 @@ class Output:
 
 
 class Engine:
-    """Answers token `n` with the text `<n>`, three to a prompt, as the real one with replay.py does."""
+    """Answers token `n` with the text `<n>`, three to a prompt, as the real one with requests.py does."""
 
     def __init__(self, version: int = 3) -> None:
         self.inflight = Inflight()
@@ -106,7 +106,7 @@ class Engine:
 
     async def _generate(self, prompt: Any, sampling: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
         self.asked.append(sampling.extra_args["hotswap"])
-        replay = engine_replay.of(SimpleNamespace(sampling_params=sampling))
+        replay = engine_replay.replay_of(SimpleNamespace(sampling_params=sampling))
         done = replay.get("tokens", [])
         spans = [(str(v), s) for v, s in replay.get("spans", [])]
         told = Output("".join(f"<{t}>" for t in done), done)

@@ -15,12 +15,11 @@ from weightsync.control.records import VersionRecord
 from weightsync.errors import ChecksumMismatch, NotFinite
 from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine import layout as layouts
-from weightsync.vllm_engine.build import Builder, compare
-from weightsync.vllm_engine.exchange import DevicePool
+from weightsync.vllm_engine.build import Builder, Published, compare
+from weightsync.vllm_engine.generation import DevicePool
 from weightsync.vllm_engine.layout import plan_layout
+from weightsync.vllm_engine.placement import pair_parameters
 from weightsync.vllm_engine.pool import LayoutPool
-from weightsync.vllm_engine.published import Published
-from weightsync.vllm_engine.skeleton import pair_parameters
 
 TENSORS = {
     "layers.0.q": torch.randn(5, 8),

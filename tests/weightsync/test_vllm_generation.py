@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.vllm_engine.exchange import DevicePool, ExchangeGeneration
-from weightsync.vllm_engine.generation import Flip, Generation
-from weightsync.vllm_engine.skeleton import UnsupportedModelError, pair_parameters
+from weightsync.vllm_engine.generation import DevicePool, ExchangeGeneration, Flip, Generation
+from weightsync.vllm_engine.placement import UnsupportedModelError, pair_parameters
 
 
 def flips(module: nn.Module, value: float) -> list[Flip]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.weightsync.test_arena import small_file_system
+from weightsync.vllm_engine.placement import group_by_layer, layer_of
 from weightsync.vllm_engine.pool import HEADER, LayoutPool, LayoutPoolError
-from weightsync.vllm_engine.skeleton import group_by_layer, layer_of
 
 bf16_only = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(), reason="packed kernels need a CPU with AVX512-BF16"
@@ -26,11 +26,11 @@ bf16_only = pytest.mark.skipif(
 def test_pack_in_pieces_equals_pack_as_a_whole(shape: tuple[int, int]) -> None:
     import vllm._custom_ops  # noqa: F401 - loads the kernels
 
-    from weightsync.vllm_engine import kernels
+    from weightsync.vllm_engine import layout
 
     weight = torch.randn(shape).bfloat16()
     target = torch.zeros_like(weight)
-    kernels.pack_into(target, weight)
+    layout.pack_into(target, weight)
     assert torch.equal(target, torch.ops._C.convert_weight_packed(weight))
 
 
@@ -41,21 +41,21 @@ def test_kernels_agree(bias: bool) -> None:
     """packed, oneDNN and plain compute the same function, up to bf16 rounding."""
     import vllm._custom_ops  # noqa: F401 - loads the kernels
 
-    from weightsync.vllm_engine import kernels
+    from weightsync.vllm_engine import layout
 
     torch.manual_seed(0)
     weight, x = torch.randn(96, 128).bfloat16(), torch.randn(7, 128).bfloat16()
     b = torch.randn(96).bfloat16() if bias else None
     packed = torch.empty_like(weight)
-    kernels.pack_into(packed, weight)
+    layout.pack_into(packed, weight)
     expected = torch.nn.functional.linear(x.float(), weight.float(), None if b is None else b.float())
-    got = kernels.packed_linear(packed)(x, weight, None if b is None else b.float())
-    for y in (got, kernels.onednn_linear(weight)(x, weight, b), kernels.plain_linear(x, weight, b)):
+    got = layout.packed_linear(packed)(x, weight, None if b is None else b.float())
+    for y in (got, layout.onednn_linear(weight)(x, weight, b), layout.plain_linear(x, weight, b)):
         torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=0.15)
 
 
 def test_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsync.vllm_engine.kernels import choose_kernel, onednn_takes
+    from weightsync.vllm_engine.layout import choose_kernel, onednn_takes
 
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
     general = "onednn" if onednn_takes(bf16) else "plain"  # on a CPU without AVX-512
@@ -73,7 +73,7 @@ def test_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cpu_for_which_onednn_has_no_kernel_multiplies_as_vllm_then_does(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import _custom_ops as ops
 
-    from weightsync.vllm_engine.kernels import choose_kernel, onednn_takes
+    from weightsync.vllm_engine.layout import choose_kernel, onednn_takes
 
     def refuses(*_: object) -> None:
         raise RuntimeError("could not create a primitive descriptor for the matmul primitive")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.vllm_engine.namespaces import enter, go_private, namespace
+from weightsync.vllm_engine.requests import enter, go_private, namespace
 
 pytestmark = pytest.mark.engine
 BLOCK = 4

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from weightsync.vllm_engine import pacing
-from weightsync.vllm_engine.pacing import LONGEST_YIELD_S, YIELD_BYTES, Pacer
+from weightsync.vllm_engine import stager
+from weightsync.vllm_engine.stager import LONGEST_YIELD_S, YIELD_BYTES, Pacer
 
 
 class Model(torch.nn.Module):
@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     found = Clock()
     found.slept = []
-    monkeypatch.setattr(pacing, "time", found)
+    monkeypatch.setattr(stager, "time", found)
     return found
 
 
@@ -57,8 +57,8 @@ def test_it_sleeps_during_a_step_and_a_moment_after(clock: Any, fail: bool) -> N
     assert clock.slept == [], "small reads add up first"
     pacer(YIELD_BYTES // 2)
     pacer(100 * YIELD_BYTES)
-    assert clock.slept == [YIELD_BYTES / pacing.YIELD_RATE, LONGEST_YIELD_S]
-    clock.now += 2 * pacing.IDLE_AFTER_S
+    assert clock.slept == [YIELD_BYTES / stager.YIELD_RATE, LONGEST_YIELD_S]
+    clock.now += 2 * stager.IDLE_AFTER_S
     pacer(10 * YIELD_BYTES)
     assert (pacer.decoding, len(clock.slept)) == (False, 2)
 
@@ -66,4 +66,4 @@ def test_it_sleeps_during_a_step_and_a_moment_after(clock: Any, fail: bool) -> N
 def test_where_steps_cannot_be_seen_they_are_assumed(clock: Any) -> None:
     pacer = Pacer(torch.nn.Linear(1, 1), torch.device("meta"))
     pacer(YIELD_BYTES)
-    assert clock.slept == [YIELD_BYTES / pacing.YIELD_RATE]
+    assert clock.slept == [YIELD_BYTES / stager.YIELD_RATE]

@@ -19,8 +19,7 @@ from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine import build, placement
 from weightsync.vllm_engine.bundle import BASE, PartOrder
 from weightsync.vllm_engine.bundle_stager import BundleStager
-from weightsync.vllm_engine.placement import Box, Rect, Watch, box_of
-from weightsync.vllm_engine.skeleton import UnsupportedModelError
+from weightsync.vllm_engine.placement import Box, Rect, UnsupportedModelError, Watch, box_of
 from weightsync.vllm_engine.stager import Garbage
 
 pytestmark = pytest.mark.engine
@@ -60,7 +59,7 @@ def publish(publisher: Publisher, tensors: dict[str, torch.Tensor]) -> VersionRe
 
 def loaded(w: Worker, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Every parameter as vLLM's own loader fills it."""
-    from weightsync.vllm_engine.skeleton import build_skeleton, load_group
+    from weightsync.vllm_engine.placement import build_skeleton, load_group
 
     reference = build_skeleton(w.vllm_config, w.vllm_config.model_config, torch.device("cpu"))
     load_group(reference, tensors.items())
@@ -86,7 +85,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def test_a_replay_builds_what_the_loader_builds(
     name: str, kernel: str, tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weightsync.vllm_engine.kernels import onednn_takes
+    from weightsync.vllm_engine.layout import onednn_takes
 
     if kernel == "onednn" and not onednn_takes(torch.bfloat16):
         pytest.skip("oneDNN has no bf16 kernel for this CPU")

@@ -10,8 +10,7 @@ from tests.weightsync.tensors import model
 from weightsync import Publisher
 from weightsync.control.records import VersionRecord
 from weightsync.errors import CopyUnavailable
-from weightsync.vllm_engine.bundle import PartOrder
-from weightsync.vllm_engine.places import on_this_host
+from weightsync.vllm_engine.bundle import PartOrder, on_this_host
 
 
 @pytest.fixture

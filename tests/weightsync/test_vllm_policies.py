@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from weightsync.vllm_engine import policies
+from weightsync.vllm_engine import requests
 
 
 def test_constraints() -> None:
-    assert policies.allows({}, "default")
-    assert not policies.allows({"min_version": 1}, "default")
-    assert policies.allows({"version": 3}, "3")
-    assert not policies.allows({"version": 3}, "4")
-    assert policies.allows({"min_version": 3}, "4")
+    assert requests.allows({}, "default")
+    assert not requests.allows({"min_version": 1}, "default")
+    assert requests.allows({"version": 3}, "3")
+    assert not requests.allows({"version": 3}, "4")
+    assert requests.allows({"min_version": 3}, "4")
 
 
 @pytest.mark.parametrize(
@@ -33,10 +33,10 @@ def test_constraints() -> None:
 def test_who_is_ended_at_a_commit(wish: dict[str, Any], begun: int, ended: bool) -> None:
     params = SimpleNamespace(extra_args={"hotswap": wish})
     request = SimpleNamespace(sampling_params=params, num_computed_tokens=begun, num_output_tokens=0)
-    assert policies.ends(request, "2") is ended
+    assert requests.ends(request, "2") is ended
 
 
 def test_requests_that_pool_have_a_scope_too() -> None:
     pooling = SimpleNamespace(extra_kwargs={"hotswap": {"scope": "s"}})
-    assert policies.wish_of(SimpleNamespace(sampling_params=None, pooling_params=pooling)) == {"scope": "s"}
-    assert policies.wish_of(SimpleNamespace(sampling_params=None, pooling_params=None)) == {}
+    assert requests.wish_of(SimpleNamespace(sampling_params=None, pooling_params=pooling)) == {"scope": "s"}
+    assert requests.wish_of(SimpleNamespace(sampling_params=None, pooling_params=None)) == {}

@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 
-from weightsync.vllm_engine import core, replay
+from weightsync.vllm_engine import core, requests
 
 core.install()
 TEXT = "a né漢字 \U0001f600x字 end\U0001f680.\n"
@@ -133,7 +133,7 @@ def test_the_engine_gets_the_tokens_behind_the_prompt(ended: bool, written: list
     params = SamplingParams(max_tokens=10, min_tokens=2)
     params.extra_args = {"hotswap": {"replay": {"tokens": [7, 8, 9], "ended": ended}}}
     request = SimpleNamespace(prompt_token_ids=[1, 2], sampling_params=params, pooling_params=None)
-    replay.extend(request, replay.of(request))
+    requests.extend(request, requests.replay_of(request))
     assert request.prompt_token_ids == [1, 2, *written]
     assert (request.sampling_params.max_tokens, request.sampling_params.min_tokens) == (left, 0)
     assert params.max_tokens == 10
@@ -143,4 +143,4 @@ def test_others_are_left_alone() -> None:
     request = SimpleNamespace(
         sampling_params=SamplingParams(extra_args={"hotswap": {"scope": "s"}}), pooling_params=None
     )
-    assert not replay.of(request)
+    assert not requests.replay_of(request)

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
 
-from weightsync.vllm_engine import core, stale
+from weightsync.vllm_engine import core
 
 core.install()  # as the plug-in does it
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 4, "dtype": torch.float32}
@@ -32,18 +32,18 @@ def allocated(on: Any, *blocks: int) -> list[int] | None:
 def test_each_block_is_zeroed_once_after_a_commit() -> None:
     one = scheduler(8)
     assert allocated(one, 1, 2) is None, "what was never written is not zeroed"
-    stale.mark(one)
+    core.mark_stale(one)
     assert allocated(one, 2, 3) == [2, 3]
     assert allocated(one, 3, 4) == [4]
     assert allocated(one) is None
-    stale.mark(one)
+    core.mark_stale(one)
     assert allocated(one, 3) == [3]
 
 
 def test_what_vllm_zeroes_itself_is_zeroed_always() -> None:
     one = scheduler(8, has_mamba_layers=True)
     assert allocated(one, 1) == [1]
-    stale.mark(one)
+    core.mark_stale(one)
     assert allocated(one, 1) == [1]
     assert allocated(one, 1) == [1]
 
@@ -71,7 +71,7 @@ def test_layers_of_every_kind_of_attention(spec: Any, zeroed: bool) -> None:
         ),
         compilation_config=SimpleNamespace(static_forward_context=layers),
     )
-    stale.cover(runner)
+    core.zero_sliding_windows(runner)
     runner._zero_block_ids([1, 4])
     for cache in caches:
         assert cache[[1, 4]].eq(0).all() == zeroed

@@ -20,12 +20,11 @@ from vllm.distributed.weight_transfer.base import (
 
 from weightsync.control.hosts import this_host
 from weightsync.format.manifest import schema_of
-
-from . import stale
-from .bundle import BASE, Bundle, PartOrder, Shelf
-from .bundle_stager import BundleReport, BundleStager
-from .stager import Garbage, Stager
-from .tether import Tether, hold
+from weightsync.vllm_engine import core
+from weightsync.vllm_engine.bundle import BASE, Bundle, PartOrder, Shelf
+from weightsync.vllm_engine.bundle_stager import BundleReport, BundleStager
+from weightsync.vllm_engine.stager import Garbage, Stager
+from weightsync.vllm_engine.tether import Tether, hold
 
 
 class NotStagedError(RuntimeError):
@@ -181,7 +180,7 @@ class WorkerMethods:
     def hotswap_attach(self, tether: dict[str, Any]) -> str:
         """`tether`: the leader's end of it, {} on one host. Returns the name of this worker's host, "" for the one."""
         self.weight_transfer_engine.attach(self.model_runner)
-        stale.cover(self.model_runner)
+        core.zero_sliding_windows(self.model_runner)
         host = this_host()
         if tether and host != tether["host"]:
             hold(Tether(**tether), self.rank, host)

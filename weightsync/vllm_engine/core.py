@@ -3,16 +3,25 @@
 * `EngineCore.hotswap_commit`: flip the workers and relabel, in one call that the core runs between two steps, so the
   first token of the new weights is the first one labelled so. Stock vLLM labels in a second call.
 * Batches already computed when a commit arrives (asynchronous scheduling) keep the label they were computed under.
-* Prefix-cache keys carry the version (namespaces.py). A request of which nothing is computed when a commit lands moves
+* Prefix-cache keys carry the version (requests.py). A request of which nothing is computed when a commit lands moves
   to the new version; one that has begun goes on with the blocks it has, and shares none from then on.
 * A request that asked for it (`extra_args["hotswap"]["policy"] == "recompute"`) is preempted in the commit, and its KV
   rebuilt under the new weights. When a version is withdrawn (a commit goes back to an older one), that is done with
   every request: what a bad version computed does not live on under a good one's label.
-* Blocks of the KV cache that hold what other weights wrote are zeroed before the next request gets them (stale.py).
-* A request that must see no token of the new version is ended by the commit, or not let in (policies.py).
+* Blocks of the KV cache that hold what other weights wrote are zeroed before the next request gets them (below).
+* A request that must see no token of the new version is ended by the commit, or not let in (requests.py).
 * Version spans are attached to every partial output, not to the last one only; those over a prompt that a commit fell
   into travel with the label of the first output.
-* A request may go on with an answer that another engine began (replay.py).
+* A request may go on with an answer that another engine began (requests.py).
+
+Why blocks are zeroed: a block is given to the next request as the last one left it. Attention masks what lies behind
+the end of a sequence by a weight of zero, and zero times NaN is NaN: one block that a version with overflowing
+activations wrote spoils the answers of good weights, until it is overwritten. So a commit marks every block, and each
+is zeroed once, when it is next allocated. vLLM zeroes new blocks itself for caches of mixed precision and for Mamba;
+here the same switch is on for all, and the list of what is to be zeroed holds the marked blocks alone. A swap waits for
+nothing of it.
+
+Blocks that are found by their hash are not allocated: their keys carry the version that wrote them (requests.py).
 """
 
 from __future__ import annotations
@@ -25,8 +34,8 @@ from typing import Any
 
 import orjson
 
-from . import policies, replay, stale
-from .namespaces import enter, go_private, namespace, version_of
+from weightsync.vllm_engine import requests
+from weightsync.vllm_engine.requests import enter, go_private, namespace, version_of
 
 _MARK = "_hotswap_installed"
 
@@ -41,11 +50,11 @@ def install() -> None:
         return
     EngineCore.hotswap_commit = commit
     EngineCore._attach_weight_version = attach_weight_version
-    EngineCore.preprocess_add_request = _salted(replay.extended(EngineCore.preprocess_add_request))
+    EngineCore.preprocess_add_request = _salted(requests.extended(EngineCore.preprocess_add_request))
     EngineCore.add_request = _resalted(EngineCore.add_request)
     Scheduler._preempt_request = _started_over(Scheduler._preempt_request)
-    stale.install()
-    OutputProcessor.add_request = replay.registered(OutputProcessor.add_request)
+    _install_zeroing()
+    OutputProcessor.add_request = requests.registered(OutputProcessor.add_request)
     OutputProcessor.process_outputs = _unpacked(OutputProcessor.process_outputs)
     RequestState._new_completion_output = _with_spans(RequestState._new_completion_output)
     setattr(EngineCore, _MARK, True)
@@ -64,7 +73,7 @@ def commit(self: Any, version: int) -> dict[str, Any]:
     _labels(self).extend([self._weight_version] * (computed - len(_labels(self))))
     changed = _version(self) != str(version)
     if changed:
-        policies.end(self, str(version))
+        requests.end_barred(self, str(version))
     self.set_weight_version(str(version))
     crossed = _move_requests(self.scheduler, str(version)) if changed else {}
     return {"flip_ms": max(flips), "commit_ms": (time.perf_counter() - started) * 1e3, "crossed": crossed}
@@ -92,10 +101,10 @@ def _move_requests(scheduler: Any, version: str) -> dict[str, int]:
     """Settle what every request's blocks belong to from this commit on; what is not through with its prompt."""
     before, scheduler._hotswap_version = getattr(scheduler, "_hotswap_version", ""), version
     crossed: dict[str, int] = {}
-    stale.mark(scheduler)
+    mark_stale(scheduler)
     withdrawn = before.isdecimal() and int(version) < int(before)
     for request in reversed(list(scheduler.running)):  # the last one first: each is put before those that wait
-        if withdrawn or policies.wish_of(request).get("policy") == "recompute":
+        if withdrawn or requests.wish_of(request).get("policy") == "recompute":
             _start_over(scheduler, request)
             continue
         go_private(request, scheduler.hash_block_size)
@@ -138,7 +147,7 @@ def _salted(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def preprocess_add_request(self: Any, request: Any) -> Any:
         # The length stands first: no salt of a client's own spells another scope.
-        scope = policies.wish_of(request).get("scope", policies.PUBLIC)
+        scope = requests.wish_of(request).get("scope", requests.PUBLIC)
         request.cache_salt = namespace(_version(self), f"{len(scope)}:{scope}|{request.cache_salt or ''}")
         return original(self, request)
 
@@ -148,7 +157,7 @@ def _salted(original: Callable[..., Any]) -> Callable[..., Any]:
 def _resalted(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def add_request(self: Any, request: Any, request_wave: int = 0) -> None:
-        if not policies.allows(policies.wish_of(request), _version(self)):
+        if not requests.allows(requests.wish_of(request), _version(self)):
             self._send_abort_outputs_to_client([request.request_id], request.client_index)
             return
         # Salted on the input thread; a commit may have come between that and here.
@@ -196,3 +205,51 @@ def _with_spans(original: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return new_completion_output
+
+
+def _install_zeroing() -> None:
+    """Patch the classes once per process; until a commit vLLM zeroes what it zeroes without this."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    own = KVCacheConfig.needs_kv_cache_zeroing.fget
+    assert own is not None
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
+
+    def blocks_to_zero(self: Any) -> list[int] | None:
+        allocated: list[int] = self.kv_cache_manager.take_new_block_ids()
+        marked: bytearray | None = getattr(self, "_hotswap_stale", None)
+        if not allocated or (marked is None and not own(self.kv_cache_config)):
+            return None
+        if marked is None or own(self.kv_cache_config):
+            return allocated
+        found = [block for block in allocated if marked[block]]
+        for block in found:
+            marked[block] = 0
+        return found or None
+
+    Scheduler._get_new_block_ids_to_zero = blocks_to_zero
+
+
+def zero_sliding_windows(runner: Any) -> None:
+    """Give vLLM's runner on CPU a method for what its own leaves out: the layers with a sliding window."""
+    if runner.device.type == "cpu":
+        runner._zero_block_ids = functools.partial(_zero, runner)
+
+
+def _zero(self: Any, block_ids: list[int]) -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    blocks, seen = torch.tensor(block_ids), set[int]()
+    for group in self.kv_cache_config.kv_cache_groups:
+        for name in group.layer_names if not isinstance(group.kv_cache_spec, MambaSpec) else ():
+            cache = getattr(self.compilation_config.static_forward_context.get(name), "kv_cache", None)
+            if isinstance(cache, torch.Tensor) and cache.data_ptr() not in seen:
+                seen.add(cache.data_ptr())
+                cache.index_fill_(0, blocks, 0)
+
+
+def mark_stale(scheduler: Any) -> None:
+    """Other weights run from now on: every block is zeroed before it is written again."""
+    scheduler._hotswap_stale = bytearray(b"\1") * scheduler.kv_cache_config.num_blocks

@@ -1,4 +1,9 @@
-"""One version, ready to run: what a commit flips the live model to, and what a rollback flips it back to."""
+"""One version, ready to run: what a commit flips the live model to, and what a rollback flips it back to.
+
+On an accelerator captured graphs hold the addresses of the live weights, so their contents change: a version is staged
+into a buffer on the device; a commit exchanges it with the live tensors, on the device, between two batches. What the
+buffer holds afterwards is the version before, so a rollback is the same exchange again.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .kernels import LinearFn, packed_linear, plain_linear
-from .layout import Layout
-from .skeleton import Slot
+from weightsync.vllm_engine.layout import Layout, LinearFn, packed_linear, plain_linear
+from weightsync.vllm_engine.placement import Slot
 
 
 class Memory(Protocol):
@@ -102,3 +106,53 @@ def _like(tensor: torch.Tensor, old: nn.Parameter | None) -> nn.Parameter:
     new: nn.Parameter = torch.Tensor._make_subclass(type(old), tensor, False)  # type: ignore[assignment]
     new.__dict__.update(old.__dict__)
     return new
+
+
+@dataclass
+class DeviceBuffer:
+    """Stands in for a layout slot: uint8 [nbytes] on the device, owned by one worker."""
+
+    data: torch.Tensor
+    built: bool = False
+    sums: dict[str, list[list[int]]] = field(default_factory=dict)
+
+    def seal(self, _key: str, _sums: dict[str, list[list[int]]]) -> None:
+        """The copies were queued by the staging thread; the commit must find them done."""
+        if self.data.is_cuda:
+            torch.cuda.synchronize(self.data.device)
+        self.built = True
+
+    def release(self) -> None:
+        self.data = self.data.new_empty(0)
+
+
+class DevicePool:
+    """Hands out one buffer per staging; the allocator reuses what is released."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._nbytes, self._device = nbytes, device
+
+    def acquire(self, _key: str) -> DeviceBuffer:
+        return DeviceBuffer(torch.empty(self._nbytes, dtype=torch.uint8, device=self._device))
+
+
+@dataclass
+class ExchangeGeneration(Generation):
+    """A generation whose commit exchanges contents; the object then holds the weights it displaced."""
+
+    def commit(self) -> list[Any]:
+        with torch.no_grad():
+            for flip in self.flips:
+                for name, staged in flip.parameters.items():
+                    live = flip.module._parameters[name]
+                    assert live is not None
+                    before = live.data.clone()
+                    live.data.copy_(staged.data)
+                    staged.data.copy_(before)
+        return []
+
+    def displaced(self, live: Generation | None) -> Generation | None:
+        if live is None:
+            self.release()  # the weights the model was started with are nobody's version
+            return None
+        return ExchangeGeneration(live.version, live.digest, self.flips, self.slot, self.private, live.sums)

@@ -18,8 +18,7 @@ from weightsync.errors import NotFinite, PartNotServed, ShapeMismatch, Unexpecte
 from weightsync.format.fingerprint import checksum, grid, is_finite
 from weightsync.memory.parts import ADAPTER_CONFIG, LORA, LORA_URL
 from weightsync.memory.receiver import SlotReader
-
-from .bundle import PartOrder
+from weightsync.vllm_engine.bundle import PartOrder
 
 
 class AdapterError(WeightSyncError):
