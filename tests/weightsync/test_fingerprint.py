@@ -14,8 +14,8 @@ from weightsync.format.dtypes import ITEMSIZE
 from weightsync.format.fingerprint import (
     CACHED_MULTIPLIERS,
     MASK,
-    Part,
     Running,
+    Tile,
     add,
     checksum,
     column_multipliers,
@@ -167,7 +167,7 @@ def test_the_torch_form_is_the_same() -> None:
 
 
 def rows_of(w: Words, row: int = 0, col: int = 0, *, of: tuple[int, int]) -> list[int]:
-    return Part(*of, row, row + w.shape[0], col, col + w.shape[1], rectangle(w, row, col)).to_row()
+    return Tile(*of, row, row + w.shape[0], col, col + w.shape[1], rectangle(w, row, col)).to_row()
 
 
 def test_ranks_together_report_what_was_published() -> None:
@@ -215,8 +215,8 @@ def test_copies_of_a_slice_must_be_the_same(shape: tuple[int, int]) -> None:
 
 
 def test_parts_that_leave_a_gap_or_overlap() -> None:
-    def part(row: int, end: int) -> Part:
-        return Part(8, 2, row, end, 0, 2, 1)
+    def part(row: int, end: int) -> Tile:
+        return Tile(8, 2, row, end, 0, 2, 1)
 
     assert add("w", [part(0, 4), part(4, 8)]) == 2
     for wrong in ([part(0, 4)], [part(0, 4), part(0, 4)], [part(0, 5), part(3, 6)], [part(0, 5), part(3, 8)]):

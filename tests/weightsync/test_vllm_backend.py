@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.vllm_engine.bundle import Bundle, PartOrder, Piece, Shelf
+from weightsync.vllm_engine.bundle import Bundle, HeldBundles, PartOrder, Piece
 
 pytestmark = pytest.mark.engine
 
@@ -52,7 +52,7 @@ def worker() -> Any:
     from weightsync.vllm_engine.backend import HotswapWeightTransferEngine
 
     engine: Any = object.__new__(HotswapWeightTransferEngine)
-    engine._schema, engine._shelf, engine._unwanted, engine._stager = None, Shelf(), None, SlowStager()
+    engine._schema, engine._held, engine._unwanted, engine._stager = None, HeldBundles(), None, SlowStager()
     stage(engine, 1)
     engine._stager.wait()
     engine.commit(1)

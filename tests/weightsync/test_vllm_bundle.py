@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.vllm_engine.bundle import Bundle, Flippable, PartOrder, Piece, Shelf
+from weightsync.vllm_engine.bundle import Bundle, Flippable, HeldBundles, PartOrder, Piece
 
 PARTS = ("", "draft", "lora/x")
 
@@ -67,16 +67,16 @@ class Worker:
     """The backend's bookkeeping over a model of strings; what a part holds is its digest."""
 
     def __init__(self, kind: Kind) -> None:
-        self.kind, self.shelf = kind, Shelf()
+        self.kind, self.held = kind, HeldBundles()
         self.model = dict.fromkeys(PARTS, "dummy")
         self.staged: Bundle | None = None
         self.built = 0
 
     def stage(self, version: int, wanted: dict[str, str]) -> None:
         orders = [PartOrder(name, version, "", digest) for name, digest in wanted.items()]
-        held = self.shelf.held(self.staged)
-        self.shelf.give_up(self.staged, orders)
-        for generation in self.shelf.sweep()[0]:
+        held = self.held.held(self.staged)
+        self.held.give_up(self.staged, orders)
+        for generation in self.held.sweep()[0]:
             generation.release()
         bundle = Bundle(version)
         for order in orders:
@@ -91,7 +91,7 @@ class Worker:
 
     def commit(self, target: Bundle) -> None:
         staged, self.staged = self.staged, None
-        self.shelf.commit(target, staged)
+        self.held.commit(target, staged)
 
 
 @pytest.mark.parametrize("kind", [Pointed, Exchanged])
@@ -107,17 +107,17 @@ def test_any_order_of_swaps_and_rollbacks_runs_what_was_committed(kind: Kind, se
         worker.stage(version, now)
         if choose.random() < 0.2:
             continue  # aborted: something else is staged next
-        if worker.shelf.previous is not None and choose.random() < 0.2:
-            worker.commit(worker.shelf.previous)  # a rollback comes first, and what was staged is given up
+        if worker.held.previous is not None and choose.random() < 0.2:
+            worker.commit(worker.held.previous)  # a rollback comes first, and what was staged is given up
         elif worker.staged is not None:
             worker.commit(worker.staged)
-        while worker.shelf.previous is not None and choose.random() < 0.3:
-            back = worker.shelf.previous.version
-            worker.commit(worker.shelf.previous)
-            assert worker.shelf.live is not None
-            assert worker.shelf.live.version == back
-        if worker.shelf.live is not None:
-            assert worker.model == contents[worker.shelf.live.version]
+        while worker.held.previous is not None and choose.random() < 0.3:
+            back = worker.held.previous.version
+            worker.commit(worker.held.previous)
+            assert worker.held.live is not None
+            assert worker.held.live.version == back
+        if worker.held.live is not None:
+            assert worker.model == contents[worker.held.live.version]
 
 
 @pytest.mark.parametrize("kind", [Pointed, Exchanged])
@@ -130,8 +130,8 @@ def test_only_what_changed_is_built_and_flipped(kind: Kind) -> None:
     assert worker.built == 3
     target = worker.staged
     worker.commit(target)
-    assert worker.shelf.previous is not None
-    assert worker.shelf.previous.pieces[""] is target.pieces[""]
+    assert worker.held.previous is not None
+    assert worker.held.previous.pieces[""] is target.pieces[""]
     assert worker.model == {"": "a", "draft": "e", "lora/x": "dummy"}
 
 
@@ -155,7 +155,7 @@ def test_a_flip_that_fails_is_undone() -> None:
     last: Any = target.pieces["lora/x"].generation
     last.data.clear()
     with pytest.raises(AssertionError, match="released memory"):
-        target.commit(worker.shelf.live)
+        target.commit(worker.held.live)
     assert worker.model == {"": "a", "draft": "d", "lora/x": "l"}
 
 
@@ -167,12 +167,12 @@ def test_a_version_that_is_forgotten_is_built_anew_and_nothing_that_runs_is_free
         worker.stage(version, wanted)
         assert worker.staged is not None
         worker.commit(worker.staged)
-    assert worker.shelf.previous is not None
-    worker.commit(worker.shelf.previous)
-    worker.shelf.forget(1, worker.staged)
-    assert worker.shelf.previous is not None, "version 1 runs"
-    worker.shelf.forget(2, worker.staged)
-    assert worker.shelf.previous is None
+    assert worker.held.previous is not None
+    worker.commit(worker.held.previous)
+    worker.held.forget(1, worker.staged)
+    assert worker.held.previous is not None, "version 1 runs"
+    worker.held.forget(2, worker.staged)
+    assert worker.held.previous is None
     built = worker.built
     worker.stage(2, {"": "b", "draft": "d"})
     assert worker.built == built + 1, "the draft model is that of the version which runs"

@@ -137,7 +137,7 @@ Reports = Iterable[Mapping[str, Sequence[Sequence[int]]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Tile:
     """The sum over a rectangle of a tensor of `rows` x `cols` words: rows [row, row_end), columns [col, col_end)."""
 
     rows: int
@@ -155,6 +155,9 @@ class Part:
     @property
     def box(self) -> tuple[int, int, int, int]:
         return self.row, self.row_end, self.col, self.col_end
+
+
+TileSums = dict[str, list[list[int]]]  # by tensor: the `to_row` of each tile, as a worker reports them
 
 
 def grid(dtype: str, shape: Sequence[int]) -> tuple[int, int]:
@@ -255,21 +258,21 @@ def fingerprint_of(checksums: Mapping[str, int]) -> str:
 
 
 def combine(reports: Reports) -> str:
-    """The fingerprint from what all tensor-parallel ranks of an instance report: {name: [Part.to_row(), ...]} each.
+    """The fingerprint from what all tensor-parallel ranks of an instance report: {name: [Tile.to_row(), ...]} each.
 
     Raises ChecksumMismatch when two copies of the same part differ (a replicated tensor on two ranks, a tied weight in
     its two places), PartsMismatch when the parts of a tensor do not cover it exactly once. "" without any report.
     """
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[Tile]] = {}
     for report in reports:
         for name, rows in report.items():
-            parts.setdefault(name, []).extend(Part(*row) for row in rows)
+            parts.setdefault(name, []).extend(Tile(*row) for row in rows)
     return fingerprint_of({name: add(name, found) for name, found in parts.items()}) if parts else ""
 
 
-def add(name: str, parts: Iterable[Part]) -> int:
+def add(name: str, parts: Iterable[Tile]) -> int:
     """F of a tensor from its parts; copies of a part count once. Raises as `combine`."""
-    boxes: dict[tuple[int, int, int, int], Part] = {}
+    boxes: dict[tuple[int, int, int, int], Tile] = {}
     for part in parts:
         if (other := boxes.setdefault(part.box, part)).sum != part.sum:
             raise ChecksumMismatch(name, other.sum, part.sum)
@@ -335,11 +338,11 @@ def _flat(words: Words, *, pairs: bool = False) -> tuple[Words, int]:
     return np.frombuffer((kind * count).from_address(address), words.dtype), stride
 
 
-def _overlap(parts: Sequence[Part]) -> bool:
+def _overlap(parts: Sequence[Tile]) -> bool:
     return any(_meet(p, q) for i, p in enumerate(parts) for q in parts[i + 1 :])
 
 
-def _meet(p: Part, q: Part) -> bool:
+def _meet(p: Tile, q: Tile) -> bool:
     return p.row < q.row_end and q.row < p.row_end and p.col < q.col_end and q.col < p.col_end
 
 

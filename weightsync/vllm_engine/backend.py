@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from weightsync.control.hosts import this_host
 from weightsync.format.manifest import schema_of
 from weightsync.vllm_engine import core
-from weightsync.vllm_engine.bundle import BASE, Bundle, PartOrder, Shelf
+from weightsync.vllm_engine.bundle import BASE, Bundle, HeldBundles, PartOrder
 from weightsync.vllm_engine.bundle_stager import BundleReport, BundleStager
 from weightsync.vllm_engine.stager import Garbage, Stager
 from weightsync.vllm_engine.tether import Tether, hold
@@ -76,7 +76,7 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._schema = schema_of((n, d, s) for n, d, s in init_info.schema) if init_info.schema else None
         self._allow_non_finite = init_info.allow_non_finite
         self.attach(None)
-        self._shelf = Shelf()
+        self._held = HeldBundles()
         self._unwanted: int | None = None
 
     def attach(self, runner: Any) -> None:
@@ -116,13 +116,13 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._unwanted is not None:
             self._give_up(self._unwanted)
         orders = info.orders()
-        held = self._shelf.held(self._stager.bundle)
+        held = self._held.held(self._stager.bundle)
         for bundle in held:
             if bundle.version == info.version and all(bundle.find(order) for order in orders):
                 self._stager.retain(bundle)
                 return self._stager.report
-        self._shelf.give_up(self._stager.bundle, orders)
-        self._stager.start(info.version, orders, self._schema, held, Garbage(*self._shelf.sweep()))  # type: ignore[arg-type]
+        self._held.give_up(self._stager.bundle, orders)
+        self._stager.start(info.version, orders, self._schema, held, Garbage(*self._held.sweep()))  # type: ignore[arg-type]
         return self._stager.report
 
     def drop(self, version: int, *, previous: bool) -> None:
@@ -139,14 +139,14 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         else:
             self._give_up(version)
         if previous:
-            self._shelf.forget(version, self._stager.bundle)
+            self._held.forget(version, self._stager.bundle)
 
     def _give_up(self, version: int) -> None:
         self._unwanted = None
         staged = self._stager.bundle
         if staged is not None and staged.version == version:
             self._stager.bundle = None
-            self._shelf.give_up(staged, ())
+            self._held.give_up(staged, ())
 
     def report(self) -> BundleReport:
         return self._stager.report
@@ -154,15 +154,15 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def commit(self, version: int) -> float:
         """Flip to `version`; returns the flip's time in ms. Raises NotStagedError, and then nothing has changed."""
         started = time.perf_counter()
-        if self._shelf.live is not None and self._shelf.live.version == version:
+        if self._held.live is not None and self._held.live.version == version:
             return 0.0
         target = self._find(version)
         staged, self._stager.bundle = self._stager.bundle, None
-        self._shelf.commit(target, staged)
+        self._held.commit(target, staged)
         return (time.perf_counter() - started) * 1e3
 
     def _find(self, version: int) -> Bundle:
-        for bundle in (self._shelf.previous, self._stager.bundle):
+        for bundle in (self._held.previous, self._stager.bundle):
             if bundle is not None and bundle.version == version:
                 return bundle
         report = self._stager.report

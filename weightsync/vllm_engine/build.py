@@ -24,7 +24,8 @@ import xxhash
 from weightsync.errors import ChecksumMismatch, DigestMismatch, NotFinite, PartsMismatch
 from weightsync.format.fingerprint import (
     MASK,
-    Part,
+    Tile,
+    TileSums,
     Words,
     add,
     device_rectangle,
@@ -40,9 +41,9 @@ from weightsync.memory.receiver import SlotReader
 from weightsync.vllm_engine.layout import BLOCK_ROWS, Entry, Layout, LinearFn, onednn_linear, pack_into
 from weightsync.vllm_engine.placement import (
     Box,
+    Pair,
     Placement,
     Rect,
-    Slot,
     as_matrix,
     group_by_layer,
     learn,
@@ -111,12 +112,12 @@ class Published:
         """Of the published bytes themselves."""
         return rectangle(self.words(rect.name, rect.source), rect.source.row, self.first_word(rect.name, rect.source))
 
-    def part(self, rect: Rect, total: int) -> Part:
+    def part(self, rect: Rect, total: int) -> Tile:
         """`total` as the sum over the rectangle of the published tensor that `rect` takes."""
         entry, box = self._entries[rect.name], rect.source
         first = self.first_word(rect.name, box)
         end = first + box.cols * self._words_per_element(rect.name)
-        return Part(*grid(entry.dtype, entry.shape), box.row, box.row + box.rows, first, end, total)
+        return Tile(*grid(entry.dtype, entry.shape), box.row, box.row + box.rows, first, end, total)
 
     def read(self, name: str, box: Box) -> None:
         """Digest the tensor up to the end of `box`, which is about to be used, unless that was done.
@@ -158,7 +159,6 @@ class Published:
 
 PIECE_BYTES = 1 << 20
 LOSSLESS = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
-Sums = dict[str, list[list[int]]]
 Sum: TypeAlias = "int | torch.Tensor"  # on a device it stays there until the end: nothing waits for a piece
 
 
@@ -167,11 +167,11 @@ class Built:
     """What a version consists of besides the bytes in the layout slot."""
 
     private: dict[str, LinearFn] = field(default_factory=dict)
-    parts: list[tuple[str, Part, Sum]] = field(default_factory=list)
+    parts: list[tuple[str, Tile, Sum]] = field(default_factory=list)
 
-    def sums(self) -> Sums:
-        """For the worker's report: {name: [Part.to_row(), ...]}; waits for the device."""
-        sums: Sums = {}
+    def sums(self) -> TileSums:
+        """For the worker's report: {name: [Tile.to_row(), ...]}; waits for the device."""
+        sums: TileSums = {}
         for name, part, total in self.parts:
             sums.setdefault(name, []).append(replace(part, sum=int(total) & MASK).to_row())
         return sums
@@ -183,17 +183,17 @@ class Builder:
     def __init__(
         self,
         twin: torch.nn.Module,
-        slots: list[Slot],
+        pairs: list[Pair],
         layout: Layout,
         device: torch.device,
         *,
         allow_non_finite: bool = False,
     ) -> None:
-        self._twin, self._slots, self._layout, self._device = twin, slots, layout, device
+        self._twin, self._pairs, self._layout, self._device = twin, pairs, layout, device
         self._allow_non_finite = allow_non_finite
-        self._own = {s.name: s for s in slots if s.name == s.source}
+        self._own = {s.name: s for s in pairs if s.name == s.source}
         self._shapes = {name: s.parameter.shape for name, s in self._own.items()}
-        self._onednn = {s.source for s in slots if s.role == "linear" and layout.kernels[s.name] == "onednn"}
+        self._onednn = {s.source for s in pairs if s.role == "linear" and layout.kernels[s.name] == "onednn"}
         self._learnt: tuple[str, Placement] | None = None
         self._scratch: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
@@ -223,7 +223,7 @@ class Builder:
         compare(built.sums(), reader.manifest.tensors)
         return built
 
-    def check(self, reader: SlotReader, data: torch.Tensor) -> Sums:
+    def check(self, reader: SlotReader, data: torch.Tensor) -> TileSums:
         """Read `data` again: the sums of what lies there now, as `build` reported them if nothing changed since."""
         published, built = Published(reader, lambda _: None, allow_non_finite=True), Built()
         placement = self._placement(published)
@@ -239,11 +239,11 @@ class Builder:
         """Learnt once, and again only when names, shapes or dtypes change."""
         digest = published.schema.digest
         if self._learnt is None or self._learnt[0] != digest:
-            for name, slot in self._own.items():
-                if slot.parameter.shape != self._shapes[name]:
-                    slot.parameter.data = slot.parameter.data.new_empty(self._shapes[name])
+            for name, pair in self._own.items():
+                if pair.parameter.shape != self._shapes[name]:
+                    pair.parameter.data = pair.parameter.data.new_empty(self._shapes[name])
             groups = group_by_layer(published.schema.tensors)
-            placement = learn(self._twin, self._slots, published.tensors(), groups)
+            placement = learn(self._twin, self._pairs, published.tensors(), groups)
             if self._device.type != "cpu":  # there, memory that is never touched is taken all the same
                 for name in self._own.keys() - placement.opaque:
                     self._own[name].parameter.data = self._own[name].parameter.data.new_empty(0)
@@ -295,8 +295,8 @@ class Builder:
 
     def _raw(self, source: str, placement: Placement, published: Published) -> torch.Tensor:
         """The parameter as vLLM's loader would have filled it: in the published slot itself if it lies there so."""
-        slot, rects = self._own[source], placement.rects[source]
-        shape, dtype = self._shapes[source], slot.parameter.dtype
+        pair, rects = self._own[source], placement.rects[source]
+        shape, dtype = self._shapes[source], pair.parameter.dtype
         for rect in rects:
             published.read(rect.name, rect.source)
         first = rects[0] if len(rects) == 1 and not placement.constants.get(source) else None
@@ -366,11 +366,11 @@ class Builder:
             built.parts.append((name, published.part(rect, 0), published.sum(rect)))
 
 
-def compare(sums: Sums, published: Mapping[str, TensorEntry]) -> None:
+def compare(sums: TileSums, published: Mapping[str, TensorEntry]) -> None:
     """Where one worker holds all of a tensor it can tell which one is wrong. Raises ChecksumMismatch."""
     for name, rows in sums.items():
         try:
-            found = add(name, (Part(*row) for row in rows))
+            found = add(name, (Tile(*row) for row in rows))
         except PartsMismatch:  # the rest is on other ranks: `fingerprint.combine` compares them
             continue
         if found != published[name].checksum:

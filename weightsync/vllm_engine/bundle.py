@@ -107,7 +107,7 @@ class Bundle:
                 self.pieces[name].generation.displaced(former.generation).commit()
 
 
-class Shelf:
+class HeldBundles:
     """The bundles a worker runs and goes back to, and what none of them needs any more (freed off the decode path)."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from weightsync.vllm_engine.layout import Layout, LinearFn, packed_linear, plain_linear
-from weightsync.vllm_engine.placement import Slot
+from weightsync.vllm_engine.placement import Pair
 
 
 class Memory(Protocol):
@@ -82,20 +82,20 @@ class Generation:
             self.slot = None
 
 
-def build_flips(slots: list[Slot], layout: Layout, data: torch.Tensor, private: dict[str, LinearFn]) -> list[Flip]:
+def build_flips(pairs: list[Pair], layout: Layout, data: torch.Tensor, private: dict[str, LinearFn]) -> list[Flip]:
     """Flips onto the tensors in `data` (the layout slot's bytes) and the `private` kernels (oneDNN), by module."""
     plain, packed = layout.plain, layout.packed
     parameters: dict[str, dict[str, nn.Parameter]] = {}
     linears: dict[str, LinearFn] = {}
-    modules = {slot.module_name: slot.live for slot in slots}
-    for slot in slots:
-        if slot.role == "linear" and layout.kernels[slot.name] == "packed":
-            linears[slot.module_name] = packed_linear(packed[slot.source].view(data))
-        elif slot.role != "plain":
-            linears[slot.module_name] = private.get(slot.source, plain_linear)
-        if slot.source in plain:
-            tensor = plain[slot.source].view(data)
-            parameters.setdefault(slot.module_name, {})[slot.leaf] = _like(tensor, slot.live._parameters[slot.leaf])
+    modules = {pair.module_name: pair.live for pair in pairs}
+    for pair in pairs:
+        if pair.role == "linear" and layout.kernels[pair.name] == "packed":
+            linears[pair.module_name] = packed_linear(packed[pair.source].view(data))
+        elif pair.role != "plain":
+            linears[pair.module_name] = private.get(pair.source, plain_linear)
+        if pair.source in plain:
+            tensor = plain[pair.source].view(data)
+            parameters.setdefault(pair.module_name, {})[pair.leaf] = _like(tensor, pair.live._parameters[pair.leaf])
     return [Flip(modules[n], parameters.get(n, {}), linears.get(n)) for n in modules]
 
 

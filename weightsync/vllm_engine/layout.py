@@ -26,7 +26,7 @@ from typing import Literal
 
 import torch
 
-from weightsync.vllm_engine.placement import Slot
+from weightsync.vllm_engine.placement import Pair
 
 Kernel = Literal["packed", "onednn", "plain"]
 LinearFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -130,19 +130,19 @@ class Layout:
         return {e.source: e for e in self.entries if e.packed}
 
 
-def plan_layout(slots: list[Slot], device: torch.device, rank: int, world: int) -> Layout:
+def plan_layout(pairs: list[Pair], device: torch.device, rank: int, world: int) -> Layout:
     """Give every parameter its place; a weight may need two (a tied embedding: a table to look up, a GEMM to run)."""
-    kernels = {s.name: _kernel(s, device) for s in slots}
-    packed_modules = {s.module_name for s in slots if kernels[s.name] == "packed"}
-    wanted: dict[tuple[str, bool], tuple[Slot, torch.dtype]] = {}
-    for slot in slots:
-        dtype = slot.parameter.dtype
-        if slot.leaf == "bias" and slot.module_name in packed_modules:
+    kernels = {s.name: _kernel(s, device) for s in pairs}
+    packed_modules = {s.module_name for s in pairs if kernels[s.name] == "packed"}
+    wanted: dict[tuple[str, bool], tuple[Pair, torch.dtype]] = {}
+    for pair in pairs:
+        dtype = pair.parameter.dtype
+        if pair.leaf == "bias" and pair.module_name in packed_modules:
             dtype = torch.float32  # the packed GEMM adds its bias in fp32
-        if kernels[slot.name] == "packed":
-            wanted.setdefault((slot.source, True), (slot, dtype))
-        if kernels[slot.name] == "plain" or hasattr(slot.live, "org_vocab_size"):
-            wanted.setdefault((slot.source, False), (slot, dtype))
+        if kernels[pair.name] == "packed":
+            wanted.setdefault((pair.source, True), (pair, dtype))
+        if kernels[pair.name] == "plain" or hasattr(pair.live, "org_vocab_size"):
+            wanted.setdefault((pair.source, False), (pair, dtype))
     entries, nbytes = _place(wanted)
     key = json.dumps([_origin(), [[e.source, e.packed, e.dtype, e.shape] for e in entries], rank, world])
     return Layout(entries, kernels, nbytes, hashlib.sha256(key.encode()).hexdigest()[:12])
@@ -162,19 +162,19 @@ def _release(package: str) -> str | None:
         return None
 
 
-def _place(wanted: dict[tuple[str, bool], tuple[Slot, torch.dtype]]) -> tuple[tuple[Entry, ...], int]:
+def _place(wanted: dict[tuple[str, bool], tuple[Pair, torch.dtype]]) -> tuple[tuple[Entry, ...], int]:
     entries: list[Entry] = []
     end = 0
-    for (source, packed), (slot, dtype) in wanted.items():
-        nbytes = slot.parameter.numel() * dtype.itemsize
+    for (source, packed), (pair, dtype) in wanted.items():
+        nbytes = pair.parameter.numel() * dtype.itemsize
         entries.append(
-            Entry(source, packed, str(dtype).removeprefix("torch."), tuple(slot.parameter.shape), end, nbytes)
+            Entry(source, packed, str(dtype).removeprefix("torch."), tuple(pair.parameter.shape), end, nbytes)
         )
         end += -(-nbytes // ALIGN) * ALIGN
     return tuple(entries), end
 
 
-def _kernel(slot: Slot, device: torch.device) -> Kernel:
-    if slot.role != "linear":
+def _kernel(pair: Pair, device: torch.device) -> Kernel:
+    if pair.role != "linear":
         return "plain"
-    return choose_kernel(tuple(slot.parameter.shape), slot.parameter.dtype, device)
+    return choose_kernel(tuple(pair.parameter.shape), pair.parameter.dtype, device)

@@ -38,10 +38,10 @@ class UnsupportedModelError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Slot:
+class Pair:
     """One parameter to fill: the live module it belongs to and its twin in the skeleton.
 
-    `source` is the name under which its bytes are loaded (another slot's name where weights are tied); `role` says
+    `source` is the name under which its bytes are loaded (another pair's name where weights are tied); `role` says
     what runs on it: a "linear" GEMM, an embedding "table" (looked up, never multiplied), or "plain" code.
     """
 
@@ -89,11 +89,11 @@ def build_skeleton(vllm_config: Any, model_config: Any, device: torch.device) ->
     return twin.eval().requires_grad_(False)
 
 
-def pair_parameters(live: nn.Module, twin: nn.Module) -> list[Slot]:
+def pair_parameters(live: nn.Module, twin: nn.Module) -> list[Pair]:
     """Every parameter of the twin with its live counterpart, in module order; tied ones share a `source`."""
     modules = {n: getattr(m, "base_layer", m) for n, m in live.named_modules()}  # LoRA wraps the layers it may change
     heads = {id(m) for n, m in live.named_modules(remove_duplicate=False) if n.rsplit(".", 1)[-1] == "lm_head"}
-    slots: list[Slot] = []
+    pairs: list[Pair] = []
     first: dict[int, str] = {}
     for module_name, twin_module in twin.named_modules():
         for leaf, parameter in twin_module._parameters.items():
@@ -103,10 +103,10 @@ def pair_parameters(live: nn.Module, twin: nn.Module) -> list[Slot]:
             name = f"{module_name}.{leaf}" if module_name else leaf
             module = modules[module_name]
             role = _role(module, leaf, id(module) in heads)
-            slots.append(
-                Slot(name, first.setdefault(id(parameter), name), module_name, module, twin_module, leaf, role)
+            pairs.append(
+                Pair(name, first.setdefault(id(parameter), name), module_name, module, twin_module, leaf, role)
             )
-    return slots
+    return pairs
 
 
 def _role(module: nn.Module, leaf: str, is_head: bool) -> Literal["linear", "table", "plain"]:
@@ -205,18 +205,18 @@ def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def learn(
-    twin: torch.nn.Module, slots: list[Slot], tensors: dict[str, torch.Tensor], groups: list[list[str]]
+    twin: torch.nn.Module, pairs: list[Pair], tensors: dict[str, torch.Tensor], groups: list[list[str]]
 ) -> Placement:
     """Watch the twin's loader take `tensors`, one group after the other.
 
     Raises MissingTensor, and UnsupportedModelError for loaders that do what cannot be staged beside a running model.
     """
-    own = {s.name: s.parameter for s in slots if s.name == s.source}
+    own = {s.name: s.parameter for s in pairs if s.name == s.source}
     watch = Watch(own, tensors)
     for names in groups:
         with watch.group(names):
             watch.filled |= load_group(twin, watch.feed(names))
-    if missing := sorted({s.source for s in slots} - watch.filled):
+    if missing := sorted({s.source for s in pairs} - watch.filled):
         raise MissingTensor(missing[0])
     return watch.placement()
 

@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 from weightsync.errors import ArenaError
+from weightsync.format.fingerprint import TileSums
 from weightsync.memory.arena import prefault
 
-Sums = dict[str, list[list[int]]]
 HEADER = 4096
 NOTES = 256 << 10  # compressed: about 20 bytes a tensor
 
@@ -46,14 +46,14 @@ class LayoutSlot:
     _mapping: mmap.mmap
 
     @property
-    def sums(self) -> Sums:
+    def sums(self) -> TileSums:
         """As they were when the slot was sealed; empty if there was no room for them."""
         header = _read_header(self._mapping[:HEADER])
         begin, size = HEADER + len(self.data), header.get("notes", 0)
         assert isinstance(size, int)
         return dict(json.loads(zlib.decompress(self._mapping[begin : begin + size]))) if size else {}
 
-    def seal(self, key: str, sums: Sums) -> None:
+    def seal(self, key: str, sums: TileSums) -> None:
         """Mark the slot as holding `key`, whose parts have `sums`, and let other instances map it."""
         notes = zlib.compress(json.dumps(sums).encode(), 1)
         notes = notes if len(notes) <= NOTES else b""

@@ -21,9 +21,10 @@ import torch
 
 from weightsync.errors import StagingCancelled, WeightSyncError
 from weightsync.format import fingerprint
+from weightsync.format.fingerprint import TileSums
 from weightsync.format.manifest import Schema, require_same_schema
 from weightsync.memory.receiver import SlotReader
-from weightsync.vllm_engine.build import Builder, Built, Sums
+from weightsync.vllm_engine.build import Builder, Built
 from weightsync.vllm_engine.generation import DevicePool, ExchangeGeneration, Generation, Memory, build_flips
 from weightsync.vllm_engine.layout import plan_layout
 from weightsync.vllm_engine.placement import build_skeleton, pair_parameters
@@ -100,7 +101,7 @@ class StageOrder:
 class StageReport:
     """How a staging went. `error`: None or {"code", "message", "tensor"}; times in ms, rate in GB/s of tensor bytes.
 
-    `sums` goes to `digests.fingerprint.combine`: {tensor: [Part.to_row(), ...]} of what this worker will run.
+    `sums` goes to `format.fingerprint.combine`: {tensor: [Tile.to_row(), ...]} of what this worker will run.
     """
 
     version: int
@@ -110,7 +111,7 @@ class StageReport:
     stage_ms: float = 0.0
     staging_gbps: float = 0.0
     error: dict[str, str | None] | None = None
-    sums: Sums = field(default_factory=dict)
+    sums: TileSums = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -144,10 +145,10 @@ class Stager:
     ) -> None:
         fingerprint.warm()
         self._twin = build_skeleton(vllm_config, model_config, device)
-        self._slots = pair_parameters(model, self._twin)
+        self._pairs = pair_parameters(model, self._twin)
         parallel = vllm_config.parallel_config
-        self._layout = plan_layout(self._slots, device, parallel.rank, parallel.world_size)
-        self._builder = Builder(self._twin, self._slots, self._layout, device, allow_non_finite=allow_non_finite)
+        self._layout = plan_layout(self._pairs, device, parallel.rank, parallel.world_size)
+        self._builder = Builder(self._twin, self._pairs, self._layout, device, allow_non_finite=allow_non_finite)
         self._pace = Pacer(model, device)
         self._key_suffix = "-unchecked" if allow_non_finite else ""  # who looks for NaN builds a slot of its own
         self._pool: LayoutPool | DevicePool | None = None
@@ -214,7 +215,7 @@ class Stager:
                 self._pool.reserve(VERSIONS_HELD)
 
     def _is_linear(self, name: str) -> bool:
-        return any(s.name == name and s.role == "linear" for s in self._slots)
+        return any(s.name == name and s.role == "linear" for s in self._pairs)
 
     def _build(self, order: StageOrder, stop: threading.Event) -> tuple[Generation, int]:
         reader = SlotReader.open(
@@ -232,13 +233,13 @@ class Stager:
             except BaseException:
                 slot.release()
                 raise
-            flips = build_flips(self._slots, self._layout, slot.data, built.private)
+            flips = build_flips(self._pairs, self._layout, slot.data, built.private)
             kind = Generation if self._device.type == "cpu" else ExchangeGeneration
             return kind(order.version, order.manifest_digest, flips, slot, built.private, sums), reader.nbytes
         finally:
             reader.close()
 
-    def _complete(self, reader: SlotReader, slot: Memory, stop: threading.Event) -> tuple[Built, Sums]:
+    def _complete(self, reader: SlotReader, slot: Memory, stop: threading.Event) -> tuple[Built, TileSums]:
         """Build what is not there yet; what another instance built is taken with the sums it noted."""
         if slot.built and not self._builder.has_private:
             return Built(), slot.sums or self._builder.check(reader, slot.data)
@@ -265,7 +266,7 @@ class Stager:
         return self._pool.acquire(key)
 
 
-def joined(first: Sums, second: Sums) -> Sums:
+def joined(first: TileSums, second: TileSums) -> TileSums:
     """The parts of both, by tensor."""
     return {name: [*first.get(name, []), *second.get(name, [])] for name in first.keys() | second.keys()}
 
