@@ -4,7 +4,7 @@ A part whose published bytes a version shares with one that is still held is the
 flipped again. A part that a version does not name stays as it is.
 
 The workers of an instance may be on several hosts. The leader has waited until every host has a copy
-(`server/instance/places.py`) and says where each was. What counts is the digest of the manifest: a copy that has moved
+(`server/instance/hosts.py`) and says where each was. What counts is the digest of the manifest: a copy that has moved
 meanwhile is found in the arena of this host.
 """
 
