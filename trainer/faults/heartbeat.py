@@ -134,7 +134,7 @@ def watched_by(rank: int, world: int) -> int:
 
 def silence(peer: Watched, silent_s: float) -> str:
     """What is said of a peer that no longer beats."""
-    who = str(peer.last) if peer.last is not None else f"rank {peer.rank}, which never did,"
+    who = str(peer.last) if peer.last is not None else f"rank {peer.rank}, which has sent none"
     return f"no heartbeat for {silent_s:.1f} s from {who}: stopped, or its machine is gone."
 
 

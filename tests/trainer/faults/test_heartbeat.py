@@ -80,6 +80,7 @@ def end() -> Iterator[list[Ranks]]:
 def test_a_stopped_rank_is_named_and_killed_and_all_leave(tmp_path: Path, end: list[Ranks]) -> None:
     end.append(ranks := Ranks(tmp_path, 3, "stop"))
     stopped = ranks.processes[1]
+    ranks.store.get("hotswap/0/beat/1")  # waits for its first
     os.kill(stopped.pid, signal.SIGSTOP)
     said = ranks.said(0)
     assert "no heartbeat for" in said
@@ -182,7 +183,7 @@ def test_silence_is_counted_from_the_last_new_beat() -> None:
 
 def test_who_is_silent_is_named_with_where_it_was() -> None:
     peer = Watched(1, now=0.0)
-    assert "rank 1, which never did" in silence(peer, 5.0)
+    assert "rank 1, which has sent none" in silence(peer, 5.0)
     peer.see(beat(), 1.0)
     assert "rank 1 (process 101 on host), train of step 7" in silence(peer, 5.0)
 
