@@ -6,13 +6,16 @@ are of the first. A file of the first tier that takes too long fails CI.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 
 BUDGET = 0.1  # of the seconds of all files of the first tier, for one of them: a share, so that it holds on any machine
 SHOWN = 15
+BESIDE = 4  # other files for each one with engines
 # What real processes do on a machine that others use too may need a second attempt, and the report says so. A test of
 # anything else that fails once has failed.
 WITH_PROCESSES = {
@@ -23,7 +26,6 @@ WITH_PROCESSES = {
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, so that no worker is left alone with one at the end."""
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sample"):
@@ -32,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=1))
     for found in cases.values():
         _sample(found)
-    items.sort(key=_rank)
+    items[:] = _in_order(items)
 
 
 def _sample(cases: list[pytest.Item]) -> None:
@@ -44,8 +46,21 @@ def _sample(cases: list[pytest.Item]) -> None:
         cases[i].add_marker(pytest.mark.broad)
 
 
-def _rank(item: pytest.Item) -> int:
-    return 0 if item.get_closest_marker("slow") else 1 if item.get_closest_marker("engine") else 2
+def _in_order(items: list[pytest.Item]) -> list[pytest.Item]:
+    """File by file: those with engines, which keep the cores busy, the longest first; behind each of them some of the
+    others, which mostly wait; and what is left of these, so that no worker is alone with a long one at the end."""
+    files: defaultdict[Path, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        files[item.path].append(item)
+    busy = sorted((found for found in files.values() if _rank(found) < 2), key=_rank)
+    others = iter([found for found in files.values() if _rank(found) == 2])
+    mixed = [found for one in busy for found in (one, *itertools.islice(others, BESIDE))]
+    return list(itertools.chain.from_iterable([*mixed, *others]))
+
+
+def _rank(file: list[pytest.Item]) -> int:
+    marks = {mark.name for item in file for mark in item.iter_markers()}
+    return 0 if "slow" in marks else 1 if "engine" in marks else 2
 
 
 def spent(reporter: pytest.TerminalReporter) -> Counter[str]:
