@@ -217,4 +217,7 @@ def test_the_supervisor_alone_is_killed_the_store_goes_away_and_the_power_fails(
     assert "going on with version 3" in up.said()
     assert up.ask().status_code == 401
     up.key = up.hotswap("keys", "create", "another").strip()
-    assert {**up.answer(), "weight_versions": None} == {**before, "weight_versions": None}
+    numbers = ("weight_versions", "prompt_weight_versions")  # the same weights, published again
+    assert {k: v for k, v in up.answer().items() if k not in numbers} == {
+        k: v for k, v in before.items() if k not in numbers
+    }
