@@ -440,13 +440,16 @@ def test_the_process_finishes_the_active_version_before_it_ends(
     commit(publisher.publish(model(1), activate=False))
     command = [sys.executable, "-m", "weightsync.persist", "--store", store_url, "--model", "demo"]
     process = subprocess.Popen([*command, "--dir", str(copies)], stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if b"version 1 is on disk" in line:
-            break
-    assert os.getpriority(os.PRIO_PROCESS, process.pid) == __main__.LOWEST
-    commit(publisher.publish(model(2), activate=False))
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
-    process.stderr.close()
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if b"version 1 is on disk" in line:
+                break
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == __main__.LOWEST
+        commit(publisher.publish(model(2), activate=False))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()
     assert [kept.version for kept in Disk(copies).kept()] == [1, 2]
