@@ -1,6 +1,6 @@
 """Writes anew the tables of docs/api.md that are made of declarations in the code: `python scripts/tables.py`.
 
-tests/server/test_gateway_docs.py fails while one of them is out of date.
+tests/server/gateway/test_docs.py fails while one of them is out of date.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # In this process the gateway runs from its sources, which tests may patch; the gateways that they start are compiled,
-# where that was built, and test_gateway_compiled.py asks for it in a process like this one.
+# where that was built, and server/gateway/test_compiled.py asks for it in a process like this one.
 os.environ.setdefault("HOTSWAP_PURE", "1")
 importlib.import_module("server.gateway.compiled")
 os.environ.pop("HOTSWAP_PURE")

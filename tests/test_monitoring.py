@@ -1,4 +1,4 @@
-"""Dashboard and alert rules read series, labels and values that exist (vLLM's own: test_monitoring_live.py)."""
+"""Dashboard and alert rules read series, labels and values that exist (vLLM's own: server/live/test_monitoring.py)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from server.gateway import UpstreamSettings
 from server.gateway.queue import gate as queue_gate
 from tests import monitoring
 from tests.monitoring import DASHBOARD, Page, alerts, faults, panels, parsed, queries, uses
-from tests.server.gateway_harness import eventually, get, post, running_gateway
-from tests.server.gateway_upstream import Link, Received, upstream
+from tests.server.gateway.harness import eventually, get, post, running_gateway
+from tests.server.gateway.upstream import Link, Received, upstream
 
 VLLM = b"""vllm:num_requests_running{engine="0"} 1.0
 vllm:prompt_tokens_total{engine="0"} 1.0

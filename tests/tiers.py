@@ -19,8 +19,8 @@ BESIDE = 4  # other files for each one with engines
 # What real processes do on a machine that others use too may need a second attempt, and the report says so. A test of
 # anything else that fails once has failed.
 WITH_PROCESSES = {
-    "chaos", "clients", "console", "faults", "hosts", "k8s", "memory", "peer", "rewards", "schedules", "transport",
-    "vllm_suite",
+    "tests/chaos", "tests/clients", "tests/hosts", "tests/k8s", "tests/vllm_suite", "server/console", "trainer/faults",
+    "trainer/memory", "trainer/rewards", "trainer/schedules", "weightsync/peer", "weightsync/transport",
 }  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("sample"):
             cases[item.nodeid.partition("[")[0]].append(item)
-        if item.get_closest_marker("engine") or WITH_PROCESSES.intersection(item.path.parts[-3:]):
+        if item.get_closest_marker("engine") or "/".join(item.path.parts[-3:-1]) in WITH_PROCESSES:
             item.add_marker(pytest.mark.flaky(reruns=1))
     for found in cases.values():
         _sample(found)

@@ -16,7 +16,7 @@ from weightsync import Coordinator, Publisher
 from weightsync.control.records import ActiveRecord, LeaderRecord
 from weightsync.errors import StoreError, StoreUnavailable
 
-CANDIDATE, INSTANCE = "tests.weightsync.coordinator_process", "tests.hosts.instance"
+CANDIDATE, INSTANCE = "tests.weightsync.control.coordinator_process", "tests.hosts.instance"
 TTL_S = 2.0  # etcd's shortest
 WAIT_S = 60.0
 Start = Callable[..., Program]

@@ -16,7 +16,7 @@ import pytest
 from loadtest.arrivals import CUT, Load, Plan, Seen, Stream
 from loadtest.goodput import Target, figures, jain, quantile
 from loadtest.prompts import SYSTEMS, Prompts
-from tests.server.gateway_upstream import Link, Received, upstream
+from tests.server.gateway.upstream import Link, Received, upstream
 
 
 def test_prompts_are_varied_repeatable_and_share_beginnings() -> None:

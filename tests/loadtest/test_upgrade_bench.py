@@ -16,7 +16,7 @@ from loadtest.upgrade.bench import Step, Upgrade, failures, summed_up
 from loadtest.upgrade.clients import KINDS, Answer, Client, Failed, Seen
 from loadtest.upgrade.service import Endpoint, Service
 from loadtest.upgrade.swaps import Swap
-from tests.server.gateway_upstream import Link, Received, upstream
+from tests.server.gateway.upstream import Link, Received, upstream
 
 PROBE = r"readinessProbe:\n.*\n\s*periodSeconds: (\d+)\n\s*timeoutSeconds: (\d+)\n\s*failureThreshold: (\d+)"
 

@@ -28,11 +28,11 @@ def of(file: str, *tests: str, changes: list[tuple[str, ...]]) -> list[Mutation]
     return [Mutation(file, old, new, tests, *why) for old, new, *why in changes]
 
 
-WS, GW, TR = "tests/weightsync/", "tests/server/test_gateway_", "tests/trainer/"
+WS, GW, TR = "tests/weightsync/", "tests/server/gateway/", "tests/trainer/"
 GATEWAY = "server/gateway/"
 ACCESS, QUEUE, FLEET, WIRE = (f"{GATEWAY}{room}/" for room in ("access", "queue", "fleet", "wire"))
 KEYS = [
-    f"{GW}keys.py::test_{test}"
+    f"{GW}access/test_keys.py::test_{test}"
     for test in (
         "nothing_is_open_before_the_store_was_read",
         "records_that_cannot_be_read_close_it_while_they_are_there",
@@ -44,7 +44,7 @@ KEYS = [
     )
 ]
 SILENCE_AND_NEEDS = [
-    f"{GW}failover.py::test_{test}"
+    f"{GW}fleet/test_failover.py::test_{test}"
     for test in (
         "silence_counts_from_when_it_left_the_store",
         "what_the_client_asked_for_holds_again_where_any_version_may_go_on",
@@ -59,7 +59,7 @@ MUTATIONS: list[Mutation] = [
         ("if door is None or record.revoked_at is None)", "if record.revoked_at is None)"),
         ("(self._closed if door is None else not door.open)", "(False if door is None else not door.open)"),
     ]),
-    *of(ACCESS + "limits.py", GW + "quota.py", changes=[
+    *of(ACCESS + "limits.py", GW + "access/test_quota.py", changes=[
         ("if requests.used >= requests.allotted:", "if requests.used > requests.allotted:"),
         ("        running.asked += 1\n", ""),
         ("if tokens.used + needed > tokens.allotted:", "if tokens.used + needed >= tokens.allotted:"),
@@ -70,11 +70,11 @@ MUTATIONS: list[Mutation] = [
         ("tokens.correct(self._taken_at, more)", "tokens.correct(now, more)"),
         ("quota.seconds_until(quota.used + needed - quota.allotted)", "quota.seconds_until(needed)"),
     ]),
-    *of(ACCESS + "limits.py", GW + "quota.py", changes=[
+    *of(ACCESS + "limits.py", GW + "access/test_quota.py", changes=[
         ("elif self.now - taken_at < SLOTS:", "elif self.now - taken_at <= SLOTS:"),
         ("            if units <= 0:\n", "            if units < 0:\n"),
     ]),
-    *of(ACCESS + "limits.py", GW + "quota.py", GW + "limits.py", changes=[
+    *of(ACCESS + "limits.py", GW + "access/test_quota.py", GW + "access/test_limits.py", changes=[
         ("max(_number(asked.n), _number(asked.best_of), 1)", "max(_number(asked.n), 1)"),
         ("if status < 400 or status == 499 else 0", "if status < 400 else 0"),
         ("(usage.prompt_tokens if usage.exact else self.prompt)", "usage.prompt_tokens"),
@@ -82,7 +82,7 @@ MUTATIONS: list[Mutation] = [
         ("(default is not None and default <= bound)", "default is not None"),
         ("max(1, texts + raw.count(b\"[\") - 1)", "max(1, texts + raw.count(b\"[\"))"),
     ]),
-    *of(ACCESS + "sharing.py", GW + "shares.py", changes=[
+    *of(ACCESS + "sharing.py", GW + "access/test_shares.py", changes=[
         ("return max(held, min(target, self._room(resource, use.limit)))", "return max(held, target)"),
         ("_by_remainder(exact)[: units - sum(parts.values())]:", "_by_remainder(exact)[:0]:"),
         ("self._held[resource] = use.used\n        return True", "pass\n        return True"),
@@ -92,18 +92,18 @@ MUTATIONS: list[Mutation] = [
         ("min(self._held[resource], limit // len(self._allows_for))", "min(self._held[resource], limit)"),
         ("welcome = all(", "welcome = any("),
     ]),
-    *of(ACCESS + "sharing.py", GW + "shares.py", changes=[
+    *of(ACCESS + "sharing.py", GW + "access/test_shares.py", changes=[
         ("store.txn({USAGE_ROUND: self._round[0]}, puts", "store.txn({}, puts"),
         ("self._before = self._division\n            self.entered", "self.entered"),
     ]),
-    *of(QUEUE + "flows.py", GW + "queue.py", changes=[
+    *of(QUEUE + "flows.py", GW + "queue/test_queue.py", changes=[
         ("max(flow.start, flow.start + (item.cost + flow.debt) / flow.weight)", "flow.start + (item.cost + flow.debt) / flow.weight"),
         ("flow.start = max(self._virtual, flow.start)", "flow.start = self._virtual"),
         ("(item.cost + flow.debt) / flow.weight)", "item.cost + flow.debt)"),
         ("flow.debt += more", "flow.debt = more"),
         ("own + (own + 1) * others // weight", "own + own * others // weight"),
     ]),
-    *of(QUEUE + "line.py", GW + "queue.py", changes=[
+    *of(QUEUE + "line.py", GW + "queue/test_queue.py", changes=[
         ("if self.bytes + ticket.size > self._settings.max_bytes:", "if self.bytes + ticket.size >= self._settings.max_bytes:"),
         ("return min(waiting, key=lambda lines: lines.served)", "return waiting[0]"),
         ("if ticket.priority == last and lines.is_longest(ticket.key):", "if ticket.priority == last:"),
@@ -112,57 +112,57 @@ MUTATIONS: list[Mutation] = [
         ("while self.next_deadline() <= now:", "while self.next_deadline() < now:"),
         ("        if not ahead:\n            return  # who", "        if False:\n            return  # who"),
     ]),
-    *of(FLEET + "instance.py", GW + "queue.py", changes=[
+    *of(FLEET + "instance.py", GW + "queue/test_queue.py", changes=[
         ("min(self._size, max(in_flight, self._size / 2)) * SHRINK", "self._size * SHRINK"),
         ("preempted or signals.num_requests_waiting", "signals.num_requests_waiting"),
     ]),
-    *of(QUEUE + "line.py", GW + "queue.py", changes=[
+    *of(QUEUE + "line.py", GW + "queue/test_queue.py", changes=[
         ("max(self._seconds / self._departures, (now - self._since) / MEMORY)", "(self._seconds / self._departures)"),
     ]),
-    *of(QUEUE + "gate.py", GW + "admission_queue.py", changes=[
+    *of(QUEUE + "gate.py", GW + "queue/test_admission_queue.py", changes=[
         ("            if self._has_room(ticket.need):", "            if True:"),
         ("instance.working < instance.window.limit", "instance.working <= instance.window.limit"),
     ]),
-    *of(FLEET + "routing.py", GW + "routing.py", changes=[
+    *of(FLEET + "routing.py", GW + "fleet/test_routing.py", changes=[
         ("record.active_epoch == active.epoch - 1", "record.active_epoch <= active.epoch"),
         ("return record.active_version == active.version and (not known or record.fingerprint == active.fingerprint)", "return record.active_version == active.version"),
         ("\"STAGING\": 1}", "\"STAGING\": 0}"),
         ("+ SPREAD * sum(loads) / len(loads)", "+ SPREAD * sum(loads)"),
         ("+ 2 * (c.failed_at > since)", "+ (c.failed_at > since)"),
     ]),
-    *of(FLEET + "affinity.py", GW + "affinity.py", changes=[
+    *of(FLEET + "affinity.py", GW + "fleet/test_affinity.py", changes=[
         ("return SIZES[k] / hint.size", "return 1.0"),
         ("if len(self._young) >= self._limit:", "if len(self._young) > self._limit:"),
     ]),
-    *of(FLEET + "instance.py", GW + "health.py", changes=[
+    *of(FLEET + "instance.py", GW + "fleet/test_health.py", changes=[
         ("if self.closed or now < self.until:", "if self.closed:"),
         ("asked >= s.min_requests and self._failures", "self._failures"),
         ("if self.closed and now - self.recovered_at", "if now - self.recovered_at"),
     ]),
-    *of(FLEET + "retries.py", GW + "health.py", changes=[
+    *of(FLEET + "retries.py", GW + "fleet/test_health.py", changes=[
         ("or lost_before >= LOSSES:", "or lost_before > LOSSES:"),
         ("or route in NEVER_AGAIN or", "or"),
         ("        self._tokens -= 1.0\n", ""),
         ("min(most, self._tokens + self.share * new + MIN_PER_S * passed)", "self._tokens + self.share * new + MIN_PER_S * passed"),
     ]),
-    *of(FLEET + "view.py", GW + "health.py", GW + "fleet.py", changes=[
+    *of(FLEET + "view.py", GW + "fleet/test_health.py", GW + "fleet/test_fleet.py", changes=[
         ("return out < most and any(i.health.well for i in others)", "return out < most"),
         ("any(i not in tried and i.health.admits(now) for i in meets)", "any(i not in tried for i in meets)"),
         ("candidates = well or candidates  #", "candidates = well  #"),
     ]),
-    *of(GATEWAY + "exchange.py", GW + "losses.py", changes=[
+    *of(GATEWAY + "exchange.py", GW + "fleet/test_losses.py", changes=[
         ("if relay.refused == LOST or (relay.refused and self._resent):", "if relay.refused == LOST:"),
         ("or self._losses >= retries.LOSSES:", "or self._losses > retries.LOSSES:"),
     ]),
-    *of(GATEWAY + "exchange.py", *(f"{GW}cancel.py::test_{test}" for test in ("how_long_each_side_may_stand_still", "a_kept_connection_that_ends_late_was_not_closed_already")), changes=[
+    *of(GATEWAY + "exchange.py", *(f"{GW}wire/test_cancel.py::test_{test}" for test in ("how_long_each_side_may_stand_still", "a_kept_connection_that_ends_late_was_not_closed_already")), changes=[
         ("elif self._pooled and time.monotonic() - self.last_progress < STALE_S:", "elif self._pooled:"),
         ("if self._paused and idle > stalled_client_s:", "if idle > stalled_client_s:"),
         ("elif not self._paused and self._link is not None and idle", "elif self._link is not None and idle"),
     ]),
-    *of(GATEWAY + "exchange.py", f"{GW}admission_queue.py::test_what_an_answer_really_cost_is_charged_to_its_key", changes=[
+    *of(GATEWAY + "exchange.py", f"{GW}queue/test_admission_queue.py::test_what_an_answer_really_cost_is_charged_to_its_key", changes=[
         ("more = cost.used(self.usage, status) - cost.total", "more = cost.used(self.usage, status)"),
     ]),
-    *of(GATEWAY + "exchange.py", GW + "failover.py", changes=[
+    *of(GATEWAY + "exchange.py", GW + "fleet/test_failover.py", changes=[
         ("self.request.need = self._continuation.need\n", "pass\n"),
     ]),
     *of(FLEET + "retries.py", *SILENCE_AND_NEEDS, changes=[
@@ -170,10 +170,10 @@ MUTATIONS: list[Mutation] = [
         ("own = need if last is None else last.own_need", "own = need"),
         ("now - max(since, instance.left_at) > GONE_S", "now - since > GONE_S"),
     ]),
-    *of(FLEET + "retries.py", GW + "failover.py", changes=[
+    *of(FLEET + "retries.py", GW + "fleet/test_failover.py", changes=[
         ("return version if served or mode != \"any\" else None", "return version"),
     ]),
-    *of(WIRE + "journal.py", GW + "journal.py", changes=[
+    *of(WIRE + "journal.py", GW + "wire/test_journal.py", changes=[
         ("if self._charged + size > memory.per_stream", "if self._charged + size >= memory.per_stream"),
         ("or memory.used + size > memory.limit:", "or memory.used + size >= memory.limit:"),
         ("last.version == version and last.end == start", "last.end == start"),
@@ -182,18 +182,18 @@ MUTATIONS: list[Mutation] = [
         ("self._memory.used -= self._charged - self._request_bytes", "self._memory.used -= self._charged"),
         ("if not self._ids or self.finish is not None or any(", "if not self._ids or any("),
     ]),
-    *of(FLEET + "retries.py", GW + "hold.py", changes=[
+    *of(FLEET + "retries.py", GW + "fleet/test_hold.py", changes=[
         ("if len(self._timers) >= self._limit:", "if len(self._timers) > self._limit:"),
         ("delay = min(left, RETRY_S) if soon else left", "delay = left"),
     ]),
-    *of(FLEET + "routing.py", GW + "admission.py", changes=[
+    *of(FLEET + "routing.py", GW + "test_admission.py", changes=[
         ("version >= self.min_version)", "version > self.min_version)"),
     ]),
-    *of(GATEWAY + "terms.py", GW + "admission.py", changes=[
+    *of(GATEWAY + "terms.py", GW + "test_admission.py", changes=[
         ("if asked.priority < principal.priority:", "if asked.priority <= principal.priority:"),
         ("return \"same\" if chosen == \"any\" and self.uncrossed else chosen", "return chosen"),
     ]),
-    *of("server/instance/grammars/bounds.py", "tests/server/test_instance_grammars.py", changes=[
+    *of("server/instance/grammars/bounds.py", "tests/server/instance/test_grammars.py", changes=[
         ("if depth > MOST_DEPTH:", "if depth >= MOST_DEPTH:"),
         ("        if nodes > MOST_NODES:", "        if nodes >= MOST_NODES:"),
         ("    return inner\n", "    return repeats\n"),
@@ -203,13 +203,13 @@ MUTATIONS: list[Mutation] = [
         ("            left += first.get(rule, ())\n", "            pass\n"),
         ("        seen.add(reference)\n", "        seen = {reference}\n"),
     ]),
-    *of("server/instance/requests.py", "tests/server/test_instance_vocabulary.py", changes=[
+    *of("server/instance/requests.py", "tests/server/instance/test_vocabulary.py", changes=[
         ("max(ids) < vocabulary:", "max(ids) <= vocabulary:"),
         ("if ids and not 0 <= min(ids) <= max(ids)", "if ids and not max(ids)"),
         ("(prompt.get(\"encoder_prompt\"), prompt.get(\"decoder_prompt\"))", "(prompt.get(\"decoder_prompt\"),)"),
         ("place.offset + place.length)}", "place.offset + place.length + 1)}"),
     ]),
-    *of("weightsync/control/state.py", WS + "test_swap_state.py", changes=[
+    *of("weightsync/control/state.py", WS + "control/test_state.py", changes=[
         ("if waiting and view.now >= swap.deadline:", "if waiting and view.now > swap.deadline:"),
         ("        and instance.active_epoch == 0\n", ""),
         ("    if view.target_state != \"ready\":\n        return abort(", "    if view.target_state is None:\n        return abort("),
@@ -220,18 +220,18 @@ MUTATIONS: list[Mutation] = [
         ("        found.append(keys.target)\n", "        pass\n"),
         ("instance.state == \"STAGED\" and instance.staged_version == swap.target", "instance.state == \"STAGED\""),
     ]),
-    *of("weightsync/control/agent_state.py", WS + "test_agent_state.py", changes=[
+    *of("weightsync/control/agent_state.py", WS + "control/test_agent_state.py", changes=[
         ("    if record.state in OUT_FOR_GOOD:\n        return Rest()\n", ""),
         ("return not isinstance(action, Rest) and", "return"),
         ("if view.drained != swap.id:\n            return Drain(swap)\n    return Flip(active)", "return Flip(active)"),
         ("return not fingerprint or not expected or", "return not fingerprint or"),
         ("if isinstance(action, Flip) and record.staged_version != action.active.version:", "if isinstance(action, Flip):"),
     ]),
-    *of("weightsync/control/agent.py", WS + "test_agent.py", changes=[
+    *of("weightsync/control/agent.py", WS + "control/test_agent.py", changes=[
         ("            staging.task.cancel()\n        if staging.unwanted", "        if staging.unwanted"),
         ("return self._staging.task.done() and not self._staging.unwanted", "return self._staging.task.done()"),
     ]),
-    *of("weightsync/control/activation.py", WS + "test_activation.py", changes=[
+    *of("weightsync/control/activation.py", WS + "control/test_activation.py", changes=[
         ("{**(fence or {}), key: found.mod_revision}", "{key: found.mod_revision}"),
         ("{**(fence or {}), key: found.mod_revision}", "{**(fence or {})}"),
     ]),
@@ -243,31 +243,31 @@ MUTATIONS: list[Mutation] = [
         ("        if row is None:\n            return False\n        self._record(\"delete\"", "        self._record(\"delete\""),
         ("(start < oldest and oldest > 1)", "(start <= oldest and oldest > 1)"),
     ]),
-    *of("weightsync/control/activation.py", WS + "test_coordinator.py", WS + "test_parts.py", changes=[
+    *of("weightsync/control/activation.py", WS + "control/test_coordinator.py", WS + "memory/test_parts.py", changes=[
         ("needed |= {active.version, active.previous}", "needed |= {active.version}"),
         ("return [v for v in candidates[spare:]", "return [v for v in candidates[spare + 1:]"),
     ]),
-    *of("weightsync/format/fingerprint.py", WS + "test_fingerprint.py", changes=[
+    *of("weightsync/format/fingerprint.py", WS + "format/test_fingerprint.py", changes=[
         ("if (other := boxes.setdefault(part.box, part)).sum != part.sum:", "if False and (other := boxes.setdefault(part.box, part)):"),
         ("or _overlap(unique)", ""),
         ("row, col = divmod(self._at, self._cols)", "row, col = 0, self._at % self._cols"),
         ("for name in sorted(checksums))", "for name in checksums)"),
     ]),
-    *of("weightsync/format/fingerprint.py", WS + "test_finite.py", changes=[
+    *of("weightsync/format/fingerprint.py", WS + "format/test_finite.py", changes=[
         ("words.max() < limit | sign", "words.max() <= limit | sign"),
         ("words.view(signed).max() < limit)", "words.view(signed).max() <= limit)"),
         ("(np.uint8, 0x7F, np.int8)", "(np.uint8, 0x7E, np.int8)"),
         ("(np.uint64, 0x7FF0 << 48, np.int64)", "(np.uint64, 0x7FF8 << 48, np.int64)"),
     ]),
-    *of("weightsync/format/versions.py", WS + "test_verify.py", changes=[
+    *of("weightsync/format/versions.py", WS + "format/test_verify.py", changes=[
         ("if checksum != entry.checksum:", "if False:"),
         ("        slot.verify(name)\n", ""),
     ]),
-    *of("weightsync/format/versions.py", WS + "test_diff.py", changes=[
+    *of("weightsync/format/versions.py", WS + "format/test_diff.py", changes=[
         ("use = sound & (before != 0)", "use = before != 0", "what is not finite gives a ratio that is not finite, which is left out further down"),
         ("finite += int(np.count_nonzero(sound))", "finite += len(x)"),
     ]),
-    *of("weightsync/format/delta_codec.py", WS + "test_delta.py", changes=[
+    *of("weightsync/format/delta_codec.py", WS + "format/test_delta.py", changes=[
         ("if places[-1] >= elements:", "if places[-1] > elements:"),
         ("if (size := zstandard.frame_content_size(data)) != nbytes:", "if (size := zstandard.frame_content_size(data)) > nbytes:"),
         ("if start != len(body):", "if start > len(body):"),
@@ -275,27 +275,27 @@ MUTATIONS: list[Mutation] = [
         ("or ends[-1] != len(numbers) - 1:", ":"),
         ("np.diff(places, prepend=-1) - 1", "np.diff(places, prepend=0)"),
     ]),
-    *of("weightsync/format/delta.py", WS + "test_delta.py", changes=[
+    *of("weightsync/format/delta.py", WS + "format/test_delta.py", changes=[
         ("return delta < PAYS_BELOW * full", "return delta <= full"),
         ("if base is None or base.manifest_digest != wanted.manifest_digest:", "if base is None:"),
         ("        if found != digest:\n", "        if False:\n"),
     ]),
-    *of("weightsync/persist/disk.py", WS + "test_persist.py", changes=[
+    *of("weightsync/persist/disk.py", WS + "persist/test_persist.py", changes=[
         ("self.record.version == record.version and _digests(self.record) == _digests(record)", "self.record.version == record.version"),
         ("(path for path in self._all() if path not in stay)", "iter(self._all())"),
         ("self.nbytes + nbytes > self.max_bytes:", "self.nbytes + nbytes >= self.max_bytes:"),
         ("return path.name.isdecimal() and (path", "return (path"),
         ("{(stat.st_dev, stat.st_ino): stat.st_size for stat in found}.values()", "[stat.st_size for stat in found]"),
     ]),
-    *of("weightsync/persist/disk.py", WS + "test_persist.py", changes=[
+    *of("weightsync/persist/disk.py", WS + "persist/test_persist.py", changes=[
         ("if (found := hasher.hexdigest()) != entry.digest:", "if not (found := hasher.hexdigest()):"),
     ]),
-    *of("weightsync/persist/restore.py", WS + "test_persist.py", changes=[
+    *of("weightsync/persist/restore.py", WS + "persist/test_persist.py", changes=[
         ("            if piece.manifest_digest not in damaged\n", ""),
         ("ActiveRecord(record.version, lost.epoch + 1, None", "ActiveRecord(record.version, lost.epoch, None"),
         ("whole or (path is None and digest in self.copied)", "whole or digest in self.copied"),
     ]),
-    *of("weightsync/persist/__main__.py", WS + "test_persist.py", changes=[
+    *of("weightsync/persist/__main__.py", WS + "persist/test_persist.py", changes=[
         ("[active.version, active.previous] if active is not None else []", "[active.version] if active is not None else []"),
         ("protected = [r for r in needed if r.version != record.version]", "protected: list[VersionRecord] = []"),
     ]),

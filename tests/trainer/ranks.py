@@ -1,7 +1,7 @@
 """Real ranks on gloo, asked for one case after another.
 
 One process imports Megatron; for every case it forks the ranks, which form a process group, run the case (a function of
-tests/trainer/cases.py), answer and end. Process groups leave threads behind that poll for ever: none outlives its case.
+tests/trainer/cases), answer and end. Process groups leave threads behind that poll for ever: none outlives its case.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from tests.server.gateway_harness import ADMIN_KEY, running_gateway, wait_for
+from tests.server.gateway.harness import ADMIN_KEY, running_gateway, wait_for
 from trainer.config import TelemetryConfig
 from trainer.errors import ConfigError
 from trainer.metrics.dashboards import WAITING, HttpMetrics, point

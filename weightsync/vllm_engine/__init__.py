@@ -14,7 +14,7 @@
     requests.py       what a commit does to requests in flight: policies, cache namespaces, replays
     tether.py         the connection by which a worker on another host and its leader notice each other's end
 
-Written against vLLM 0.32.0; `tests/weightsync/test_vllm_contract.py` names every private name used here.
+Written against vLLM 0.32.0; `tests/weightsync/vllm_engine/test_contract.py` names every private name used here.
 """
 
 VLLM_VERSION = "0.32.0"

@@ -9,10 +9,10 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser
 
-from tests.server.browser import Watched, chromium, watched
+from tests.server.console.browser import Watched, chromium, watched
 from tests.server.console.play import Script, admin_page, register, sign_in
-from tests.server.gateway_harness import RunningGateway, running_gateway
-from tests.server.gateway_upstream import upstream
+from tests.server.gateway.harness import RunningGateway, running_gateway
+from tests.server.gateway.upstream import upstream
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -8,9 +8,9 @@ from typing import Any
 
 import orjson
 
-from tests.server.browser import Watched
-from tests.server.gateway_harness import ADMIN_KEY, KEYS, MODEL, RunningGateway
-from tests.server.gateway_upstream import Link, Received, Upstream
+from tests.server.console.browser import Watched
+from tests.server.gateway.harness import ADMIN_KEY, KEYS, MODEL, RunningGateway
+from tests.server.gateway.upstream import Link, Received, Upstream
 from weightsync.control.records import ActiveRecord, VersionRecord
 
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script><b>bold</b> [a](javascript:alert(3)) &amp;"

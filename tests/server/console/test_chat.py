@@ -10,9 +10,9 @@ import pytest
 from playwright.async_api import Browser
 
 from server.gateway import UpstreamSettings
-from tests.server.browser import Watched, watched
+from tests.server.console.browser import Watched, watched
 from tests.server.console.play import MARKUP, Script, answered, ask
-from tests.server.gateway_harness import MODEL, running_gateway
+from tests.server.gateway.harness import MODEL, running_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

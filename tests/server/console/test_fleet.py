@@ -9,9 +9,9 @@ import orjson
 import pytest
 from playwright.async_api import Browser
 
-from tests.server.browser import Watched, watched
+from tests.server.console.browser import Watched, watched
 from tests.server.console.play import Script, admin_page, put_versions, sign_in, version_record
-from tests.server.gateway_harness import KEYS, RunningGateway
+from tests.server.gateway.harness import KEYS, RunningGateway
 from weightsync.control.records import FlipRecord, PastSwapRecord, PauseRecord, SwapRecord
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from playwright.async_api import Browser
 
-from tests.server.browser import Watched, watched
+from tests.server.console.browser import Watched, watched
 from tests.server.console.play import admin_page, sign_in
-from tests.server.gateway_harness import ADMIN_KEY, RunningGateway
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

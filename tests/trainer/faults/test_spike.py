@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.gateway_harness import ADMIN_KEY, RunningGateway, running_gateway
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, running_gateway
 from tests.trainer.data.writing import jsonl
 from tests.trainer.faults.runs import arguments, events
 from tests.trainer.fleet import Fleet, fleet, never_behind

@@ -12,7 +12,7 @@ import pytest
 
 from server.gateway import UpstreamSettings
 from server.sleeping import SleeperRecord, SleepOrder, ordered, orders, stay_asleep
-from tests.server.gateway_harness import ADMIN_KEY, KEYS, RunningGateway, running_gateway, wait_for
+from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, running_gateway, wait_for
 from trainer.config import ServingMemory
 from trainer.errors import ConfigError, MemoryPlanError, SleepTimeout
 from trainer.memory.serving import Fleet, ServingEngine

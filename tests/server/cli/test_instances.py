@@ -1,0 +1,90 @@
+"""`hotswap instances` against a real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from server.cli import instances
+from server.cli.app import app
+from server.cli.errors import CliError
+from server.gateway import UpstreamSettings
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, eventually, post, running_gateway, wait_for
+from tests.server.gateway.upstream import Link, Received, upstream
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningGateway]:
+    monkeypatch.setenv("HOTSWAP_ADMIN_KEY", ADMIN_KEY)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(instances, "SETTLED_S", 0.3)
+    monkeypatch.setattr(instances, "POLL_S", 0.02)
+    with running_gateway(tmp_path, upstream=UpstreamSettings(scrape_interval_s=0.02), run_coordinator=False) as g:
+        yield g
+
+
+async def run(gateway: RunningGateway, *arguments: str) -> str:
+    where = ["--url", f"http://127.0.0.1:{gateway.admin_port}", "--admin-key-file", "/dev/null"]
+    done = await asyncio.to_thread(CliRunner().invoke, app, ["instances", *arguments, *where], terminal_width=200)
+    if done.exception is not None:
+        raise done.exception
+    return done.output
+
+
+class Engine:
+    """Answers requests when it is told to; says on `/metrics` how many it has."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+        self.running = 0
+
+    async def __call__(self, link: Link, received: Received) -> None:
+        if received.target == "/metrics":
+            await link.json(b"vllm:num_requests_running %d\n" % self.running)
+            return
+        if received.method == "POST":
+            self.running += 1
+            await self.release.wait()
+            self.running -= 1
+        await link.json()
+
+
+async def test_list_drain_resume(gateway: RunningGateway) -> None:
+    engine = Engine()
+    async with upstream(engine) as up:
+        gateway.register(up, "left")
+        gateway.register(up, "right", state="STARTING")
+        out = await run(gateway, "list")
+        assert "left" in out
+        assert "STARTING (not asked)" in out
+        assert "left gets no new requests\n" in await run(gateway, "drain", "left")
+        wait_for(lambda: not gateway.gateway.fleet.serving)
+        assert "DRAINING" in await run(gateway, "list")
+        assert "left gets requests again" in await run(gateway, "resume", "left")
+        wait_for(lambda: len(gateway.gateway.fleet.serving) == 1)
+        gateway.register(up, "left", state="DRAINING")
+        assert "about to stop by itself" in await run(gateway, "resume", "left")
+
+
+async def test_drain_waits_for_what_is_there(gateway: RunningGateway) -> None:
+    engine = Engine()
+    async with upstream(engine) as up:
+        gateway.register(up, "left")
+        request = asyncio.create_task(gateway.ask(post()))
+        await eventually(lambda: engine.running == 1)
+        with pytest.raises(CliError, match="still has 1 request"):
+            await run(gateway, "drain", "left", "--wait", "0.1")
+        waiting = asyncio.create_task(run(gateway, "drain", "left", "--wait", "60"))
+        await asyncio.sleep(0)
+        engine.release.set()
+        assert "and has none" in await waiting
+        assert (await request).status == 200
+
+
+async def test_who_is_not_there(gateway: RunningGateway) -> None:
+    with pytest.raises(CliError, match="No instance 'nobody' is registered"):
+        await run(gateway, "drain", "nobody")

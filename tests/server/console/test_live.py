@@ -1,0 +1,161 @@
+"""The console in a real Chromium on a real engine: a swap in the middle of an answer, its row, and the way back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import Browser, expect
+from playwright.async_api import TimeoutError as PlaywrightTimeout
+
+from tests.live import LiveServer
+from tests.server.console.browser import TIMEOUT_MS, Watched, chromium, watched
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+LONG = "900"  # tokens: long enough for a swap to come in the middle
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    async with chromium() as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def console(browser: Browser, live: LiveServer) -> AsyncIterator[Watched]:
+    async with watched(browser, f"{live.processes.admin_url}/console") as page:
+        yield page
+        page.check()
+
+
+async def sign_in(page: Watched, live: LiveServer) -> None:
+    await page.page.get_by_label("Admin key").fill(live.processes.admin_key)
+    await page.page.keyboard.press("Enter")
+    await page.wait_text("#key-message", "The key works.")
+
+
+async def ask(page: Watched, tokens: str) -> None:
+    await page.page.get_by_label("Tokens at most").fill(tokens)
+    await page.page.get_by_label("Your message").fill("go on")
+    await page.page.keyboard.press("Enter")
+
+
+async def order(live: LiveServer, path: str) -> None:
+    answer = await asyncio.to_thread(live.admin.post, path)
+    assert answer.status_code == 200, answer.text
+
+
+@contextlib.asynccontextmanager
+async def begun(console: Watched, live: LiveServer, version: int) -> AsyncIterator[None]:
+    """An answer of which the page shows a beginning by `version`; no engine generates meanwhile, so it is not over
+    before anybody has clicked twice."""
+    await order(live, "/pause")
+    try:
+        await ask(console, LONG)
+        beginning = console.page.locator(f"#chat-log .run[data-version=v{version}]")
+        while not await beginning.count():
+            await order(live, "/resume")
+            await order(live, "/pause")
+            with contextlib.suppress(PlaywrightTimeout):
+                await beginning.wait_for(timeout=500)
+        yield
+    finally:
+        await order(live, "/resume")
+
+
+async def test_a_swap_in_the_middle_of_an_answer_is_seen_and_undone(
+    console: Watched, live: LiveServer, checkpoints: dict[str, Path]
+) -> None:
+    first = await asyncio.to_thread(live.push, checkpoints["say-1"])
+    second = await asyncio.to_thread(live.push, checkpoints["say-2"])
+    await sign_in(console, live)
+    await console.wait_text("#active", f"v{second}")
+    async with begun(console, live, second):
+        rollback = console.page.get_by_role("button", name="Roll back", exact=True)
+        await console.wait_text("#rollback-note", f"to v{first}")
+        await rollback.click()
+        await console.page.locator("#swap-go").click()
+        await console.wait_text("#swap-result", f"v{first} serves")
+        await console.page.locator("#swap-close").click()
+    await console.page.locator(f"#chat-log .run[data-version=v{first}]").wait_for()
+    await console.wait_text("#chat-log .facts", f"written by v{second}, v{first}")
+    await console.wait_text("#active", f"v{first}")
+    await console.wait_text("#legend", f"v{first} ")
+    assert f"v{second} " in await console.text("#legend")
+    tints = await console.page.locator("#chat-log .run").evaluate_all(
+        "runs => runs.map(run => getComputedStyle(run).backgroundColor)"
+    )
+    assert len(tints) == len(set(tints)) == 2
+    texts = await console.page.locator("#chat-log .run").all_text_contents()
+    assert [set(re.findall(r"w\d+", text)) for text in texts] == [{"w102"}, {"w101"}]  # what each version always says
+    await check_row(console, first, second)
+
+
+async def check_row(page: Watched, version: int, before: int) -> None:
+    newest = page.page.locator("#swaps tbody tr").first
+    await expect(newest).to_contain_text(f"v{version}", timeout=TIMEOUT_MS)
+    cells = (await newest.inner_text()).split("\t")
+    assert cells[1:5] == [f"v{version}", f"v{before}", "done", "together"]
+    stall, prepare, commit = map(float, cells[5:8])
+    assert stall > 0
+    assert prepare >= 0
+    assert commit >= 0
+    assert cells[8] == "fingerprint verified"
+    assert re.match(r"\S+ \(stall [\d.]+ ms", cells[9])
+    label = await page.page.locator("#timeline svg").get_attribute("aria-label") or ""
+    assert f"v{version} done" in label
+
+
+async def test_without_the_key_nothing_is_undone(console: Watched, live: LiveServer) -> None:
+    before = await asyncio.to_thread(live.active)
+    await console.wait_text("#key-message", "Type the admin key")
+    assert await console.page.get_by_role("button", name="Roll back", exact=True).is_disabled()
+    status = await console.page.evaluate(
+        "async () => (await fetch('/admin/weights/rollback', {method: 'POST', body: '{}'})).status"
+    )
+    assert status == 401
+    assert await asyncio.to_thread(live.active) == before
+
+
+async def test_the_fleet_and_the_throughput_are_those_of_the_engine(console: Watched, live: LiveServer) -> None:
+    await sign_in(console, live)
+    record = await asyncio.to_thread(live.instance)
+    row = console.page.locator("#instances tbody tr").first
+    await expect(row).to_contain_text(record["fingerprint"][:10], timeout=TIMEOUT_MS)
+    await expect(row).to_contain_text("SERVING", timeout=TIMEOUT_MS)
+    await ask(console, LONG)
+    label = re.compile(r"tokens/s: now .* between [\d.]+ and [1-9]")
+    await expect(console.page.locator("#throughput svg")).to_have_attribute("aria-label", label, timeout=TIMEOUT_MS)
+
+
+async def test_a_version_is_activated_from_the_list(
+    console: Watched, live: LiveServer, checkpoints: dict[str, Path]
+) -> None:
+    version = await asyncio.to_thread(live.push, checkpoints["say-3"])
+    await asyncio.to_thread(live.push, checkpoints["say-0"])
+    await sign_in(console, live)
+    await console.page.get_by_role("button", name=f"Activate v{version}", exact=True).click()
+    await console.page.locator("#swap-go").click()
+    await console.wait_text("#swap-result", f"v{version} serves: prepared in")
+    await console.page.locator("#swap-close").click()
+    row = console.page.locator("#versions tbody tr", has_text=f"v{version}")
+    await expect(row.first).to_contain_text("active", timeout=TIMEOUT_MS)
+    assert await asyncio.to_thread(live.active) == version
+
+
+async def test_the_public_page_streams_from_the_engine(browser: Browser, live: LiveServer) -> None:
+    active = await asyncio.to_thread(live.active)
+    async with watched(browser, f"{live.url}/console") as page:
+        await page.wait_text("#model", live.name)
+        await ask(page, "5")
+        await page.wait_text("#chat-log .facts", "ended by length")
+        facts = await page.text("#chat-log .facts")
+        assert f"written by v{active}" in facts
+        assert "5 tokens" in facts
+        assert f"prompt read by v{active}" in facts
+        page.check()

@@ -1,0 +1,336 @@
+"""Limits of keys through a real gateway: what passes, what does not, what the headers say, what is settled."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import orjson
+import pytest
+
+from server.gateway import UpstreamSettings
+from tests.server.gateway.harness import (
+    RunningGateway,
+    admin,
+    eventually,
+    get,
+    new_key,
+    post,
+    running_gateway,
+    wait_for,
+)
+from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
+
+SETTINGS = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0)
+CHAT = "/v1/chat/completions"
+USED = b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}}'
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    with running_gateway(tmp_path_factory.mktemp("limits"), upstream=SETTINGS, require_key=True) as g:
+        yield g
+
+
+@pytest.fixture
+async def answering(gateway: RunningGateway) -> AsyncIterator[Upstream]:
+    async def handler(link: Link, _: Received) -> None:
+        await link.json(USED)
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        yield up
+        gateway.unregister()
+
+
+async def key_with(gateway: RunningGateway, **limits: Any) -> str:
+    """Header lines with a new key that has `limits`."""
+    return (await new_key(gateway, limits=limits))[1]
+
+
+def remaining(answer: Answer, kind: str) -> int:
+    return int(answer.headers[f"x-ratelimit-remaining-{kind}"])
+
+
+def code(answer: Answer) -> tuple[int, str]:
+    return answer.status, orjson.loads(answer.body)["error"]["code"]
+
+
+async def test_requests_are_counted_down_and_then_refused(gateway: RunningGateway, answering: Upstream) -> None:
+    key = await key_with(gateway, requests_per_min=3)
+    before = gateway.gateway.stats.limited["requests"]
+    answers = [await gateway.ask(post(headers=key)) for _ in range(5)]
+    assert [a.status for a in answers] == [200, 200, 200, 429, 429]
+    assert [remaining(a, "requests") for a in answers] == [2, 1, 0, 0, 0]
+    assert {a.headers["x-ratelimit-limit-requests"] for a in answers} == {"3"}
+    assert all(re.fullmatch(r"(1m)?\d+s", a.headers["x-ratelimit-reset-requests"]) for a in answers)
+    assert "x-ratelimit-limit-tokens" not in answers[0].headers
+    error = orjson.loads(answers[3].body)["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_exceeded", "requests_limit")
+    assert 1 <= int(answers[3].headers["retry-after"]) <= 61
+    assert len(answering.requests) == 3
+    assert gateway.gateway.stats.limited["requests"] == before + 2
+
+
+async def test_one_keys_limit_is_not_anothers(gateway: RunningGateway, answering: Upstream) -> None:
+    one, two = await key_with(gateway, requests_per_min=1), await key_with(gateway, requests_per_min=1)
+    free = await key_with(gateway)
+    assert (await gateway.ask(post(headers=one))).status == 200
+    assert (await gateway.ask(post(headers=one))).status == 429
+    assert (await gateway.ask(post(headers=two))).status == 200
+    for _ in range(3):
+        answer = await gateway.ask(post(headers=free))
+        assert answer.status == 200
+        assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
+
+
+async def test_tokens_are_estimated_and_then_settled(gateway: RunningGateway, answering: Upstream) -> None:
+    key = await key_with(gateway, tokens_per_min=1000)
+    body = {"prompt": "x" * 100, "max_tokens": 200}
+    estimate = len(orjson.dumps(body)) // 4 + 1 + 200
+    first = await gateway.ask(post(body=body, headers=key))
+    assert (first.status, remaining(first, "tokens")) == (200, 1000 - estimate)
+    assert first.headers["x-ratelimit-limit-tokens"] == "1000"
+    second = await gateway.ask(post(body=body, headers=key))
+    assert remaining(second, "tokens") == 1000 - 7 - estimate  # of the first, what it really took
+
+
+async def test_tokens_over_the_limit(gateway: RunningGateway, answering: Upstream) -> None:
+    key = await key_with(gateway, tokens_per_min=300, requests_per_min=100)
+    never = await gateway.ask(post(body={"prompt": "x", "max_tokens": 300}, headers=key))
+    assert code(never) == (400, "request_over_limit")
+    assert remaining(never, "requests") == 100
+    # With "hello" the estimate is 9 + 250 tokens.
+    answering.handler = stalling(asyncio.Event())
+    reader, writer = await gateway.connect()
+    writer.write(post(body={"prompt": "hello", "max_tokens": 250}, headers=key))
+    await eventually(lambda: bool(answering.requests))
+    refused = await gateway.ask(post(body={"prompt": "hello", "max_tokens": 250}, headers=key))
+    assert code(refused) == (429, "tokens_limit")
+    writer.close()
+    await reader.read()
+    # The client that left is charged what its prompt was taken for, and the rest is given back.
+    await eventually(lambda: not gateway.gateway.stats.inflight)
+    answering.handler = answer_used
+    assert (await gateway.ask(post(body={"prompt": "hello", "max_tokens": 250}, headers=key))).status == 200
+
+
+async def answer_used(link: Link, _: Received) -> None:
+    await link.json(USED)
+
+
+def stalling(until: asyncio.Event) -> Any:
+    async def handler(link: Link, _: Received) -> None:
+        await until.wait()
+        await link.json(USED)
+
+    return handler
+
+
+async def test_a_failed_request_costs_no_tokens(gateway: RunningGateway, answering: Upstream) -> None:
+    async def failing(link: Link, _: Received) -> None:
+        await link.json(b'{"error":{"message":"no"}}', b"400 Bad Request")
+
+    key = await key_with(gateway, tokens_per_min=500)
+    answering.handler = failing
+    for _ in range(10):
+        assert (await gateway.ask(post(body={"prompt": "x", "max_tokens": 400}, headers=key))).status == 400
+    gateway.unregister()
+    refused = await gateway.ask(post(body={"prompt": "x", "max_tokens": 400}, headers=key))
+    assert code(refused) == (503, "no_instance")
+    assert "x-ratelimit-remaining-tokens" in refused.headers
+    gateway.register(answering)
+    assert (await gateway.ask(post(body={"prompt": "x", "max_tokens": 400}, headers=key))).status == 400
+
+
+async def test_concurrency(gateway: RunningGateway, answering: Upstream) -> None:
+    go_on = asyncio.Event()
+    answering.handler = stalling(go_on)
+    key = await key_with(gateway, concurrency=2)
+    asked = [asyncio.create_task(gateway.ask(post(headers=key))) for _ in range(2)]
+    await eventually(lambda: len(answering.requests) == 2)
+    refused = await gateway.ask(post(headers=key))
+    assert code(refused) == (429, "concurrency_limit")
+    assert refused.headers["retry-after"] == "1"
+    go_on.set()
+    assert [a.status for a in await asyncio.gather(*asked)] == [200, 200]
+    assert (await gateway.ask(post(headers=key))).status == 200
+
+
+async def test_places_come_back_however_a_request_ends(gateway: RunningGateway, answering: Upstream) -> None:
+    async def breaking(link: Link, _: Received) -> None:
+        await link.sse_head()
+        await link.chunk(b"data: {}\n\n")
+        link.cut()
+
+    key = await key_with(gateway, concurrency=1)
+    answering.handler = breaking
+    assert not (await gateway.ask(post(headers=key))).complete
+    answering.handler = stalling(asyncio.Event())
+    seen = len(answering.requests)
+    _, writer = await gateway.connect()
+    writer.write(post(headers=key))
+    await eventually(lambda: len(answering.requests) > seen)
+    writer.close()
+    bad = await gateway.ask(post(body=b"not json", headers=key))
+    assert code(bad) == (400, "invalid_json")
+    await eventually(lambda: not gateway.gateway.stats.inflight)
+    answering.handler = answer_used
+    assert (await gateway.ask(post(headers=key))).status == 200
+    gateway.unregister()
+    for _ in range(2):
+        assert code(await gateway.ask(post(headers=key))) == (503, "no_instance")
+    gateway.register(answering)
+
+
+async def test_a_streams_usage_is_settled(gateway: RunningGateway, answering: Upstream) -> None:
+    async def streaming(link: Link, _: Received) -> None:
+        await link.sse_head()
+        await link.chunk(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')
+        await link.chunk(b'data: {"choices":[],"usage":{"prompt_tokens":10,"completion_tokens":90}}\n\n')
+        await link.chunk(b"data: [DONE]\n\n")
+        await link.end()
+
+    key = await key_with(gateway, tokens_per_min=10_000)
+    answering.handler = streaming
+    body = {"messages": [], "stream": True, "max_completion_tokens": 5000}
+    assert (await gateway.ask(post(CHAT, body, key))).complete
+    answer = await gateway.ask(get("/v1/models", key))  # costs nothing, and says where the key stands
+    assert remaining(answer, "tokens") == 9_900
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "arrives"),
+    [
+        (CHAT, b'{"messages":[]}', b'{"messages":[],"max_completion_tokens":50}'),
+        (CHAT, b'{"messages":[],"max_tokens":50}', None),
+        (CHAT, b'{ "n": 1, "max_tokens": null }\n', b'{ "n": 1, "max_tokens": null,"max_completion_tokens":50}'),
+        ("/v1/responses", b"{}", b'{"max_output_tokens":50}'),
+        ("/v1/responses", b'{"max_output_tokens":1}', None),
+        ("/v1/messages", b' { } ', b' {"max_tokens":50}'),
+        ("/v1/completions", b'{"prompt":"x"}', None),
+        ("/generate", b'{"prompt":"x"}', None),
+        ("/v1/embeddings", b'{"input":"x","max_tokens":99999}', None),
+        ("/tokenize", b'{"prompt":"x"}', None),
+    ],
+)  # fmt: skip
+async def test_the_bound_on_answers_is_written_in(
+    gateway: RunningGateway, answering: Upstream, path: str, body: bytes, arrives: bytes | None
+) -> None:
+    answer = await gateway.ask(post(path, body, await key_with(gateway, max_output_tokens=50)))
+    assert answer.status == 200
+    assert answering.requests[-1].body == (body if arrives is None else arrives)
+    orjson.loads(answering.requests[-1].body)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        (CHAT, b'{"max_completion_tokens":51}', "max_output_exceeded"),
+        (CHAT, b'{"max_completion_tokens":1,"max_tokens":51}', "max_output_exceeded"),
+        (CHAT, b'{"max_completion_tokens":1,"max_completion_tokens":51}', "max_output_exceeded"),
+        (CHAT, b'{"max\\u005ftokens":51}', "max_output_exceeded"),
+        (CHAT, b'{"max_tokens":"40"}', "invalid_parameter"),
+        (CHAT, b'{"max_tokens":40.0}', "invalid_parameter"),
+        (CHAT, b'{"max_tokens":-1}', "invalid_parameter"),
+        (CHAT, b'{"max_tokens":true}', "invalid_parameter"),
+        (CHAT, b'{"max_tokens":1' + b"0" * 40 + b"}", "invalid_parameter"),
+        ("/v1/responses", b'{"max_output_tokens":51}', "max_output_exceeded"),
+        ("/v1/completions", b'{"max_tokens":51}', "max_output_exceeded"),
+        ("/generate", b'{"max_tokens":51}', "max_output_exceeded"),
+        ("/v1/messages", b'{"max_tokens":51}', "max_output_exceeded"),
+    ],
+)
+async def test_more_than_the_bound_is_refused(
+    gateway: RunningGateway, answering: Upstream, path: str, body: bytes, expected: str
+) -> None:
+    answer = await gateway.ask(post(path, body, await key_with(gateway, max_output_tokens=50)))
+    assert code(answer) == (400, expected)
+    assert not answering.requests
+
+
+async def test_the_usual_bound_of_a_route_is_lowered_too(gateway: RunningGateway, answering: Upstream) -> None:
+    key = await key_with(gateway, max_output_tokens=5)
+    await gateway.ask(post("/v1/completions", b'{"prompt":"x","hotswap":{"policy":"keep"}}', key))
+    assert answering.requests[-1].body == b'{"prompt":"x","max_tokens":5}'
+
+
+async def test_limits_can_be_changed_while_requests_come_in(gateway: RunningGateway, answering: Upstream) -> None:
+    key_id, key = await new_key(gateway, limits={"requests_per_min": 2})
+    assert [(await gateway.ask(post(headers=key))).status for _ in range(3)] == [200, 200, 429]
+    assert (await admin(gateway, "PATCH", f"/{key_id}", limits={"requests_per_min": 4})).status == 200
+    wait_for(lambda: gateway.gateway.keys.limits[key_id].requests_per_min == 4)
+    assert [(await gateway.ask(post(headers=key))).status for _ in range(3)] == [200, 200, 429]
+    assert (await admin(gateway, "PATCH", f"/{key_id}", limits={"requests_per_min": None})).status == 200
+    wait_for(lambda: gateway.gateway.keys.limits[key_id].requests_per_min is None)
+    assert (await gateway.ask(post(headers=key))).status == 200
+
+
+async def test_the_sdk_sees_a_rate_limit_error(gateway: RunningGateway, answering: Upstream) -> None:
+    key = (await key_with(gateway, requests_per_min=1)).split()[2]
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0) as client:
+        raw = await client.completions.with_raw_response.create(model="toy", prompt="x")
+        assert raw.headers["x-ratelimit-remaining-requests"] == "0"
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.completions.create(model="toy", prompt="x")
+    assert caught.value.code == "requests_limit"
+
+
+async def test_hits_are_in_the_metrics_without_keys(gateway: RunningGateway, answering: Upstream) -> None:
+    key_id, key = await new_key(gateway, limits={"requests_per_min": 1})
+    for _ in range(3):
+        await gateway.ask(post(headers=key))
+    page = (await gateway.ask(get("/metrics"))).body.decode()
+    kinds = set(re.findall(r'hotswap_gateway_limited_total\{limit="(\w+)"\}', page))
+    assert kinds == {"requests", "tokens", "concurrency", "max_output"}
+    assert key_id not in page
+
+
+async def test_a_request_in_flight_keeps_its_place_when_limits_come_and_go(
+    gateway: RunningGateway, answering: Upstream
+) -> None:
+    go_on = asyncio.Event()
+    answering.handler = stalling(go_on)
+    key_id, key = await new_key(gateway, limits={"requests_per_min": 100})
+    reader, writer = await gateway.connect()
+    writer.write(post(headers=key))
+    await eventually(lambda: bool(answering.requests))
+    await admin(gateway, "PATCH", f"/{key_id}", limits={"concurrency": 1, "tokens_per_min": 1000})
+    wait_for(lambda: gateway.gateway.keys.limits[key_id].concurrency == 1)
+    assert code(await gateway.ask(post(headers=key))) == (429, "concurrency_limit")
+    go_on.set()
+    assert (await read_answer(reader)).status == 200
+    writer.close()
+    answer = await gateway.ask(post(headers=key))
+    assert (answer.status, remaining(answer, "tokens")) == (200, 1000 - 1 - 16)
+
+
+async def test_limits_outlive_a_restart(tmp_path: Path) -> None:
+    async with upstream(answer_used) as up:
+        with running_gateway(tmp_path, upstream=SETTINGS) as first:
+            first.register(up)
+            _, key = await new_key(first, limits={"requests_per_min": 5})
+            assert [(await first.ask(post(headers=key))).status for _ in range(3)] == [200] * 3
+        with running_gateway(tmp_path, upstream=SETTINGS) as second:
+            second.register(up)
+            statuses = await until_refused(second, key, 2)
+            assert statuses == [200, 200]
+            assert (await second.ask(post(headers=key))).status == 429
+
+
+async def until_refused(gateway: RunningGateway, key: str, wanted: int) -> list[int]:
+    """Asks until `wanted` have passed: units that another gateway held need a moment to come over."""
+    passed: list[int] = []
+    async with asyncio.timeout(20):
+        while len(passed) < wanted:
+            answer = await gateway.ask(post(headers=key))
+            if answer.status == 200:
+                passed.append(200)
+            else:
+                assert code(answer)[1] == "requests_limit"
+                await asyncio.sleep(0.05)
+    return passed

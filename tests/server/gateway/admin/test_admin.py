@@ -1,0 +1,413 @@
+"""The admin routes, with the real store, the real push process and participants that build nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import psutil
+import pytest
+from safetensors.numpy import save_file
+
+import weightsync.errors
+from server.errors import HttpError
+from server.gateway import UpstreamSettings
+from server.gateway.admin.error_map import STATUS, from_fields, to_http
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.upstream import Answer, Handler, Link, Received, upstream
+from weightsync import ensure_arena, open_store
+from weightsync.control.agent import CommitResult, Participant, StageResult
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
+from weightsync.errors import ArenaFull, ShapeMismatch, StoreUnavailable, WeightSyncError
+
+API_KEY = "an-inference-key-of-the-tests"
+SETTINGS = UpstreamSettings(scrape_interval_s=3600.0)
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[Path]:
+    """Where every push of this module puts its slots, also those that are ended before they ask."""
+    directory = Path(tempfile.mkdtemp(prefix="hotswap-gateway-test-", dir="/dev/shm"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOTSWAP_ARENA", str(directory))
+        yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, arena: Path) -> Iterator[RunningGateway]:
+    keys = tmp_path / "api.keys"
+    keys.write_text(f"# who\n{API_KEY} somebody\n")
+    keys.chmod(0o600)
+    with running_gateway(tmp_path, upstream=SETTINGS, api_key_file=keys, swap_deadline_s=20.0) as g:
+        g.store.run(ensure_arena(g.store.store, arena))
+        yield g
+
+
+@dataclass
+class Toy:
+    """A participant that notes what it is asked for; `refuse` breaks its staging, `hold` delays it."""
+
+    refuse: Exception | None = None
+    hold: asyncio.Event | None = None
+    staged: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+
+    async def stage(self, version: VersionRecord) -> StageResult:
+        self.staged.append(version.version)
+        if self.hold is not None:
+            await self.hold.wait()
+        if self.refuse is not None:
+            raise self.refuse
+        return StageResult(fingerprint=version.fingerprint, path="toy")
+
+    async def commit(self, active: ActiveRecord, _: VersionRecord) -> CommitResult:
+        self.committed.append(active.version)
+        return CommitResult()
+
+
+def answering_as(toy: Toy) -> Handler:
+    """Answers probes as an instance whose engine is `toy`."""
+
+    async def answer(link: Link, _: Received) -> None:
+        spans = [{"start": 0, "end": 1, "version": toy.committed[-1]}]
+        choice = {"text": "x", "token_ids": [5], "logprobs": [-0.5], "weight_versions": spans}
+        await link.json(orjson.dumps({"choices": [choice]}))
+
+    return answer
+
+
+async def answers_nothing(link: Link, _: Received) -> None:
+    await link.json(b"{}", status=b"500 Internal Server Error")
+
+
+@contextlib.asynccontextmanager
+async def participating(
+    gateway: RunningGateway, toy: Toy, name: str = "i0", address: str = "http://127.0.0.1:1"
+) -> AsyncIterator[Participant]:
+    store = open_store(gateway.gateway.config.store)
+    record = InstanceRecord(name, address)
+    member = Participant(store, gateway.gateway.config.model, record, toy.stage, toy.commit)
+    member.start()
+    try:
+        await asyncio.wait_for(member.serving(), 10)
+        yield member
+    finally:
+        await member.stop()
+        await store.close()
+
+
+def checkpoint(directory: Path, **shapes: tuple[int, ...]) -> str:
+    directory.mkdir(exist_ok=True)
+    tensors = {name: np.full(shape, 0.5, np.float32) for name, shape in (shapes or {"a": (4, 4), "b": (8,)}).items()}
+    save_file(tensors, directory / "model.safetensors")
+    return str(directory)
+
+
+async def admin(
+    gateway: RunningGateway, method: str, path: str, body: Any = None, key: str = ADMIN_KEY
+) -> tuple[int, dict[str, Any]]:
+    auth = f"Authorization: Bearer {key}\r\n"
+    raw = get(path, auth) if method == "GET" else post(path, b"" if body is None else orjson.dumps(body), auth)
+    answer = await gateway.ask(raw, admin=True)
+    return answer.status, orjson.loads(answer.body)
+
+
+# the life of a version
+
+
+async def test_push_activate_list_and_roll_back(gateway: RunningGateway, tmp_path: Path) -> None:
+    toy = Toy()
+    path = checkpoint(tmp_path / "model")
+    async with participating(gateway, toy):
+        status, first = await admin(gateway, "POST", "/admin/weights", {"path": path, "activate": True})
+        assert (status, first["version"], first["swap"]["ok"]) == (200, 1, True)
+        assert first["swap"]["prepare_ms"] >= 0
+        assert list(first["swap"]["instances"]) == ["i0"]
+
+        status, second = await admin(gateway, "POST", "/admin/weights", {"path": path, "activate": False})
+        assert (status, second) == (200, {"version": 2, "swap": None})
+        assert toy.committed == [1]
+
+        status, swap = await admin(gateway, "POST", "/admin/weights/activate", {"version": 2})
+        assert (status, swap.get("version"), swap.get("previous")) == (200, 2, 1), swap
+
+        status, listed = await admin(gateway, "GET", "/admin/weights")
+        assert [(v["version"], v["state"]) for v in listed["versions"]] == [(1, "ready"), (2, "ready")]
+        assert listed["active"]["version"] == 2
+
+        status, back = await admin(gateway, "POST", "/admin/weights/rollback")
+        assert (status, back["version"]) == (200, 1)
+        assert toy.committed == [1, 2, 1]
+
+        status, active = await admin(gateway, "GET", "/admin/weights/active")
+        assert (active["version"], active["epoch"], active["previous"]) == (1, 3, 2)
+
+        status, fleet = await admin(gateway, "GET", "/admin/instances")
+        (row,) = fleet["instances"]
+        assert (row["id"], row["state"], row["active_version"], row["in_flight"]) == ("i0", "SERVING", 1, 0)
+        await eventually(lambda: gateway.gateway.stats.swaps.ended["done"] == 3)
+
+
+async def test_a_rolling_swap_and_a_rollback_to_a_named_version(gateway: RunningGateway, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "model")
+    assert (await admin(gateway, "GET", "/admin/swap"))[1] == {"model": "toy", "swap": None}
+    toy = Toy()
+    async with upstream(answering_as(toy)) as instance, participating(gateway, toy, address=instance.address):
+        for version in (1, 2, 3):
+            body = {"path": path, "mode": "rolling", "drain_s": 0, "deadline_s": 10}
+            status, pushed = await admin(gateway, "POST", "/admin/weights", body)
+            assert (status, pushed["swap"]["version"]) == (200, version), pushed
+        swap = pushed["swap"]
+        assert (swap["mode"], swap["canary"], swap["probe"]) == ("rolling", "i0", "passed")
+        status, found = await admin(gateway, "GET", "/admin/swap")
+        last = found["swap"]
+        assert (last["id"], last["phase"], last["in_flight"]) == (swap["id"], "done", False)
+        status, back = await admin(gateway, "POST", "/admin/weights/rollback", {"version": 2, "mode": "together"})
+        assert (status, back["version"], back["mode"], back["probe"]) == (200, 2, "together", None)
+
+
+async def test_a_failed_probe_is_in_the_answer_and_in_the_swap(gateway: RunningGateway, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "model")
+    async with upstream(answers_nothing) as instance, participating(gateway, Toy(), address=instance.address):
+        assert (await admin(gateway, "POST", "/admin/weights", {"path": path}))[0] == 200
+        status, answer = await admin(gateway, "POST", "/admin/weights", {"path": path, "mode": "rolling"})
+        assert (status, answer["error"]["code"]) == (409, "swap_aborted")
+        reason = answer["error"]["reason"]
+        assert reason.startswith("the probe of canary i0 failed: prompt default 1 was answered with status 500")
+        status, found = await admin(gateway, "GET", "/admin/swap")
+        assert (found["swap"]["phase"], found["swap"]["probe"]) == ("aborted", "failed")
+        assert found["swap"]["drain_s"] == 30, "unless told otherwise, streams may end before a canary tries anything"
+        assert found["swap"]["reason"] == reason
+        assert (await admin(gateway, "GET", "/admin/weights/active"))[1]["version"] == 1
+
+
+async def test_a_push_outlives_the_client_that_asked(gateway: RunningGateway, tmp_path: Path) -> None:
+    toy = Toy(hold=asyncio.Event())
+    async with participating(gateway, toy):
+        _, writer = await gateway.connect(admin=True)
+        body = orjson.dumps({"path": checkpoint(tmp_path / "model")})
+        writer.write(post("/admin/weights", body, f"Authorization: Bearer {ADMIN_KEY}\r\n"))
+        await eventually(lambda: toy.staged == [1], 30)
+        writer.transport.abort()
+        assert toy.hold is not None
+        toy.hold.set()
+        await eventually(lambda: toy.committed == [1])
+
+
+# what can go wrong
+
+
+async def test_a_refused_version_is_409_and_changes_nothing(gateway: RunningGateway, tmp_path: Path) -> None:
+    toy = Toy()
+    path = checkpoint(tmp_path / "model")
+    async with participating(gateway, toy):
+        assert (await admin(gateway, "POST", "/admin/weights", {"path": path}))[0] == 200
+        toy.refuse = ShapeMismatch("a", [4, 4], [2, 2])
+        status, answer = await admin(gateway, "POST", "/admin/weights", {"path": path})
+        assert status == 409
+        assert (answer["error"]["code"], answer["error"]["tensor"]) == ("swap_aborted", "a")
+        assert "[2, 2]" in answer["error"]["message"]
+        assert (await admin(gateway, "GET", "/admin/weights/active"))[1]["version"] == 1
+        await eventually(lambda: gateway.gateway.stats.swaps.ended["aborted"] == 1)
+
+
+async def test_wrong_checkpoints_are_named(gateway: RunningGateway, tmp_path: Path) -> None:
+    async def push(path: Path | str) -> tuple[int, dict[str, Any]]:
+        status, answer = await admin(gateway, "POST", "/admin/weights", {"path": str(path), "activate": False})
+        return status, answer.get("error", answer)
+
+    assert (await push(checkpoint(tmp_path / "good")))[0] == 200
+    status, error = await push(checkpoint(tmp_path / "other", a=(4, 5), b=(8,)))
+    assert (status, error["code"], error["tensor"]) == (422, "shape_mismatch", "a")
+    assert (error["expected"], error["got"]) == ([4, 4], [4, 5])
+    assert "[4, 5]" in error["message"]
+    assert "[4, 4]" in error["message"]
+    truncated = Path(checkpoint(tmp_path / "cut")) / "model.safetensors"
+    truncated.write_bytes(truncated.read_bytes()[:-7])
+    status, error = await push(tmp_path / "cut")
+    assert (status, error["code"]) == (400, "checkpoint_error")
+    assert "model.safetensors" in error["message"]
+    status, error = await push(tmp_path / "nowhere")
+    assert (status, error["code"]) == (400, "checkpoint_error")
+    status, error = await push("relative/path")
+    assert (status, error["code"]) == (400, "bad_path")
+    assert len((await admin(gateway, "GET", "/admin/weights"))[1]["versions"]) == 1
+
+
+async def test_unknown_versions_and_no_way_back(gateway: RunningGateway) -> None:
+    _, nothing = await admin(gateway, "GET", "/admin/weights/active")
+    assert nothing == {"model": "toy", "version": None, "epoch": 0, "previous": None}
+    status, answer = await admin(gateway, "POST", "/admin/weights/activate", {"version": 7})
+    assert (status, answer["error"]["code"], answer["error"]["version"]) == (404, "unknown_version", 7)
+    status, answer = await admin(gateway, "POST", "/admin/weights/rollback")
+    assert (status, answer["error"]["code"]) == (409, "swap_aborted")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/admin/weights", b"{"),
+        ("/admin/weights", b'{"activate":true}'),
+        ("/admin/weights", b'{"path":"/x","surprise":1}'),
+        ("/admin/weights/activate", b'{"version":"1"}'),
+        ("/admin/weights/activate", b'{"version":0}'),
+        ("/admin/weights/activate", b'{"version":1,"deadline_s":-1}'),
+    ],
+)
+async def test_bad_bodies_are_400(gateway: RunningGateway, path: str, body: bytes) -> None:
+    answer = await gateway.ask(post(path, body, f"Authorization: Bearer {ADMIN_KEY}\r\n"), admin=True)
+    assert (answer.status, orjson.loads(answer.body)["error"]["code"]) == (400, "invalid_parameter")
+
+
+async def test_a_push_that_takes_too_long_is_ended(tmp_path: Path, arena: Path) -> None:
+    with running_gateway(tmp_path, upstream=SETTINGS, push_timeout_s=0.01) as gateway:
+        status, answer = await admin(gateway, "POST", "/admin/weights", {"path": checkpoint(tmp_path / "model")})
+        assert (status, answer["error"]["code"]) == (504, "push_timeout")
+        assert (await admin(gateway, "GET", "/admin/weights"))[1]["versions"] == []
+        assert not [p for p in psutil.Process().children() if "weightsync.push" in p.cmdline()]
+
+
+async def test_stopping_the_gateway_ends_its_push(tmp_path: Path, arena: Path) -> None:
+    with running_gateway(tmp_path, upstream=SETTINGS) as gateway:
+        _, writer = await gateway.connect(admin=True)
+        body = orjson.dumps({"path": checkpoint(tmp_path / "model")})
+        writer.write(post("/admin/weights", body, f"Authorization: Bearer {ADMIN_KEY}\r\n"))
+        await eventually(lambda: any("weightsync.push" in p.cmdline() for p in psutil.Process().children()))
+        writer.close()
+    assert not [p for p in psutil.Process().children() if "weightsync.push" in p.cmdline()]
+
+
+class LostStore:
+    """A store that has gone away."""
+
+    async def list(self, prefix: str) -> Any:
+        raise StoreUnavailable("/x/store.db", "disk I/O error", "Check the disk")
+
+    get = list
+
+    async def close(self) -> None: ...
+
+
+async def test_a_lost_store_is_503(gateway: RunningGateway) -> None:
+    whole = gateway.gateway.store
+    gateway.gateway.store = LostStore()  # type: ignore[assignment]
+    try:
+        for path in ("/admin/weights", "/admin/weights/active"):
+            status, answer = await admin(gateway, "GET", path)
+            assert (status, answer["error"]["code"]) == (503, "store_unavailable")
+            assert "Check the disk" in answer["error"]["message"]
+    finally:
+        gateway.gateway.store = whole
+
+
+# keys
+
+ADMIN_ROUTES = [
+    ("GET", "/admin/weights"),
+    ("POST", "/admin/weights"),
+    ("POST", "/admin/weights/activate"),
+    ("POST", "/admin/weights/rollback"),
+    ("GET", "/admin/weights/active"),
+    ("GET", "/admin/instances"),
+    ("GET", "/admin"),
+    ("GET", "/admin/nothing"),
+    ("GET", "/%61dmin/weights"),
+    ("GET", "/admin%2fweights"),
+]
+
+
+def code_of(answer: Answer) -> str:
+    return str(orjson.loads(answer.body)["error"]["code"])
+
+
+@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
+async def test_nothing_under_admin_without_an_admin_key(gateway: RunningGateway, method: str, path: str) -> None:
+    def ask(headers: str) -> bytes:
+        return get(path, headers) if method == "GET" else post(path, b"{", headers)
+
+    for headers, status, code in (
+        ("", 401, "missing_api_key"),
+        ("Authorization: Basic eDp5\r\n", 401, "invalid_api_key"),  # the password is the key
+        ("Authorization: Basic e\r\n", 401, "missing_api_key"),
+        ("Authorization: Bearer wrong-wrong-wrong-wrong\r\n", 401, "invalid_api_key"),
+        (f"Authorization: Bearer {ADMIN_KEY}x\r\n", 401, "invalid_api_key"),
+        (f"Authorization: Bearer {API_KEY}\r\n", 403, "insufficient_scope"),
+    ):
+        answer = await gateway.ask(ask(headers), admin=True)
+        assert (answer.status, code_of(answer)) == (status, code), headers
+        assert ("www-authenticate" in answer.headers) == (status == 401)
+
+
+@pytest.mark.parametrize(("method", "path"), [*ADMIN_ROUTES, ("POST", "/pause")])
+async def test_the_public_port_has_none_of_it(gateway: RunningGateway, method: str, path: str) -> None:
+    for key in ("", f"Authorization: Bearer {ADMIN_KEY}\r\n"):
+        answer = await gateway.ask(get(path, key) if method == "GET" else post(path, b"{}", key))
+        assert (answer.status, code_of(answer)) == (404, "not_found")
+
+
+async def test_the_admin_port_has_health_and_metrics_and_inference_behind_its_key(gateway: RunningGateway) -> None:
+    key = f"Authorization: Bearer {ADMIN_KEY}\r\n"
+    for path in ("/healthz", "/metrics"):
+        assert (await gateway.ask(get(path), admin=True)).status == 200
+    for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
+        assert (await gateway.ask(post(path, headers=key), admin=True)).status == 503  # past the key: no instance
+    assert (await gateway.ask(get("/v1/models", key), admin=True)).status == 503
+    for raw in (get("/v1/models"), post("/v1/chat/completions"), post("/generate")):
+        assert (await gateway.ask(raw, admin=True)).status == 401
+    assert (await gateway.ask(post("/v1/nowhere", headers=key), admin=True)).status == 404
+    assert (await gateway.ask(post("/v1/nowhere"), admin=True)).status == 401
+
+
+async def test_inference_asks_for_a_key_where_there_are_some(gateway: RunningGateway) -> None:
+    for headers, status in (
+        ("", 401),
+        ("Authorization: Bearer nobody-has-this-key\r\n", 401),
+        (f"Authorization: Bearer {API_KEY}\r\n", 503),  # past the key: there is no instance
+        (f"authorization: bearer  {API_KEY}\r\n", 503),
+        (f"X-Api-Key: {API_KEY}\r\n", 503),
+        (f"Authorization: Bearer {ADMIN_KEY}\r\n", 503),
+    ):
+        assert (await gateway.ask(post(headers=headers))).status == status, headers
+    assert (await gateway.ask(get("/healthz"))).status == 200
+
+
+# the table
+
+
+def every_error(kind: type[WeightSyncError] = WeightSyncError) -> Iterator[type[WeightSyncError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from every_error(child)
+
+
+def test_every_error_of_weightsync_has_a_status() -> None:
+    assert {kind.code for kind in every_error() if kind.__module__ == weightsync.errors.__name__} == STATUS.keys()
+
+
+def test_what_an_error_knows_is_in_the_body() -> None:
+    error = to_http(ShapeMismatch("a.b", [1, 2], [3]))
+    body = orjson.loads(error.body())["error"]
+    assert error.status == 422
+    assert (body["tensor"], body["expected"], body["got"], body["code"]) == ("a.b", [1, 2], [3], "shape_mismatch")
+    full = to_http(ArenaFull("/dev/shm/x", 10, 3))
+    assert (full.status, full.details["needed"], full.details["free"]) == (507, 10, 3)
+    lost = to_http(StoreUnavailable("/x", "gone", "look"))
+    assert (lost.status, lost.headers()["retry-after"]) == (503, "1")
+
+
+def test_a_code_from_a_newer_release_is_500() -> None:
+    error = from_fields({"code": "novelty", "message": "m"})
+    assert (type(error), error.status, error.code) == (HttpError, 500, "novelty")
+
+
+def test_keys_of_the_store_are_those_of_the_model(gateway: RunningGateway) -> None:
+    assert gateway.gateway.fleet._keys == Keys("toy")

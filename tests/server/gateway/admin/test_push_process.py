@@ -1,0 +1,175 @@
+"""The processes that publish for a gateway: one a publication, warm from the second on, ended when they hang."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.errors import HttpError, UpstreamTimeout
+from server.gateway.admin import publishing
+from server.gateway.admin.error_map import to_http
+from server.gateway.admin.publishing import Pusher
+from server.gateway.config import GatewayConfig
+from tests.server.gateway.harness import eventually
+from tests.weightsync.tensors import model, save_safetensors
+from weightsync import SyncStore
+from weightsync.errors import WeightSyncError
+
+
+@pytest.fixture
+async def pusher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pusher]:
+    arena = tempfile.mkdtemp(prefix="hotswap-push-test-", dir="/dev/shm")
+    monkeypatch.setenv("HOTSWAP_ARENA", arena)
+    url = f"sqlite://{tmp_path / 'store.db'}"
+    SyncStore(url).close()
+    made = Pusher(GatewayConfig(store=url, model="demo"))
+    yield made
+    await made.close()
+    shutil.rmtree(arena)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    save_safetensors(directory / "model.safetensors", model(1.0))
+    return directory
+
+
+HANGS = """
+import threading, time
+def keep_a_lease_alive():
+    while True:
+        time.sleep(0.1)
+        open("/dev/null", "wb").write(b"alive")
+threading.Thread(target=keep_a_lease_alive, daemon=True).start()
+threading.Event().wait()
+"""
+
+
+async def version(number: int) -> int:
+    return number
+
+
+async def version_of(answer: dict[str, Any]) -> int:
+    return int(answer["version"])
+
+
+async def spare_of(pusher: Pusher) -> asyncio.subprocess.Process:
+    assert pusher._spare is not None
+    return await asyncio.shield(pusher._spare)
+
+
+async def test_from_the_second_publication_on_a_process_waits_for_it(pusher: Pusher, checkpoint: Path) -> None:
+    assert await pusher.push(checkpoint, version) == 1
+    waiting = await spare_of(pusher)
+    assert await pusher.push(checkpoint, version) == 2
+    assert waiting.returncode == 0  # it was the one that published
+    after = await spare_of(pusher)
+    assert after.pid != waiting.pid
+    broken = checkpoint.parent / "broken"
+    broken.mkdir()
+    with pytest.raises(HttpError, match="has no"):
+        await pusher.push(broken, version)
+    assert after.returncode == 1
+    assert await pusher.push(checkpoint, version, step=7) == 3
+
+
+HOSTILE = ["--store", "-x", "--with=draft=/x", "lora/--json", "draft\0", "draft\ud800", "-" * 200]
+
+
+@pytest.mark.parametrize("warm", [False, True])
+async def test_no_value_of_a_client_s_is_taken_for_an_option(pusher: Pusher, checkpoint: Path, warm: bool) -> None:
+    if warm:
+        assert await pusher.push(checkpoint, version) == 1
+    for value in HOSTILE:
+        for how in ({"part": value}, {"parts": {value: str(checkpoint)}}):
+            with pytest.raises((HttpError, WeightSyncError)) as refused:
+                await pusher.push(checkpoint, version, **how)
+            error = refused.value if isinstance(refused.value, HttpError) else to_http(refused.value)
+            assert (error.status, error.code) == (422, "bad_part"), error
+    for path in ("/x\0y", "/x\ud800", f"/{'x' * 5000}", "/\n--store"):
+        for what, how in ((checkpoint, {"parts": {"draft": path}}), (Path(path), {})):
+            with pytest.raises(HttpError) as wrong:
+                await pusher.push(what, version, **how)
+            assert 400 <= wrong.value.status < 500, wrong.value
+
+
+async def test_an_upload_id_is_taken_for_no_option(pusher: Pusher) -> None:
+    for upload_id in ("--when-told", "--no-activate"):
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - the publication closes it
+        with pytest.raises(HttpError) as refused:
+            await pusher.push_delta(await pusher.prepare(file, upload_id), version_of)
+        assert (refused.value.status, refused.value.code) == (422, "delta_error")
+
+
+async def test_a_spare_that_died_is_not_missed(pusher: Pusher, checkpoint: Path) -> None:
+    assert await pusher.push(checkpoint, version) == 1
+    waiting = await spare_of(pusher)
+    waiting.kill()
+    await waiting.wait()
+    assert await pusher.push(checkpoint, version) == 2
+
+
+async def test_closing_ends_the_spare(pusher: Pusher, checkpoint: Path) -> None:
+    assert await pusher.push(checkpoint, version) == 1
+    waiting = await spare_of(pusher)
+    await pusher.close()
+    assert waiting.returncode is not None
+
+
+async def test_a_publication_that_hangs_is_ended_and_the_next_one_goes_on(
+    pusher: Pusher, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, hanging = pusher._start, []
+
+    async def hangs(options: tuple[str, ...], **how: Any) -> asyncio.subprocess.Process:
+        if hanging:
+            return await real(options, **how)
+        hanging.append(
+            await asyncio.create_subprocess_exec(
+                sys.executable, "-c", HANGS, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            )
+        )
+        return hanging[0]
+
+    monkeypatch.setattr(pusher, "_start", hangs)
+    monkeypatch.setattr(publishing, "STALLED_S", 1.0, raising=False)
+    stuck = asyncio.create_task(pusher.push(checkpoint, version))
+    await asyncio.wait({stuck}, timeout=20)
+    assert stuck.done(), "everybody else waits for it"
+    error = stuck.exception()
+    assert isinstance(error, UpstreamTimeout)
+    assert error.code == "push_stalled"
+    monkeypatch.setattr(publishing, "STALLED_S", 60.0)
+    assert await pusher.push(checkpoint, version) == 1
+
+
+BUSY_ELSEWHERE = """
+import threading
+threading.Thread(target=lambda: [0 for _ in iter(int, 1)], daemon=True).start()
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "while True: open('/dev/zero', 'rb').read(1)", BUSY_ELSEWHERE])
+async def test_a_publication_that_works_is_not_taken_for_one_that_hangs(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "STALLED_S", 1.0)
+    busy = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    try:
+        for _ in range(2):
+            seen = publishing._work_done(busy.pid)
+            assert seen is not None
+            await eventually(lambda seen=seen: publishing._work_done(busy.pid).has_gone_on(seen))  # type: ignore[misc]
+    finally:
+        busy.kill()
+        await busy.wait()

@@ -1,0 +1,98 @@
+"""Routes of stock vLLM: what the gateway answers itself, what it forwards and from which port, and what says where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import orjson
+import pytest
+
+from server.gateway import UpstreamSettings
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, post, running_gateway
+from tests.server.gateway.upstream import Link, Received, upstream
+
+API_KEY = "a-key-for-inference-only"
+ADMIN = f"Authorization: Bearer {ADMIN_KEY}\r\n"
+INFER = f"Authorization: Bearer {API_KEY}\r\n"
+FORWARDED = [
+    get("/version", INFER),
+    get("/tokenizer_info", INFER),
+    post("/v1/messages/count_tokens", headers=INFER),
+    post("/v1/chat/completions/batch", headers=INFER),
+    post("/generative_scoring", headers=INFER),
+    post("/v1/completions", headers=INFER),
+    get("/v1/models", INFER),
+]
+# What TRL's VLLMClient asks besides, on the same base URL.
+SCALE_OUT = ["/inference/v1/generate", "/v1/chat/completions/render", "/v1/completions/render"]
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    directory = tmp_path_factory.mktemp("stock")
+    keys = directory / "keys"
+    keys.write_text(API_KEY)
+    keys.chmod(0o600)
+    settings = UpstreamSettings(scrape_interval_s=3600.0)
+    with running_gateway(directory, upstream=settings, api_key_file=keys) as running:
+        yield running
+
+
+async def echo(link: Link, received: Received) -> None:
+    await link.json(orjson.dumps({"asked": f"{received.method} {received.target}"}))
+
+
+@pytest.mark.parametrize("admin", [False, True])
+async def test_health_and_load_are_asked_for_without_a_key(gateway: RunningGateway, admin: bool) -> None:
+    for raw in (get("/health"), get("/ping"), post("/ping")):
+        assert (await gateway.ask(raw, admin=admin)).status == 503  # no instance
+    async with upstream(echo) as up:
+        gateway.register(up)
+        for raw in (get("/health"), get("/ping"), post("/ping")):
+            answer = await gateway.ask(raw, admin=admin)
+            assert (answer.status, answer.body) == (200, b"")
+        assert orjson.loads((await gateway.ask(get("/load"), admin=admin)).body) == {"server_load": 0}
+        gateway.unregister()
+
+
+@pytest.mark.parametrize("admin", [False, True])
+@pytest.mark.parametrize("raw", FORWARDED, ids=lambda raw: raw.split(b" HTTP")[0].decode())
+async def test_a_route_of_vllm_reaches_an_instance_from_both_ports(
+    gateway: RunningGateway, raw: bytes, admin: bool
+) -> None:
+    async with upstream(echo) as up:
+        gateway.register(up)
+        answer = await gateway.ask(raw, admin=admin)
+        assert answer.status == 200
+        assert orjson.loads(answer.body)["asked"].encode() == raw.split(b" HTTP")[0]
+        unkeyed = raw.replace(INFER.encode(), b"")
+        assert (await gateway.ask(unkeyed, admin=admin)).status == 401
+        gateway.unregister()
+
+
+@pytest.mark.parametrize("path", SCALE_OUT)
+async def test_routes_between_machines_need_the_admin_port_and_its_key(gateway: RunningGateway, path: str) -> None:
+    async with upstream(echo) as up:
+        gateway.register(up)
+        assert (await gateway.ask(post(path, headers=ADMIN), admin=True)).status == 200
+        assert (await gateway.ask(post(path, headers=INFER), admin=True)).status == 403
+        assert (await gateway.ask(post(path), admin=True)).status == 401
+        assert (await gateway.ask(post(path, headers=ADMIN))).status == 404
+        gateway.unregister()
+
+
+@pytest.mark.parametrize(
+    ("path", "where"),
+    [("/docs", "/openapi.json"), ("/invocations", "/v1/chat/completions"), ("/pause", "admin port")],
+)
+async def test_what_is_not_served_says_where_to_ask(gateway: RunningGateway, path: str, where: str) -> None:
+    answer = await gateway.ask(post(path))
+    error = orjson.loads(answer.body)["error"]
+    assert (answer.status, error["code"]) == (404, "not_found")
+    assert where in error["message"]
+
+
+async def test_the_group_that_trainers_look_for_is_refused_before_they_join_it(gateway: RunningGateway) -> None:
+    answer = await gateway.ask(get("/server_info", ADMIN), admin=True)
+    assert answer.status == 501
+    assert b"weightsync.Publisher" in answer.body

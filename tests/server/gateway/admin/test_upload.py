@@ -1,0 +1,485 @@
+"""Versions sent over HTTP: a real gateway, the real push process, and links that break at the worst moment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+import pytest
+import torch
+
+from server.gateway import UpstreamSettings
+from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, running_gateway, wait_for
+from weightsync import SlotReader, SyncStore, ensure_arena
+from weightsync.control.records import ActiveRecord, Keys, TargetRecord, VersionRecord
+from weightsync.errors import RemoteError
+from weightsync.format.delta import DeltaWriter
+from weightsync.publish.remote import RemotePublisher
+
+SETTINGS = UpstreamSettings(scrape_interval_s=3600.0)
+Tensors = dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture
+def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="hotswap-upload-test-", dir="/dev/shm"))
+    monkeypatch.setenv("HOTSWAP_ARENA", str(directory))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, arena: Path) -> Iterator[RunningGateway]:
+    with running_gateway(tmp_path, upstream=SETTINGS, swap_deadline_s=20.0) as g:
+        g.store.run(ensure_arena(g.store.store, arena))
+        yield g
+
+
+def admin_url(gateway: RunningGateway) -> str:
+    return f"http://{gateway.host}:{gateway.admin_port}"
+
+
+@pytest.fixture
+def remote(gateway: RunningGateway) -> RemotePublisher:
+    return RemotePublisher(admin_url(gateway), ADMIN_KEY, MODEL, timeout_s=30.0)
+
+
+def weights(seed: int = 0, rows: int = 700) -> Tensors:
+    rng = np.random.default_rng(seed)
+    names = ("model.embed.weight", "model.layers.0.weight", "model.norm.weight")
+    return {name: rng.standard_normal((rows, 256)).astype(np.float16) for name in names}
+
+
+def nudged(tensors: Tensors, share: float = 0.01, seed: int = 1) -> Tensors:
+    """The next step of a training run: a share of the elements one unit in the last place further."""
+    rng = np.random.default_rng(seed)
+    made = {}
+    for name, tensor in tensors.items():
+        words = tensor.copy().view(np.uint16)
+        words[rng.random(words.shape) < share] += 1
+        made[name] = words.view(np.float16)
+    return made
+
+
+def versions(gateway: RunningGateway) -> list[VersionRecord]:
+    items, _ = gateway.store.list(Keys(MODEL).versions)
+    return [VersionRecord.from_json(kv.value) for kv in items]
+
+
+def assert_holds(gateway: RunningGateway, version: int, tensors: Tensors) -> None:
+    record = next(v for v in versions(gateway) if v.version == version)
+    with SlotReader.open(record.slot, manifest_digest=record.manifest_digest) as slot:
+        slot.verify_all()
+        assert {name: bytes(slot.buffer(name)) for name in slot.manifest.tensors} == {
+            name: tensor.tobytes() for name, tensor in tensors.items()
+        }
+
+
+def test_the_first_version_goes_in_full_and_the_next_as_a_difference(
+    gateway: RunningGateway, remote: RemotePublisher
+) -> None:
+    first = weights()
+    assert remote.publish(first, step=1, activate=False, source="run 7") == 1
+    assert remote.last["full"] is True
+    full = remote.last["sent"]
+    second = nudged(first)
+    assert remote.publish(iter(second.items()), step=2, activate=False, metadata={"a": "b"}) == 2
+    assert remote.last["full"] is False
+    assert remote.last["sent"] < full / 20
+    assert_holds(gateway, 1, first)
+    assert_holds(gateway, 2, second)
+    one, two = versions(gateway)
+    assert (one.base, two.base, one.step, two.step) == (None, 1, 1, 2)
+    assert one.source.endswith(" run 7")
+
+
+def test_a_trainers_bf16_parameters_are_sent_as_they_are(gateway: RunningGateway, remote: RemotePublisher) -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = torch.nn.Linear(512, 600).to(torch.bfloat16)
+    for number in (1, 2):
+        with torch.no_grad():
+            model.weight[torch.rand(model.weight.shape, generator=generator) < 0.01] *= 1.01
+        assert remote.publish(model.named_parameters(), activate=False) == number
+    assert remote.last["full"] is False
+    record = versions(gateway)[-1]
+    with SlotReader.open(record.slot) as slot:
+        assert slot.entry("weight").dtype == "bfloat16"
+        assert bytes(slot.buffer("weight")) == model.weight.detach().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.broad
+def test_weights_all_new_go_in_full(gateway: RunningGateway, remote: RemotePublisher) -> None:
+    remote.publish(weights(0), activate=False)
+    other = weights(1)
+    assert remote.publish(other, activate=False) == 2
+    assert remote.last["full"] is True
+    assert_holds(gateway, 2, other)
+
+
+@pytest.mark.broad
+def test_a_base_the_server_gave_up_is_not_used(gateway: RunningGateway, remote: RemotePublisher) -> None:
+    first = weights()
+    remote.publish(first, activate=False)
+    (record,) = versions(gateway)
+    gateway.store.put(Keys(MODEL).version(1), orjson.dumps({**orjson.loads(record.to_json()), "state": "retired"}))
+    second = nudged(first)
+    assert remote.publish(second, activate=False) == 2
+    assert remote.last["full"] is True
+    assert_holds(gateway, 2, second)
+
+
+@pytest.mark.broad
+def test_a_base_lost_under_way_is_answered_by_the_full_version(
+    gateway: RunningGateway, remote: RemotePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = weights()
+    remote.publish(first, activate=False)
+    (record,) = versions(gateway)
+    monkeypatch.setattr(remote, "_useful_base", lambda _: remote._base)  # it looked before the server retired it
+    gateway.store.put(Keys(MODEL).version(1), orjson.dumps({**orjson.loads(record.to_json()), "state": "retired"}))
+    second = nudged(first)
+    assert remote.publish(second, activate=False) == 2
+    assert (remote.last["full"], remote.last["attempts"]) == (True, 2)
+    assert_holds(gateway, 2, second)
+
+
+def raw_upload(gateway: RunningGateway, remote: RemotePublisher, tensors: Tensors) -> bytes:
+    remote._next.take(tensors.items())
+    from weightsync.format.delta import DeltaHeader
+
+    return b"".join(DeltaWriter(DeltaHeader(MODEL, remote._next.rows), remote._next.buffer))
+
+
+def send(gateway: RunningGateway, body: bytes, **query: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {ADMIN_KEY}", "content-type": "application/octet-stream"}
+    query = {"upload_id": "an-upload-of-a-test", **query}
+    url = f"{admin_url(gateway)}/admin/weights/upload"
+    return httpx.post(url, content=body, params=query, headers=headers, timeout=60.0)
+
+
+def test_what_is_sent_twice_is_one_version(gateway: RunningGateway, remote: RemotePublisher) -> None:
+    body = raw_upload(gateway, remote, weights())
+    one, two = send(gateway, body), send(gateway, body)
+    assert (one.status_code, two.status_code) == (200, 200)
+    assert (one.json()["version"], one.json()["duplicate"]) == (1, False)
+    assert (two.json()["version"], two.json()["duplicate"]) == (1, True)
+    assert two.json()["manifest_digest"] == one.json()["manifest_digest"]
+    assert send(gateway, body, upload_id="another-upload").json()["version"] == 2
+
+
+@pytest.mark.broad
+def test_at_the_same_time_too(gateway: RunningGateway, remote: RemotePublisher) -> None:
+    body = raw_upload(gateway, remote, weights())
+    answers: list[httpx.Response] = []
+    threads = [threading.Thread(target=lambda: answers.append(send(gateway, body))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [a.json()["version"] for a in answers] == [1, 1, 1]
+    assert len(versions(gateway)) == 1
+
+
+@pytest.mark.broad
+def test_a_damaged_upload_is_refused_and_leaves_nothing(gateway: RunningGateway, remote: RemotePublisher) -> None:
+    body = bytearray(raw_upload(gateway, remote, weights()))
+    body[len(body) // 2] ^= 1
+    answer = send(gateway, bytes(body))
+    assert answer.status_code == 422
+    assert answer.json()["error"]["code"] in ("delta_error", "digest_mismatch")
+    assert send(gateway, bytes(body[:1000])).json()["error"]["code"] == "delta_error"
+    assert send(gateway, b"").json()["error"]["code"] == "delta_error"
+    assert versions(gateway) == []
+
+
+@pytest.mark.broad
+def test_a_tensor_that_does_not_fit_is_named(gateway: RunningGateway, remote: RemotePublisher) -> None:
+    remote.publish(weights(), activate=False)
+    with pytest.raises(RemoteError, match="has shape") as refused:
+        remote.publish(weights(rows=300), activate=False)
+    assert (refused.value.status, refused.value.answer_code) == (422, "shape_mismatch")
+    assert refused.value.tensor == "model.embed.weight"
+    assert remote.publish(nudged(weights()), activate=False) == 2  # and the one after it goes as a difference again
+    assert remote.last["full"] is False
+
+
+def test_another_model_is_refused(gateway: RunningGateway) -> None:
+    with pytest.raises(RemoteError, match="for model 'other'"):
+        RemotePublisher(admin_url(gateway), ADMIN_KEY, "other").publish(weights(), activate=False)
+
+
+def test_uploads_need_the_admin_key_and_the_admin_port(gateway: RunningGateway) -> None:
+    for url, key, status in ((admin_url(gateway), "wrong", 401), (gateway.url, ADMIN_KEY, 404)):
+        with pytest.raises(RemoteError) as refused:
+            RemotePublisher(url, key, MODEL).publish(weights(), activate=False)
+        assert refused.value.status == status
+
+
+def test_parameters_are_checked(gateway: RunningGateway) -> None:
+    assert send(gateway, b"", upload_id="no").status_code == 400
+    assert send(gateway, b"", mode="sideways").status_code == 400
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    answer = httpx.post(f"{admin_url(gateway)}/admin/weights/upload?upload_id=12345678", json={}, headers=headers)
+    assert answer.json()["error"]["code"] == "bad_content_type"
+
+
+def test_an_upload_is_bounded_by_what_a_version_takes(gateway: RunningGateway, remote: RemotePublisher) -> None:
+    remote.publish(weights(), activate=False)
+    endless = (bytes(1 << 20) for _ in range(100))
+    headers = {"authorization": f"Bearer {ADMIN_KEY}", "content-type": "application/octet-stream"}
+    with contextlib.suppress(httpx.TransportError):  # the server may close while the rest is on its way
+        answer = httpx.post(
+            f"{admin_url(gateway)}/admin/weights/upload?upload_id=12345678", content=endless, headers=headers
+        )
+        assert answer.json()["error"]["code"] == "request_too_large"
+    assert len(versions(gateway)) == 1
+    assert gateway.gateway.buffered == 0
+
+
+def upload_head(extra: str) -> bytes:
+    head = f"POST /admin/weights/upload?upload_id=12345678 HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {ADMIN_KEY}"
+    return f"{head}\r\nContent-Type: application/octet-stream\r\n{extra}\r\n\r\n".encode()
+
+
+def test_an_upload_that_says_it_is_too_large_is_refused_before_it_comes(
+    gateway: RunningGateway, remote: RemotePublisher
+) -> None:
+    remote.publish(weights(), activate=False)
+    with socket.create_connection(("127.0.0.1", gateway.admin_port), timeout=10.0) as client:
+        client.sendall(upload_head("Content-Length: 400000000"))
+        answer = b"".join(iter(lambda: client.recv(65536), b""))  # to its end: the server waits for no body
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"request_too_large" in answer
+
+
+def test_the_connection_ends_with_the_refusal_of_a_body_that_goes_on(
+    gateway: RunningGateway, remote: RemotePublisher
+) -> None:
+    remote.publish(weights(), activate=False)
+    with socket.create_connection(("127.0.0.1", gateway.admin_port), timeout=10.0) as client:
+        client.sendall(upload_head("Transfer-Encoding: chunked"))
+        piece, answer = bytes(1 << 20), b""
+        for _ in range(400):
+            client.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
+            if select.select([client], [], [], 0)[0]:
+                break
+        else:
+            raise AssertionError("400 MB were taken without a word")
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+def test_activation_can_be_asked_for_without_waiting(gateway: RunningGateway, remote: RemotePublisher) -> None:
+    version = remote.publish(weights(), wait=False, timeout_s=7.0, mode="rolling", drain_s=3.0, on_lost="continue")
+    found = gateway.store.get(Keys(MODEL).target)
+    assert found is not None
+    wish = TargetRecord.from_json(found.value)
+    assert (wish.version, wish.deadline_s, wish.mode, wish.drain_s) == (version, 7.0, "rolling", 3.0)
+    assert wish.on_lost == "continue"
+
+
+class Link:
+    """A TCP proxy in front of the gateway. `cuts` says of each connection to come how many bytes it may send before it
+    is lost (-1: all, but it is lost when the answer comes); later ones are whole."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.cuts: list[int] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return "http://{}:{}".format(*self._listener.getsockname())
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                left = self.cuts.pop(0) if self.cuts else None
+                threading.Thread(target=self._relay, args=(client, left), daemon=True).start()
+
+    def _relay(self, client: socket.socket, left: int | None) -> None:
+        with client, socket.create_connection(self._target) as server:
+            lossy = left is not None and left < 0
+            forth = threading.Thread(target=_pump, args=(client, server, None if lossy else left), daemon=True)
+            forth.start()
+            if lossy:
+                server.recv(1)  # the answer is on its way: now the link breaks
+            elif left is None:
+                _pump(server, client, None)
+            else:
+                forth.join()
+            for side in (client, server):
+                with contextlib.suppress(OSError):
+                    side.shutdown(socket.SHUT_RDWR)
+            forth.join()
+
+
+def _pump(source: socket.socket, sink: socket.socket, left: int | None) -> None:
+    with contextlib.suppress(OSError):
+        while left is None or left > 0:
+            data = source.recv(65536 if left is None else min(65536, left))
+            if not data:
+                sink.shutdown(socket.SHUT_WR)
+                return
+            sink.sendall(data)
+            left = None if left is None else left - len(data)
+
+
+@pytest.fixture
+def link(gateway: RunningGateway) -> Iterator[Link]:
+    made = Link(("127.0.0.1", gateway.admin_port))
+    yield made
+    made.close()
+
+
+def test_a_connection_lost_half_way_leaves_nothing_and_is_tried_again(gateway: RunningGateway, link: Link) -> None:
+    link.cuts = [300_000, 20, 0]
+    remote = RemotePublisher(link.url, ADMIN_KEY, MODEL, timeout_s=20.0)
+    tensors = weights()
+    assert remote.publish(tensors, activate=False) == 1
+    assert remote.last["attempts"] >= 2
+    assert_holds(gateway, 1, tensors)
+    assert len(versions(gateway)) == 1
+
+
+def test_nothing_is_kept_of_an_upload_that_never_ends(gateway: RunningGateway, link: Link, arena: Path) -> None:
+    used = os.statvfs(arena).f_bfree
+    body = raw_upload(gateway, RemotePublisher(link.url, ADMIN_KEY, MODEL), weights())
+    with socket.create_connection(("127.0.0.1", gateway.admin_port)) as client:
+        head = f"POST /admin/weights/upload?upload_id=12345678 HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {ADMIN_KEY}"
+        head += f"\r\nContent-Type: application/octet-stream\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body[: len(body) // 2])
+        wait_for(lambda: any("(deleted)" in name and str(arena) in name for name in open_files()))
+    wait_for(lambda: not any("(deleted)" in name and str(arena) in name for name in open_files()))
+    assert list(arena.iterdir()) == []
+    assert versions(gateway) == []
+    assert abs(os.statvfs(arena).f_bfree - used) < 1 << 20
+
+
+def open_files() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
+
+
+@pytest.mark.broad
+def test_an_answer_that_is_lost_is_asked_for_again(gateway: RunningGateway, link: Link) -> None:
+    link.cuts = [-1]
+    remote = RemotePublisher(link.url, ADMIN_KEY, MODEL, timeout_s=20.0)
+    assert remote.publish(weights(), activate=False) == 1
+    assert remote.last["duplicate"] is True
+    assert [v.version for v in versions(gateway)] == [1]
+    assert remote.publish(nudged(weights()), activate=False) == 2
+    assert remote.last["full"] is False
+
+
+def test_a_server_out_of_reach_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.publish.remote.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("weightsync.publish.remote.LONGEST_PAUSE_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(RemoteError, match="gave up after"):
+        RemotePublisher(f"http://127.0.0.1:{port}", ADMIN_KEY, MODEL).publish(weights(), activate=False)
+    with pytest.raises(RemoteError, match="not the URL"):
+        RemotePublisher("127.0.0.1:8001", ADMIN_KEY, MODEL)
+
+
+def gateway_process(tmp_path: Path, ports: tuple[int, int]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "server.gateway", "--store", f"sqlite://{tmp_path / 'store.db'}"]
+    command += ["--model", MODEL, "--port", str(ports[0]), "--admin-port", str(ports[1])]
+    environment = {**os.environ, "HOTSWAP_ADMIN_KEY": ADMIN_KEY}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def until_up(url: str) -> None:
+    def up() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{url}/healthz").is_success
+        return False
+
+    wait_for(up, 30.0)
+
+
+class Slowly:
+    """Pieces of an upload; calls `then` once, in the middle of them."""
+
+    def __init__(self, writer: DeltaWriter, then: Callable[[], None]) -> None:
+        self._writer, self._then, self.stats, self.header = writer, then, writer.stats, writer.header
+
+    def __iter__(self) -> Iterator[bytes]:
+        for number, piece in enumerate(self._writer):
+            yield piece
+            if number == 1:
+                self._then()
+        self.stats = self._writer.stats
+
+
+@pytest.mark.broad
+def test_a_gateway_killed_half_way_leaves_nothing_and_the_next_one_takes_it(tmp_path: Path, arena: Path) -> None:
+    ports = free_port(), free_port()
+    url = f"http://127.0.0.1:{ports[1]}"
+    running = [gateway_process(tmp_path, ports)]
+    try:
+        until_up(url)
+        remote = RemotePublisher(url, ADMIN_KEY, MODEL, timeout_s=20.0)
+        make = remote._writer
+        killed = []
+
+        def kill() -> None:
+            if not killed:
+                time.sleep(0.1)
+                killed.append(running[0].pid)
+                running[0].send_signal(signal.SIGKILL)
+                running[0].wait()
+                assert list(arena.iterdir()) == []
+                running.append(gateway_process(tmp_path, ports))
+                until_up(url)
+
+        remote._writer = lambda header, base: Slowly(make(header, base), kill)  # type: ignore[method-assign, assignment, return-value]
+        tensors = weights(rows=7000)
+        assert remote.publish(tensors, activate=False) == 1
+        assert killed
+        assert remote.last["attempts"] > 1
+        with contextlib.closing(SyncStore(f"sqlite://{tmp_path / 'store.db'}")) as store:
+            items, _ = store.list(Keys(MODEL).versions)
+        (record,) = [VersionRecord.from_json(kv.value) for kv in items]
+        with SlotReader.open(record.slot) as slot:
+            slot.verify_all()
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def test_publishing_ends_when_the_version_is_active(gateway: RunningGateway, remote: RemotePublisher) -> None:
+    version = remote.publish(weights())  # with no instance there is nothing to stage
+    found = gateway.store.get(Keys(MODEL).active)
+    assert found is not None
+    assert ActiveRecord.from_json(found.value).version == version

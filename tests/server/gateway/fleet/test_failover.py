@@ -1,0 +1,458 @@
+"""Streams whose instance dies: every place to be cut in, who goes on, and the ends where nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from server.errors import BadUpstream
+from server.gateway.config import FailoverSettings, HealthSettings, UpstreamSettings
+from server.gateway.fleet.instance import Instance
+from server.gateway.fleet.retries import GONE_S, go_on, silent
+from server.gateway.fleet.routing import Need
+from server.gateway.wire.journal import ReplayMemory
+from server.resume import RESUMABLE, RESUME
+from tests.server.gateway.harness import RunningGateway, eventually, post, running_gateway
+from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
+from tests.server.live.continued import END, HEAD, STAMPED, Fleet, chat, event, framed
+from weightsync.control.agent import LAST_RETRY_S
+from weightsync.control.records import InstanceRecord
+
+CHAT = "/v1/chat/completions"
+TOKENS = [11, 12, 13]
+# Instances break here on purpose, again and again: none is ejected for it, and nobody is waited for.
+HARDY = HealthSettings(eject_after=10**9, min_requests=10**9)
+
+
+def settings(**failover: Any) -> UpstreamSettings:
+    more = FailoverSettings(**failover)
+    return UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0, health=HARDY, failover=more)
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=settings()) as g:
+        yield g
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(gateway: RunningGateway) -> Iterator[None]:
+    yield
+    for instance_id in list(gateway.gateway.fleet.instances):
+        gateway.unregister(instance_id)
+    assert gateway.gateway.fleet.replay.used == 0
+    assert gateway.gateway.buffered == 0
+
+
+async def serving(stack: AsyncExitStack, g: RunningGateway, fleet: Fleet, *versions: int) -> list[Upstream]:
+    """An instance for each version, all with the handler of `fleet`."""
+    found = []
+    for i, version in enumerate(versions or (1, 1)):
+        up = await stack.enter_async_context(upstream(fleet.handle))
+        g.register(up, f"i{i}", active_version=version)
+        found.append(up)
+    return found
+
+
+def failovers(g: RunningGateway) -> dict[str, int]:
+    return dict(g.gateway.stats.failovers)
+
+
+async def ask(g: RunningGateway, fleet: Fleet, *versions: int, headers: str = "", body: Any = None) -> Answer:
+    async with AsyncExitStack() as stack:
+        await serving(stack, g, fleet, *versions)
+        return await g.ask(post(CHAT, body or {"stream": True}, headers))
+
+
+def error_code(answer: Answer) -> str:
+    last = answer.body.split(b"\n\n")[-2]
+    name, _, data = last.partition(b"\ndata: ")
+    assert name == b"event: error", answer.body
+    return str(orjson.loads(data)["error"]["code"])
+
+
+async def test_cut_at_every_byte_the_stream_is_what_it_would_have_been(gateway: RunningGateway) -> None:
+    fleet = Fleet(chat(TOKENS))
+    whole = b"".join(fleet.events)
+    wire = framed(fleet.events) + END
+    before = failovers(gateway)
+    async with AsyncExitStack() as stack:
+        await serving(stack, gateway, fleet)
+        for cut in range(len(wire)):
+            fleet.cuts = [cut]
+            answer = await gateway.ask(post(CHAT, b'{"stream":true,"n":1}'))
+            assert (answer.status, answer.complete, answer.body) == (200, True, whole), cut
+    after = failovers(gateway)
+    closed = len(END) + 2  # the events were all there, and only the end of the body was missing
+    assert after["complete"] - before["complete"] == closed
+    assert after["resumed"] - before["resumed"] == len(wire) - closed
+    assert set(fleet.bodies) == {b'{"stream":true,"n":1}'}
+    assert {tuple(r.tokens) for r in fleet.resumes} == {(), (11,), (11, 12), (11, 12, 13)}
+    assert {(r.id, r.created) for r in fleet.resumes if r.tokens} == {("chat-a", 7)}
+    assert {r.version for r in fleet.resumes} == {1}
+    assert {r.finish_reason for r in fleet.resumes} == {None, "stop"}
+    assert {r.usage_sent for r in fleet.resumes} == {False, True}
+    assert {r.lead for r in fleet.resumes} == {0, 1}
+
+
+@pytest.mark.parametrize("usage", [False, True])
+async def test_long_streams_cut_anywhere(gateway: RunningGateway, usage: bool) -> None:
+    """Long enough to be read in bundles."""
+    tokens = [random.Random(3).randrange(150_000) for _ in range(600)]
+    fleet = Fleet(chat(tokens, usage=usage))
+    chance = random.Random(4)
+    async with AsyncExitStack() as stack:
+        await serving(stack, gateway, fleet)
+        for _ in range(24):
+            fleet.resumes.clear()
+            fleet.cuts = [chance.randrange(len(framed(fleet.events)) - 200)]
+            answer = await gateway.ask(post(CHAT, {"stream": True}))
+            assert answer.complete
+            assert answer.body == b"".join(fleet.events)
+            (resume,) = fleet.resumes
+            told = len(resume.tokens)
+            assert resume.tokens == tokens[:told]
+            assert resume.resumed_at == [told]
+            assert [(s.version, s.start, s.end) for s in resume.spans] == [(1, 0, told)][:told]
+
+
+async def test_an_instance_that_begins_to_talk_nonsense(gateway: RunningGateway) -> None:
+    fleet = Fleet(chat(TOKENS))
+    arrived = asyncio.Event()
+
+    async def derail(link: Link, _: Received) -> None:
+        await link.send(HEAD % (STAMPED % 1) + framed(fleet.events[:2]))
+        await arrived.wait()
+        await link.send(b"no size\r\n")
+
+    async with AsyncExitStack() as stack:
+        gateway.register(await stack.enter_async_context(upstream(derail)), "a")
+        gateway.register(await stack.enter_async_context(upstream(fleet.handle)), "b", state="STAGING")
+        reader, writer = await gateway.connect()
+        writer.write(post(CHAT, {"stream": True}))
+        got = await asyncio.wait_for(reader.readuntil(fleet.events[1]), 10)
+        arrived.set()
+        got += await asyncio.wait_for(reader.readuntil(END), 10)
+        writer.close()
+    assert got.count(b"data: ") == len(fleet.events)
+    assert b"event: error" not in got
+    assert [r.tokens for r in fleet.resumes] == [TOKENS[:1]]
+
+
+async def test_the_third_instance_that_dies_is_the_last(gateway: RunningGateway) -> None:
+    fleet = Fleet(chat(TOKENS), cuts=[400, 10, 10])
+    before = failovers(gateway)["given_up"]
+    answer = await ask(gateway, fleet)
+    assert not answer.complete
+    assert error_code(answer) == "upstream_died"
+    assert failovers(gateway)["given_up"] == before + 1
+
+
+async def test_the_connection_serves_on(gateway: RunningGateway) -> None:
+    fleet = Fleet(chat(TOKENS), cuts=[300])
+    async with AsyncExitStack() as stack:
+        await serving(stack, gateway, fleet)
+        reader, writer = await gateway.connect()
+        for _ in range(3):
+            writer.write(post(CHAT, {"stream": True}))
+            answer = await asyncio.wait_for(read_answer(reader), 10)
+            assert answer.body == b"".join(fleet.events)
+        writer.close()
+    assert len(fleet.asked) == 4
+
+
+async def test_http_1_0(gateway: RunningGateway) -> None:
+    fleet = Fleet(chat(TOKENS), cuts=[300])
+    async with AsyncExitStack() as stack:
+        await serving(stack, gateway, fleet)
+        answer = await gateway.ask(post(CHAT, {"stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+    assert answer.body == b"".join(fleet.events)
+    assert len(fleet.resumes) == 1
+
+
+async def test_clients_see_none_of_the_talk_between_gateway_and_instance(gateway: RunningGateway) -> None:
+    answer = await ask(gateway, Fleet(chat(TOKENS), cuts=[300]))
+    assert not [name for name in answer.headers if "resum" in name]
+    refused = await gateway.ask(post(CHAT, {}, f"{RESUME.decode()}: 2\r\n"))
+    assert refused.status == 400
+
+
+# who goes on
+
+
+async def test_only_the_same_version_goes_on(gateway: RunningGateway) -> None:
+    fleet = Fleet(chat(TOKENS), cuts=[300])
+    before = failovers(gateway)["nobody"]
+    async with AsyncExitStack() as stack:
+        await serving(stack, gateway, fleet, 1, 2)
+        answer = await gateway.ask(post(CHAT, {"stream": True}, "x-hotswap-version: 1\r\n"))
+    assert error_code(answer) == "upstream_died"
+    assert not fleet.resumes
+    assert failovers(gateway)["nobody"] == before + 1
+
+
+async def test_another_version_is_not_even_asked(gateway: RunningGateway) -> None:
+    fleet = Fleet(chat(TOKENS), cuts=[300])
+    async with upstream(fleet.handle) as first, upstream(fleet.handle) as other:
+        gateway.register(first, "i0", active_version=1)
+        gateway.register(other, "i1", active_version=2, state="STAGING")  # asked when nobody better is there
+        answer = await gateway.ask(post(CHAT, {"stream": True}))
+    assert error_code(answer) == "upstream_died"
+    assert (len(fleet.asked), fleet.resumes) == (1, [])
+
+
+@pytest.mark.parametrize(("versions", "bound"), [((1, 2), None), ((1, 1), 1)])
+async def test_any_version_goes_on_where_the_client_allows_it(
+    gateway: RunningGateway, versions: tuple[int, int], bound: int | None
+) -> None:
+    """One of the same version is asked first, though."""
+    fleet = Fleet(chat(TOKENS), cuts=[300])
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(upstream(fleet.handle))
+        gateway.register(first, "i0", active_version=versions[0])
+        second = await stack.enter_async_context(upstream(fleet.handle))
+        gateway.register(second, "i1", active_version=versions[1], state="STAGING")  # asked after the other one
+        answer = await gateway.ask(post(CHAT, {"stream": True, "hotswap": {"failover": "any"}}))
+    assert answer.body == b"".join(fleet.events)
+    assert [r.version for r in fleet.resumes] == [bound]
+
+
+async def test_an_instance_that_has_other_weights_by_now_is_passed_over(gateway: RunningGateway) -> None:
+    fleet = Fleet(chat(TOKENS), cuts=[300])
+    refusals = [b"HTTP/1.1 409 Conflict\r\nx-hotswap-refused: version\r\ncontent-length: 3\r\n\r\nno\n"]
+
+    async def refuse_once(link: Link) -> bool:
+        if not refusals:
+            return False
+        await link.send(refusals.pop())
+        return True
+
+    fleet.before_resumed = refuse_once
+    answer = await ask(gateway, fleet, 1, 1, 1)
+    assert answer.body == b"".join(fleet.events)
+    assert len(fleet.resumes) == 2
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 2\r\n\r\nno",
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n5\r\nagain\r\n",
+        b"not HTTP\r\n\r\n",
+    ],
+)
+async def test_what_is_no_continuation_never_reaches_the_client(gateway: RunningGateway, head: bytes) -> None:
+    fleet = Fleet(chat(TOKENS), cuts=[300])
+
+    async def answer_otherwise(link: Link) -> bool:
+        await link.send(head)
+        return True
+
+    fleet.before_resumed = answer_otherwise
+    answer = await ask(gateway, fleet)
+    sent, _, _ = answer.body.rpartition(b"event: error")
+    assert b"".join(fleet.events).startswith(sent)
+    assert error_code(answer) == "bad_upstream"
+
+
+async def test_somebody_is_waited_for(tmp_path: Path) -> None:
+    patient = UpstreamSettings(scrape_interval_s=3600.0, hold_s=60.0, health=HARDY)
+    fleet = Fleet(chat(TOKENS), cuts=[300])
+    with running_gateway(tmp_path, upstream=patient) as g:
+        async with AsyncExitStack() as stack:
+            (up,) = await serving(stack, g, fleet, 1)
+            reader, writer = await g.connect()
+            fleet.before_resumed = lambda link: asyncio.sleep(0)
+            up.handler = fleet.handle
+            writer.write(post(CHAT, {"stream": True}))
+            await eventually(lambda: g.gateway.stats.upstream_failures["upstream_died"] == 1)
+            other = await stack.enter_async_context(upstream(fleet.handle))
+            g.register(other, "i9")
+            answer = await asyncio.wait_for(read_answer(reader), 10)
+            assert answer.body == b"".join(fleet.events)
+            writer.close()
+
+
+async def test_a_client_that_leaves_meanwhile_leaves_nothing(tmp_path: Path) -> None:
+    patient = UpstreamSettings(scrape_interval_s=3600.0, hold_s=60.0, health=HARDY)
+    fleet = Fleet(chat(TOKENS), cuts=[300], version=5)
+    with running_gateway(tmp_path, upstream=patient) as g:
+        async with AsyncExitStack() as stack:
+            await serving(stack, g, fleet, 5, 6)
+            _, writer = await g.connect()
+            writer.write(post(CHAT, {"stream": True}, "x-hotswap-version: 5\r\n"))
+            await eventually(lambda: g.gateway.stats.upstream_failures["upstream_died"] == 1)
+            g.unregister("i0")
+            writer.close()
+            await eventually(lambda: g.gateway.stats.inflight == 0)
+            assert g.gateway.fleet.replay.used == 0
+            assert len(g.gateway.fleet.room) == 0
+
+
+async def test_a_stream_whose_instance_has_left_the_store_and_is_silent(gateway: RunningGateway) -> None:
+    """As when its host is gone: no packet ever says so."""
+    fleet = Fleet(chat(TOKENS))
+    cut_off = asyncio.Event()
+
+    async def freeze(link: Link, _: Received) -> None:
+        await link.send(HEAD % (STAMPED % 1) + framed(fleet.events[:2])[:-9])
+        cut_off.set()
+        await link.gone()
+
+    async with AsyncExitStack() as stack:
+        gateway.register(await stack.enter_async_context(upstream(freeze)), "frozen")
+        reader, writer = await gateway.connect()
+        writer.write(post(CHAT, {"stream": True}))
+        await cut_off.wait()
+        gateway.register(await stack.enter_async_context(upstream(fleet.handle)), "well")
+        gateway.unregister("frozen")
+        answer = await asyncio.wait_for(read_answer(reader), 30)
+        writer.close()
+    assert answer.body == b"".join(fleet.events)
+
+
+async def test_an_instance_that_registers_again_has_what_it_had(tmp_path: Path) -> None:
+    """As after an outage of the store that outlived the leases: over its limit, nothing is sent to it."""
+    fleet = Fleet(chat(TOKENS))
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(link: Link, _: Received) -> None:
+        await link.send(HEAD % (STAMPED % 1) + framed(fleet.events[:1]))
+        arrived.set()
+        await go_on.wait()
+        await link.send(framed(fleet.events[1:]) + END)
+
+    up_settings = replace(settings(), max_in_flight=1)
+    async with upstream(slow) as up:
+        with running_gateway(tmp_path, upstream=up_settings) as g:
+            g.register(up)
+            first = asyncio.create_task(g.ask(post(CHAT, {"stream": True})))
+            await arrived.wait()
+            g.unregister()
+            g.register(up)
+            assert g.gateway.fleet.instances["i0"].working == 1
+            second = asyncio.create_task(g.ask(post(CHAT, {"stream": True})))
+            await eventually(lambda: g.gateway.gate.queue.waiting == 1)
+            assert len(up.requests) == 1
+            go_on.set()
+            answers = [await asyncio.wait_for(each, 10) for each in (first, second)]
+            await eventually(lambda: g.gateway.fleet.instances["i0"].working == 0)
+            connections = up.connections
+            assert (await g.ask(post(CHAT, {"stream": True}))).complete
+            assert up.connections == connections, "its connections are kept again"
+    assert [answer.body for answer in answers] == [b"".join(fleet.events)] * 2
+
+
+def test_silence_counts_from_when_it_left_the_store() -> None:
+    """A stream may be silent for long (a long prompt); an outage of the store must not turn that into a death."""
+    settled = UpstreamSettings()
+    instance = Instance(InstanceRecord("i", "http://127.0.0.1:1"), settled)
+    assert not silent(instance, since=100.0, now=400.0, limit_s=0.0)
+    instance.left(400.0)
+    assert not silent(instance, since=100.0, now=400.0 + GONE_S, limit_s=0.0)
+    assert silent(instance, since=100.0, now=400.1 + GONE_S, limit_s=0.0)
+    assert not silent(instance, since=401.0, now=400.1 + GONE_S, limit_s=0.0), "it has spoken since"
+    instance.returned()
+    assert not silent(instance, since=100.0, now=1000.0, limit_s=0.0)
+    assert silent(instance, since=100.0, now=131.0, limit_s=30.0)
+    assert not silent(instance, since=100.0, now=130.0, limit_s=30.0)
+    assert GONE_S > LAST_RETRY_S, "an instance must have had the time to register again"
+
+
+def test_what_the_client_asked_for_holds_again_where_any_version_may_go_on() -> None:
+    """It holds for every continuation, not what the one before needed: that version may be gone by now."""
+    journal = ReplayMemory(2**20, 2**20).open(0)
+    assert journal is not None
+    asked = Need(None, 2, 1.0)
+    error = BadUpstream("it died")
+    first = go_on(journal, None, error, 0.0, asked, 3)
+    assert (first.need, first.own_need) == (Need(3, None, 0.0), asked)
+    second = go_on(journal, first, error, 1.0, first.need, None)
+    assert (second.need, second.own_need) == (asked, asked)
+
+
+# who does not
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [("x-hotswap-failover: off\r\n", {}), ("", {"hotswap": {"failover": "off"}})],
+)
+async def test_a_client_that_does_not_want_it(gateway: RunningGateway, headers: str, body: dict[str, Any]) -> None:
+    fleet = Fleet(chat(TOKENS), cuts=[len(framed(chat(TOKENS)[:2]))])
+    answer = await ask(gateway, fleet, headers=headers, body={"stream": True, **body})
+    assert error_code(answer) == "upstream_died"
+    assert not [h for h in fleet.asked if RESUMABLE.decode() in h]
+
+
+async def test_a_gateway_that_is_told_not_to(tmp_path: Path) -> None:
+    fleet = Fleet(chat(TOKENS), cuts=[len(framed(chat(TOKENS)[:2]))])
+    with running_gateway(tmp_path, upstream=settings(mode="off")) as g:
+        assert error_code(await ask(g, fleet)) == "upstream_died"
+        assert not fleet.resumes
+
+
+@pytest.mark.parametrize(
+    "word", ["x-hotswap-failover: maybe\r\n", "x-hotswap-failover: any\r\nx-hotswap-policy: finish\r\n"]
+)
+async def test_wishes_that_cannot_be_met(gateway: RunningGateway, word: str) -> None:
+    answer = await gateway.ask(post(CHAT, {}, word))
+    assert answer.status == 400
+    assert orjson.loads(answer.body)["error"]["code"] in ("invalid_parameter", "contradictory_parameters")
+
+
+async def test_a_stream_that_the_instance_cannot_promise_to_continue(gateway: RunningGateway) -> None:
+    before = failovers(gateway)["not_resumable"]
+
+    async def unstamped(link: Link, _: Received) -> None:
+        await link.sse_head()
+        await link.chunk(b"data: 1\n\n")
+        link.writer.close()
+
+    async with upstream(unstamped) as up, upstream(unstamped) as other:
+        gateway.register(up, "a")
+        gateway.register(other, "b")
+        answer = await gateway.ask(post(CHAT, {"stream": True}))
+    assert error_code(answer) == "upstream_died"
+    assert len(up.requests) + len(other.requests) == 1
+    assert failovers(gateway)["not_resumable"] == before + 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"data: no JSON\n\n",
+        event({"choices": [{"token_ids": [-1]}], "weight_version": 1}),
+        event({"error": {"code": "x"}}),
+        event({"choices": [{"token_ids": [4]}]}),
+    ],
+)
+async def test_events_that_nobody_could_continue(gateway: RunningGateway, said: bytes) -> None:
+    events = [*chat(TOKENS)[:2], said]
+    fleet = Fleet([*events, b"data: [DONE]\n\n"], cuts=[len(framed(events))])
+    answer = await ask(gateway, fleet)
+    assert answer.body.startswith(b"".join(events))
+    assert error_code(answer) == "upstream_died"
+    assert not fleet.resumes
+
+
+async def test_memory_is_bounded(tmp_path: Path) -> None:
+    """A request that is too long to be kept, and an answer that becomes too long: both pass, neither is continued."""
+    tokens = list(range(10_000))
+    fleet = Fleet(chat(tokens))
+    with running_gateway(tmp_path, upstream=settings(max_stream_bytes=40_000, max_bytes=50_000)) as g:
+        for body in ({"stream": True, "prompt": "x" * 30_000}, {"stream": True}):
+            fleet.cuts = [len(framed(fleet.events[:-2]))]
+            answer = await ask(g, fleet, body=body)
+            assert answer.body.startswith(b"".join(fleet.events[:-2]))
+            assert error_code(answer) == "upstream_died"
+        assert not fleet.resumes
+        assert g.gateway.fleet.replay.used == 0

@@ -1,0 +1,424 @@
+"""Several instances behind one gateway: who is asked, who is left out and taken back, and what is sent again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from server.gateway import HealthSettings, UpstreamSettings
+from server.gateway.fleet.retries import MIN_PER_S, WINDOW_S
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, eventually, get, post, running_gateway, wait_for
+from tests.server.gateway.upstream import Answer, Link, Received, Upstream, answer_json, upstream
+
+QUIET = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0)
+WATCHFUL = UpstreamSettings(
+    scrape_interval_s=0.02, scrape_timeout_s=10.0, health=HealthSettings(probe_timeout_s=10.0, max_ejected=0.99)
+)
+QUICK = UpstreamSettings(  # ejections end at once, and trials follow each other at once
+    scrape_interval_s=3600.0, health=HealthSettings(ejection_s=0.01, max_ejection_s=0.01, trial_interval_s=0.0)
+)
+FORGIVING = UpstreamSettings(scrape_interval_s=3600.0, health=HealthSettings(eject_after=10**6, min_requests=10**6))
+LONG = HealthSettings().eject_after
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
+    settings = getattr(request, "param", QUIET)
+    with running_gateway(tmp_path, upstream=settings, run_coordinator=False) as g:
+        yield g
+
+
+@asynccontextmanager
+async def fleet(
+    gateway: RunningGateway, *handlers: Callable[[Link, Received], Awaitable[None]]
+) -> AsyncIterator[list[Upstream]]:
+    """Instances i0, i1, ... that answer by these handlers."""
+    async with AsyncExitStack() as stack:
+        ups = [await stack.enter_async_context(upstream(handler)) for handler in handlers]
+        for n, up in enumerate(ups):
+            gateway.register(up, f"i{n}")
+        yield ups
+
+
+def chat(application: int, question: int = 0) -> bytes:
+    system = f"You answer for application {application}. " * 40
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": f"question {question}"}]
+    return orjson.dumps({"model": "toy", "messages": messages})
+
+
+async def ask(gateway: RunningGateway, body: bytes = b"{}", headers: str = "", path: str = CHAT) -> Answer:
+    return await gateway.ask(post(path, body, headers))
+
+
+def asked(up: Upstream) -> list[Received]:
+    """Requests of clients, without the gateway's own."""
+    return [r for r in up.requests if r.method == "POST"]
+
+
+async def admin(gateway: RunningGateway, method: str, path: str) -> Any:
+    raw = f"{method} {path} HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {ADMIN_KEY}\r\nContent-Length: 0\r\n\r\n"
+    answer = await gateway.ask(raw.encode(), admin=True)
+    return answer.status, orjson.loads(answer.body)
+
+
+async def seen(gateway: RunningGateway, instance_id: str) -> dict[str, Any]:
+    _, body = await admin(gateway, "GET", "/admin/instances")
+    return next(i for i in body["instances"] if i["id"] == instance_id)
+
+
+def status(line: bytes, extra: bytes = b"") -> Callable[[Link, Received], Awaitable[None]]:
+    async def handler(link: Link, _: Received) -> None:
+        await link.json(b'{"error":{}}', line, extra)
+
+    return handler
+
+
+class Moody:
+    """Answers, or fails, as it is told."""
+
+    def __init__(self) -> None:
+        self.status = b"200 OK"
+        self.health = b"200 OK"
+
+    async def __call__(self, link: Link, received: Received) -> None:
+        if received.target == "/health":
+            await link.json(status=self.health)
+        elif received.target == "/metrics":
+            await link.json(b"vllm:num_requests_running 0.0\n")
+        else:
+            await link.json(status=self.status)
+
+
+async def lose(link: Link, _: Received) -> None:
+    link.cut()
+
+
+# affinity
+
+
+async def test_a_prompt_s_beginning_decides_who_is_asked(gateway: RunningGateway) -> None:
+    async with fleet(gateway, *[answer_json] * 3) as ups:
+        for question in range(6):
+            for application in range(8):
+                assert (await ask(gateway, chat(application, question))).status == 200
+        homes = [
+            {n for n, up in enumerate(ups) if any(r.body == chat(a, q) for r in asked(up) for q in range(6))}
+            for a in range(8)
+        ]
+        assert all(len(home) == 1 for home in homes), homes
+        assert len(set.union(*homes)) > 1, "and not all of them go to one instance"
+        picks = gateway.gateway.fleet.picks
+        assert (picks["load"], picks["prefix"]) == (8, 40)
+
+
+async def test_a_busy_instance_does_not_get_its_prompts_back_for_ever(gateway: RunningGateway) -> None:
+    """All requests share a prefix and none ends: the load is spread all the same."""
+
+    async def hang(link: Link, _: Received) -> None:
+        await link.gone()
+
+    async with fleet(gateway, hang, hang, hang) as ups:
+        clients = [await gateway.connect() for _ in range(30)]
+        for n, (_, writer) in enumerate(clients):
+            writer.write(post(CHAT, chat(0, n)))
+            await eventually(lambda n=n: sum(len(asked(up)) for up in ups) == n + 1)
+        counts = sorted(len(asked(up)) for up in ups)
+        assert counts[-1] - counts[0] <= 4 + 0.25 * 10 + 1, counts
+        for _, writer in clients:
+            writer.close()
+
+
+async def test_a_session_stays_and_moves_when_its_instance_goes(gateway: RunningGateway) -> None:
+    async with fleet(gateway, *[answer_json] * 3) as ups:
+        for n in range(20):  # others use the fleet meanwhile
+            await ask(gateway, chat(n))
+            await ask(gateway, headers="X-Session-Id: ada\r\n")
+        homes = [up for up in ups if any("x-session-id" in r.headers for r in asked(up))]
+        assert len(homes) == 1
+        gone = ups.index(homes[0])
+        gateway.unregister(f"i{gone}")
+        for n in range(10):
+            await ask(gateway, chat(n))
+            await ask(gateway, headers="X-Session-Id: ada\r\n")
+        sessions = Counter(n for n, up in enumerate(ups) for r in asked(up) if r.headers.get("x-session-id") == "ada")
+        assert sorted(sessions.values()) == [10, 20]
+
+
+async def test_one_instance_costs_no_thought(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.gateway.fleet.affinity.hint", None)  # it would fail
+    async with fleet(gateway, answer_json):
+        assert (await ask(gateway, chat(0))).status == 200
+    assert gateway.gateway.fleet.picks["only"] == 1
+
+
+# ejection
+
+
+async def test_who_fails_is_left_out_and_who_is_well_is_not(gateway: RunningGateway) -> None:
+    async with fleet(gateway, status(b"500 Internal Server Error"), answer_json) as (bad, good):
+        statuses = Counter([(await ask(gateway)).status for _ in range(4 * LONG)])
+        assert statuses == {500: LONG, 200: 3 * LONG}
+        assert (len(asked(bad)), len(asked(good))) == (LONG, 3 * LONG)
+        ill, well = await seen(gateway, "i0"), await seen(gateway, "i1")
+        assert (ill["circuit"], ill["ejections"], ill["eligible"]) == ("open", 1, True)
+        assert 0 < ill["ejected_for_s"] <= 5.0
+        assert (well["circuit"], well["ejected_for_s"]) == ("closed", None)
+    page = (await gateway.ask(get("/metrics"))).body.decode()
+    assert 'hotswap_instance_circuit_state{instance_id="i0",state="open"} 1.0' in page
+    assert 'hotswap_instance_ejections_total{instance_id="i0"} 1.0' in page
+
+
+@pytest.mark.parametrize("gateway", [QUICK], indirect=True)
+async def test_who_is_left_out_is_tried_again(gateway: RunningGateway) -> None:
+    moody = Moody()
+    async with fleet(gateway, moody, answer_json):
+        health = gateway.gateway.fleet.instances["i0"].health
+        moody.status = b"503 Service Unavailable"
+        while not health.ejections:
+            await ask(gateway)
+        while health.ejections < 3:  # a trial that fails: out again
+            await ask(gateway)
+        moody.status = b"200 OK"
+        async with asyncio.timeout(30):
+            while not health.closed:
+                await ask(gateway)
+        assert not gateway.gateway.fleet.unwell
+
+
+async def test_the_last_one_is_never_left_out(gateway: RunningGateway) -> None:
+    async with fleet(gateway, *[status(b"500 Internal Server Error")] * 2) as ups:
+        statuses = {(await ask(gateway)).status for _ in range(6 * LONG)}
+        assert statuses == {500}, "no 503 of the gateway's own"
+        assert sum(len(asked(up)) for up in ups) == 6 * LONG
+        assert len(gateway.gateway.fleet.unwell) == 1
+
+
+async def test_at_most_a_share_is_left_out(gateway: RunningGateway) -> None:
+    async with fleet(gateway, *[status(b"502 Bad Gateway")] * 3, answer_json, answer_json):
+        for _ in range(20 * LONG):
+            await ask(gateway)
+        assert len(gateway.gateway.fleet.unwell) == 2  # half of five
+
+
+@pytest.mark.parametrize(
+    ("line", "extra"),
+    [
+        (b"400 Bad Request", b""),
+        (b"404 Not Found", b""),
+        (b"422 Unprocessable Entity", b""),
+        (b"429 Too Many Requests", b""),
+        (b"501 Not Implemented", b""),
+        (b"503 Service Unavailable", b"x-hotswap-refused: engine\r\n"),
+        (b"409 Conflict", b"x-hotswap-refused: version\r\n"),
+    ],
+)
+async def test_what_is_no_fault_of_the_instance_does_not_count(
+    gateway: RunningGateway, line: bytes, extra: bytes
+) -> None:
+    async with fleet(gateway, status(line, extra), answer_json) as (odd, _):
+        while len(asked(odd)) < 3 * LONG:
+            await ask(gateway)
+        assert not gateway.gateway.fleet.unwell
+
+
+async def test_who_refuses_connections_is_left_out_and_nobody_notices(gateway: RunningGateway) -> None:
+    async with fleet(gateway, answer_json), upstream() as gone:
+        dead = gone.address
+    async with fleet(gateway, answer_json):
+        gateway.register(dead, "dead")
+        instance = gateway.gateway.fleet.instances["dead"]
+        for _ in range(60 * LONG):
+            assert (await ask(gateway)).status == 200
+            instance.failed_at = 0.0  # as if a second had passed: it may be asked again
+            if instance.health.ejections:
+                break
+        assert not instance.health.closed
+        assert gateway.gateway.fleet.retries["not_sent"] == LONG
+
+
+@pytest.mark.parametrize("gateway", [WATCHFUL], indirect=True)
+async def test_probes_take_an_instance_out_and_back(gateway: RunningGateway) -> None:
+    moody = Moody()
+    async with fleet(gateway, moody, Moody()) as (ill, well):
+        moody.health = b"503 Service Unavailable"
+        await eventually(lambda: len(gateway.gateway.fleet.unwell) == 1)
+        before = len(asked(ill))
+        for n in range(10):
+            assert (await ask(gateway, chat(n))).status == 200
+        assert (len(asked(ill)) - before, len(asked(well))) == (0, 10)
+        row = await seen(gateway, "i0")
+        assert (row["answering"], row["circuit"]) == (False, "closed")
+        moody.health = b"200 OK"
+        await eventually(lambda: not gateway.gateway.fleet.unwell)
+        async with asyncio.timeout(30):
+            while len(asked(ill)) == before:
+                await ask(gateway)
+
+
+@pytest.mark.parametrize("gateway", [WATCHFUL], indirect=True)
+async def test_if_all_fail_their_probes_they_are_asked_all_the_same(gateway: RunningGateway) -> None:
+    a, b = Moody(), Moody()
+    a.health = b.health = b"500 Internal Server Error"
+    async with fleet(gateway, a, b):
+        await eventually(lambda: len(gateway.gateway.fleet.unwell) == 2)
+        assert (await ask(gateway)).status == 200
+
+
+# sent again
+
+
+async def test_what_was_lost_before_the_first_byte_goes_to_another(gateway: RunningGateway) -> None:
+    async with fleet(gateway, lose, answer_json) as (bad, good):
+        answers = [(await ask(gateway, chat(n))).status for n in range(3 * LONG)]
+        assert set(answers) == {200}
+        assert 0 < len(asked(bad)) <= LONG, "and whoever loses them is left out in the end"
+        assert len(asked(good)) == 3 * LONG
+        assert gateway.gateway.fleet.retries["lost"] == len(asked(bad))
+        assert gateway.gateway.stats.upstream_failures["upstream_died"] == len(asked(bad))
+
+
+async def test_a_request_that_is_lost_twice_is_over(gateway: RunningGateway) -> None:
+    """It may be what kills instances."""
+    async with fleet(gateway, lose, lose, lose) as ups:
+        answer = await ask(gateway, chat(0))
+        assert answer.status == 502
+        assert orjson.loads(answer.body)["error"]["code"] == "upstream_died"
+        assert sum(len(asked(up)) for up in ups) == 2
+
+
+async def test_what_outlives_its_connection_is_not_repeated(gateway: RunningGateway) -> None:
+    async with fleet(gateway, lose, lose) as ups:
+        assert (await ask(gateway, chat(0), path="/v1/responses")).status == 502
+        assert sum(len(asked(up)) for up in ups) == 1
+
+
+async def test_an_answer_that_has_begun_is_not_asked_for_again(gateway: RunningGateway) -> None:
+    async def half(link: Link, _: Received) -> None:
+        await link.send(b"HTTP/1.1 200 OK\r\ncontent-")
+        link.cut()
+
+    async with fleet(gateway, half, half) as ups:
+        assert (await ask(gateway, chat(0))).status == 502
+        assert sum(len(asked(up)) for up in ups) == 1
+
+
+@pytest.mark.parametrize("gateway", [FORGIVING], indirect=True)
+async def test_when_the_budget_is_spent_the_fault_is_told(gateway: RunningGateway) -> None:
+    fleet_ = gateway.gateway.fleet
+    fleet_.budget.share = 0.0
+    async with fleet(gateway, lose, lose) as ups:
+        statuses = [(await ask(gateway, chat(n))).status for n in range(int(MIN_PER_S * WINDOW_S) + 30)]
+        assert set(statuses) == {502}
+        sent = sum(len(asked(up)) for up in ups)
+        assert fleet_.budget.exhausted > 0
+        assert sent + fleet_.budget.exhausted == 2 * len(statuses)
+    page = (await gateway.ask(get("/metrics"))).body.decode()
+    assert f"hotswap_gateway_retries_over_budget_total {fleet_.budget.exhausted}.0" in page
+
+
+# draining, coming and going
+
+
+async def test_a_drained_instance_keeps_what_it_has_and_gets_nothing_new(
+    gateway: RunningGateway, tmp_path: Path
+) -> None:
+    release = asyncio.Event()
+
+    async def stream(link: Link, received: Received) -> None:
+        if b"stream" not in received.body:
+            await link.json()
+            return
+        await link.sse_head()
+        await link.chunk(b"data: one\n\n")
+        await release.wait()
+        await link.chunk(b"data: two\n\n")
+        await link.end()
+
+    async with fleet(gateway, stream, answer_json) as (a, b):
+        with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False) as other:
+            wait_for(lambda: len(other.gateway.fleet.serving) == 2)
+            gateway.register(b, "i1", state="STARTING")  # so that the stream begins at i0
+            streaming = asyncio.create_task(ask(gateway, b'{"stream": true}'))
+            await eventually(lambda: len(asked(a)) == 1)
+            gateway.register(b, "i1")
+            assert await admin(gateway, "POST", "/admin/instances/i0/drain") == (200, {"id": "i0", "draining": True})
+            for g in (gateway, other):
+                await eventually(lambda g=g: len(g.gateway.fleet.serving) == 1)
+                for n in range(5):
+                    assert (await ask(g, chat(n))).status == 200
+            assert (len(asked(a)), len(asked(b))) == (1, 10)
+            row = await seen(gateway, "i0")
+            assert (row["draining"], row["eligible"], row["in_flight"]) == (True, False, 1)
+            release.set()
+            answer = await streaming
+            assert (answer.complete, answer.body) == (True, b"data: one\n\ndata: two\n\n")
+            assert await admin(other, "POST", "/admin/instances/i0/resume") == (200, {"id": "i0", "draining": False})
+            await eventually(lambda: len(gateway.gateway.fleet.serving) == 2)
+
+
+async def test_a_drain_ends_with_the_process_it_was_meant_for(gateway: RunningGateway) -> None:
+    async with fleet(gateway, answer_json) as (up,):
+        gateway.register(up, "i0", pid=7)
+        assert (await admin(gateway, "POST", "/admin/instances/i0/drain"))[0] == 200
+        await eventually(lambda: not gateway.gateway.fleet.serving)
+        answer = await gateway.ask(get("/readyz"))
+        assert answer.status == 503
+        assert b"i0 is DRAINING" in answer.body
+        gateway.register(up, "i0", pid=8)
+        await eventually(lambda: len(gateway.gateway.fleet.serving) == 1)
+        gateway.unregister("i0")
+        gateway.register(up, "i1")
+        assert (await admin(gateway, "POST", "/admin/instances/i1/drain"))[0] == 200
+        await eventually(lambda: list(gateway.gateway.fleet.drains) == ["i1"])  # what is left of i0 is swept up
+
+
+async def test_nobody_is_drained_who_is_not_there(gateway: RunningGateway) -> None:
+    for what in ("drain", "resume"):
+        code, body = await admin(gateway, "POST", f"/admin/instances/nobody/{what}")
+        assert (code, body["error"]["code"]) == (404, "unknown_instance")
+
+
+async def test_instances_come_and_go_under_load_without_a_failed_request(gateway: RunningGateway) -> None:
+    """One joins, one leaves as an instance does (DRAINING, then gone), one goes without a word."""
+    statuses: Counter[int] = Counter()
+    stop = asyncio.Event()
+
+    async def client(number: int) -> None:
+        n = 0
+        while not stop.is_set():
+            n += 1
+            statuses[(await ask(gateway, chat(number, n))).status] += 1
+
+    async def more(count: int) -> None:
+        goal = sum(statuses.values()) + count
+        await eventually(lambda: sum(statuses.values()) >= goal, 60)
+
+    async with upstream() as a, upstream() as b, upstream() as late:
+        gateway.register(a, "a")
+        gateway.register(b, "b")
+        clients = [asyncio.create_task(client(n)) for n in range(8)]
+        await more(100)
+        gateway.register(late, "late")
+        async with asyncio.timeout(60):
+            while not late.requests:
+                await more(20)
+                clients.append(asyncio.create_task(client(len(clients))))
+        gateway.register(a, "a", state="DRAINING")
+        await more(50)
+        before = len(a.requests)
+        await more(100)
+        assert len(a.requests) == before
+        gateway.unregister("a")
+        gateway.unregister("b")
+        await more(100)
+        stop.set()
+        await asyncio.gather(*clients)
+    assert set(statuses) == {200}, statuses

@@ -1,0 +1,228 @@
+"""Requests that come while no instance can be asked: held until one can, for a bounded time, in bounded number."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from server.errors import Unavailable
+from server.gateway import UpstreamSettings
+from server.gateway.fleet.retries import Patience, WaitingRoom
+from tests.server.gateway.harness import KEYS, RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.upstream import Answer, Link, Received, read_answer, upstream
+from weightsync.control.records import ActiveRecord, SwapRecord
+
+LONG = UpstreamSettings(scrape_interval_s=3600.0, hold_s=60.0, max_held=2)
+SHORT = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.1)
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
+    with running_gateway(tmp_path, upstream=LONG, run_coordinator=False) as g:
+        yield g
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[RunningGateway]:
+    with running_gateway(tmp_path, upstream=SHORT, run_coordinator=False) as g:
+        yield g
+
+
+def code(answer: Answer) -> tuple[int, str]:
+    return answer.status, str(orjson.loads(answer.body)["error"]["code"])
+
+
+async def held(gateway: RunningGateway) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A client whose request waits."""
+    before = len(gateway.gateway.fleet.room)
+    reader, writer = await gateway.connect()
+    writer.write(post(body={"prompt": "x"}))
+    await eventually(lambda: len(gateway.gateway.fleet.room) == before + 1)
+    return reader, writer
+
+
+async def test_a_gateway_that_never_saw_an_instance_answers_at_once(gateway: RunningGateway) -> None:
+    answer = await gateway.ask(post())
+    assert code(answer) == (503, "no_instance")
+    assert "retry-after" in answer.headers
+
+
+@pytest.mark.parametrize("state", ["STARTING", "COMMITTING", "TORN", "DRAINING", "STOPPED"])
+async def test_held_until_it_serves(gateway: RunningGateway, state: str) -> None:
+    async with upstream() as up:
+        gateway.register(up, state=state)
+        reader, writer = await held(gateway)
+        assert up.requests == []
+        gateway.register(up)
+        assert (await read_answer(reader)).status == 200
+        assert up.requests[0].body == b'{"prompt":"x"}'
+        assert gateway.gateway.stats.holds["fleet", "served"] == 1
+        writer.close()
+
+
+async def test_held_while_the_only_instance_restarts(gateway: RunningGateway) -> None:
+    async with upstream() as up, upstream() as restarted:
+        gateway.register(up)
+        gateway.unregister()
+        reader, writer = await held(gateway)
+        gateway.register(restarted)
+        assert (await read_answer(reader)).status == 200
+        assert (up.requests, len(restarted.requests)) == ([], 1)
+        writer.close()
+
+
+async def test_held_until_a_stale_instance_has_caught_up(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        active = ActiveRecord(2, 2, previous=1, swap_id="s", committed_at=0.0, fingerprint="f2")
+        gateway.store.put(KEYS.active, active.to_json())
+        for stale in ({"active_epoch": 1}, {"active_epoch": 2, "active_version": 2, "fingerprint": "f1"}):
+            gateway.register(up, **stale)
+            reader, writer = await held(gateway)
+            assert up.requests == []
+            gateway.register(up, active_version=2, active_epoch=2, fingerprint="f2")
+            assert (await read_answer(reader)).status == 200
+            writer.close()
+            up.requests.clear()
+
+
+async def test_both_versions_answer_while_a_commit_is_carried_out(gateway: RunningGateway) -> None:
+    active = ActiveRecord(2, 2, previous=1, swap_id="s", committed_at=0.0)
+    swap = SwapRecord("s", 2, "commit", ("a", "b"), deadline=0.0, opened_at=0.0)
+    async with upstream() as old, upstream() as new:
+        gateway.register(old, "a", active_version=1, active_epoch=1)
+        gateway.register(new, "b", active_version=2, active_epoch=2)
+        gateway.store.put(KEYS.active, active.to_json())
+        await eventually(lambda: [i.id for i in gateway.gateway.fleet.serving] == ["b"])
+        gateway.store.put(KEYS.swap, swap.to_json())
+        await eventually(lambda: [i.id for i in gateway.gateway.fleet.serving] == ["a", "b"])
+        for _ in range(4):
+            assert (await gateway.ask(post())).status == 200
+        assert len(old.requests) == len(new.requests) == 2
+
+
+async def test_a_connection_refused_is_held_for_who_comes_next(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        gateway.register("http://127.0.0.1:1", "dead")
+        gateway.register(up, "flipping", state="COMMITTING")
+        reader, writer = await held(gateway)
+        gateway.register(up, "flipping")
+        assert (await read_answer(reader)).status == 200
+        writer.close()
+
+
+async def test_held_after_a_refusal_which_leaves_its_connection_good(gateway: RunningGateway) -> None:
+    """The only instance has other weights than the gateway believes: the request waits until it says so itself."""
+    refusals = [b"x-hotswap-refused: version\r\n"]
+
+    async def refuses_once(link: Link, _: Received) -> None:
+        if refusals:
+            await link.json(b'{"error":{}}', b"409 Conflict", refusals.pop())
+        else:
+            await link.json()
+
+    async with upstream(refuses_once) as up:
+        gateway.register(up)
+        reader, writer = await held(gateway)
+        gateway.register(up, active_version=2, active_epoch=2)
+        assert (await read_answer(reader)).status == 200
+        assert (len(up.requests), up.connections) == (2, 1)
+        writer.close()
+
+
+async def test_who_was_turned_away_by_one_that_looked_well_tries_again_before_anything_changes() -> None:
+    room, woken = WaitingRoom(1), asyncio.Event()
+
+    class Held:
+        started = time.monotonic()
+
+        def wake(self) -> None:
+            woken.set()
+
+    held = Held()
+    room.enter(held, Patience("fleet", 3600.0, Unavailable("nobody came")), soon=True)
+    async with asyncio.timeout(60):
+        await woken.wait()
+    room.leave(held)
+    assert len(room) == 0
+
+
+async def test_the_hold_is_over(hasty: RunningGateway) -> None:
+    async with upstream() as up:
+        hasty.register(up, state="STARTING")
+        answer = await hasty.ask(post())
+        assert code(answer) == (503, "no_instance")
+        assert "i0 is STARTING" in orjson.loads(answer.body)["error"]["message"]
+        assert hasty.gateway.stats.holds["fleet", "refused"] == 1
+        hasty.register("http://127.0.0.1:1")
+        assert code(await hasty.ask(post())) == (503, "instance_unreachable")
+        answer = await hasty.ask(post(headers="X-Hotswap-Version: 1\r\nX-Hotswap-Wait-S: 0.2\r\n"))
+        assert code(answer) == (504, "version_wait_timeout")
+
+
+async def test_who_has_just_left_is_not_to_be_started(hasty: RunningGateway) -> None:
+    answer = await hasty.ask(post())
+    assert "start one" in orjson.loads(answer.body)["error"]["message"]
+    hasty.register("http://127.0.0.1:1")
+    hasty.unregister()
+    answer = await hasty.ask(post())
+    assert code(answer) == (503, "no_instance")
+    message = orjson.loads(answer.body)["error"]["message"]
+    assert "Try again" in message
+    assert "start one" not in message
+
+
+async def test_the_client_leaves(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        gateway.register(up, state="STARTING")
+        _, writer = await held(gateway)
+        writer.transport.abort()
+        await eventually(lambda: len(gateway.gateway.fleet.room) == 0)
+        await eventually(lambda: gateway.gateway.stats.inflight == 0)
+        assert gateway.gateway.stats.disconnects["held"] == 1
+        gateway.register(up)
+        assert (await gateway.ask(post())).status == 200
+        assert len(up.requests) == 1
+
+
+async def test_those_held_are_bounded(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        gateway.register(up, state="STARTING")
+        clients = [await held(gateway) for _ in range(2)]
+        assert code(await gateway.ask(post())) == (503, "overloaded")
+        gateway.register(up)
+        for reader, writer in clients:
+            assert (await read_answer(reader)).status == 200
+            writer.close()
+
+
+async def test_what_metrics_say(gateway: RunningGateway) -> None:
+    active = ActiveRecord(2, 2, previous=1, swap_id="s", committed_at=0.0)
+    gateway.store.put(KEYS.active, active.to_json())
+    async with upstream() as up:
+        gateway.register(up, "stale", active_version=1, active_epoch=1)
+        reader, writer = await held(gateway)
+        assert {"hotswap_gateway_held 1.0", 'hotswap_instance_fresh{instance_id="stale"} 0.0'} <= await metrics(gateway)
+        gateway.register(up, "fresh", active_version=2, active_epoch=2)
+        assert (await read_answer(reader)).status == 200
+        writer.close()
+        assert await metrics(gateway) >= {
+            "hotswap_gateway_held 0.0",
+            'hotswap_gateway_holds_total{for="fleet",outcome="served"} 1.0',
+            "hotswap_gateway_hold_seconds_count 1.0",
+            'hotswap_instance_active_epoch{instance_id="stale"} 1.0',
+            'hotswap_instance_active_epoch{instance_id="fresh"} 2.0',
+            'hotswap_instance_fresh{instance_id="fresh"} 1.0',
+            'hotswap_instance_eligible{instance_id="stale"} 0.0',
+            'hotswap_instance_eligible{instance_id="fresh"} 1.0',
+            'hotswap_gateway_version_refusals_total{instance_id="fresh"} 0.0',
+            "hotswap_gateway_refusal_retries_total 0.0",
+        }
+
+
+async def metrics(gateway: RunningGateway) -> set[str]:
+    return set((await gateway.ask(get("/metrics"))).body.decode().splitlines())

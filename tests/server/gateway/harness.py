@@ -1,0 +1,146 @@
+"""A real gateway on a thread of its own (uvicorn, uvloop, the SQLite store), and raw clients for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvicorn
+
+from server.gateway import GatewayConfig
+from server.gateway.gateway import Gateway
+from server.gateway.main import bind, uvicorn_config
+from server.gateway.observe import metrics as pages
+from tests.server.gateway.upstream import Answer, Upstream, read_answer
+from weightsync.control.records import InstanceRecord, Keys
+from weightsync.store import SyncStore
+
+MODEL = "toy"
+ADMIN_KEY = "admin-key-for-the-tests"
+KEYS = Keys(MODEL)
+
+pages.MOST_KEPT_S = 0.0  # a test that asks for metrics wants what has just happened
+
+
+@dataclass
+class RunningGateway:
+    """A gateway under test. `gateway` is read across threads for its counts only."""
+
+    host: str
+    port: int
+    admin_port: int
+    store: SyncStore
+    gateway: Gateway
+    server: uvicorn.Server
+
+    def stop(self) -> None:
+        """Tells it to end, as SIGTERM does; it goes on until what it has is answered."""
+        self.server.should_exit = True
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def register(
+        self, upstream: Upstream | str, instance_id: str = "i0", state: str = "SERVING", **fields: Any
+    ) -> None:
+        """Writes an instance record, as the instance's agent does, and waits until the gateway sees it."""
+        address = upstream if isinstance(upstream, str) else upstream.address
+        record = InstanceRecord(
+            id=instance_id, address=address, **{"state": state, "active_version": 1, "active_epoch": 1, **fields}
+        )
+        self.store.put(KEYS.instance(instance_id), record.to_json())
+        instances = self.gateway.fleet.instances
+        wait_for(lambda: instance_id in instances and instances[instance_id].record == record)
+
+    def unregister(self, instance_id: str = "i0") -> None:
+        self.store.delete(KEYS.instance(instance_id))
+        wait_for(lambda: instance_id not in self.gateway.fleet.instances)
+
+    async def connect(self, *, admin: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(self.host, self.admin_port if admin else self.port)
+
+    async def ask(self, raw: bytes, *, admin: bool = False) -> Answer:
+        """Sends `raw` on a new connection, to the admin port if `admin`, and reads one answer."""
+        reader, writer = await self.connect(admin=admin)
+        try:
+            writer.write(raw)
+            return await asyncio.wait_for(read_answer(reader), 10)
+        finally:
+            writer.close()
+
+
+def post(path: str = "/v1/completions", body: bytes | dict[str, Any] = b"{}", headers: str = "") -> bytes:
+    """A request as bytes; `headers` are whole lines ending in CRLF."""
+    data = body if isinstance(body, bytes) else orjson.dumps(body)
+    head = f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
+    head += f"{headers}Content-Length: {len(data)}\r\n\r\n"
+    return head.encode("latin-1") + data
+
+
+def get(path: str, headers: str = "") -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: t\r\n{headers}\r\n".encode("latin-1")
+
+
+async def admin(gateway: RunningGateway, method: str, path: str, key: str = ADMIN_KEY, **fields: Any) -> Answer:
+    """Asks `/admin/keys{path}`."""
+    body = orjson.dumps(fields) if fields else b""
+    head = f"{method} /admin/keys{path} HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return await gateway.ask(head.encode() + body, admin=True)
+
+
+async def new_key(gateway: RunningGateway, **fields: Any) -> tuple[str, str]:
+    """Makes a key and waits until the gateway knows it; its id, and a header line with it."""
+    answer = await admin(gateway, "POST", "", **{"name": "test", **fields})
+    assert answer.status == 200, answer.body
+    made = orjson.loads(answer.body)
+    await eventually(lambda: made["id"] in gateway.gateway.keys.limits)
+    return made["id"], f"Authorization: Bearer {made['key']}\r\n"
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Until `condition` holds; fails the test when it never does."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.002)
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """The same, on the event loop."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for happens on another thread
+            await asyncio.sleep(0.002)
+
+
+@contextlib.contextmanager
+def running_gateway(directory: Path, **settings: Any) -> Iterator[RunningGateway]:
+    """A gateway on a free port with its store in `directory`; `settings` are fields of GatewayConfig."""
+    url = f"sqlite://{directory / 'store.db'}"
+    config = GatewayConfig(**{"store": url, "model": MODEL, "port": 0, "admin_key": ADMIN_KEY, **settings})
+    config, listeners = bind(config)
+    server = uvicorn.Server(uvicorn_config(config))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": listeners}, name="gateway")
+    thread.start()
+    wait_for(lambda: server.started or not thread.is_alive())
+    assert server.started, "the gateway did not start"
+    store = SyncStore(url)
+    assert config.admin_port is not None
+    try:
+        gateway: Gateway = server.lifespan.state["gateway"]
+        yield RunningGateway(config.host, config.port, config.admin_port, store, gateway, server)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        server.force_exit = True
+        thread.join(20)
+        store.close()
+        assert not thread.is_alive()

@@ -1,0 +1,451 @@
+"""Abuse of a gateway process, from outside: nothing but public routes is reached, it stays up, its memory stays
+bounded, and whatever it prints at its most talkative holds no key and no prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import orjson
+import psutil
+import pytest
+
+from server.cli.up import free_port
+from server.gateway import GatewayConfig
+from server.gateway.app import build_app
+from server.gateway.middleware import is_public
+from server.gateway.routes import public_names
+from tests.server.gateway.harness import KEYS, MODEL, get, post, wait_for
+from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
+from weightsync.control.records import InstanceRecord
+from weightsync.store import SyncStore
+
+ADMIN_KEY = "PLANTED-admin-key-of-the-tests"
+INFER_KEY = "PLANTED-infer-key-of-the-tests"
+PROMPT = "PLANTED prompt"
+AUTH = f"Authorization: Bearer {INFER_KEY}\r\n"
+MAX_BODY = 2**20
+TIMEOUT_S = 2.0
+MOST_GROWTH = 48 * 2**20
+
+
+@dataclass
+class Process:
+    """A gateway that asks for keys and logs everything. `log` is all it printed."""
+
+    port: int
+    admin_port: int
+    log: Path
+    store: SyncStore
+    process: psutil.Process
+
+    async def connect(self, *, admin: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.admin_port if admin else self.port)
+
+    async def ask(self, raw: bytes, *, admin: bool = False) -> Answer:
+        reader, writer = await self.connect(admin=admin)
+        try:
+            writer.write(raw)
+            return await asyncio.wait_for(read_answer(reader), 30)
+        finally:
+            writer.close()
+
+    @property
+    def rss(self) -> int:
+        return int(self.process.memory_info().rss)
+
+    async def is_well(self) -> bool:
+        return (await self.ask(get("/healthz"))).status == 200
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    directory = tmp_path_factory.mktemp("abuse")
+    keys, log, url = directory / "keys", directory / "log", f"sqlite://{directory / 'store.db'}"
+    keys.touch(mode=0o600)
+    keys.write_text(INFER_KEY + "\n")
+    port, admin_port = free_port("127.0.0.1"), free_port("127.0.0.1")
+    command = [sys.executable, "-m", "server.gateway", "--store", url, "--model", MODEL, "--port", str(port)]
+    command += ["--admin-port", str(admin_port), "--api-key-file", str(keys), "--max-body", str(MAX_BODY)]
+    command += ["--request-timeout", str(TIMEOUT_S), "--log-level", "debug", "--log-format", "json"]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"HOTSWAP_ADMIN_KEY": ADMIN_KEY}
+        )
+    store = SyncStore(url)
+    try:
+        wait_for(lambda: _answers(port) or process.poll() is not None, 60)
+        assert process.poll() is None, log.read_text()
+        yield Process(port, admin_port, log, store, psutil.Process(process.pid))
+        assert process.poll() is None, log.read_text()[-3000:]
+    finally:
+        process.terminate()
+        process.wait(30)
+        store.close()
+    printed = log.read_text()
+    assert "PLANTED" not in printed
+    assert "Traceback" not in printed
+    assert printed.strip()  # it did log
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=5).status_code == 200
+    return False
+
+
+async def answer(link: Link, received: Received) -> None:
+    """Health checks too: this gateway asks them."""
+    await link.json()
+
+
+@pytest.fixture
+async def behind(gateway: Process) -> AsyncIterator[Upstream]:
+    """The instance behind the gateway; `requests` holds what clients got through, health checks are left out."""
+    async with upstream(answer) as up:
+        record = InstanceRecord("i0", up.address, "SERVING", active_version=1, active_epoch=1)
+        await asyncio.to_thread(gateway.store.put, KEYS.instance("i0"), record.to_json())
+        for _ in range(600):
+            if (await gateway.ask(post(headers=AUTH))).status == 200:
+                break
+            await asyncio.sleep(0.1)
+        up.requests.clear()
+        yield up
+        await asyncio.to_thread(gateway.store.delete, KEYS.instance("i0"))
+
+
+def reached(up: Upstream) -> list[Received]:
+    """What came from clients: a gateway's own questions are GETs of two paths."""
+    return [r for r in up.requests if r.target not in ("/health", "/metrics")]
+
+
+# control routes
+
+
+def control_paths() -> list[str]:
+    """Every path of the app that is not public, with its parameters filled in."""
+    app = build_app(GatewayConfig("sqlite:///nowhere.db", MODEL))
+    paths = {re.sub(r"\{\w+\}", "x", str(getattr(route, "path", "/"))) for route in app.routes}
+    return sorted(path for path in paths if not is_public(path))
+
+
+SPELLINGS = (
+    "{0}", "{0}/", "{0}.", "{0}%20", "{0}%00", "{0};x=1", "{0}?x=/healthz", "{0}#", "/{0}", "/.{0}", "/x/..{0}",
+    "/%2e{0}", "/healthz/..{0}", "/healthz/%2e%2e{0}", "/healthz%2f..{0}", "/console/..{0}", "/console/%2e%2e{0}",
+    "/console%2f..{0}", "/v1/models/..{0}", "http://t{0}", "http://127.0.0.1{0}", "\\{0}",
+)  # fmt: skip
+
+
+def spelt(path: str) -> Iterator[str]:
+    yield from (form.format(path) for form in SPELLINGS)
+    yield path.upper()
+    yield "/%" + f"{ord(path[1]):02x}" + path[2:]
+    yield path.replace("/", "%2f")
+    yield path.replace("/", "//")
+    yield path.replace("/", "/./")
+
+
+async def test_no_control_route_under_any_spelling_on_the_public_port(gateway: Process, behind: Upstream) -> None:
+    """With the admin key itself, so that only the port stands between."""
+    key = f"Authorization: Bearer {ADMIN_KEY}\r\n"
+    names = {re.sub(r"\{\w+\}", "x", name) for name in public_names()}
+    paths = control_paths()
+    assert {"/admin/weights", "/pause", "/collective_rpc", "/admin/keys"} <= set(paths)
+    reader, writer = await gateway.connect()
+    for path in paths:
+        for target in {*spelt(path)} - names:
+            for method in ("GET", "POST"):
+                writer.write(f"{method} {target} HTTP/1.1\r\nHost: t\r\n{key}Content-Length: 2\r\n\r\n{{}}".encode())
+                got = await asyncio.wait_for(read_answer(reader), 30)
+                assert got.status in (400, 404), (method, target, got)
+                if got.headers.get("connection") == "close":
+                    writer.close()
+                    reader, writer = await gateway.connect()
+    writer.close()
+    assert reached(behind) == []
+
+
+async def test_scopes_hold_on_both_ports(gateway: Process, behind: Upstream) -> None:
+    for key, admin, path, status in (
+        (INFER_KEY, True, "/admin/weights", 403),
+        (INFER_KEY, True, "/openapi.json", 403),
+        ("x" * 30, True, "/admin/weights", 401),
+        ("x" * 30, False, "/v1/models", 401),
+        ("", False, "/v1/models", 401),
+        (INFER_KEY, False, "/v1/models", 200),
+        (INFER_KEY, False, "/admin/weights", 404),
+    ):
+        got = await gateway.ask(get(path, f"Authorization: Bearer {key}\r\n"), admin=admin)
+        assert got.status == status, (path, got)
+    assert [r.target for r in reached(behind)] == ["/v1/models"]
+
+
+# smuggling
+
+FRAMINGS = (
+    "Transfer-Encoding: chunked\r\nContent-Length: 5\r\n",
+    "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
+    "Content-Length: 5\r\nTransfer-Encoding: identity\r\n",
+    "Content-Length: 5\r\nContent-Length: 50\r\n",
+    "Content-Length: 5\r\nContent-Length : 50\r\n",
+    "Content-Length: 5\r\n Content-Length: 50\r\n",
+    "Content-Length: 5 5\r\n",
+    "Content-Length: 5,50\r\n",
+    "Content-Length: -5\r\n",
+    "Content-Length: 5\0\r\n",
+    "Content-Length: \x0b5\r\n",
+    "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n",
+    "Transfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n",
+    "Transfer-Encoding: chunked, chunked\r\n",
+    "Transfer-Encoding: \x0bchunked\r\n",
+    "Transfer-Encoding: chunked\x0b\r\n",
+    'Transfer-Encoding: "chunked"\r\n',
+    "Transfer-Encoding: chunked;q=1\r\n",
+    "Transfer-Encoding:\r\n chunked\r\n",
+    "Transfer-Encoding\t: chunked\r\n",
+    "Transfer-Encoding\r\n: chunked\r\n",
+    "X: y\rTransfer-Encoding: chunked\r\n",
+    "X: y\nTransfer-Encoding: chunked\n",
+    "X: y\r\n\tTransfer-Encoding: chunked\r\n",
+    ": chunked\r\n",
+    "Transfer_Encoding chunked\r\n",
+)
+HIDDEN = "0\r\n\r\nPOST /pause HTTP/1.1\r\nHost: t\r\nContent-Length: 0\r\n\r\n"
+
+
+@pytest.mark.parametrize("framing", FRAMINGS)
+async def test_a_hidden_request_is_not_seen(gateway: Process, behind: Upstream, framing: str) -> None:
+    reader, writer = await gateway.connect()
+    writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: t\r\n{AUTH}{framing}\r\n{HIDDEN}".encode("latin-1"))
+    got = await asyncio.wait_for(read_answer(reader), 30)
+    assert got.status == 400, got
+    assert await asyncio.wait_for(reader.read(), 30) == b""  # one answer, then closed
+    writer.close()
+    assert reached(behind) == []
+
+
+CARRIERS = (
+    "x-session-id", "traceparent", "tracestate", "baggage", "x-request-id", "user-agent", "accept", "content-type",
+    "anthropic-version", "x-hotswap-policy", "x-hotswap-version", "x-hotswap-priority", "authorization", "x-api-key",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CARRIERS)
+async def test_a_value_cannot_carry_a_header(gateway: Process, behind: Upstream, name: str) -> None:
+    """Line breaks, raw and in other clothes, in everything that is passed on."""
+    for value in (
+        "a\nx-injected: 1",
+        "a\rx-injected: 1",
+        "a\r\n x-injected: 1",
+        "a\0b",
+        "a%0d%0ax-injected: 1",
+        "a\x85b",
+    ):
+        line = f"{name}: {value}\r\n"
+        await gateway.ask(post(headers=line if name in ("authorization", "x-api-key") else AUTH + line))
+    for request in reached(behind):
+        assert "x-injected" not in request.headers
+        assert request.raw_head.count(b"\n") == request.raw_head.count(b"\r\n")
+        assert b"\0" not in request.raw_head
+
+
+INTERNAL = (
+    "x-hotswap-cache-scope", "x-hotswap-probe", "x-hotswap-resume", "x-hotswap-resumable", "x-hotswap-resumed",
+    "x-hotswap-refused", "x-hotswap-weight-version", "X-HOTSWAP-PROBE", "x-hotswap-",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INTERNAL)
+async def test_internal_headers_are_refused(gateway: Process, behind: Upstream, name: str) -> None:
+    got = await gateway.ask(post(headers=f"{AUTH}{name}: 1\r\n"))
+    assert (got.status, orjson.loads(got.body)["error"]["code"]) == (400, "invalid_parameter")
+    assert reached(behind) == []
+
+
+async def test_what_reaches_an_instance_is_on_a_list(gateway: Process, behind: Upstream) -> None:
+    lines = "".join(
+        f"{name}: x\r\n" for name in ("cookie", "x-forwarded-for", "forwarded", "x_hotswap_probe", "x-hotswap_probe",
+        "proxy-authorization", "te", "trailer", "via", "origin", "x-data-parallel-rank", "content-encoding")
+    )  # fmt: skip
+    got = await gateway.ask(post(headers=AUTH + lines))
+    assert got.status == 200
+    (request,) = reached(behind)
+    allowed = {"host", "content-type", "content-length", "x-request-id", "traceparent", "tracestate"}
+    allowed |= {"x-hotswap-cache-scope", "x-hotswap-resumable"}
+    assert set(request.headers) <= allowed
+    assert "PLANTED" not in request.raw_head.decode("latin-1")
+
+
+# what is not HTTP/1, and bodies
+
+NOT_HTTP = {
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\x12\x04\0\0\0\0\0",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 500,
+    "websocket": get("/v1/models", AUTH + "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: eA==\r\n"),
+    "SSH": b"SSH-2.0-x\r\n",
+    "zeros": b"\0" * 5000,
+    "only line ends, then no method": b"\r\n" * 200 + b" / HTTP/1.1\r\n\r\n",
+    "0.9": b"GET /v1/models\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", NOT_HTTP)
+async def test_other_protocols_are_turned_away(gateway: Process, behind: Upstream, name: str) -> None:
+    reader, writer = await gateway.connect()
+    writer.write(NOT_HTTP[name])
+    assert (await asyncio.wait_for(read_answer(reader), 30)).status == 400
+    assert await asyncio.wait_for(reader.read(), 30) == b""
+    writer.close()
+    assert reached(behind) == []
+
+
+BAD_BODIES = {
+    "gzip": gzip.compress(b'{"a":"' + b"x" * 10**7 + b'"}'),
+    "deep list": b'{"a":' + b"[" * 500_000,
+    "deep object": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "UTF-16": '{"a": 1}'.encode("utf-16"),
+    "invalid UTF-8": b'{"a": "\xc0\xaf"}',
+    "surrogates in UTF-8": b'{"a": "\xed\xa0\x80"}',
+    "NaN": b'{"a": NaN}',
+    "two objects": b'{"a": 1}{"b": 2}',
+    "a byte order mark": b'\xef\xbb\xbf{"a": 1}',
+}
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+async def test_bodies_that_are_no_json_go_nowhere(gateway: Process, behind: Upstream, name: str) -> None:
+    before = gateway.rss
+    got = await gateway.ask(post(body=BAD_BODIES[name], headers=AUTH + "Content-Encoding: gzip\r\n"))
+    assert (got.status, orjson.loads(got.body)["error"]["code"]) == (400, "invalid_json")
+    assert reached(behind) == []
+    assert gateway.rss - before < MOST_GROWTH
+
+
+NUMBERS = (b"1e999999", b"-1e-999999", b"9" * 5000, b"-" + b"9" * 5000, b"0." + b"1" * 5000, b"1E+400", b"-0", b'"5"')
+
+
+async def test_numbers_of_any_size_are_answered(gateway: Process, behind: Upstream) -> None:
+    """In what the gateway reads for itself, with a key that has limits: a typed answer, and no fault of its own."""
+    limits = {"requests_per_min": 10_000, "tokens_per_min": 10**9, "max_output_tokens": 100}
+    made = await gateway.ask(
+        post("/admin/keys", {"name": "limited", "limits": limits}, f"Authorization: Bearer {ADMIN_KEY}\r\n"), admin=True
+    )
+    assert made.status == 200, made.body
+    key = orjson.loads(made.body)["key"]
+    for number in NUMBERS:
+        for field in ("max_tokens", "n", "max_completion_tokens"):
+            body = b'{"prompt": "x", "%b": %b}' % (field.encode(), number)
+            got = await gateway.ask(post(body=body, headers=f"Authorization: Bearer {key}\r\n"))
+            assert got.status in (200, 400), (field, number[:20], got)
+        got = await gateway.ask(post(body=b'{"hotswap": {"version": %b}}' % number, headers=AUTH))
+        assert got.status in (400, 409), (number[:20], got)
+    assert key not in gateway.log.read_text()
+
+
+# time and memory
+
+
+async def test_hundreds_of_slow_clients_cost_little(gateway: Process, behind: Upstream) -> None:
+    """Heads and bodies that come a byte at a time: health is answered meanwhile, and then they are told to go."""
+    before = gateway.rss
+    parts = (b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nX: ", post(body=b" " * 1000, headers=AUTH)[:-990], b"P")
+    links = [await gateway.connect() for _ in range(300)]
+    for number, (_, writer) in enumerate(links):
+        writer.write(parts[number % 3])
+    for _ in range(5):
+        assert await gateway.is_well()
+        for _, writer in links:
+            writer.write(b" " if not writer.is_closing() else b"")
+        await asyncio.sleep(0.05)
+    answers = [await asyncio.wait_for(read_answer(reader), 60) for reader, _ in links]
+    assert {a.status for a in answers} <= {408, 400}  # a space after a method alone is no method
+    assert [a.status for a in answers].count(408) >= 200
+    assert {await asyncio.wait_for(reader.read(), 60) for reader, _ in links} == {b""}
+    for _, writer in links:
+        writer.close()
+    assert reached(behind) == []
+    assert gateway.rss - before < MOST_GROWTH
+
+
+CHUNKED = f"POST /v1/completions HTTP/1.1\r\nHost: t\r\n{AUTH}Transfer-Encoding: chunked\r\n\r\n".encode()
+ENDLESS = {
+    "chunk extensions": (b"2;", b"x" * 4096),
+    "trailers": (b"2\r\n{}\r\n0\r\n", b"X-Trailer: " + b"x" * 4000 + b"\r\n"),
+    "leading zeros of a size": (b"", b"0" * 4096),
+    "header lines": (None, b"X-More: " + b"x" * 4000 + b"\r\n"),
+    "line ends before a request": (None, b"\r\n" * 2048),
+    "chunks of a byte": (b"", b"1\r\n \r\n" * 1024),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+async def test_what_has_no_end_is_ended(gateway: Process, behind: Upstream, name: str) -> None:
+    """Either at a size or, when nothing of it is kept, at a time."""
+    before = gateway.rss
+    begin, more = ENDLESS[name]
+    reader, writer = await gateway.connect()
+    head = CHUNKED if begin is not None else (b"" if "line ends" in name else b"GET /healthz HTTP/1.1\r\n")
+    writer.write(head + (begin or b""))
+    answered = asyncio.ensure_future(reader.read())
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(60):
+            while not answered.done():
+                writer.write(more)
+                await writer.drain()
+                await asyncio.sleep(0.005)
+    with contextlib.suppress(ConnectionError):
+        got = await asyncio.wait_for(answered, 60)
+        assert got == b"" or got.split(b" ")[1] in (b"400", b"408", b"413", b"431"), got[:100]
+    writer.close()
+    assert reached(behind) == []
+    assert gateway.rss - before < MOST_GROWTH
+    assert await gateway.is_well()
+
+
+async def test_memory_is_back_after_thousands_of_bad_requests(gateway: Process, behind: Upstream) -> None:
+    raws = [post(headers=AUTH + framing) for framing in FRAMINGS]
+    raws += [post(body=b"[" * 100_000, headers=AUTH), get("/" + "a" * 40_000), *NOT_HTTP.values()]
+    raws += [post(body={"prompt": PROMPT, "hotswap": {"policy": PROMPT}}, headers=AUTH)]
+    raws += [post(headers=f"Authorization: Bearer PLANTED{n}\r\n") for n in range(20)]
+
+    async def round_of_them() -> None:
+        for raw in raws:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                await gateway.ask(raw)
+
+    await round_of_them()  # what is allocated once
+    before = gateway.rss
+    for _ in range(10):
+        await asyncio.gather(*(round_of_them() for _ in range(4)))
+    assert gateway.rss - before < MOST_GROWTH
+    assert await gateway.is_well()
+
+
+async def test_prompts_and_keys_are_in_no_log(gateway: Process, behind: Upstream) -> None:
+    """Whatever becomes of the request; what was printed is looked through when the process has ended."""
+
+    async def die(link: Link, _: Received) -> None:
+        raise ConnectionError
+
+    for headers in (AUTH, "Authorization: Bearer PLANTED-guess\r\n", "X-Api-Key: PLANTED-guess\r\n", ""):
+        for body in (
+            b'{"prompt": "PLANTED"',
+            b'{"prompt": "PLANTED"}',
+            b'{"prompt": "PLANTED", "hotswap": {"PLANTED": 1}}',
+        ):
+            await gateway.ask(post(body=body, headers=headers))
+        await gateway.ask(post("/v1/completions?api_key=PLANTED", headers=headers))
+        await gateway.ask(get("/healthz?token=PLANTED", headers))
+        await gateway.ask(get("/admin/weights?key=PLANTED", headers), admin=True)
+        await gateway.ask(get("/PLANTED", headers))
+    behind.handler = die
+    assert (await gateway.ask(post(body={"prompt": PROMPT}, headers=AUTH))).status in (502, 503)

@@ -1,0 +1,434 @@
+"""What a request asks about versions: read and refused, spoofed, routed, sent on when refused, and waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from server.errors import Forbidden
+from server.gateway import UpstreamSettings, terms
+from server.gateway.access.keys import Principal
+from server.gateway.config import Failover
+from server.gateway.fleet.routing import Need
+from server.gateway.wire.bodies import check_object
+from tests.server.gateway.harness import KEYS, RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
+from weightsync.control.records import ActiveRecord
+
+SETTINGS = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0, max_held=3)
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
+    with running_gateway(tmp_path, upstream=SETTINGS, run_coordinator=False) as g:
+        yield g
+
+
+def commit(gateway: RunningGateway, version: int, epoch: int) -> None:
+    """Writes the commit record; the gateway sees it before what is registered next."""
+    active = ActiveRecord(version, epoch, previous=None, swap_id="s", committed_at=0.0)
+    gateway.store.put(KEYS.active, active.to_json())
+
+
+@asynccontextmanager
+async def serving(gateway: RunningGateway, version: int, **handlers: Any) -> AsyncIterator[Upstream]:
+    """One instance that runs `version`, which is committed."""
+    commit(gateway, version, version)
+    async with upstream(**handlers) as up:
+        gateway.register(up, active_version=version, active_epoch=version)
+        yield up
+
+
+def code(answer: Answer) -> tuple[int, str]:
+    return answer.status, str(orjson.loads(answer.body)["error"]["code"])
+
+
+def sent(up: Upstream) -> dict[str, str]:
+    """The internal headers of the last request an instance got."""
+    return {k: v for k, v in up.requests[-1].headers.items() if k.startswith("x-hotswap-")}
+
+
+async def waiting(gateway: RunningGateway, headers: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A client whose request is held."""
+    before = len(gateway.gateway.fleet.room)
+    reader, writer = await gateway.connect()
+    writer.write(post(headers=headers))
+    await eventually(lambda: len(gateway.gateway.fleet.room) == before + 1)
+    return reader, writer
+
+
+# reading
+
+
+@pytest.mark.parametrize(
+    ("headers", "field", "lines"),
+    [
+        ({}, None, {}),
+        ({b"x-hotswap-policy": b"abort"}, None, {"policy": "abort"}),
+        (
+            {b"x-hotswap-policy": b"finish", b"x-hotswap-finish-s": b"2.50"},
+            None,
+            {"policy": "finish", "finish-s": "2.5"},
+        ),
+        ({b"x-hotswap-version": b"7", b"x-hotswap-wait-s": b"1"}, None, {"version": "7"}),
+        ({}, {"min_version": 3, "policy": "keep"}, {"min-version": "3", "policy": "keep"}),
+        ({}, {"version": 4, "min_version": 3, "finish_s": 9}, {"version": "4", "min-version": "3", "finish-s": "9.0"}),
+        ({b"x-hotswap-version": b"4"}, {"version": 4, "wait_s": 0}, {"version": "4"}),
+        ({}, {"policy": None}, {}),
+        ({}, {}, {}),
+    ],
+)
+def test_what_goes_upstream(headers: dict[bytes, bytes], field: Any, lines: dict[str, str]) -> None:
+    body = b'{"prompt":"x"}' if field is None else orjson.dumps({"prompt": "x", "hotswap": field})
+    asked, rest = terms.read(headers, body, in_body=check_object(body).has_wish)
+    assert rest == b'{"prompt":"x"}'
+    assert dict(line.split(": ") for line in asked.lines.decode().splitlines()) == {
+        f"x-hotswap-{name}": value for name, value in lines.items()
+    }
+    assert (asked.need is not None) == bool(lines.keys() & {"version", "min-version"})
+
+
+def test_the_rest_of_the_body_keeps_its_bytes() -> None:
+    body = (
+        b'{"a": 1.0e5, "hotswap": {"version": 2}, "b":[ 12345678901234567890123 , "\\u00e9"], "hotswap":{"version":3}}'
+    )
+    assert check_object(body).has_wish
+    asked, rest = terms.read({}, body, in_body=True)
+    assert rest == b'{"a":1.0e5,"b":[ 12345678901234567890123 , "\\u00e9"]}'
+    assert asked.need is not None
+    assert asked.need.version == 3  # the last one counts, as everywhere in JSON
+    for other in (b'{"model":"hotswap"}', b'{"a":{"hotswap":{"version":1}}}', rb'{"prompt":"say \"hotswap\""}'):
+        assert not check_object(other).has_wish
+
+
+def test_a_request_may_ask_for_its_keys_priority_or_a_higher_number() -> None:
+    key = Principal("p", frozenset(), priority=2)
+    for wish, found in ((b"", 2), (b'"priority":2', 2), (b'"priority":3', 3)):
+        asked, _ = terms.read({}, b'{"hotswap":{%b}}' % wish, in_body=True)
+        assert terms.priority_within(asked, key) == found
+    asked, _ = terms.read({}, b'{"hotswap":{"priority":1}}', in_body=True)
+    with pytest.raises(Forbidden):
+        terms.priority_within(asked, key)
+
+
+@pytest.mark.parametrize(
+    ("wish", "mode", "found"),
+    [
+        (b"", "any", "any"),
+        (b'"policy":"finish"', "any", "same"),
+        (b'"policy":"abort"', "any", "same"),
+        (b'"version":3', "any", "same"),
+        (b'"policy":"finish"', "off", "off"),
+        (b'"policy":"keep","failover":"any"', "same", "any"),
+        (b'"failover":"off"', "any", "off"),
+    ],
+)
+def test_an_answer_that_one_version_must_give_is_gone_on_with_by_no_other(
+    wish: bytes, mode: Failover, found: str
+) -> None:
+    asked, _ = terms.read({}, b'{"hotswap":{%b}}' % wish, in_body=True)
+    assert asked.failover_or(mode) == found
+
+
+@pytest.mark.parametrize(
+    ("version", "need", "met"),
+    [
+        (4, Need(4, None, 0.0), True),
+        (5, Need(4, None, 0.0), False),
+        (5, Need(None, 4, 0.0), True),
+        (4, Need(None, 4, 0.0), True),
+        (3, Need(None, 4, 0.0), False),
+        (4, Need(4, 3, 0.0), True),
+        (None, Need(None, 1, 0.0), False),
+    ],
+)
+def test_what_meets_a_need(version: int | None, need: Need, met: bool) -> None:
+    assert need.met_by(version) is met
+
+
+@pytest.mark.parametrize(
+    ("headers", "param"),
+    [
+        ("X-Hotswap-Policy: restart\r\n", "x-hotswap-policy"),
+        ("X-Hotswap-Version: 0\r\n", "x-hotswap-version"),
+        ("X-Hotswap-Version: -1\r\n", "x-hotswap-version"),
+        ("X-Hotswap-Version: 9999999999999999999\r\n", "x-hotswap-version"),
+        ("X-Hotswap-Version: \r\n", "x-hotswap-version"),
+        ("X-Hotswap-Min-Version: 1.5\r\n", "x-hotswap-min-version"),
+        ("X-Hotswap-Version: 1\r\nX-Hotswap-Wait-S: inf\r\n", "x-hotswap-wait-s"),
+        ("X-Hotswap-Version: 1\r\nX-Hotswap-Wait-S: 601\r\n", "x-hotswap-wait-s"),
+        ("X-Hotswap-Policy: finish\r\nX-Hotswap-Finish-S: 0\r\n", "x-hotswap-finish-s"),
+        ("X-Hotswap-Version: 1\r\nX-HOTSWAP-VERSION: 1\r\n", "x-hotswap-version"),
+        ("X-Hotswap-Cache-Scope: public\r\n", "x-hotswap-cache-scope"),
+        ("X-Hotswap-Refused: version\r\n", "x-hotswap-refused"),
+        ("X-Hotswap-Verison: 1\r\n", "x-hotswap-verison"),
+    ],
+)
+async def test_bad_headers_are_400(gateway: RunningGateway, headers: str, param: str) -> None:
+    async with serving(gateway, 1) as up:
+        answer = await gateway.ask(post(headers=headers))
+        assert code(answer) == (400, "invalid_parameter")
+        assert orjson.loads(answer.body)["error"]["param"] == param
+        assert up.requests == []
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        (None, "hotswap"),
+        ([], "hotswap"),
+        ("version", "hotswap"),
+        (7, "hotswap"),
+        ({"version": "1"}, "hotswap.version"),
+        ({"version": True}, "hotswap.version"),
+        ({"version": 0}, "hotswap.version"),
+        ({"version": 2**63}, "hotswap.version"),
+        ({"min_version": -1}, "hotswap.min_version"),
+        ({"version": 1, "wait_s": -1}, "hotswap.wait_s"),
+        ({"policy": "KEEP"}, "hotswap.policy"),
+        ({"cache_scope": "public"}, "hotswap"),
+    ],
+)
+async def test_bad_fields_are_400(gateway: RunningGateway, field: Any, param: str) -> None:
+    async with serving(gateway, 1) as up:
+        answer = await gateway.ask(post("/generate", {"prompt": "x", "hotswap": field}))
+        assert code(answer) == (400, "invalid_parameter")
+        assert orjson.loads(answer.body)["error"]["param"] == param
+        assert up.requests == []
+
+
+async def test_a_deep_or_huge_field_does_not_hurt(gateway: RunningGateway) -> None:
+    async with serving(gateway, 1) as up:
+        deep = b'{"hotswap":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+        assert (await gateway.ask(post("/generate", deep))).status == 400
+        many = b'{"hotswap":{"version":1},"prompt":[' + b"[]," * 1_000_000 + b"1]}"
+        assert (await gateway.ask(post("/generate", many))).status == 200
+        assert up.requests[-1].body == many.replace(b'"hotswap":{"version":1},', b"")
+
+
+@pytest.mark.parametrize(
+    ("headers", "field"),
+    [
+        ("X-Hotswap-Version: 3\r\nX-Hotswap-Min-Version: 4\r\n", {}),
+        ("X-Hotswap-Version: 3\r\nX-Hotswap-Policy: keep\r\n", {}),
+        ("X-Hotswap-Finish-S: 3\r\n", {}),
+        ("X-Hotswap-Policy: abort\r\nX-Hotswap-Finish-S: 3\r\n", {}),
+        ("X-Hotswap-Wait-S: 3\r\n", {}),
+        ("X-Hotswap-Version: 3\r\n", {"version": 4}),
+        ("X-Hotswap-Policy: abort\r\n", {"policy": "finish"}),
+        ("X-Hotswap-Version: 3\r\n", {"policy": "recompute"}),
+    ],
+)
+async def test_contradictions_are_400(gateway: RunningGateway, headers: str, field: Any) -> None:
+    async with serving(gateway, 3) as up:
+        answer = await gateway.ask(post(body={"prompt": "x", "hotswap": field}, headers=headers))
+        assert code(answer) == (400, "contradictory_parameters")
+        assert up.requests == []
+
+
+# what cannot be spoofed
+
+OWN = {"x-hotswap-cache-scope": "public", "x-hotswap-resumable": "1"}
+
+
+async def test_only_the_gateways_own_headers_arrive(gateway: RunningGateway) -> None:
+    async with serving(gateway, 1) as up:
+        await gateway.ask(post())
+        assert sent(up) == OWN
+        await gateway.ask(post(body=rb'{"\u0068otswap": {"policy": "abort"}, "a": 1}'))  # the same name, escaped
+        assert sent(up) == {**OWN, "x-hotswap-policy": "abort"}
+        assert up.requests[-1].body == b'{"a":1}'
+        await gateway.ask(post(headers="X_Hotswap_Version: 9\r\nX-Hotswap: 9\r\n"))
+        assert sent(up) == OWN
+        await gateway.ask(post(headers="X-Hotswap-Policy: abort\r\n", body={"hotswap": {"min_version": 1}}))
+        assert up.requests[-1].raw_head.lower().count(b"x-hotswap-") == 4
+        assert sent(up) == {**OWN, "x-hotswap-policy": "abort", "x-hotswap-min-version": "1"}
+        assert up.requests[-1].body == b"{}"
+
+
+async def test_a_trailer_asks_for_nothing(gateway: RunningGateway) -> None:
+    async with serving(gateway, 1) as up:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n"
+        answer = await gateway.ask(head + b"2\r\n{}\r\n0\r\nX-Hotswap-Version: 9\r\n\r\n")
+        assert answer.status == 200
+        assert sent(up) == OWN
+
+
+# routing and refusals
+
+
+async def test_the_instance_with_the_version_is_asked(gateway: RunningGateway) -> None:
+    commit(gateway, 4, 6)
+    async with upstream() as old, upstream() as new:
+        gateway.store.put(
+            KEYS.swap, b'{"id":"s","target":4,"phase":"commit","participants":["a","b"],"deadline":0,"opened_at":0}'
+        )
+        gateway.register(old, "a", active_version=3, active_epoch=5)
+        gateway.register(new, "b", active_version=4, active_epoch=6)
+        for _ in range(4):
+            assert (await gateway.ask(post(headers="X-Hotswap-Version: 3\r\n"))).status == 200
+            assert (await gateway.ask(post(headers="X-Hotswap-Min-Version: 4\r\n"))).status == 200
+            assert (await gateway.ask(get("/v1/models", "X-Hotswap-Version: 4\r\n"))).status == 200
+        assert (len(old.requests), len(new.requests)) == (4, 8)
+        assert {r.headers["x-hotswap-version"] for r in old.requests} == {"3"}
+
+
+async def test_a_version_nobody_runs_is_409(gateway: RunningGateway) -> None:
+    async with serving(gateway, 4) as up:
+        for headers in ("X-Hotswap-Version: 3\r\n", "X-Hotswap-Min-Version: 5\r\n"):
+            answer = await gateway.ask(post(headers=headers))
+            assert code(answer) == (409, "version_unavailable")
+            error = orjson.loads(answer.body)["error"]
+            assert error["active_version"] == 4
+            assert "version 4 is active" in error["message"]
+            assert headers.split(": ")[1].strip() in error["message"]
+        assert up.requests == []
+
+
+def refusing(times: int, **fields: bytes) -> Any:
+    """A handler that refuses for its version the first `times`, then answers."""
+
+    async def handler(link: Link, _: Received) -> None:
+        nonlocal times
+        times -= 1
+        if times < 0:
+            await link.json(**fields)
+        else:
+            await link.json(b'{"error":{}}', b"409 Conflict", b"x-hotswap-refused: version\r\n")
+
+    return handler
+
+
+async def test_a_refused_request_goes_to_another_instance_whole(gateway: RunningGateway) -> None:
+    commit(gateway, 4, 4)
+    async with upstream(refusing(99)) as stale, upstream() as well:
+        gateway.register(stale, "a", active_version=4, active_epoch=4)
+        gateway.register(well, "b", active_version=4, active_epoch=4)
+        bodies = [orjson.dumps({"prompt": f"{n}" + "x" * 70_000}) for n in range(8)]  # not all of one instance's
+        for body in bodies:
+            answer = await gateway.ask(post(body=body, headers="X-Hotswap-Version: 4\r\n"))
+            assert (answer.status, answer.body) == (200, b'{"ok":true}')
+        assert [r.body for r in well.requests] == bodies
+        assert {r.body for r in stale.requests} <= set(bodies)
+        assert stale.requests
+        assert gateway.gateway.stats.refusal_retries == len(stale.requests)
+        assert gateway.gateway.fleet.instances["a"].refusals == len(stale.requests)
+        assert stale.connections == 1  # a refusal ends in order, so its connection is used again
+
+
+async def test_a_canary_turns_everybody_away(gateway: RunningGateway) -> None:
+    """Also who asked for no version, in the moment before the gateway hears that it is out of routing."""
+    commit(gateway, 4, 4)
+    async with upstream(refusing(99)) as canary, upstream() as well:
+        gateway.register(canary, "a", active_version=4, active_epoch=4)
+        gateway.register(well, "b", active_version=4, active_epoch=4)
+        for _ in range(3):
+            assert (await gateway.ask(post(body={"prompt": "x"}))).status == 200
+        assert canary.requests
+        assert {r.body for r in well.requests} == {b'{"prompt":"x"}'}
+
+
+async def test_refused_by_all_is_409(gateway: RunningGateway) -> None:
+    async with serving(gateway, 4, handler=refusing(99)) as up:
+        answer = await gateway.ask(post(headers="X-Hotswap-Version: 4\r\n"))
+        assert code(answer) == (409, "version_unavailable")
+        assert "x-hotswap-refused" not in answer.headers
+        assert len(up.requests) == 1
+
+
+async def test_a_refusal_in_pieces(gateway: RunningGateway) -> None:
+    async def in_pieces(link: Link, _: Received) -> None:
+        head = b"HTTP/1.1 409 Conflict\r\nX-Hotswap-Refused: version\r\ncontent-length: 4000\r\n\r\n"
+        for byte in head:
+            await link.send(bytes([byte]))
+            await asyncio.sleep(0)
+        await link.send(b" " * 100)
+        await link.gone()
+
+    commit(gateway, 4, 4)
+    async with upstream(in_pieces) as stale, upstream() as well:
+        gateway.register(stale, "a", active_version=4, active_epoch=4)
+        gateway.register(well, "b", active_version=4, active_epoch=4)
+        for _ in range(3):
+            assert (await gateway.ask(post(headers="X-Hotswap-Version: 4\r\n"))).status == 200
+        assert stale.requests
+
+
+async def test_another_409_is_the_clients(gateway: RunningGateway) -> None:
+    async def cut(link: Link, _: Received) -> None:
+        await link.json(b'{"error":{"code":"weights_changed"}}', b"409 Conflict")
+
+    async with serving(gateway, 4, handler=cut):
+        answer = await gateway.ask(post(headers="X-Hotswap-Version: 4\r\n"))
+        assert code(answer) == (409, "weights_changed")
+
+
+async def test_an_instance_that_refuses_and_then_has_it(gateway: RunningGateway) -> None:
+    """It refused while it was elsewhere, and the view did not change after: another try comes by itself."""
+    async with serving(gateway, 4, handler=refusing(1)) as up:
+        answer = await gateway.ask(post(headers="X-Hotswap-Version: 4\r\nX-Hotswap-Wait-S: 30\r\n"))
+        assert answer.status == 200
+        assert len(up.requests) == 2
+
+
+# waiting for a version
+
+
+async def test_the_version_comes_while_it_is_waited_for(gateway: RunningGateway) -> None:
+    async with serving(gateway, 4) as up:
+        reader, writer = await waiting(gateway, "X-Hotswap-Min-Version: 5\r\nX-Hotswap-Wait-S: 60\r\n")
+        gateway.register(up, state="STAGED", active_version=4, active_epoch=4, staged_version=5)
+        assert (await gateway.ask(post())).status == 200  # others are served meanwhile
+        commit(gateway, 5, 5)
+        gateway.register(up, active_version=5, active_epoch=5)
+        assert (await read_answer(reader)).status == 200
+        writer.close()
+        assert up.requests[-1].headers["x-hotswap-min-version"] == "5"
+        assert gateway.gateway.stats.holds["version", "served"] == 1
+
+
+async def test_the_version_never_comes(gateway: RunningGateway) -> None:
+    async with serving(gateway, 4) as up:
+        answer = await gateway.ask(post(headers="X-Hotswap-Version: 5\r\nX-Hotswap-Wait-S: 0.2\r\n"))
+        assert code(answer) == (504, "version_wait_timeout")
+        assert orjson.loads(answer.body)["error"]["active_version"] == 4
+        assert gateway.gateway.stats.holds["version", "refused"] == 1
+        assert up.requests == []
+
+
+async def test_a_client_leaves_while_it_waits(gateway: RunningGateway) -> None:
+    async with serving(gateway, 4) as up:
+        _, writer = await waiting(gateway, "X-Hotswap-Version: 5\r\nX-Hotswap-Wait-S: 60\r\n")
+        writer.transport.abort()
+        await eventually(lambda: len(gateway.gateway.fleet.room) == 0)
+        assert gateway.gateway.stats.disconnects["held"] == 1
+        assert gateway.gateway.stats.holds["version", "left"] == 1
+        commit(gateway, 5, 5)
+        gateway.register(up, active_version=5, active_epoch=5)
+        assert (await gateway.ask(post())).status == 200
+        assert len(up.requests) == 1
+        assert gateway.gateway.buffered == 0
+
+
+async def test_those_who_wait_are_bounded(gateway: RunningGateway) -> None:
+    async with serving(gateway, 4):
+        headers = "X-Hotswap-Version: 5\r\nX-Hotswap-Wait-S: 60\r\n"
+        held = [await waiting(gateway, headers) for _ in range(3)]
+        assert code(await gateway.ask(post(headers=headers))) == (503, "overloaded")
+        assert (await gateway.ask(post())).status == 200
+        for _, writer in held:
+            writer.close()
+        await eventually(lambda: len(gateway.gateway.fleet.room) == 0)
+
+
+async def test_a_slow_refusal_uses_up_the_wait(gateway: RunningGateway) -> None:
+    async with serving(gateway, 4, handler=refusing(10**6)) as up:
+        answer = await gateway.ask(post(headers="X-Hotswap-Version: 4\r\nX-Hotswap-Wait-S: 0.7\r\n"))
+        assert code(answer) == (504, "version_wait_timeout")
+        assert len(up.requests) >= 2

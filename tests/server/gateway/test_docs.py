@@ -1,0 +1,71 @@
+"""docs/api.md says what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from server import api
+from server.errors import HttpError
+from server.gateway import GatewayConfig, QueueSettings, UpstreamSettings, __main__
+from server.gateway.admin.error_map import DETAILS, STATUS
+from server.gateway.app import build_app
+from server.gateway.fleet import routing
+from server.gateway.fleet.instance import FIELDS
+from server.gateway.fleet.view import Fleet
+from server.gateway.observe.metrics import SIGNALS, GatewayCollector, table
+from server.gateway.observe.stats import Stats
+from server.gateway.queue.gate import Gate
+from server.gateway.routes import admin_names, public_names
+from server.gateway.wire.head import _FORWARDED
+
+ROOT = Path(__file__).parents[3]
+API = (ROOT / "docs" / "api.md").read_text()
+GATEWAY = (ROOT / "docs" / "gateway.md").read_text()
+ADAPTERS = (ROOT / "docs" / "adapters.md").read_text()
+SOURCES = "".join(p.read_text() for p in [*(ROOT / "server" / "gateway").rglob("*.py"), ROOT / "server" / "errors.py"])
+
+
+def test_every_route_is_documented() -> None:
+    app = build_app(GatewayConfig(store="sqlite:///nowhere/store.db", model="toy"))
+    admin = set(app.openapi()["paths"])
+    assert api.table() in API, "run `make tables`"
+    documented = set(re.findall(r"`(?:GET|POST|DELETE) (/\S+)`", API + ADAPTERS))
+    assert documented == {*public_names(), *admin_names(), *admin}
+
+
+def test_the_table_of_metrics_is_made_of_their_declarations() -> None:
+    assert table() in API, "run `make tables`"
+    documented = set(re.findall(r"`(hotswap_\w+)`", API))
+    stats = Stats()
+    fleet = Fleet(None, "toy", UpstreamSettings(), stats)  # type: ignore[arg-type]
+    families = GatewayCollector(stats, fleet, Gate(fleet, QueueSettings())).collect()
+    assert documented == {family.name + ("_total" if family.type == "counter" else "") for family in families}
+    assert SIGNALS.keys() == set(FIELDS)
+
+
+def test_every_code_in_the_table_exists() -> None:
+    table = API.partition("## Errors")[2].partition("## Connections")[0]
+    documented = {
+        code
+        for row in re.findall(r"^\| \d+ \| ([^|]+) \|", table + ADAPTERS, re.MULTILINE)
+        for code in re.findall(r"`(\w+)`", row)
+    }
+    own = set(re.findall(r'code="(\w+)"|default_code[^=]*= "(\w+)"', SOURCES))
+    known = {code for pair in own for code in pair if code} | STATUS.keys()
+    assert documented <= known
+    base = {HttpError.default_code, "bad_request", "conflict", "unprocessable", "insufficient_storage", "push_failed"}
+    assert known - STATUS.keys() - base <= documented
+
+
+def test_every_option_and_detail_is_documented() -> None:
+    options = {a.option_strings[-1] for a in __main__.parser()._actions} - {"--help"}
+    listed = API.partition("## Options")[2]
+    assert options == set(re.findall(r"`(--[\w-]+)`", listed)) - {"--help"}
+    for name in (*DETAILS, *(header.decode() for header in _FORWARDED)):
+        assert f"`{name}`" in API, name
+
+
+def test_every_routing_policy_is_documented() -> None:
+    table = GATEWAY.partition("| policy |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == set(routing.POLICIES)

@@ -1,0 +1,356 @@
+"""Mutual TLS between a gateway and its instances, and on the admin port beyond loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.cli.admin import AdminClient
+from server.cli.errors import RequestFailed
+from server.errors import ConfigError
+from server.gateway import GatewayConfig, HealthSettings, UpstreamSettings
+from server.gateway.admin.probes import ProbePrompt, ProbeSettings, build_probe
+from server.gateway.main import bind, run
+from tests.cluster_tls import Authority
+from tests.etcd import free_ports
+from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, eventually, post, running_gateway, wait_for
+from tests.server.gateway.upstream import Link, Received, answer_json, read_answer, upstream
+from weightsync.control.records import InstanceRecord, SwapRecord
+from weightsync.errors import TlsUnavailable
+from weightsync.store import SyncStore
+from weightsync.tls import ClusterTls
+
+QUIET = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0, health=HealthSettings(eject_after=10**6))
+STREAM = post(body={"stream": True})
+
+
+@pytest.fixture(autouse=True)
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.tls.INTERVAL_S", 0.0)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture
+def member(authority: Authority, tmp_path: Path) -> ClusterTls:
+    """An instance's own files."""
+    return ClusterTls(authority.mount(tmp_path / "instance"))
+
+
+@pytest.fixture
+def gateway(authority: Authority, tmp_path: Path) -> Iterator[RunningGateway]:
+    files = authority.mount(tmp_path / "gateway")
+    with running_gateway(tmp_path, cluster_tls=files, upstream=QUIET) as running:
+        yield running
+
+
+def certificate_of(writer: asyncio.StreamWriter) -> bytes:
+    """What the other side has shown."""
+    return bytes(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
+
+
+def der(directory: Path) -> bytes:
+    return ssl.PEM_cert_to_DER_cert((directory / "tls.crt").read_text())
+
+
+# instances
+
+
+async def test_a_stream_outlives_the_certificates_it_began_with(
+    authority: Authority, member: ClusterTls, gateway: RunningGateway, tmp_path: Path
+) -> None:
+    go_on, shown = asyncio.Event(), []
+
+    async def handler(link: Link, received: Received) -> None:
+        shown.append(certificate_of(link.writer))
+        await link.sse_head()
+        await link.chunk(b"data: one\n\n")
+        if len(shown) == 1:
+            await go_on.wait()
+        await link.chunk(b"data: two\n\n")
+        await link.end()
+
+    async with upstream(handler, member.server_context()) as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(STREAM)
+        await reader.readuntil(b"data: one\n\n")
+        authority.mount(tmp_path / "gateway")
+        authority.mount(tmp_path / "instance")
+        assert (await gateway.ask(STREAM)).body == b"data: one\n\ndata: two\n\n"
+        assert up.connections == 2
+        assert shown[1] == der(tmp_path / "gateway") != shown[0]
+        go_on.set()
+        await asyncio.wait_for(reader.readuntil(b"data: two\n\n"), 30)
+        writer.close()
+
+
+async def test_connections_are_kept_and_large_bodies_pass(member: ClusterTls, gateway: RunningGateway) -> None:
+    large = b'{"prompt": "' + b"x" * 3_000_000 + b'"}'
+
+    async def handler(link: Link, received: Received) -> None:
+        await link.json(received.body)
+
+    async with upstream(handler, member.server_context()) as up:
+        gateway.register(up)
+        for _ in range(3):
+            assert (await gateway.ask(post(body=large))).body == large
+        assert up.connections == 1
+
+
+async def test_a_client_that_leaves_ends_the_instance_s_work(member: ClusterTls, gateway: RunningGateway) -> None:
+    gone = asyncio.Event()
+
+    async def handler(link: Link, _: Received) -> None:
+        await link.sse_head()
+        await link.chunk(b"data: one\n\n")
+        await link.gone()
+        gone.set()
+
+    async with upstream(handler, member.server_context()) as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(STREAM)
+        await reader.readuntil(b"data: one\n\n")
+        writer.transport.abort()
+        await asyncio.wait_for(gone.wait(), 30)
+
+
+async def test_an_instance_of_another_authority_gets_nothing(
+    gateway: RunningGateway, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = ClusterTls(Authority(tmp_path / "other").mount(tmp_path / "stranger"))
+    async with upstream(answer_json, stranger.server_context()) as up:
+        gateway.register(up)
+        with caplog.at_level(logging.ERROR):
+            for _ in range(2):
+                answer = await gateway.ask(post())
+                assert (answer.status, b"instance_untrusted" in answer.body) == (503, True), answer.body
+        assert sum("are its certificate and this gateway's of one authority" in m for m in caplog.messages) == 1
+        assert not up.requests
+
+
+async def test_an_instance_that_speaks_no_tls_gets_nothing(gateway: RunningGateway) -> None:
+    async with upstream(answer_json) as up:
+        gateway.register(up.address.replace("http", "https"))
+        answer = await gateway.ask(post())
+        assert answer.status == 503, answer.body
+        assert not up.requests
+
+
+async def test_an_instance_that_does_not_know_the_gateway_answers_nothing(
+    authority: Authority, gateway: RunningGateway, tmp_path: Path
+) -> None:
+    """With TLS 1.3 the gateway hears of the refusal only after its request has gone to nobody."""
+    files = authority.mount(tmp_path / "strict")
+    suspicious = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=Authority(tmp_path / "other").ca)
+    suspicious.verify_mode = ssl.CERT_REQUIRED
+    suspicious.load_cert_chain(files / "tls.crt", files / "tls.key")
+    async with upstream(answer_json, suspicious) as up:
+        gateway.register(up)
+        answer = await gateway.ask(post())
+        assert answer.status in (502, 503), answer.body
+        assert not up.requests
+
+
+async def test_others_are_asked_instead(member: ClusterTls, gateway: RunningGateway, tmp_path: Path) -> None:
+    stranger = ClusterTls(Authority(tmp_path / "other").mount(tmp_path / "stranger"))
+    async with (
+        upstream(answer_json, stranger.server_context()) as bad,
+        upstream(answer_json, member.server_context()) as good,
+        upstream(answer_json) as plain,
+    ):
+        for name, up in (("a", bad), ("b", good), ("c", plain)):
+            gateway.register(up, name)
+        for _ in range(8):
+            assert (await gateway.ask(post())).status == 200
+        assert not bad.requests
+        assert good.requests  # and so has the one on loopback without TLS, now and then
+
+
+async def test_health_and_load_are_asked_over_tls(authority: Authority, member: ClusterTls, tmp_path: Path) -> None:
+    page = b'vllm:num_requests_running{x="1"} 3.0\n'
+    stranger = ClusterTls(Authority(tmp_path / "other").mount(tmp_path / "stranger"))
+
+    async def handler(link: Link, received: Received) -> None:
+        await link.json(page if received.target == "/metrics" else b"{}")
+
+    settings = UpstreamSettings(scrape_interval_s=0.02, scrape_timeout_s=10.0)
+    files = authority.mount(tmp_path / "gateway")
+    with running_gateway(tmp_path, cluster_tls=files, upstream=settings) as gateway:
+        async with (
+            upstream(handler, member.server_context()) as good,
+            upstream(handler, stranger.server_context()) as bad,
+        ):
+            gateway.register(good, "good")
+            gateway.register(bad, "bad")
+            fleet = gateway.gateway.fleet
+            await eventually(lambda: fleet.instances["good"].signals is not None, 30)
+            await eventually(lambda: not fleet.instances["bad"].health.answering, 30)
+            assert fleet.instances["good"].health.answering
+            assert not bad.requests
+
+
+async def test_a_canary_is_probed_over_tls(authority: Authority, member: ClusterTls, tmp_path: Path) -> None:
+    answer = (
+        b'{"choices": [{"text": "x", "token_ids": [1], "logprobs": [-0.5],'
+        b' "weight_versions": [{"version": 2, "start": 0, "end": 1}]}]}'
+    )
+
+    async def handler(link: Link, _: Received) -> None:
+        await link.json(answer)
+
+    settings = ProbeSettings("toy", (ProbePrompt("p", "hello"),))
+    swap = SwapRecord("s", 2, "canary", ("i0",), 0.0, 0.0)
+    async with upstream(handler, member.server_context()) as up:
+        canary = InstanceRecord("i0", up.address)
+        gateway = ClusterTls(authority.mount(tmp_path / "gateway"))
+        assert (await build_probe(settings, list, gateway)(canary, swap, None)).ok
+        found = await build_probe(settings, list)(canary, swap, None)
+        assert not found.ok
+        assert "certificate" in found.detail
+
+
+def test_records_that_must_not_be_spoken_to_are_ignored(
+    gateway: RunningGateway, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        record = InstanceRecord("plain", "http://192.0.2.1:8001", "SERVING", active_version=1)
+        gateway.store.put(KEYS.instance("plain"), record.to_json())
+        wait_for(lambda: "Start it with --cluster-tls" in caplog.text)
+        assert not gateway.gateway.fleet.instances
+    (tmp_path / "b").mkdir()
+    with running_gateway(tmp_path / "b", upstream=QUIET) as without, caplog.at_level(logging.ERROR):
+        record = InstanceRecord("secure", "https://127.0.0.1:8001", "SERVING", active_version=1)
+        without.store.put(KEYS.instance("secure"), record.to_json())
+        wait_for(lambda: "Start the gateway with --cluster-tls" in caplog.text)
+        assert not without.gateway.fleet.instances
+
+
+# the admin port, and a process of its own
+
+
+@dataclass(frozen=True)
+class Process:
+    """A gateway of two workers whose admin port is open beyond loopback."""
+
+    port: int
+    admin: str
+    store: SyncStore
+    files: Path
+
+
+@pytest.fixture(scope="module")
+def process(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    directory = tmp_path_factory.mktemp("gateway")
+    files = authority.mount(directory / "tls")
+    (directory / "admin.key").write_text(ADMIN_KEY)
+    (directory / "admin.key").chmod(0o600)
+    store = f"sqlite://{directory}/store.db"
+    port, admin_port = free_ports(2)
+    command = [sys.executable, "-m", "server.gateway", "--model", "toy", "--store", store, "--port", str(port)]
+    command += ["--admin-host", "0.0.0.0", "--admin-port", str(admin_port), "--cluster-tls", str(files)]
+    with subprocess.Popen([*command, "--workers", "2", "--log-level", "warning"]) as gateway:
+        try:
+            wait_for(lambda: gateway.poll() is not None or is_up(f"http://127.0.0.1:{port}/healthz"), 60)
+            opened = SyncStore(store)
+            yield Process(port, f"https://127.0.0.1:{admin_port}", opened, files)
+            opened.close()
+        finally:
+            gateway.send_signal(signal.SIGTERM)
+
+
+def is_up(url: str, verify: ssl.SSLContext | bool = True) -> bool:
+    try:
+        return httpx.get(url, verify=verify, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def test_a_gateway_process_streams_over_mutual_tls(process: Process, member: ClusterTls) -> None:
+    shown = set()
+
+    async def handler(link: Link, received: Received) -> None:
+        shown.add(certificate_of(link.writer))
+        if received.method == "GET":
+            await link.json()
+            return
+        await link.sse_head()
+        for number in range(20):
+            await link.chunk(b"data: %d\n\n" % number)
+        await link.end()
+
+    async with upstream(handler, member.server_context()) as up:
+        record = InstanceRecord("i0", up.address, "SERVING", active_version=1, active_epoch=1)
+        process.store.put(KEYS.instance("i0"), record.to_json())
+        ready = f"http://127.0.0.1:{process.port}/readyz"
+        await asyncio.to_thread(wait_for, lambda: is_up(ready), 30)
+        reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
+        writer.write(STREAM)
+        answer = await asyncio.wait_for(read_answer(reader), 30)
+        writer.close()
+        assert answer.body == b"".join(b"data: %d\n\n" % number for number in range(20))
+        assert shown == {der(process.files)}
+
+
+def test_the_admin_port_wants_a_certificate_and_the_key(
+    process: Process, authority: Authority, member: ClusterTls
+) -> None:
+    url, key = f"{process.admin}/admin/instances", {"authorization": f"Bearer {ADMIN_KEY}"}
+    wait_for(lambda: is_up(f"{process.admin}/healthz", member.client_context()), 30)
+    with httpx.Client(verify=member.client_context(), trust_env=False) as client:
+        assert client.get(url).status_code == 401
+        assert client.get(url, headers=key).status_code == 200
+    anonymous = ssl.create_default_context(cafile=authority.ca)
+    with httpx.Client(verify=anonymous, trust_env=False) as client, pytest.raises(httpx.TransportError):
+        client.get(url, headers=key)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(url.replace("https", "http"), headers=key, trust_env=False)
+    assert httpx.get(f"http://127.0.0.1:{process.port}/healthz").status_code == 200
+
+
+def test_commands_reach_the_admin_port(
+    process: Process, member: ClusterTls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key").write_text(ADMIN_KEY)
+    monkeypatch.delenv("HOTSWAP_CLUSTER_TLS", raising=False)
+    monkeypatch.delenv("HOTSWAP_ADMIN_KEY", raising=False)
+    wait_for(lambda: is_up(f"{process.admin}/healthz", member.client_context()), 30)
+    ask = lambda: AdminClient(None, process.admin, tmp_path / "key").call("GET", "/admin/instances")  # noqa: E731
+    with pytest.raises(RequestFailed, match="CERTIFICATE_VERIFY_FAILED"):
+        ask()
+    monkeypatch.setenv("HOTSWAP_CLUSTER_TLS", str(member.directory))
+    assert "instances" in ask()
+    monkeypatch.setenv("HOTSWAP_CLUSTER_TLS", str(tmp_path))
+    with pytest.raises(RequestFailed, match="there is no tls"):
+        ask()
+    monkeypatch.setenv("HOTSWAP_ADMIN_CA", str(tmp_path / "nowhere"))
+    with pytest.raises(RequestFailed, match="name a PEM file"):
+        ask()
+
+
+def test_beyond_loopback_the_admin_port_is_refused_without_tls(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--cluster-tls, or --ssl-certfile"):
+        GatewayConfig(f"sqlite://{tmp_path}/s.db", "toy", admin_host="0.0.0.0")
+    own = GatewayConfig(f"sqlite://{tmp_path}/s.db", "toy", port=0, admin_host="127.0.0.2")
+    for listener in bind(own)[1]:
+        listener.close()
+
+
+def test_files_that_cannot_be_used_end_it_at_once(tmp_path: Path) -> None:
+    config = GatewayConfig(f"sqlite://{tmp_path}/s.db", "toy", port=0, cluster_tls=tmp_path / "nowhere")
+    with pytest.raises(TlsUnavailable, match="there is no tls"):
+        run(config)

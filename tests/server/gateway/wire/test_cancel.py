@@ -1,0 +1,350 @@
+"""A client that leaves, and one that does not read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from server.errors import HttpError
+from server.gateway import Limits, UpstreamSettings
+from server.gateway.admission import Request
+from server.gateway.config import QueueSettings
+from server.gateway.exchange import STALE_S, Exchange, State
+from server.gateway.fleet.view import Fleet
+from server.gateway.observe.stats import Stats
+from server.gateway.queue.gate import Gate
+from server.gateway.routes import find
+from server.gateway.wire.head import RequestHead
+from tests.server.gateway.harness import RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.upstream import Link, Received, Upstream, read_answer, upstream
+from weightsync.control.records import InstanceRecord, Keys
+from weightsync.store import open_store
+
+# Far above what a test may take: nothing here is ended by a time-out of the gateway unless it says so.
+PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0, hold_s=0.0)
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    with running_gateway(tmp_path_factory.mktemp("gateway"), upstream=PATIENT) as g:
+        yield g
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[RunningGateway]:
+    """A gateway without patience for its clients."""
+    with running_gateway(tmp_path, upstream=PATIENT, limits=Limits(stalled_client_s=0.5)) as g:
+        yield g
+
+
+async def leave(writer: asyncio.StreamWriter, how: str) -> None:
+    if how == "reset":
+        writer.transport.abort()
+    else:
+        writer.close()
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize("state", ["before_first_byte", "non_streaming", "head_sent", "streaming"])
+async def test_leaving_closes_the_upstream_connection(gateway: RunningGateway, state: str, how: str) -> None:
+    gone: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+    waiting = asyncio.Event()
+
+    async def handler(link: Link, _: Received) -> None:
+        if state in ("head_sent", "streaming"):
+            await link.sse_head()
+        if state == "streaming":
+            await link.chunk(b"data: 1\n\n")
+        waiting.set()
+        gone.set_result(await link.gone())
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(post(body={"stream": state != "non_streaming"}))
+        await waiting.wait()
+        if state in ("head_sent", "streaming"):
+            await reader.readuntil(b"data: 1\n\n" if state == "streaming" else b"\r\n\r\n")
+        await leave(writer, how)
+        await asyncio.wait_for(gone, 10)
+    await eventually(lambda: gateway.gateway.stats.inflight == 0)
+
+
+async def test_leaving_while_connecting_ends_the_attempt(gateway: RunningGateway) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
+        for _ in range(8):  # fills the queue of a listener that never accepts
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        gateway.register(f"http://127.0.0.1:{full.getsockname()[1]}")
+        before = gateway.gateway.stats.disconnects["connecting"]
+        _, writer = await gateway.connect()
+        writer.write(post())
+        await eventually(lambda: gateway.gateway.stats.inflight == 1)
+        writer.close()
+        await eventually(lambda: gateway.gateway.stats.inflight == 0)
+        assert gateway.gateway.stats.disconnects["connecting"] == before + 1
+        gateway.unregister()
+
+
+async def test_leaving_with_half_a_request_reaches_nobody(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        _, writer = await gateway.connect()
+        writer.write(post(body=b"{}" * 100)[:-50])
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        assert (await gateway.ask(get("/healthz"))).status == 200
+        assert up.requests == []
+
+
+async def test_a_kept_alive_connection_is_not_a_disconnect(gateway: RunningGateway) -> None:
+    before = sum(gateway.gateway.stats.disconnects.values())
+    async with upstream() as up:
+        gateway.register(up)
+        await gateway.ask(post())
+    assert sum(gateway.gateway.stats.disconnects.values()) == before
+
+
+async def test_a_slow_reader_holds_the_instance_back(gateway: RunningGateway) -> None:
+    """What a client does not take stays with the instance: the gateway and the kernel hold a bounded part of it."""
+    total, chunk = 256 * 2**20, b"x" * 65536
+    sent = 0
+
+    async def handler(link: Link, _: Received) -> None:
+        nonlocal sent
+        await link.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % total)
+        while sent < total:
+            await link.send(chunk)
+            sent += len(chunk)
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(post())
+        await reader.readuntil(b"\r\n\r\n")
+        quiet = -1
+        while quiet != sent:  # until nothing moves any more
+            quiet = sent
+            await asyncio.sleep(0.2)
+        (client,) = [c for c in gateway.gateway.clients if getattr(c, "exchange", None) is not None]
+        assert client.transport.get_write_buffer_size() < 2 * 2**20
+        assert sent < 64 * 2**20
+        received = 0
+        while received < 128 * 2**20:  # reading again sets it in motion again
+            received += len(await reader.read(2**20))
+        writer.transport.abort()
+        await eventually(lambda: gateway.gateway.stats.inflight == 0)
+
+
+async def test_a_client_that_never_reads_is_dropped(hasty: RunningGateway) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await link.send(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await link.send(b"x" * 65536)
+        gone.set()
+
+    gone = asyncio.Event()
+    before = hasty.gateway.stats.disconnects["stalled"]
+    async with upstream(handler) as up:
+        hasty.register(up)
+        _, writer = await hasty.connect()
+        writer.write(post())
+        await asyncio.wait_for(gone.wait(), 20)
+        assert hasty.gateway.stats.disconnects["stalled"] == before + 1
+        await eventually(lambda: not [c for c in hasty.gateway.clients if c.transport.get_write_buffer_size()], 20)
+        writer.close()
+
+
+async def test_a_slow_instance_is_not_a_stalled_client(hasty: RunningGateway) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await link.sse_head()
+        await asyncio.sleep(1.2)  # over stalled_client_s
+        await link.chunk(b"data: 1\n\n")
+        await link.end()
+
+    async with upstream(handler) as up:
+        hasty.register(up)
+        answer = await hasty.ask(post())
+    assert (answer.body, answer.complete) == (b"data: 1\n\n", True)
+
+
+class Reader:
+    """A client that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.cuts = 0
+        self.refusals: list[HttpError] = []
+
+    def send(self, data: bytes) -> None: ...
+
+    def write(self, data: bytes, *, last: bool = False) -> None: ...
+
+    def body_done(self) -> None: ...
+
+    def answered(self, *, keep_alive: bool) -> None: ...
+
+    def refuse(self, error: HttpError) -> None:
+        self.refusals.append(error)
+
+    def cut(self) -> None:
+        self.cuts += 1
+
+
+@asynccontextmanager
+async def before_silence(
+    tmp_path: Path,
+) -> AsyncIterator[tuple[Upstream, Stats, Callable[[], tuple[Exchange, Reader]]]]:
+    """The only instance takes requests and says nothing; what begins one."""
+    stats = Stats()
+    store = open_store(f"sqlite://{tmp_path / 'store.db'}")
+    fleet = Fleet(store, "toy", PATIENT, stats)
+
+    def begun() -> tuple[Exchange, Reader]:
+        (target,) = find(b"/v1/completions")
+        client = Reader()
+        request = Request(target, RequestHead(b"r", b""), b"{}", None, http10=False, keep_alive=True)
+        exchange = Exchange(client, request, fleet, Gate(fleet, QueueSettings()), stats)
+        exchange.start()
+        return exchange, client
+
+    try:
+        async with upstream(lambda link, _: asyncio.sleep(3600)) as up:
+            await store.put(Keys("toy").instance("i"), InstanceRecord("i", up.address, "SERVING").to_json())
+            await fleet.refresh()
+            yield up, stats, begun
+    finally:
+        fleet.close()
+        await store.close()
+
+
+async def test_how_long_each_side_may_stand_still(tmp_path: Path) -> None:
+    """To the second: of a paused exchange only the client is to blame, of any other only the instance it waits for."""
+    async with before_silence(tmp_path) as (up, stats, begun):
+        stalled, client = begun()
+        await eventually(lambda: len(up.requests) == 1)
+        stalled.pause()
+        at = stalled.last_progress
+        stalled.sweep(at + 20.0, read_idle_timeout_s=1.0, stalled_client_s=20.0)
+        assert stalled.state is not State.ENDED
+        stalled.sweep(at + 20.5, read_idle_timeout_s=1000.0, stalled_client_s=20.0)
+        assert (stalled.state, stalled.status, client.cuts, stats.disconnects["stalled"]) == (State.ENDED, 499, 1, 1)
+
+        silent, client = begun()
+        await eventually(lambda: len(up.requests) == 2)
+        at = silent.last_progress
+        silent.sweep(at + 20.0, read_idle_timeout_s=20.0, stalled_client_s=1.0)
+        assert silent.state is not State.ENDED
+        silent.sweep(at + 20.5, read_idle_timeout_s=20.0, stalled_client_s=1000.0)
+        assert (silent.state, silent.status, client.cuts, stats.disconnects["stalled"]) == (State.ENDED, 504, 0, 1)
+        assert [error.status for error in client.refusals] == [504]
+
+
+@pytest.mark.parametrize(("after_s", "again"), [(0.0, True), (STALE_S, False)])
+async def test_a_kept_connection_that_ends_late_was_not_closed_already(
+    tmp_path: Path, after_s: float, again: bool
+) -> None:
+    """The instance has had the request for so long: it may have died of it, and is not sent it a second time."""
+    async with before_silence(tmp_path) as (up, stats, begun):
+        exchange, client = begun()
+        await eventually(lambda: len(up.requests) == 1)
+        exchange._pooled = True
+        exchange.last_progress -= after_s
+        exchange.upstream_lost(None)
+        if again:
+            await eventually(lambda: len(up.requests) == 2)
+            exchange.cancel()
+        assert stats.stale_retries == again
+        assert [error.status for error in client.refusals] == ([] if again else [502])
+
+
+async def test_pipelined_requests_get_one_answer_and_a_close(gateway: RunningGateway) -> None:
+    go = asyncio.Event()
+
+    async def handler(link: Link, _: Received) -> None:
+        await go.wait()
+        await link.json()
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(post() + post() + get("/healthz"))
+        await eventually(lambda: len(up.requests) == 1)
+        writer.write(post())
+        go.set()
+        assert (await read_answer(reader)).status == 200
+        assert await reader.read() == b""
+        writer.close()
+    assert len(up.requests) == 1
+
+
+async def test_a_forwarded_request_behind_one_for_the_app_is_not_acted_on(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(get("/healthz") + post())
+        assert (await read_answer(reader)).status == 200
+        assert await reader.read() == b""
+        writer.close()
+    assert up.requests == []
+
+
+async def test_line_feeds_after_a_body_are_harmless(gateway: RunningGateway) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await go.wait()
+        await link.json()
+
+    go = asyncio.Event()
+    async with upstream(handler) as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(post() + b"\r\n")
+        await eventually(lambda: len(up.requests) == 1)
+        writer.write(b"\r\n")
+        go.set()
+        assert (await read_answer(reader)).status == 200
+        writer.write(post())
+        assert (await read_answer(reader)).status == 200
+        writer.close()
+
+
+async def refusing(gateway: RunningGateway) -> None:
+    """Returns when nobody listens any more."""
+    async with asyncio.timeout(10):
+        with contextlib.suppress(ConnectionError):
+            while True:
+                _, probe = await gateway.connect()
+                probe.close()
+
+
+async def test_a_gateway_that_stops_finishes_its_streams(tmp_path: Path) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await link.sse_head()
+        await link.chunk(b"data: 1\n\n")
+        await go.wait()
+        await link.chunk(b"data: 2\n\n")
+        await link.end()
+
+    go = asyncio.Event()
+    async with upstream(handler) as up:
+        with contextlib.ExitStack() as stack:
+            gateway = stack.enter_context(running_gateway(tmp_path, upstream=PATIENT))
+            gateway.register(up)
+            reader, writer = await gateway.connect()
+            writer.write(post())
+            await reader.readuntil(b"data: 1\n\n")
+            stopping = asyncio.create_task(asyncio.to_thread(stack.pop_all().close))
+            await refusing(gateway)
+            go.set()
+            await reader.readuntil(b"data: 2\n\n\r\n0\r\n\r\n")
+            assert await reader.read() == b""
+            await stopping
+            writer.close()

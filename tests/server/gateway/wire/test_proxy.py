@@ -1,0 +1,489 @@
+"""Forwarding: what goes up, what comes back, and what happens when the instance misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from server.gateway import Limits, UpstreamSettings
+from server.gateway.connection import GatewayProtocol
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.upstream import Link, Received, Upstream, read_answer, upstream
+
+PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0, hold_s=0.0)
+HASTY = UpstreamSettings(connect_timeout_s=0.2, read_idle_timeout_s=0.2, scrape_interval_s=3600.0, hold_s=0.0)
+
+
+# Where uvicorn's own protocol does otherwise.
+OWN = pytest.mark.parametrize("gateway", [False], ids=["own"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["own", "asgi"])
+def gateway(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
+    """Over connection.py, and over uvicorn's protocol and asgi.py."""
+    settings = {"upstream": PATIENT, "limits": Limits(max_body=100_000), "plain_asgi": request.param}
+    with running_gateway(tmp_path_factory.mktemp("gateway"), **settings) as g:
+        yield g
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[RunningGateway]:
+    """A gateway without patience for its instances."""
+    with running_gateway(tmp_path, upstream=HASTY) as g:
+        yield g
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers(gateway: RunningGateway) -> Iterator[None]:
+    """Every test ends without an instance, and with no request left in the counts."""
+    yield
+    for instance_id in list(gateway.gateway.fleet.instances):
+        gateway.unregister(instance_id)
+    assert gateway.gateway.stats.inflight == 0
+
+
+async def test_post_reaches_the_instance_as_bytes(gateway: RunningGateway) -> None:
+    body = b'{ "prompt" : "h\xc3\xa9", "n": 1e0 }'
+    async with upstream() as up:
+        gateway.register(up)
+        extra = "X-Request-Id: abc-1\r\nAuthorization: Bearer secret\r\nCookie: a=b\r\n"
+        extra += "Keep-Alive: 5\r\nTraceparent: 00-1\r\n"
+        answer = await gateway.ask(post("/v1/chat/completions", body, extra))
+    assert (answer.status, answer.body) == (200, b'{"ok":true}')
+    assert answer.headers["x-request-id"] == "abc-1"
+    (seen,) = up.requests
+    assert (seen.method, seen.target, seen.body) == ("POST", "/v1/chat/completions", body)
+    assert seen.headers["x-request-id"] == "abc-1"
+    assert seen.headers["traceparent"] == "00-1"
+    assert seen.headers["host"] == f"127.0.0.1:{up.port}"
+    assert not {"authorization", "cookie", "keep-alive", "connection"} & seen.headers.keys()
+
+
+async def test_an_instance_gets_the_key_of_its_record(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        for key in ("first", "of its next life"):
+            gateway.register(up, key=key)
+            assert (await gateway.ask(post(headers="Authorization: Bearer theirs\r\n"))).status == 200
+            shown = await gateway.ask(get("/admin/instances", f"Authorization: Bearer {ADMIN_KEY}\r\n"), admin=True)
+            assert shown.status == 200
+            assert key.encode() not in shown.body
+    assert [seen.headers["authorization"] for seen in up.requests] == ["Bearer first", "Bearer of its next life"]
+
+
+async def test_an_instance_that_does_not_take_the_key_any_more_is_left_for_another(gateway: RunningGateway) -> None:
+    async def stranger(received: Received, link: Link) -> None:
+        await link.json(
+            b'{"error":{"code":"instance_key_required"}}', b"401 Unauthorized", b"x-hotswap-refused: key\r\n"
+        )
+
+    async with upstream(stranger) as restarted, upstream() as other:
+        gateway.register(restarted, "i0")
+        gateway.register(other, "i1")
+        assert [(await gateway.ask(post())).status for _ in range(4)] == [200] * 4
+    assert len(other.requests) == 4
+
+
+@pytest.mark.parametrize("bad", ["", "a b", "x" * 129, 'a"b'])
+async def test_an_unfit_request_id_is_replaced(gateway: RunningGateway, bad: str) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        answer = await gateway.ask(post(headers=f"X-Request-Id: {bad}\r\n"))
+    assert answer.headers["x-request-id"] not in ("", bad)
+    assert answer.headers["x-request-id"] == up.requests[0].headers["x-request-id"]
+
+
+async def test_chunked_request_body_arrives_with_a_length(gateway: RunningGateway) -> None:
+    raw = b"POST /generate HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n"
+    raw += b'6;x=1\r\n{"a":1\r\n1\r\n}\r\n0\r\nTrailer: x\r\n\r\n'
+    async with upstream() as up:
+        gateway.register(up)
+        assert (await gateway.ask(raw)).status == 200
+    assert up.requests[0].body == b'{"a":1}'
+    assert "trailer" not in up.requests[0].headers
+
+
+async def test_a_stream_arrives_piece_by_piece(gateway: RunningGateway) -> None:
+    go = asyncio.Event()
+
+    async def stream(link: Link, _: Received) -> None:
+        await link.sse_head()
+        await link.chunk(b"data: 1\n\n")
+        await go.wait()
+        await link.chunk(b"data: 2\n\n")
+        await link.end()
+
+    async with upstream(stream) as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(post(body={"stream": True}))
+        await reader.readuntil(b"data: 1\n\n")  # the second is not written yet
+        go.set()
+        await reader.readuntil(b"data: 2\n\n\r\n0\r\n\r\n")
+        writer.close()
+
+
+async def test_connections_are_reused_on_both_sides(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        for _ in range(3):
+            writer.write(post())
+            assert (await read_answer(reader)).status == 200
+        writer.close()
+    assert (len(up.requests), up.connections) == (3, 1)
+
+
+async def test_hop_by_hop_response_headers_stay_behind(gateway: RunningGateway) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await link.json(
+            extra=b"connection: x-private\r\nx-private: 1\r\nkeep-alive: timeout=5\r\nx-hotswap-weight-version: 3\r\n"
+        )
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        answer = await gateway.ask(post())
+    assert answer.headers["x-hotswap-weight-version"] == "3"
+    assert not {"x-private", "keep-alive", "connection"} & answer.headers.keys()
+
+
+@OWN
+async def test_http10_client_gets_a_body_it_can_read(gateway: RunningGateway) -> None:
+    async def stream(link: Link, _: Received) -> None:
+        await link.sse_head()
+        await link.chunk(b"data: 1\n\n")
+        await link.end()
+
+    async with upstream(stream) as up:
+        gateway.register(up)
+        answer = await gateway.ask(b"POST /v1/completions HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}")
+    assert answer.body == b"data: 1\n\n"
+    assert answer.headers["connection"] == "close"
+    assert "transfer-encoding" not in answer.headers
+
+
+async def test_expect_continue_is_answered_before_the_body(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"{}")
+        assert (await read_answer(reader)).status == 200
+        writer.close()
+    assert "expect" not in up.requests[0].headers
+
+
+async def test_a_body_without_a_length_ends_with_the_connection(gateway: RunningGateway) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await link.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n\r\nhello")
+        link.writer.close()
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        answer = await gateway.ask(post())
+    assert (answer.body, answer.complete) == (b"hello", True)
+
+
+async def test_informational_answers_are_swallowed(gateway: RunningGateway) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await link.send(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n")
+        await link.json()
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        answer = await gateway.ask(post())
+    assert answer.status == 200
+    assert "link" not in answer.headers
+
+
+# failures
+
+
+def error(body: bytes) -> dict[str, str]:
+    parsed: dict[str, str] = orjson.loads(body)["error"]
+    assert parsed.keys() >= {"message", "type", "param", "code"}
+    return parsed
+
+
+async def test_no_instance_is_503_with_retry_after(gateway: RunningGateway) -> None:
+    answer = await gateway.ask(post())
+    assert (answer.status, error(answer.body)["code"]) == (503, "no_instance")
+    assert int(answer.headers["retry-after"]) > 0
+
+
+async def test_unroutable_instances_are_named(gateway: RunningGateway) -> None:
+    gateway.register("http://127.0.0.1:1", state="TORN")
+    answer = await gateway.ask(post())
+    assert answer.status == 503
+    assert "i0 is TORN" in error(answer.body)["message"]
+
+
+async def test_refused_connection_goes_to_the_next_instance(gateway: RunningGateway) -> None:
+    with socket.socket() as dead:
+        dead.bind(("127.0.0.1", 0))  # bound, not listening: refuses
+        async with upstream() as up:
+            gateway.register(f"http://127.0.0.1:{dead.getsockname()[1]}", "a")
+            gateway.register(up, "b")
+            for _ in range(4):
+                assert (await gateway.ask(post())).status == 200
+        gateway.unregister("b")
+        answer = await gateway.ask(post())
+    assert (answer.status, error(answer.body)["code"]) == (503, "instance_unreachable")
+
+
+async def test_an_instance_that_accepts_nobody_is_503_in_time(hasty: RunningGateway) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
+        for _ in range(8):  # fills the queue of a listener that never accepts
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        hasty.register(f"http://127.0.0.1:{full.getsockname()[1]}")
+        answer = await hasty.ask(post())
+    assert (answer.status, error(answer.body)["code"]) == (503, "instance_unreachable")
+
+
+async def test_stale_pooled_connection_is_retried_once(gateway: RunningGateway) -> None:
+    """The instance closes an idle connection just as the next request is on its way."""
+
+    async def handler(link: Link, received: Received) -> None:
+        if len(up.requests) == 2:
+            link.cut()
+        else:
+            await link.json()
+
+    before = gateway.gateway.stats.stale_retries
+    async with upstream(handler) as up:
+        gateway.register(up)
+        assert (await gateway.ask(post())).status == 200
+        assert (await gateway.ask(post())).status == 200
+    assert [r.connection for r in up.requests] == [1, 1, 2]
+    assert gateway.gateway.stats.stale_retries == before + 1
+
+
+@OWN
+@pytest.mark.parametrize(
+    ("early", "said"),
+    [
+        (post(body=b"{"), b"HTTP/1.1 400"),
+        (b"nonsense\r\n\r\n", b"HTTP/1.1 400"),
+        (post(headers="Expect: 100-continue\r\n")[:-2], b"HTTP/1.1 100"),
+    ],
+    ids=["refused", "malformed", "continue"],
+)
+async def test_what_comes_in_the_turn_of_an_answer_s_end_is_answered_behind_it(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch, early: bytes, said: bytes
+) -> None:
+    """A client that does not wait for its answer: the loop reads both in one turn, the instance's end first."""
+    answered = GatewayProtocol.answered
+
+    def with_more(self: GatewayProtocol, *, keep_alive: bool) -> None:
+        monkeypatch.setattr(GatewayProtocol, "answered", answered)
+        answered(self, keep_alive=keep_alive)
+        self.data_received(early)
+
+    async with upstream() as up:
+        gateway.register(up)
+        reader, writer = await gateway.connect()
+        monkeypatch.setattr(GatewayProtocol, "answered", with_more)
+        writer.write(post())
+        first = await asyncio.wait_for(read_answer(reader), 5)
+        assert (first.status, first.body) == (200, b'{"ok":true}')
+        assert (await asyncio.wait_for(reader.readline(), 5)).startswith(said)
+        writer.close()
+
+
+async def test_a_request_that_kills_does_not_go_through_the_fleet(tmp_path: Path) -> None:
+    """Over pooled connections too: it is sent again once, not to everybody."""
+    servers: list[asyncio.Server] = []
+    killed: list[int] = []
+
+    async def handler(link: Link, received: Received) -> None:
+        if b"poison" not in received.body:
+            await link.json()
+            return
+        port = link.writer.get_extra_info("sockname")[1]
+        killed.append(port)
+        next(s for s in servers if s.sockets and s.sockets[0].getsockname()[1] == port).close()
+        link.cut()
+
+    with running_gateway(tmp_path, upstream=UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0)) as g:
+        for number in range(4):
+            server = await asyncio.start_server(Upstream(handler).serve, "127.0.0.1", 0)
+            servers.append(server)
+            g.register(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", f"i{number}")
+        for _ in range(8):
+            assert (await g.ask(post())).status == 200
+        assert all(i.pool.idle for i in g.gateway.fleet.instances.values())
+        answer = await g.ask(post(body={"prompt": "poison"}))
+        assert (answer.status, error(answer.body)["code"]) == (502, "upstream_died")
+        assert len(killed) == 2
+        assert (await g.ask(post("/v1/responses", {"input": "poison"}))).status == 502
+        assert len(killed) == 3
+    for server in servers:
+        server.close()
+
+
+@OWN
+async def test_a_pooled_connection_that_breaks_late_was_not_stale(gateway: RunningGateway) -> None:
+    async def handler(link: Link, received: Received) -> None:
+        if len(up.requests) == 2:
+            await asyncio.sleep(1.2)
+            link.cut()
+        else:
+            await link.json()
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        assert (await gateway.ask(post("/v1/responses"))).status == 200
+        answer = await gateway.ask(post("/v1/responses"))
+    assert (answer.status, error(answer.body)["code"]) == (502, "upstream_died")
+    assert len(up.requests) == 2
+
+
+@OWN
+async def test_death_before_the_first_byte_is_502_and_not_retried(gateway: RunningGateway) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        link.cut()
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        answer = await gateway.ask(post())
+    assert (answer.status, error(answer.body)["code"]) == (502, "upstream_died")
+    assert len(up.requests) == 1
+
+
+MALFORMED = [
+    b"garbage\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\nbad header\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip\r\n\r\n",
+    b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\n" + b"a: " + b"b" * 70_000,
+    b"HTTP/1.1 999 Odd\r\ncontent-length: 0\r\n\r\n",
+]
+
+
+@OWN
+@pytest.mark.parametrize("raw", MALFORMED)
+async def test_malformed_heads_are_502(gateway: RunningGateway, raw: bytes) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await link.send(raw)
+        await link.gone()
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        answer = await gateway.ask(post())
+    assert (answer.status, error(answer.body)["code"]) == (502, "bad_upstream")
+
+
+@OWN
+async def test_bytes_after_a_complete_answer_cost_the_connection_only(gateway: RunningGateway) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await link.send(
+            b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nokHTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil"
+        )
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        for _ in range(2):
+            answer = await gateway.ask(post())
+            assert answer.body == b"ok"
+    assert up.connections == 2
+
+
+@OWN
+async def test_a_stream_cut_short_ends_with_an_error_event(gateway: RunningGateway) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await link.sse_head()
+        await link.chunk(b"data: 1\n\n")
+        link.cut()
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        answer = await gateway.ask(post())
+    first, event = answer.body.split(b"\n\n")[:2]
+    assert first == b"data: 1"
+    assert event.startswith(b"event: error\ndata: ")
+    assert error(event.removeprefix(b"event: error\ndata: "))["code"] == "upstream_died"
+    assert not answer.complete
+
+
+@OWN
+async def test_no_event_is_added_inside_an_unfinished_one(gateway: RunningGateway) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await link.sse_head()
+        await link.chunk(b'data: {"half":')
+        link.cut()
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        answer = await gateway.ask(post())
+    assert answer.body == b'data: {"half":'
+    assert not answer.complete
+
+
+@OWN
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\nnonsense",
+    ],
+)
+async def test_a_cut_body_is_recognisable(gateway: RunningGateway, begin: bytes) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await link.send(begin)
+        link.writer.close()
+
+    async with upstream(handler) as up:
+        gateway.register(up)
+        answer = await gateway.ask(post())
+    assert answer.status == 502 or not answer.complete
+
+
+async def test_a_silent_instance_is_504(hasty: RunningGateway) -> None:
+    async def handler(link: Link, _: Received) -> None:
+        await link.gone()
+
+    async with upstream(handler) as up:
+        hasty.register(up)
+        answer = await hasty.ask(post())
+    assert (answer.status, error(answer.body)["code"]) == (504, "upstream_timeout")
+
+
+@OWN
+async def test_requests_are_spread_over_instances(gateway: RunningGateway) -> None:
+    async def hold(link: Link, _: Received) -> None:
+        await held.wait()
+        await link.json()
+
+    held = asyncio.Event()
+    async with upstream(hold) as a, upstream(hold) as b:
+        gateway.register(a, "a")
+        gateway.register(b, "b", state="STAGED")
+        asks = [asyncio.create_task(gateway.ask(post())) for _ in range(6)]
+        await eventually(lambda: len(a.requests) + len(b.requests) == 6)
+        held.set()
+        assert all(answer.status == 200 for answer in await asyncio.gather(*asks))
+    assert (len(a.requests), len(b.requests)) == (3, 3)
+
+
+@OWN
+async def test_get_routes_and_response_ids(gateway: RunningGateway) -> None:
+    async with upstream() as up:
+        gateway.register(up)
+        assert (await gateway.ask(get("/v1/models?ignored=1"))).status == 200
+        assert (await gateway.ask(get("/v1/responses/resp_1-a?stream=true"))).status == 200
+        assert (await gateway.ask(post("/v1/responses/resp_1-a/cancel", b""))).status == 200
+    assert [r.target for r in up.requests] == [
+        "/v1/models",
+        "/v1/responses/resp_1-a?stream=true",
+        "/v1/responses/resp_1-a/cancel",
+    ]

@@ -1,0 +1,129 @@
+"""Who may generate on an instance that drains or tries a version."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server.instance.middleware import REFUSAL, Admission
+from tests.server.gateway.harness import post, running_gateway
+from tests.server.gateway.upstream import Link, Received, upstream
+
+
+class App:
+    """Answers when it is let."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.served: list[str] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.served.append(scope["path"])
+        if scope["path"] == "/generate":
+            await self.gate.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+def client(admission: Admission) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=admission), base_url="http://instance")
+
+
+async def test_only_probes_generate_while_it_admits_nobody() -> None:
+    app = App()
+    app.gate.set()
+    admission = Admission(app)
+    admission.admits = lambda: False
+    async with client(admission) as ask:
+        for path in ("/generate", "/v1/chat/completions", "/v1/responses"):
+            refused = await ask.post(path, json={})
+            assert (refused.status_code, refused.headers["x-hotswap-refused"]) == (409, "version")
+            assert refused.json()["error"]["code"] == "version_mismatch"
+        assert app.served == []
+        assert (await ask.post("/generate", json={}, headers={"x-hotswap-probe": "1"})).status_code == 200
+        assert (await ask.get("/health")).status_code == 200
+        assert (await ask.post("/tokenize", json={})).status_code == 200
+
+
+async def test_only_members_ask_an_instance_for_anything_but_its_health() -> None:
+    app = App()
+    app.gate.set()
+    async with client(Admission(app, key="of-this-one")) as ask:
+        for headers in ({}, {"authorization": "Bearer of-another"}, {"x-hotswap-probe": "1"}):
+            for path in ("/generate", "/tokenize", "/v1/completions", "/openapi.json", "//health", "/health/"):
+                refused = await ask.post(path, json={}, headers=headers)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "instance_key_required")
+                assert refused.headers["x-hotswap-refused"] == "key"
+        assert app.served == []
+        for path in ("/health", "/metrics"):
+            assert (await ask.get(path)).status_code == 200
+        member = {"authorization": "Bearer of-this-one"}
+        assert (await ask.post("/generate", json={}, headers=member)).status_code == 200
+
+
+async def test_a_web_socket_of_a_stranger_is_closed() -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    app = App()
+    await Admission(app, key="k")({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send)
+    assert (app.served, sent[0]["type"]) == ([], "websocket.close")
+
+
+async def test_what_fails_with_the_engine_is_refused_for_another_instance_to_answer() -> None:
+    async def failing(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 500, "headers": []})
+        await send({"type": "http.response.body", "body": b"whatever vLLM makes of it"})
+
+    for dead, status, header in ((True, 503, "engine"), (False, 500, None)):
+        async with client(Admission(failing, dead=lambda dead=dead: dead)) as ask:  # type: ignore[misc]
+            answer = await ask.post("/generate", json={})
+            assert (answer.status_code, answer.headers.get("x-hotswap-refused")) == (status, header)
+            assert (b"engine_died" in answer.content) == dead
+
+
+async def test_it_is_idle_when_the_last_stream_has_ended() -> None:
+    app = App()
+    admission = Admission(app)
+    await admission.idle(0)
+    async with client(admission) as ask:
+        streams = [asyncio.create_task(ask.post("/generate", json={})) for _ in range(2)]
+        while len(app.served) < 2:  # noqa: ASYNC110 - the app is called on other tasks
+            await asyncio.sleep(0)
+        probe = asyncio.create_task(ask.post("/generate", json={}, headers={"x-hotswap-probe": "1"}))
+        waiting = asyncio.create_task(admission.idle(60))
+        await admission.idle(0)  # its time is up at once; the other goes on waiting
+        assert not waiting.done()
+        app.gate.set()
+        await asyncio.gather(*streams, probe)
+        await waiting
+
+
+async def test_a_request_that_breaks_is_not_counted_for_ever() -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        raise ValueError
+
+    admission = Admission(broken)
+    async with client(admission) as ask:
+        with pytest.raises(ValueError):  # noqa: PT011 - the app's own
+            await ask.post("/generate", json={})
+    await asyncio.wait_for(admission.idle(60), 10)
+
+
+async def test_the_gateway_asks_another_instance_and_the_client_sees_nothing_of_it(tmp_path: Path) -> None:
+    async def refuses(link: Link, _: Received) -> None:
+        await link.json(REFUSAL, status=b"409 Conflict", extra=b"x-hotswap-refused: version\r\n")
+
+    async with upstream(refuses) as trial, upstream() as other:
+        with running_gateway(tmp_path) as gateway:
+            gateway.register(trial, "i0")
+            gateway.register(other, "i1")
+            for _ in range(4):
+                assert (await gateway.ask(post())).status == 200
+        assert trial.requests, "it was asked too"

@@ -1,0 +1,330 @@
+"""Grammars within the bounds are compiled in a process apart, with limits, and vLLM gets only those that passed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import runpy
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+import pytest
+import pytest_asyncio
+import xgrammar
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+
+from server.errors import ConfigError
+from server.instance.grammars import bounds
+from server.instance.grammars.guard import Backend, bounded_parser, tried
+from server.instance.grammars.trials import HELPER, Grammar, GrammarRefused, GrammarsBusy, Limits, Trials
+from server.instance.provenance import Trace, current_trace
+from tests.live import eventually
+from tests.server.instance.test_grammars import USUAL
+
+SLOW = "|".join(f"(.*{'abcdefgh'[n % 8]}.{{{1000 + n}}})" for n in range(400))
+WIDE = ".*".join("abc"[n % 3] for n in range(20_000))  # takes about 150 MiB
+BAD: list[dict[str, Any]] = [
+    {"grammar": 'root ::= nobody "a'},
+    {"regex": "(a"},
+    {"json": {"type": "nothing"}},
+    {"json": '{"type": "string", "pattern": "(a"}'},
+    {"json": "no JSON"},
+    {"structural_tag": '{"structures": [], "triggers": 5}'},
+    {"json": {"type": "object", "patternProperties": {"^a": {}}, "properties": {"b": {}}}},
+]
+
+
+@pytest.fixture(scope="module")
+def backend(checkpoints: dict[str, Path]) -> Backend:
+    args = EngineArgs(model=str(checkpoints["a"]), load_format="dummy", enforce_eager=True)
+    return Backend(args.create_engine_config())
+
+
+@pytest.fixture(scope="module")
+def kit(backend: Backend) -> dict[str, Any]:
+    return backend.kit() | {"threads": 1}
+
+
+def trials_of(kit: dict[str, Any], **limits: Any) -> Trials:
+    return Trials(Limits(**limits), lambda: dict(kit))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def trials(kit: dict[str, Any]) -> AsyncIterator[Trials]:
+    made = trials_of(kit)
+    yield made
+    await made.close()
+
+
+def regex(text: str) -> Grammar:
+    return Grammar((("xgrammar", "regex", text),), frozenset({0}))
+
+
+def helper_of(trials: Trials) -> psutil.Process:
+    assert trials._helper is not None
+    return psutil.Process(trials._helper._process.pid)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("asked", [a for a in USUAL if a.get("json") != "not JSON, which vLLM says"])
+async def test_what_people_send_passes(backend: Backend, trials: Trials, asked: dict[str, Any]) -> None:
+    grammar = backend.grammar(StructuredOutputsParams(**asked))
+    if grammar is not None:
+        await trials.check(grammar)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("asked", BAD)
+async def test_what_does_not_compile_is_the_client_s(backend: Backend, trials: Trials, asked: dict[str, Any]) -> None:
+    async def check() -> None:
+        grammar = backend.grammar(StructuredOutputsParams(**asked))
+        assert grammar is not None
+        await trials.check(grammar)
+
+    with pytest.raises(GrammarRefused, match="correct it") as refused:
+        await check()
+    assert (refused.value.status, refused.value.code) == (400, "invalid_grammar")
+
+
+@pytest.mark.parametrize("asked", [*USUAL[1:4], *USUAL[5:], *BAD[:4]])
+def test_the_trial_is_what_vllm_does(backend: Backend, kit: dict[str, Any], asked: dict[str, Any]) -> None:
+    """The same compiled grammar of xgrammar, the same acceptance by llguidance."""
+
+    from vllm.tokenizers import cached_tokenizer_from_config
+    from vllm.v1.structured_output.request import get_structured_output_key
+
+    config = backend._config
+    tokenizer = cached_tokenizer_from_config(model_config=config.model_config)
+    vocabulary = config.model_config.get_vocab_size()
+    params = StructuredOutputsParams(**asked)
+    grammar = backend.grammar(params)
+    assert grammar is not None
+    compilers = runpy.run_path(str(HELPER))["Compilers"](kit)
+    kind, text = get_structured_output_key(params)
+    in_vllm = {
+        "xgrammar": XgrammarBackend(config, tokenizer=tokenizer, vocab_size=vocabulary),
+        "guidance": GuidanceBackend(config, tokenizer=tokenizer, vocab_size=vocabulary),
+    }
+    for library, name, text_there in grammar.attempts:
+        theirs = (
+            (StructuredOutputOptions.GRAMMAR, text_there)
+            if "choice" in asked and library == "xgrammar"
+            else (kind, text)
+        )
+        try:
+            compiled = in_vllm[library].compile_grammar(*theirs)
+            if library == "guidance" and (error := compiled.ll_matcher.get_error()):
+                raise ValueError(error)
+        except (RuntimeError, ValueError):
+            with pytest.raises((RuntimeError, ValueError)):
+                compilers.try_out(library, name, text_there)
+        else:
+            compilers.try_out(library, name, text_there)
+            if library == "xgrammar":
+                assert compilers.xgrammar(name, text_there).serialize_json() == compiled.ctx.serialize_json()
+
+
+@pytest.mark.parametrize(
+    ("text", "limits", "says"),
+    [(SLOW, {"seconds": 0.3}, "more than 0.3 s"), (WIDE, {"mib": 32}, "more than 32 MiB")],
+    ids=["time", "memory"],
+)
+async def test_what_takes_too_much_is_refused_and_the_next_one_is_tried(
+    kit: dict[str, Any], text: str, limits: dict[str, Any], says: str
+) -> None:
+    bounds.check_pattern(text)
+    trials = trials_of(kit, **limits)
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(GrammarRefused, match=says) as refused:
+            await trials.check(regex(text))
+        assert refused.value.code == "grammar_too_costly"
+    await trials.check(regex("[a-z]+"))
+    await trials.close()
+
+
+@pytest.mark.broad
+async def test_a_mask_that_takes_too_long_is_refused(kit: dict[str, Any]) -> None:
+    """It compiles at once; the engine would then take that long for each token, and its other streams with it."""
+    chance = random.Random(0)
+    words = ["".join(chance.choices("abcdefghij {}:,01234567", k=chance.randint(2, 8))) for _ in range(50_000)]
+    words += ["<eos>"]
+    info = xgrammar.TokenizerInfo(words, stop_token_ids=[len(words) - 1])
+    trials = trials_of(kit | {"xgrammar": info.serialize_json(), "guidance": None})
+    with pytest.raises(GrammarRefused, match="each token"):
+        await trials.check(regex("(" + "|".join(f"(a|b|c|[d-z]){{{n}}}" for n in range(1, 90)) + ")*x"))
+    await trials.close()
+
+
+async def test_one_slow_grammar_holds_up_no_other(kit: dict[str, Any]) -> None:
+    trials = trials_of(kit, seconds=60)
+    await trials.check(regex("a"))
+    slow = asyncio.create_task(trials.check(regex(SLOW)))
+    same = asyncio.create_task(trials.check(regex(SLOW)))
+    for n in range(5):
+        await trials.check(regex(f"b{n}"))
+    assert not slow.done()
+    assert len(helper_of(trials).children()) == 1  # the same grammar is one trial
+    await trials.close()
+    for task in (slow, same):
+        with pytest.raises(GrammarsBusy):
+            await task
+
+
+async def test_who_finds_the_queue_full_is_told_to_come_again(kit: dict[str, Any]) -> None:
+    trials = trials_of(kit, at_once=1, waiting=1, seconds=60)
+    running = asyncio.create_task(trials.check(regex(SLOW)))
+    waiting = asyncio.create_task(trials.check(regex("a")))
+    await asyncio.sleep(0)
+    with pytest.raises(GrammarsBusy) as busy:
+        await trials.check(regex("b"))
+    assert (busy.value.status, busy.value.retry_after_s) == (429, 2)
+    await trials.close()
+    await asyncio.gather(running, waiting, return_exceptions=True)
+
+
+@pytest.mark.broad
+async def test_verdicts_are_kept_up_to_their_number(kit: dict[str, Any]) -> None:
+    trials = trials_of(kit, verdicts=2)
+    for text in ("a", "b", "c", "b"):
+        await trials.check(regex(text))
+    assert list(trials._verdicts) == [regex("c").digest, regex("b").digest]
+    await trials.close()
+
+
+@pytest.mark.broad
+async def test_nothing_runs_before_the_first_grammar_or_after_the_end(kit: dict[str, Any]) -> None:
+    trials = trials_of(kit)
+    assert trials._helper is None
+    await trials.check(regex("a"))
+    helper = helper_of(trials)
+    assert helper.is_running()
+    await trials.close()
+    assert not helper.is_running()
+
+
+async def test_a_helper_that_was_killed_is_begun_anew(kit: dict[str, Any]) -> None:
+    trials = trials_of(kit)
+    await trials.check(regex("a"))
+    helper = helper_of(trials)
+    slow = asyncio.create_task(trials.check(regex(SLOW)))
+    assert await asyncio.to_thread(eventually, helper.children)
+    children = helper.children()
+    helper.kill()
+    with pytest.raises(GrammarsBusy):
+        await slow
+    psutil.wait_procs(children, timeout=20)
+    assert not any(child.is_running() for child in children)
+    await trials.check(regex("b"))
+    await trials.close()
+
+
+PARENT = """
+import asyncio, sys, orjson
+from server.instance.grammars.trials import Grammar, Limits, Trials
+async def main():
+    kit = orjson.loads(sys.stdin.buffer.read())
+    trials = Trials(Limits(seconds=60), lambda: kit)
+    await trials.check(Grammar((("xgrammar", "regex", "a"),), frozenset({0})))
+    print(trials._helper._process.pid, flush=True)
+    await trials.check(Grammar((("xgrammar", "regex", sys.argv[1]),), frozenset({0})))
+asyncio.run(main())
+"""
+
+
+def test_the_helper_and_its_trials_die_with_the_instance(kit: dict[str, Any]) -> None:
+    command = [sys.executable, "-c", PARENT, SLOW]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        parent.stdin.write(orjson.dumps(kit))
+        parent.stdin.close()
+        helper = psutil.Process(int(parent.stdout.readline()))
+        assert eventually(helper.children, 60)
+        trial = helper.children()
+        parent.kill()
+    gone, alive = psutil.wait_procs([helper, *trial], timeout=20)
+    assert len(gone) == 2, alive
+
+
+@pytest.mark.broad
+def test_the_helper_imports_neither_vllm_nor_this_project(kit: dict[str, Any]) -> None:
+    code = (
+        "import json, runpy, sys; made = runpy.run_path(sys.argv[1])['Compilers'](json.load(sys.stdin)); "
+        "made.try_out('xgrammar', 'regex', 'a'); "
+        "print([m for m in sys.modules if m.split('.')[0] in ('vllm', 'server')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(HELPER)], input=orjson.dumps(kit), capture_output=True, check=True
+    )
+    assert done.stdout.strip() == b"[]"
+
+
+async def test_a_model_for_which_there_is_no_library_says_so() -> None:
+    def kit() -> dict[str, Any]:
+        raise ValueError("unknown tokenizer")
+
+    for _ in range(2):
+        with pytest.raises(GrammarRefused, match="unknown tokenizer") as refused:
+            await Trials(Limits(), kit).check(regex("a"))
+        assert refused.value.code == "grammars_unavailable"
+
+
+def test_limits_that_cannot_work_are_refused() -> None:
+    for wrong in ({"seconds": 0}, {"mib": 0}, {"at_once": 0}, {"waiting": -1}, {"verdicts": 0}):
+        with pytest.raises(ConfigError, match="--grammar-"):
+            Limits(**wrong)
+
+
+async def test_the_engine_gets_nothing_that_was_refused(backend: Backend, kit: dict[str, Any]) -> None:
+    begun = []
+
+    async def generate(prompt: Any, params: Any, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        begun.append(params)
+        yield prompt
+
+    trials = trials_of(kit)
+    guarded = tried(generate, backend, trials)
+    good = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a"))
+    assert [o async for o in guarded("p", good, "r")] == ["p"]
+    assert [o async for o in guarded("p", SamplingParams(), "r")] == ["p"]
+    assert len(begun) == 2
+    trace = Trace()
+    current_trace.set(trace)
+    with pytest.raises(VLLMValidationError, match="does not compile"):
+        await anext(guarded("p", bad, "r"))
+    assert isinstance(trace.problem, GrammarRefused)
+    assert len(begun) == 2
+    await trials.close()
+
+
+def test_parsers_of_tool_calls_read_no_schema_beyond_the_bounds() -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    class Parser:
+        def adjust_request(self, request: Any) -> str:
+            return "read"
+
+    parser = bounded_parser(Parser)()
+    usual = {"messages": [], "model": "m"}
+    huge = {"type": "array", "minItems": 10**9}
+    tool = {"type": "function", "function": {"name": "f", "parameters": huge}}
+    assert parser.adjust_request(ChatCompletionRequest(**usual)) == "read"
+    for more in (
+        {"structured_outputs": {"json": huge}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": huge}}},
+        {"tools": [tool]},
+    ):
+        with pytest.raises(VLLMValidationError, match="repeated 1000000000 times"):
+            parser.adjust_request(ChatCompletionRequest(**usual, **more))
+    assert bounded_parser(None) is None

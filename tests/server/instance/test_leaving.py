@@ -1,0 +1,302 @@
+"""SIGTERM to a gateway and to an instance's server: who sends requests is told first, and what is in flight ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+
+from server.cli.up import free_port
+from server.gateway.config import Limits
+from server.instance.config import InstanceConfig
+from server.instance.middleware import Admission
+from server.instance.sidecar import Sidecar
+from tests.server.gateway.harness import KEYS, MODEL, eventually, get, post, running_gateway
+from tests.server.gateway.upstream import Answer, Link, Received, read_answer, upstream
+from weightsync.control.records import InstanceRecord
+from weightsync.errors import StoreUnavailable
+from weightsync.store import SyncStore
+
+# gateway
+
+
+@contextmanager
+def gateway_process(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A gateway in a process of its own, and its port."""
+    port = free_port("127.0.0.1")
+    command = [sys.executable, "-m", "server.gateway", "--store", f"sqlite://{directory}/store.db", "--model", MODEL]
+    command += ["--port", str(port), "--no-coordinator", *options]
+    with (directory / "gateway.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def ask(port: int, raw: bytes) -> Answer:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(raw)
+        return await asyncio.wait_for(read_answer(reader), 60)
+    finally:
+        writer.close()
+
+
+class Kept:
+    """A connection that its client goes on using."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def __aenter__(self) -> Kept:
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writer.close()
+
+    def write(self, raw: bytes) -> None:
+        self._writer.write(raw)
+
+    async def ask(self, raw: bytes) -> Answer:
+        self.write(raw)
+        return await asyncio.wait_for(read_answer(self._reader), 60)
+
+    async def closed(self) -> bool:
+        """Whether the gateway closes it, having sent nothing more."""
+        return await asyncio.wait_for(self._reader.read(1), 60) == b""
+
+
+async def ready(port: int) -> tuple[int, str]:
+    answer = await ask(port, get("/readyz"))
+    body = orjson.loads(answer.body)
+    return answer.status, body["error"]["code"] if "error" in body else body["status"]
+
+
+async def until_ready(port: int, state: tuple[int, str] | None) -> None:
+    """None: until nobody listens any more."""
+    seen: tuple[int, str] | None = (0, "")
+    async with asyncio.timeout(90):
+        while seen != state:
+            await asyncio.sleep(0.02)
+            try:
+                seen = await ready(port)
+            except (ConnectionError, asyncio.IncompleteReadError):
+                seen = None
+
+
+async def test_a_gateway_is_unready_first_and_stops_when_its_streams_have_ended(tmp_path: Path) -> None:
+    release = asyncio.Event()
+
+    async def stream(link: Link, received: Received) -> None:
+        if b"stream" not in received.body:
+            await link.json()
+            return
+        await link.sse_head()
+        await link.chunk(b"data: one\n\n")
+        await release.wait()
+        await link.chunk(b"data: two\n\n")
+        await link.end()
+
+    async with upstream(stream) as up, AsyncExitStack() as stack:
+        store = SyncStore(f"sqlite://{tmp_path}/store.db")
+        record = InstanceRecord("i0", up.address, "SERVING", active_version=1, active_epoch=1)
+        store.put(KEYS.instance("i0"), record.to_json())
+        store.close()
+        with gateway_process(tmp_path, "--leave", "300") as (process, port):
+            await until_ready(port, (200, "ready"))
+            kept = await stack.enter_async_context(Kept(port))
+            streaming = asyncio.create_task(kept.ask(post(body=b'{"stream": true}')))
+            await eventually(lambda: any(b"stream" in r.body for r in up.requests))
+            process.send_signal(signal.SIGTERM)
+            await until_ready(port, (503, "leaving"))
+            async with Kept(port) as late:
+                served = await late.ask(post())
+                assert (served.status, served.headers["connection"]) == (200, "close"), "served, and sent elsewhere"
+                assert await late.closed()
+            process.send_signal(signal.SIGTERM)  # a second one ends the wait
+            await until_ready(port, None)
+            assert process.poll() is None
+            release.set()
+            answer = await streaming
+            assert (answer.complete, answer.body) == (True, b"data: one\n\ndata: two\n\n")
+            assert "connection" not in answer.headers
+            last = await kept.ask(post())
+            assert (last.status, last.headers["connection"]) == (200, "close"), "nothing had told it to go elsewhere"
+            assert await kept.closed()
+            await asyncio.to_thread(process.wait, 60)
+
+
+async def test_a_gateway_without_a_delay_just_stops(tmp_path: Path) -> None:
+    with gateway_process(tmp_path) as (process, port):
+        await until_ready(port, (503, "no_instance"))
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 60) == 0
+
+
+async def test_answers_of_the_app_say_that_a_gateway_leaves_too(tmp_path: Path) -> None:
+    with running_gateway(tmp_path) as gateway:
+        async with Kept(gateway.port) as kept:
+            assert "connection" not in (await kept.ask(get("/healthz"))).headers
+            gateway.gateway.leaving = True
+            answer = await kept.ask(get("/healthz"))
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+            assert await kept.closed()
+
+
+@pytest.mark.parametrize(
+    "begun", [b"GET /healthz HT", b"POST /healthz HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\n\r\nx"]
+)
+async def test_a_request_to_the_app_that_was_arriving_does_not_hold_up_the_end(tmp_path: Path, begun: bytes) -> None:
+    with running_gateway(tmp_path, limits=Limits(keep_alive_s=600.0)) as gateway:
+        async with Kept(gateway.port) as kept:
+            kept.write(begun)
+            await eventually(lambda: any(client._reading for client in list(gateway.gateway.clients)))
+            gateway.stop()
+            await eventually(lambda: any(client._stopping for client in list(gateway.gateway.clients)))
+            assert (await kept.ask(b"TP/1.1\r\nHost: t\r\n\r\n" if begun.endswith(b"HT") else b"x")).status in (
+                200,
+                405,
+            )
+            async with asyncio.timeout(10):
+                assert await kept.closed()
+
+
+# any server
+
+LEAVING = """
+import asyncio, os, signal, sys, uvicorn
+from server.leaving import LeavingServer
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs these tests in the background ignores it
+
+async def app(scope, receive, send):
+    pass
+
+async def leave():
+    print("leaving", server.should_exit, flush=True)
+    for word in sys.argv[1:]:
+        if word == "raise":
+            raise RuntimeError("no")
+        if word == "hang":
+            await asyncio.Event().wait()
+    return "orderly" in sys.argv
+
+server = LeavingServer(uvicorn.Config(app, port=0, lifespan="off", log_level="critical"), leave)
+
+async def main():
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    print("up", flush=True)
+    await serving
+    print("behind", flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "signals", "printed", "status"),
+    [
+        (("orderly",), [signal.SIGTERM], ["leaving False", "behind"], 0),
+        ((), [signal.SIGTERM], ["leaving False"], -signal.SIGTERM),
+        (("raise",), [signal.SIGTERM], ["leaving False"], -signal.SIGTERM),
+        (("hang",), [signal.SIGTERM, signal.SIGTERM], ["leaving False"], -signal.SIGTERM),
+    ],
+)
+def test_what_a_signal_does(what: tuple[str, ...], signals: list[int], printed: list[str], status: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LEAVING, *what], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        lines = []
+        for number in signals:
+            process.send_signal(number)
+            lines += [process.stdout.readline().strip()] if not lines else []
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert lines + rest.split("\n")[:-1] == printed
+    assert process.returncode == status
+
+
+def test_an_interrupt_does_not_wait() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LEAVING, "hang"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "leaving" not in rest
+    assert process.returncode != 0, rest
+
+
+# an instance
+
+
+class Told:
+    """A participant that notes what it is told."""
+
+    def __init__(self, state: str = "SERVING", fault: Exception | None = None) -> None:
+        self.record = InstanceRecord("i", "http://127.0.0.1:1", state)  # type: ignore[arg-type]
+        self.drained = False
+        self._fault = fault
+
+    async def drain(self) -> None:
+        self.drained = True
+        if self._fault is not None:
+            raise self._fault
+
+
+class Idle(Admission):
+    """Admission whose requests end when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.waited: float | None = None
+
+    async def idle(self, seconds: float) -> None:
+        self.waited = seconds
+
+
+def sidecar(participant: Told | None, admission: Admission, *, dead: bool = False) -> Sidecar:
+    engine: Any = SimpleNamespace(dead=dead)
+    config = InstanceConfig(model_dir=Path(os.devnull), model="m", store="sqlite:///unused.db", instance_id="i")
+    made = Sidecar(config, engine, admission, address="http://127.0.0.1:1")
+    made._participant = participant  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize("fault", [None, StoreUnavailable("/x/store.db", "gone", "Wait"), TimeoutError()])
+async def test_an_instance_says_that_it_drains_and_waits_for_its_requests(fault: Exception | None) -> None:
+    """Also when the store does not take it: then whoever still asks is refused here."""
+    told, idle = Told(fault=fault), Idle()
+    assert await sidecar(told, idle).leave() is True
+    assert told.drained
+    assert idle.waited == InstanceConfig.drain_s
+
+
+@pytest.mark.parametrize(("state", "dead"), [("TORN", False), ("SERVING", True)])
+async def test_an_instance_that_cannot_end_its_requests_does_not_wait(state: str, dead: bool) -> None:
+    told, idle = Told(state), Idle()
+    assert await sidecar(told, idle, dead=dead).leave() is False
+    assert (told.drained, idle.waited) == (False, None)

@@ -1,0 +1,259 @@
+"""Orders to sleep: the admin routes, who follows them, and how an instance with sleep mode obeys."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from server.gateway import UpstreamSettings
+from server.instance.config import InstanceConfig
+from server.instance.middleware import Admission
+from server.instance.rest import rest
+from server.instance.sidecar import Sidecar
+from server.sleeping import SleeperRecord, SleepOrder, ordered, orders, sleepers, stay_asleep
+from tests.server.gateway.harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.upstream import answer_json, upstream
+from weightsync import open_store
+from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
+from weightsync.store import Store
+
+AUTH = f"Authorization: Bearer {ADMIN_KEY}\r\n"
+ORDER = SleepOrder("i", 1, 0.0, "test", 0.0)
+SLEEPER = SleeperRecord("i", 2, 7, "here", 0.0)
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
+    settings = UpstreamSettings(scrape_interval_s=3600.0)
+    with running_gateway(tmp_path, upstream=settings, run_coordinator=False) as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def opened(tmp_path: Path) -> AsyncIterator[Store]:
+    store = open_store(f"sqlite:///{tmp_path}/store.db")
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def admin(gateway: RunningGateway, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+    raw = get(path, AUTH) if method == "GET" else post(path, orjson.dumps(body or {}), AUTH)
+    answer = await gateway.ask(raw, admin=True)
+    return answer.status, orjson.loads(answer.body)
+
+
+def sleeping_record(gateway: RunningGateway, instance_id: str) -> SleepOrder | None:
+    found = gateway.store.get(orders(KEYS) + instance_id)
+    return SleepOrder.from_json(found.value) if found is not None else None
+
+
+async def test_sleep_is_ordered_seen_and_ended(gateway: RunningGateway) -> None:
+    async with upstream(answer_json) as up:
+        gateway.register(up, "i0")
+        status, body = await admin(gateway, "POST", "/admin/instances/i0/sleep", {"level": 1, "drain_s": 3})
+        assert (status, body) == (200, {"id": "i0", "level": 1, "state": "falling_asleep"})
+        order = sleeping_record(gateway, "i0")
+        assert order is not None
+        assert (order.level, order.drain_s, order.requested_by, order.ttl_s) == (1, 3.0, "admin", None)
+
+        waiting = asyncio.create_task(admin(gateway, "POST", "/admin/instances/i0/sleep", {"wait_s": 30}))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        gateway.unregister("i0")  # as an instance does that falls asleep
+        gateway.store.put(sleepers(KEYS) + "i0", SleeperRecord("i0", 2, 7, "here", 0.0).to_json())
+        assert (await waiting)[1] == {"id": "i0", "level": 2, "state": "asleep"}
+        _, listed = await admin(gateway, "GET", "/admin/sleep")
+        assert [o["id"] for o in listed["orders"]] == ["i0"]
+        assert [(s["id"], s["pid"], s["in_place"]) for s in listed["asleep"]] == [("i0", 7, False)]
+
+        assert (await admin(gateway, "POST", "/admin/instances/i0/wake"))[1] == {"id": "i0", "state": "waking"}
+        assert sleeping_record(gateway, "i0") is None
+        gateway.register(up, "i0")
+        _, body = await admin(gateway, "POST", "/admin/instances/i0/wake", {"wait_s": 30})
+        assert body == {"id": "i0", "state": "serving"}
+
+
+async def test_an_order_that_is_not_renewed_ends_by_itself(gateway: RunningGateway) -> None:
+    """A trainer that dies cannot leave the fleet asleep; one that lives renews by ordering again."""
+    async with upstream(answer_json) as up:
+        gateway.register(up, "i0")
+        await admin(gateway, "POST", "/admin/instances/i0/sleep", {"ttl_s": 1})
+        await admin(gateway, "POST", "/admin/instances/i0/sleep", {"ttl_s": 3600})
+        await asyncio.sleep(1.5)
+        assert sleeping_record(gateway, "i0") is not None, "the renewed order went with the first one's lease"
+        await admin(gateway, "POST", "/admin/instances/i0/sleep", {"ttl_s": 1})
+        await eventually(lambda: sleeping_record(gateway, "i0") is None)
+
+
+@pytest.mark.parametrize("what", ["sleep", "wake"])
+async def test_nobody_sleeps_who_is_not_there(gateway: RunningGateway, what: str) -> None:
+    status, body = await admin(gateway, "POST", f"/admin/instances/nobody/{what}")
+    assert (status, body["error"]["code"]) == (404, "unknown_instance")
+
+
+@pytest.mark.parametrize("body", [{"level": 3}, {"level": "1"}, {"ttl_s": 0}, {"drain_s": -1}, {"deep": True}])
+async def test_orders_are_strict(gateway: RunningGateway, body: dict[str, Any]) -> None:
+    async with upstream(answer_json) as up:
+        gateway.register(up, "i0")
+        assert (await admin(gateway, "POST", "/admin/instances/i0/sleep", body))[0] == 400
+        assert sleeping_record(gateway, "i0") is None
+
+
+async def test_the_public_port_has_no_such_route(gateway: RunningGateway) -> None:
+    async with upstream(answer_json) as up:
+        gateway.register(up, "i0")
+        answer = await gateway.ask(post("/admin/instances/i0/sleep", b"{}", AUTH))
+        assert answer.status == 404
+        refused = await gateway.ask(post("/admin/instances/i0/sleep", b"{}"), admin=True)
+        assert refused.status == 401
+        assert sleeping_record(gateway, "i0") is None
+
+
+async def test_an_order_for_another_instance_wakes_and_sleeps_nobody_else(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        following = asyncio.create_task(ordered(store, KEYS, "i"))
+        await store.put(orders(KEYS) + "i2", SleepOrder("i2", 1, 0.0, "test", 0.0).to_json())
+        await asyncio.sleep(0.2)
+        assert not following.done()
+        await store.put(orders(KEYS) + "i", ORDER.to_json())
+        assert await asyncio.wait_for(following, 5) == ORDER
+        sleeping = asyncio.create_task(stay_asleep(store, KEYS, SLEEPER))
+        await store.delete(orders(KEYS) + "i2")
+        await asyncio.sleep(0.2)
+        assert not sleeping.done()
+        sleeping_found = await store.get(sleepers(KEYS) + "i")
+        assert sleeping_found is not None
+        await store.delete(orders(KEYS) + "i")
+        await asyncio.wait_for(sleeping, 5)
+        assert await store.get(sleepers(KEYS) + "i") is None, "it says that it sleeps, but it is awake"
+
+
+async def test_a_process_started_under_an_order_waits_before_it_has_an_engine(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        config = InstanceConfig(model_dir=tmp_path, model=MODEL, store=store.url, instance_id="i")
+        await asyncio.wait_for(rest(config), 5)  # without an order it starts
+        await store.put(orders(KEYS) + "i", SleepOrder("i", 2, 0.0, "test", 0.0).to_json())
+        resting = asyncio.create_task(rest(config))
+        for _ in range(200):
+            if found := await store.get(sleepers(KEYS) + "i"):
+                break
+            await asyncio.sleep(0.02)
+        assert found is not None
+        assert not resting.done()
+        await store.delete(orders(KEYS) + "i")
+        await asyncio.wait_for(resting, 5)
+
+
+async def test_an_instance_starts_although_the_store_is_away() -> None:
+    config = InstanceConfig(model_dir=Path(), model=MODEL, store="etcd://127.0.0.1:9", instance_id="i")
+    await asyncio.wait_for(rest(config), 30)
+
+
+class SleepyEngine:
+    """An engine with or without sleep mode; `log` is what it was told."""
+
+    max_num_seqs = 4
+    hosts = ("",)
+
+    def __init__(self, sleeps_in_place: bool) -> None:
+        self.sleeps_in_place, self.log = sleeps_in_place, list[str]()
+
+    async def prepare(self, schema: object, tether: object, **_: object) -> None: ...
+
+    async def died(self) -> None:
+        await asyncio.Event().wait()
+
+    async def stage(self, version: VersionRecord, timeout_s: float, places: object) -> dict[str, Any]:
+        self.log.append(f"stage {version.version}")
+        return {"stage_ms": 1.0, "staging_gbps": 1.0, "path": "pointer", "fingerprint": version.fingerprint}
+
+    async def commit(self, version: int, epoch: int) -> dict[str, float]:
+        self.log.append(f"run {version}")
+        return {"flip_ms": 0.1, "commit_ms": 0.1}
+
+    async def drop(self, version: int, *, previous: bool) -> None: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self) -> None:
+        self.log.append("sleep")
+
+    async def wake(self) -> None:
+        self.log.append("wake")
+
+
+async def activate(store: Store, version: int, epoch: int) -> None:
+    record = VersionRecord(version, "ready", "slot", 1, "d", None, None, "p", 1, 0.0, "", 1, fingerprint=f"f{version}")
+    await store.put(KEYS.version(version), record.to_json())
+    active = ActiveRecord(version, epoch, None, "s", 0.0, fingerprint=f"f{version}")
+    await store.put(KEYS.active, active.to_json())
+
+
+async def serves(store: Store, version: int) -> None:
+    """Return when the instance says that it serves that version."""
+    for _ in range(500):
+        if found := await store.get(KEYS.instance("i")):
+            record = InstanceRecord.from_json(found.value)
+            if (record.state, record.active_version) == ("SERVING", version):
+                return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"it does not serve version {version}")
+
+
+async def asleep(store: Store) -> SleeperRecord:
+    for _ in range(500):
+        if found := await store.get(sleepers(KEYS) + "i"):
+            return SleeperRecord.from_json(found.value)
+        await asyncio.sleep(0.01)
+    raise AssertionError("it does not sleep")
+
+
+async def test_an_engine_with_sleep_mode_sleeps_in_place_and_catches_up(tmp_path: Path) -> None:
+    """While it sleeps it is in no swap; awake, it serves nothing before it runs what is active then."""
+    async with opened(tmp_path) as store:
+        await activate(store, 1, 1)
+        config = InstanceConfig(model_dir=tmp_path, model=MODEL, store=store.url, instance_id="i")
+        engine: Any = SleepyEngine(sleeps_in_place=True)
+        admission = Admission(None)
+        sidecar = Sidecar(config, engine, admission, address="http://127.0.0.1:1")
+        async with sidecar.running():
+            await serves(store, 1)
+            await store.put(orders(KEYS) + "i", ORDER.to_json())
+            record = await asleep(store)
+            assert (record.level, record.in_place) == (1, True)
+            assert await store.get(KEYS.instance("i")) is None, "a sleeping instance would hold swaps up"
+            assert not admission.admits()
+            await activate(store, 2, 2)
+            await store.delete(orders(KEYS) + "i")
+            await serves(store, 2)
+            assert admission.admits()
+        assert engine.log == ["stage 1", "run 1", "sleep", "wake", "stage 2", "run 2"]
+        assert not sidecar.sleeps
+
+
+@pytest.mark.parametrize(("in_place", "level"), [(False, 1), (True, 2)])
+async def test_otherwise_the_process_ends_to_sleep(tmp_path: Path, in_place: bool, level: Any) -> None:
+    async with opened(tmp_path) as store:
+        await activate(store, 1, 1)
+        config = InstanceConfig(model_dir=tmp_path, model=MODEL, store=store.url, instance_id="i")
+        engine: Any = SleepyEngine(in_place)
+        sidecar = Sidecar(config, engine, Admission(None), address="http://127.0.0.1:1")
+        ended = asyncio.Event()
+        sidecar.end = ended.set
+        async with sidecar.running():
+            await serves(store, 1)
+            await store.put(orders(KEYS) + "i", SleepOrder("i", level, 0.0, "test", 0.0).to_json())
+            await asyncio.wait_for(ended.wait(), 5)
+            assert sidecar.sleeps
+            assert await store.get(KEYS.instance("i")) is None
+        assert "sleep" not in engine.log

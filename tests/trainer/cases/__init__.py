@@ -1,0 +1,197 @@
+"""What ranks are asked to do in the tests: each function runs on every rank and returns something JSON can carry."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from safetensors.torch import load_file
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+import weightsync
+from tests.trainer.batches import random_batch
+from trainer.algorithms import build_algorithm
+from trainer.batch import MASK, TOKENS
+from trainer.checkpoint import engine_state
+from trainer.config import TrainerConfig, strict
+from trainer.errors import TrainerError
+from trainer.megatron.attention import local_positions, whole_sequence
+from trainer.megatron.engine import Engine
+from trainer.megatron.hf_config import load_shape
+from trainer.megatron.parallel import gather_json, split
+from trainer.publish import WeightPublisher
+
+
+@contextlib.contextmanager
+def engine(config: dict[str, Any]) -> Iterator[Engine]:
+    parsed = strict.build(
+        TrainerConfig, {"data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}, "steps": 10} | config
+    )
+    split(parsed.parallel, parsed.seed)
+    try:
+        yield Engine(
+            parsed, load_shape(parsed.model.path), build_algorithm(parsed.algorithm, parsed.rollout.max_tokens)
+        )
+    finally:
+        unsplit()
+
+
+def unsplit() -> None:
+    """Give up Megatron's groups, most of which `destroy_model_parallel` only forgets: their threads would pile up."""
+    groups = [group for group in ps._global_process_group_list or [] if group is not None]
+    ps.destroy_model_parallel()
+    for group in groups:
+        with contextlib.suppress(ValueError):  # one that it did destroy
+            dist.destroy_process_group(group)
+    _clear_sharding_prop_cache()  # which remembers these groups, and would give them to the next engine's DTensors
+
+
+def logits(built: Engine, tokens: torch.Tensor) -> torch.Tensor | None:
+    """[B, T, padded V] on the last pipeline stage."""
+    mine = local_positions(tokens.shape[1], tokens.device)
+    # Interleaved chunks want as many micro-batches as there are stages.
+    count = ps.get_pipeline_model_parallel_world_size() if len(built.model) > 1 else 1
+
+    def forward(_: Any, model: Any) -> Any:
+        output = model(tokens[:, mine], mine.expand(len(tokens), -1), None)
+        return output, lambda output, **_: whole_sequence(output, 1, copies=True)
+
+    with torch.no_grad():
+        found = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[None] * len(built.model),
+            model=built.model,
+            num_microbatches=count,
+            seq_length=tokens.shape[1],
+            micro_batch_size=len(tokens),
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    return gather_from_tensor_model_parallel_region(found[0]) if ps.is_pipeline_last_stage() else None
+
+
+def parity(path: str, parallel: dict[str, int], dtype: str = "float32") -> dict[str, Any]:
+    """Differences to transformers' logits and log-probs, and whether an export returns the very bytes of the file."""
+    with engine({"model": {"path": path, "dtype": dtype}, "parallel": parallel}) as built:
+        fields = random_batch(built.shape.vocab)
+        inputs, labels = fields[TOKENS][:, :-1], fields[TOKENS][:, 1:]
+        expected = load_file(Path(path) / "expected.st")["logits"]
+        result: dict[str, Any] = {}
+        if (mine := logits(built, inputs)) is not None:
+            result["logits"] = (mine[..., : built.shape.vocab] - expected).abs().max().item()
+            result["padding_probability"] = mine.float().softmax(-1)[..., built.shape.vocab :].sum().item()
+        if (logprobs := built.logprobs(fields)) is not None:
+            reference = expected.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+            result["logprobs"] = (logprobs - reference).abs().max().item()
+        original = load_file(Path(path) / "model.safetensors")
+        exported = dict(built.export("float32"))
+        pieces = [[s.name, s.dim, s.start, list(s.tensor.shape)] for s in built.slices("float32")]
+        result["exported"] = sorted(exported)
+        result["exact"] = all(torch.equal(tensor, original[name]) for name, tensor in exported.items())
+        result["slices_exact"] = all(
+            torch.equal(s.tensor, original[s.name].narrow(s.dim, s.start, s.tensor.shape[s.dim]))
+            for s in built.slices("float32")
+        )
+        result["covered"] = sorted(name for part in gather_json(pieces) for name, *_ in part)
+        result["elements"] = sum(torch.Size(shape).numel() for part in gather_json(pieces) for *_, shape in part)
+        return result
+
+
+def losses(
+    path: str,
+    parallel: dict[str, int],
+    steps: int = 4,
+    *,
+    save_at: int = 0,
+    directory: str = "",
+    resume: bool = False,
+    **config: Any,
+) -> list[list[float]]:
+    """[loss, grad_norm] of each step on fixed batches; optionally saves after a step, or starts from what was saved."""
+    with engine({"model": {"path": path}, "parallel": parallel, "optimizer": {"lr": 1e-2}} | config) as built:
+        first = 0
+        if resume:
+            engine_state.load(built, Path(directory))
+            first = save_at
+        trained = []
+        for step in range(first, steps):
+            stats = built.step(random_batch(built.shape.vocab, rows=7, seed=step))
+            trained.append([stats.loss, stats.grad_norm])
+            if step + 1 == save_at and not resume:
+                engine_state.save(built, Path(directory))
+        return trained
+
+
+def grpo(path: str, parallel: dict[str, int]) -> list[dict[str, float]]:
+    """All numbers of three GRPO steps with a KL term to the initial weights, in two minibatches each."""
+    algorithm = {"name": "grpo", "kl_coef": 0.1, "minibatches": 2}
+    config = {"algorithm": algorithm, "gateway": {"url": "http://unused"}, "optimizer": {"lr": 1e-2}, "micro_batch": 2}
+    with engine({"model": {"path": path}, "parallel": parallel} | config) as built:
+        result = []
+        for step in range(3):
+            fields = random_batch(built.shape.vocab, rows=8, seed=step)
+            generator = torch.Generator().manual_seed(step)
+            fields["advantages"] = torch.randn(8, 1, generator=generator).expand_as(fields[MASK]) * fields[MASK]
+            fields["behaviour_logprobs"] = -3 + 0.3 * torch.randn(fields[MASK].shape, generator=generator)
+            stats = built.step(fields)
+            result.append({"loss": stats.loss, "grad_norm": stats.grad_norm, "tokens": stats.tokens, **stats.metrics})
+        return result
+
+
+@contextlib.contextmanager
+def publishing(path: str, parallel: dict[str, int], store: str, dtype: str) -> Iterator[tuple[Engine, WeightPublisher]]:
+    section = {"model": "tiny", "store": store, "dtype": dtype, "timeout_s": 20}
+    with engine({"model": {"path": path}, "parallel": parallel, "publish": section}) as built:
+        assert built.config.publish is not None
+        publisher = WeightPublisher(built.config.publish, built)
+        try:
+            yield built, publisher
+        finally:
+            publisher.close()
+
+
+def publish(path: str, parallel: dict[str, int], store: str, dtype: str, steps: int) -> list[int]:
+    """The initial weights as one version, then one after each of `steps` training steps; the versions."""
+    with publishing(path, parallel, store, dtype) as (built, publisher):
+        versions = [publisher.publish(0).version]
+        for step in range(steps):
+            built.step(random_batch(built.shape.vocab, seed=step))
+            versions.append(publisher.publish(step + 1).version)
+        return versions
+
+
+def publish_refused(path: str, parallel: dict[str, int], store: str) -> list[Any]:
+    """[kind, message, final] of the error that this rank gets."""
+    try:
+        with publishing(path, parallel, store, "float32") as (_, publisher):
+            publisher.publish(0)
+    except TrainerError as error:
+        return [type(error).__name__, str(error), getattr(error, "final", None)]
+    return []
+
+
+def publish_taken_over(path: str, parallel: dict[str, int], store: str) -> list[Any]:
+    """The error of a publisher whose lineage another one has taken."""
+    try:
+        with publishing(path, parallel, store, "float32") as (_, ours), weightsync.Publisher(store, model="tiny"):
+            ours.publish(0)
+    except TrainerError as error:
+        return [type(error).__name__, str(error), getattr(error, "final", None)]
+    return []
+
+
+from tests.trainer.cases.algorithms import *  # noqa: E402, F403
+from tests.trainer.cases.faults import *  # noqa: E402, F403
+from tests.trainer.cases.hostile import *  # noqa: E402, F403
+from tests.trainer.cases.hosts import *  # noqa: E402, F403
+from tests.trainer.cases.layouts import *  # noqa: E402, F403
+from tests.trainer.cases.memory import *  # noqa: E402, F403
+from tests.trainer.cases.packing import *  # noqa: E402, F403 - cases of their own file
+from tests.trainer.cases.plan import *  # noqa: E402, F403

@@ -1,0 +1,331 @@
+"""An instance's part in a swap when the world around it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet, until
+from tests.weightsync.tensors import model
+from weightsync import Publisher, StageResult
+from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
+from weightsync.errors import DigestMismatch
+
+
+@pytest.fixture
+async def fleet(store_url: str) -> AsyncIterator[Fleet]:
+    async with running_fleet(store_url) as fleet:
+        yield fleet
+
+
+async def publish(publisher: Publisher) -> int:
+    return await asyncio.to_thread(publisher.publish, model(), activate=False)
+
+
+async def record(fleet: Fleet, name: str) -> InstanceRecord | None:
+    found = await fleet.store().get(KEYS.instance(name))
+    return InstanceRecord.from_json(found.value) if found else None
+
+
+async def registered(fleet: Fleet, name: str) -> InstanceRecord:
+    """Its record, as soon as there is one."""
+    async with asyncio.timeout(10):
+        while (found := await record(fleet, name)) is None:  # noqa: ASYNC110 - asks a store, not a task of ours
+            await asyncio.sleep(0.02)
+    return found
+
+
+async def test_it_serves_at_once_when_nothing_was_committed(fleet: Fleet) -> None:
+    await fleet.instance("a")
+    found = await record(fleet, "a")
+    assert found is not None
+    assert (found.state, found.address, found.active_version, found.active_epoch) == ("SERVING", "http://a", None, 0)
+
+
+async def test_it_catches_up_before_it_serves(fleet: Fleet, publisher: Publisher) -> None:
+    await fleet.coordinator().activate(await publish(publisher))
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()), wait=False)
+    await until(lambda: engine.calls == [("stage", 1)])
+    assert fleet.participants["a"].record.state == "STARTING"
+    assert engine.hang is not None
+    engine.hang.set()
+    await asyncio.wait_for(fleet.participants["a"].serving(), 10)
+    assert engine.running == 1
+    found = await record(fleet, "a")
+    assert found is not None
+    assert (found.state, found.active_version, found.active_epoch, found.commit_ms) == ("SERVING", 1, 1, 0.5)
+
+
+async def test_what_it_loaded_at_start_is_not_loaded_again(fleet: Fleet, publisher: Publisher) -> None:
+    await fleet.coordinator().activate(await publish(publisher))
+    engine = await fleet.instance("a", Engine(running=1))
+    await until(lambda: fleet.participants["a"].record.active_epoch == 1)
+    assert engine.calls == []
+
+
+async def test_one_that_cannot_catch_up_stays_out_and_tries_again(
+    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsync.control.agent.CATCH_UP_RETRY_S", 0.02)
+    await fleet.coordinator().activate(await publish(publisher))
+
+    def refuse(version: object) -> None:
+        raise DigestMismatch("w", "aa", "bb")
+
+    engine = await fleet.instance("a", Engine(on_stage=refuse), wait=False)
+    await until(lambda: len(engine.calls) >= 3)
+    found = await record(fleet, "a")
+    assert found is not None
+    assert (found.state, found.error.code if found.error else None) == ("STARTING", "digest_mismatch")
+    engine.on_stage = None
+    await asyncio.wait_for(fleet.participants["a"].serving(), 10)
+    assert fleet.participants["a"].record.error is None
+    assert engine.running == 1
+
+
+async def test_it_registers_again_when_its_lease_is_lost(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    await fleet.instance("a", ttl_s=1.0)
+    await coordinator.activate(await publish(publisher))
+    lease = fleet.participants["a"]._lease
+    assert lease is not None
+    store = fleet.store()
+    _, revision = await store.list("")
+    await store.revoke(lease.id)
+    events = store.watch(KEYS.instance("a"), revision + 1)
+    assert [(await asyncio.wait_for(anext(events), 10)).kind for _ in range(2)] == ["delete", "put"]
+    found = await registered(fleet, "a")
+    assert (found.state, found.active_version) == ("SERVING", 1)
+    assert (await coordinator.activate(await publish(publisher))).instances["a"].active_version == 2
+
+
+async def test_it_serves_on_without_the_store_and_takes_part_when_it_is_back(
+    fleet: Fleet, publisher: Publisher, tmp_path: Path
+) -> None:
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a", ttl_s=0.3)
+    await coordinator.activate(await publish(publisher))
+    os.rename(tmp_path / "store.db", tmp_path / "away.db")
+    await asyncio.sleep(0.5)  # longer than its lease
+    assert engine.running == 1
+    assert fleet.participants["a"].record.state == "SERVING"
+    os.rename(tmp_path / "away.db", tmp_path / "store.db")
+    version = await publish(publisher)
+    await registered(fleet, "a")
+    assert (await coordinator.activate(version)).ok
+    await until(lambda: engine.running == version)
+
+
+async def test_a_swap_it_missed_is_followed_when_the_store_is_back(
+    fleet: Fleet, publisher: Publisher, tmp_path: Path
+) -> None:
+    """It was away, not dead: the fleet went on without it, and it must not serve the old version for long."""
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a")
+    participant = fleet.participants["a"]
+    assert participant._task is not None
+    assert participant._lease is not None
+    participant._task.cancel()
+    await participant._lease.end()
+    assert (await coordinator.activate(await publish(publisher))).instances == {}
+    assert engine.running is None
+    participant.start()
+    await until(lambda: engine.running == 1)
+
+
+async def test_an_interrupted_staging_is_begun_again(fleet: Fleet, publisher: Publisher) -> None:
+    """It says "I am staging", but nobody does any more."""
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
+    swap = asyncio.create_task(coordinator.activate(await publish(publisher)))
+    participant = fleet.participants["a"]
+    await until(lambda: engine.calls == [("stage", 1)])
+    assert participant._task is not None
+    participant._task.cancel()
+    assert engine.hang is not None
+    engine.hang.set()
+    participant.start()
+    assert (await swap).ok
+    assert engine.calls == [("stage", 1), ("stage", 1), ("commit", 1)]
+
+
+async def test_an_abort_ends_a_staging_under_way(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
+    report = await coordinator.activate(await publish(publisher), deadline_s=0.2)
+    assert "not staged within" in (report.reason or "")
+    await until(lambda: fleet.participants["a"].record.state == "SERVING")
+    await until(lambda: engine.calls == [("stage", 1), ("cancelled", 1), ("drop", 1)])
+    engine.hang = None
+    assert (await coordinator.activate(await publish(publisher))).ok
+    assert engine.running == 2
+
+
+async def test_a_staging_begins_when_the_one_before_it_has_stopped(fleet: Fleet, publisher: Publisher) -> None:
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event(), stopping=asyncio.Event()))
+    store = fleet.store()
+    for version in (await publish(publisher), await publish(publisher)):
+        await store.put(KEYS.swap, opened(version).to_json())
+        await until(lambda v=version: fleet.participants["a"].record.swap_id == f"s{v}")  # type: ignore[misc]
+    assert engine.calls == [("stage", 1)], "it builds still"
+    assert engine.stopping is not None
+    assert engine.hang is not None
+    engine.hang.set()
+    engine.stopping.set()
+    await until(lambda: fleet.participants["a"].record.staged_version == 2)
+    assert engine.calls == [("stage", 1), ("cancelled", 1), ("drop", 1), ("stage", 2)]
+
+
+async def test_a_staging_that_ends_in_spite_of_all_is_not_taken_for_the_next_one(
+    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was through just when it was cancelled, and ends while the instance says that it stages the next."""
+    engine, stopping = Engine(), asyncio.Event()
+
+    async def stage(version: VersionRecord) -> StageResult:
+        if version.version > 1:
+            return await Engine.stage(engine, version)
+        engine.calls.append(("stage", 1))
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await stopping.wait()
+        return StageResult("of version 1")
+
+    monkeypatch.setattr(engine, "stage", stage)
+    await fleet.instance("a", engine)
+    participant, store = fleet.participants["a"], fleet.store()
+    publish_record = participant._publish
+
+    async def ends_meanwhile() -> None:
+        await publish_record()
+        if participant.record.swap_id == "s2" and not stopping.is_set() and participant._staging is not None:
+            stopping.set()
+            await asyncio.wait({participant._staging.task})
+
+    monkeypatch.setattr(participant, "_publish", ends_meanwhile)
+    for version in (await publish(publisher), await publish(publisher)):
+        await store.put(KEYS.swap, opened(version).to_json())
+        await until(lambda v=version: participant.record.swap_id == f"s{v}" and engine.calls)  # type: ignore[misc]
+    await until(lambda: participant.record.staged_version == 2)
+    assert engine.calls == [("stage", 1), ("drop", 1), ("stage", 2)]
+    assert participant.record.staged_fingerprint != "of version 1"
+
+
+async def test_a_lease_that_is_lost_while_staging_is_replaced_at_once(fleet: Fleet, publisher: Publisher) -> None:
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
+    participant, store = fleet.participants["a"], fleet.store()
+    await store.put(KEYS.swap, opened(await publish(publisher)).to_json())
+    await until(lambda: engine.calls)
+    assert participant._lease is not None
+    await store.revoke(participant._lease.id)
+    participant._lease.lost.set()
+    assert (await registered(fleet, "a")).state == "STAGING"
+    assert engine.hang is not None
+    engine.hang.set()
+    await until(lambda: participant.record.state == "STAGED")
+    assert engine.calls == [("stage", 1)]
+
+
+async def test_a_commit_of_what_is_being_staged_does_not_begin_it_again(fleet: Fleet, publisher: Publisher) -> None:
+    """The fleet went on without this one, which was thought to be lost."""
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
+    store, swap = fleet.store(), opened(await publish(publisher))
+    await store.put(KEYS.swap, swap.to_json())
+    await until(lambda: engine.calls)
+    await store.put(KEYS.active, ActiveRecord(swap.target, 1, None, swap.id, 0.0).to_json())
+    await store.put(KEYS.swap, replace(swap, phase="done").to_json())
+    assert engine.hang is not None
+    engine.hang.set()
+    await until(lambda: engine.running == 1)
+    assert engine.calls == [("stage", 1), ("commit", 1)]
+
+
+async def test_leaving_ends_a_staging(fleet: Fleet, publisher: Publisher) -> None:
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
+    await fleet.store().put(KEYS.swap, opened(await publish(publisher)).to_json())
+    await until(lambda: engine.calls)
+    await fleet.participants["a"].stop()
+    assert engine.calls == [("stage", 1), ("cancelled", 1)]
+
+
+def opened(version: int) -> SwapRecord:
+    """A swap to `version`, asked of instance a."""
+    return SwapRecord(f"s{version}", version, "prepare", ("a",), deadline=1e12, opened_at=0.0)
+
+
+async def test_leaving_is_seen_at_once(fleet: Fleet) -> None:
+    await fleet.instance("a", ttl_s=3600)
+    await fleet.participants["a"].stop()
+    assert await record(fleet, "a") is None
+
+
+async def test_one_that_drains_takes_part_in_no_more_swaps(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    drained, other = await fleet.instance("a"), await fleet.instance("b")
+    await fleet.participants["a"].drain()
+    assert (await coordinator.activate(await publish(publisher))).instances.keys() == {"b"}
+    assert [drained.running, other.running] == [None, 1]
+
+
+async def test_one_that_is_told_to_drain_while_it_stages_stays_drained(fleet: Fleet, publisher: Publisher) -> None:
+    """The step that was under way ends, and says nothing that would bring it requests again."""
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
+    await fleet.instance("b")
+    swap = asyncio.create_task(coordinator.activate(await publish(publisher)))
+    await until(lambda: engine.calls)
+    await fleet.participants["a"].drain()
+    assert engine.hang is not None
+    engine.hang.set()
+    await swap
+    assert (await coordinator.activate(await publish(publisher))).instances.keys() == {"b"}
+    assert (await registered(fleet, "a")).state == "DRAINING"
+    assert not fleet.participants["a"].admits
+
+
+async def test_what_was_staged_is_not_staged_again_for_the_commit(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a")
+    for _ in range(3):
+        await coordinator.activate(await publish(publisher))
+    await coordinator.rollback()
+    assert engine.calls == [(call, version) for version in (1, 2, 3, 2) for call in ("stage", "commit")]
+
+
+async def test_a_torn_instance_does_nothing_more(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+
+    def fail() -> None:
+        raise RuntimeError("x")
+
+    engine = await fleet.instance("a", Engine(on_commit=fail))
+    await coordinator.activate(await publish(publisher))
+    await until(lambda: fleet.participants["a"].record.state == "TORN")
+    await coordinator.activate(await publish(publisher))
+    assert engine.calls == [("stage", 1), ("commit", 1)]
+    found = await record(fleet, "a")
+    assert found is not None
+    assert (found.state, found.active_version) == ("TORN", None)
+
+
+async def test_it_reports_how_it_staged(fleet: Fleet, publisher: Publisher) -> None:
+    report = None
+    coordinator = fleet.coordinator()
+    await fleet.instance("a")
+    report = await coordinator.activate(await publish(publisher))
+    found = report.instances["a"]
+    assert found.stage_ms is not None
+    assert found.stage_ms > 0
+    assert found.staging_gbps is not None
+    assert found.staging_gbps > 0
+    version = (await asyncio.to_thread(publisher.versions))[0]
+    assert found.fingerprint == (version.fingerprint or version.manifest_digest)
+    swap = await fleet.store().get(KEYS.swap)
+    assert swap is not None
+    assert SwapRecord.from_json(swap.value).id == found.swap_id

@@ -1,0 +1,380 @@
+"""Swaps of a small fleet: real store, slots, coordinator and participants; only the engines are toys."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet, until
+from tests.weightsync.tensors import model
+from weightsync import CommitResult, Publisher, SwapReport
+from weightsync.control import activation
+from weightsync.control.records import ActiveRecord, SwapRecord, TargetRecord, VersionRecord
+from weightsync.errors import DigestMismatch, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
+from weightsync.store.protocol import Event
+
+
+@pytest.fixture
+async def fleet(store_url: str) -> AsyncIterator[Fleet]:
+    async with running_fleet(store_url) as fleet:
+        yield fleet
+
+
+async def publish(publisher: Publisher, value: float = 0.0) -> int:
+    return await asyncio.to_thread(publisher.publish, model(value), activate=False)
+
+
+async def active(fleet: Fleet) -> ActiveRecord | None:
+    found = await fleet.store().get(KEYS.active)
+    return ActiveRecord.from_json(found.value) if found else None
+
+
+def refuse(version: object) -> None:
+    raise DigestMismatch("model.norm.weight", "aa", "bb")
+
+
+async def test_a_version_is_committed_on_all_instances(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    engines = [await fleet.instance(name) for name in ("a", "b", "c")]
+    version = await publish(publisher)
+    report = await coordinator.activate(version)
+    assert (report.ok, report.version, report.previous, report.epoch, report.reason) == (True, version, None, 1, None)
+    assert report.prepare_ms > 0
+    assert {i.active_version for i in report.instances.values()} == {version}
+    assert {(i.state, i.active_epoch, i.path) for i in report.instances.values()} == {("SERVING", 1, "toy")}
+    assert [e.running for e in engines] == [version] * 3
+    assert [e.calls for e in engines] == [[("stage", 1), ("commit", 1)]] * 3
+
+
+async def test_a_publisher_waits_for_its_own_swap(fleet: Fleet, publisher: Publisher) -> None:
+    fleet.coordinator()
+    engine = await fleet.instance("a")
+    for step in range(3):
+        version = await asyncio.to_thread(publisher.publish, model(step), step=step, timeout_s=10)
+        found = await asyncio.to_thread(publisher.active)
+        assert found is not None
+        assert found.version == version
+    await until(lambda: engine.running == version)
+    assert await asyncio.to_thread(publisher.rollback, timeout_s=10) == version - 1
+    await until(lambda: engine.running == version - 1)
+
+
+async def test_a_publisher_waits_through_an_outage_of_the_store(
+    fleet: Fleet, publisher: Publisher, tmp_path: Path
+) -> None:
+    fleet.coordinator()
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
+    publishing = asyncio.create_task(asyncio.to_thread(publisher.publish, model(), timeout_s=20))
+    await until(lambda: engine.calls)
+    os.rename(tmp_path / "store.db", tmp_path / "away.db")
+    await asyncio.sleep(0.3)
+    os.rename(tmp_path / "away.db", tmp_path / "store.db")
+    assert engine.hang is not None
+    engine.hang.set()
+    assert await publishing == 1
+    await until(lambda: engine.running == 1)
+
+
+async def test_rollback_needs_no_new_bytes_and_loses_no_epoch(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a")
+    for value in (1.0, 2.0):
+        await coordinator.activate(await publish(publisher, value))
+    back = await coordinator.rollback()
+    assert (back.ok, back.version, back.previous, back.epoch) == (True, 1, 2, 3)
+    forth = await coordinator.rollback()
+    assert (forth.version, forth.previous, forth.epoch) == (2, 1, 4)
+    assert engine.running == 2
+
+
+async def test_there_is_not_always_a_way_back(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    with pytest.raises(SwapAborted, match="no previous version"):
+        await coordinator.rollback()
+    with pytest.raises(UnknownVersion, match="does not exist"):
+        await coordinator.activate(7)
+
+
+async def test_one_refusal_aborts_for_all_and_names_the_tensor(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    good, bad = await fleet.instance("a"), await fleet.instance("b")
+    assert (await coordinator.activate(await publish(publisher))).ok
+    bad.on_stage = refuse
+    report = await coordinator.activate(await publish(publisher))
+    assert (report.ok, report.tensor, report.epoch) == (False, "model.norm.weight", 1)
+    assert "instance b" in (report.reason or "")
+    assert "digest aa" not in (report.reason or "")
+    assert [good.running, bad.running] == [1, 1]
+    await until(lambda: ("drop", 2) in good.calls and fleet.participants["a"].record.state == "SERVING")
+    assert fleet.participants["b"].record.error is not None
+    bad.on_stage = None
+    assert (await coordinator.activate(2)).ok
+    assert fleet.participants["b"].record.error is None
+    assert [good.running, bad.running] == [2, 2]
+
+
+async def test_the_publisher_of_a_bad_version_hears_why(fleet: Fleet, publisher: Publisher) -> None:
+    fleet.coordinator()
+    engine = await fleet.instance("a", Engine(on_stage=refuse))
+    with pytest.raises(SwapAborted, match=r"instance a: tensor 'model\.norm\.weight'") as aborted:
+        await asyncio.to_thread(publisher.publish, model(), timeout_s=10)
+    assert aborted.value.tensor == "model.norm.weight"
+    assert engine.running is None
+    assert await active(fleet) is None
+
+
+async def test_one_that_hangs_aborts_at_the_deadline(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    good, stuck = await fleet.instance("a"), await fleet.instance("b", Engine(hang=asyncio.Event()))
+    report = await coordinator.activate(await publish(publisher), deadline_s=1.0)
+    assert (report.ok, report.reason) == (False, "not staged within 1 s by b")
+    assert good.running is None
+    assert stuck.hang is not None
+    stuck.hang.set()
+    assert (await coordinator.activate(1)).ok
+    assert [good.running, stuck.running] == [1, 1]
+
+
+async def test_one_that_dies_while_staging_aborts_when_its_lease_ends(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    good = await fleet.instance("a")
+    await fleet.instance("b", Engine(hang=asyncio.Event()), ttl_s=1.0)
+    swap = asyncio.create_task(coordinator.activate(await publish(publisher)))
+    await until(lambda: fleet.participants["b"].record.state == "STAGING")
+    kill(fleet, "b")
+    report = await swap
+    assert (report.ok, report.reason) == (False, "instance b is gone")
+    assert (await coordinator.activate(1)).ok
+    assert good.running == 1
+
+
+async def test_one_that_cannot_flip_is_torn_and_the_commit_stands(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    good, bad = await fleet.instance("a"), await fleet.instance("b")
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    bad.on_commit = fail
+    report = await coordinator.activate(await publish(publisher))
+    assert (report.ok, report.reason) == (True, "not flipped: b")
+    torn = report.instances["b"]
+    assert (torn.state, torn.active_epoch) == ("TORN", 0)
+    assert torn.error is not None
+    assert torn.error.message == "RuntimeError: out of memory"
+    assert good.running == 1
+    assert (await coordinator.activate(await publish(publisher))).instances.keys() == {"a"}
+
+
+async def test_a_new_coordinator_finishes_what_it_finds_prepared(fleet: Fleet, publisher: Publisher) -> None:
+    first = fleet.coordinator()
+    engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
+    swap = asyncio.create_task(first.activate(await publish(publisher)))
+    await until(lambda: fleet.participants["a"].record.state == "STAGING")
+    await first.stop()
+    assert engine.hang is not None
+    engine.hang.set()
+    await until(lambda: fleet.participants["a"].record.state == "STAGED")
+    assert engine.running is None
+    fleet.coordinator()
+    assert (await swap).ok
+    assert engine.running == 1
+
+
+async def test_a_new_coordinator_aborts_what_cannot_succeed_any_more(fleet: Fleet, publisher: Publisher) -> None:
+    store = fleet.store()
+    version = await publish(publisher)
+    target = TargetRecord(version, "old", "test", 1.0)
+    swap = SwapRecord("old", version, "prepare", ("long gone",), deadline=1.0, opened_at=0.0)
+    await store.txn({}, {KEYS.target: target.to_json(), KEYS.swap: swap.to_json()})
+    engine = await fleet.instance("a")
+    coordinator = fleet.coordinator()
+    assert (await coordinator.activate(version)).ok
+    assert engine.running == version
+
+
+async def test_a_new_coordinator_finishes_a_commit(fleet: Fleet, publisher: Publisher) -> None:
+    store = fleet.store()
+    version = await publish(publisher)
+    swap = SwapRecord("old", version, "commit", ("a",), deadline=1.0, opened_at=0.0)
+    committed = ActiveRecord(version, 1, None, "old", 0.0)
+    target = TargetRecord(version, "old", "test", 1.0)
+    await store.txn({}, {KEYS.target: target.to_json(), KEYS.swap: swap.to_json(), KEYS.active: committed.to_json()})
+    engine = await fleet.instance("a")
+    _, revision = await store.list("")
+    fleet.coordinator()
+    event = await asyncio.wait_for(anext(store.watch(KEYS.swap, revision + 1)), 10)
+    assert SwapRecord.from_json(event.kv.value).phase == "done"
+    assert engine.running == version
+
+
+async def test_two_coordinators_do_not_get_in_each_others_way(fleet: Fleet, publisher: Publisher) -> None:
+    first, second = fleet.coordinator(), fleet.coordinator()
+    engines = [await fleet.instance(name) for name in ("a", "b")]
+    for i in range(10):
+        report = await (first, second)[i % 2].activate(await publish(publisher, i))
+        assert (report.ok, report.epoch) == (True, i + 1)
+    assert [e.running for e in engines] == [10, 10]
+    assert [c for c in engines[0].calls if c[0] == "commit"] == [("commit", v) for v in range(1, 11)]
+
+
+async def test_of_many_wishes_the_newest_wins_and_every_one_is_answered(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a")
+    versions = [await publish(publisher, i) for i in range(4)]
+    reports: list[SwapReport] = await asyncio.gather(*[coordinator.activate(v, 10) for v in versions])
+    found = await active(fleet)
+    assert found is not None
+    assert all(r.ok or "superseded" in (r.reason or "") for r in reports)
+    assert [r.version for r in reports if r.ok and r.epoch == found.epoch] == [found.version]
+    await until(lambda: engine.running == found.version)
+
+
+async def test_old_versions_are_retired_and_needed_ones_are_not(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator(keep=3)
+    await fleet.instance("a")
+    waiting = await publish(publisher)
+    for i in range(5):
+        await coordinator.activate(await publish(publisher, i))
+    records = await asyncio.to_thread(publisher.versions)
+    assert [r.version for r in records if r.state == "ready"] == [4, 5, 6]
+    assert waiting == 1
+    with pytest.raises(UnknownVersion, match="retired"):
+        await coordinator.activate(2)
+    assert len(publisher.arena.slots("demo")) <= 4
+
+
+async def test_a_fleet_of_none_takes_the_version_and_who_comes_later_catches_up(
+    fleet: Fleet, publisher: Publisher
+) -> None:
+    coordinator = fleet.coordinator()
+    assert (await coordinator.activate(await publish(publisher))).ok
+    late = await fleet.instance("late")
+    assert late.running == 1
+    assert (await coordinator.activate(await publish(publisher))).instances.keys() == {"late"}
+
+
+async def test_many_swaps_in_a_row_leave_nothing_behind(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a")
+    for i in range(60):
+        assert (await coordinator.activate(await publish(publisher, i))).ok
+    assert engine.running == 60
+    assert len(publisher.arena.slots("demo")) <= 3
+    keys = [kv.key for kv in (await fleet.store().list(""))[0]]
+    assert len([key for key in keys if not key.startswith(KEYS.history)]) < 60 + 10  # versions' records, and the rest
+    assert await active(fleet) is not None
+
+
+def kill(fleet: Fleet, name: str) -> None:
+    """What SIGKILL does: it says nothing more, and its lease runs out."""
+    participant = fleet.participants[name]
+    assert participant._task is not None
+    assert participant._lease is not None
+    assert participant._lease._task is not None
+    participant._task.cancel()
+    participant._lease._task.cancel()
+
+
+async def test_whoever_waits_for_a_version_waits_until_the_fleet_has_flipped(
+    fleet: Fleet, publisher: Publisher
+) -> None:
+    """Another process than the one that asked: it sees the commit record first, and must not take it for the end."""
+
+    class Slow(Engine):
+        flip: asyncio.Event
+
+        async def commit(self, active: ActiveRecord, version: VersionRecord) -> CommitResult:
+            await self.flip.wait()
+            return await super().commit(active, version)
+
+    Slow.flip = asyncio.Event()
+    coordinator = fleet.coordinator()
+    slow = await fleet.instance("a", Slow())
+    version = await publish(publisher)
+    swap = asyncio.create_task(coordinator.activate(version))
+    keys, store = KEYS, fleet.store()
+    early = asyncio.create_task(activation.become_active(store, keys, version, 20))
+    async with asyncio.timeout(10):
+        while await active(fleet) is None:  # noqa: ASYNC110 - asks a store, not a task of ours
+            await asyncio.sleep(0.01)
+    late = asyncio.create_task(activation.become_active(store, keys, version, 20))
+    await asyncio.sleep(0.1)
+    assert not early.done()
+    assert not late.done()
+    Slow.flip.set()
+    await asyncio.gather(early, late)
+    assert slow.running == version
+    assert (await swap).ok
+    await activation.become_active(store, keys, version, 20)
+    with pytest.raises(SwapTimeout):
+        await activation.become_active(store, keys, 99, 0.1)
+
+
+async def test_whoever_waits_for_a_version_hears_that_it_was_aborted(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    await fleet.instance("a", Engine(on_stage=refuse))
+    version = await publish(publisher)
+    waiting = asyncio.create_task(activation.become_active(fleet.store(), KEYS, version, 20))
+    await asyncio.sleep(0.1)
+    assert not (await coordinator.activate(version)).ok
+    with pytest.raises(SwapAborted, match=r"model\.norm\.weight"):
+        await waiting
+
+
+async def test_rollback_and_retained_versions_are_a_matter_of_the_callback_alone(
+    fleet: Fleet, publisher: Publisher
+) -> None:
+    """A coordinator that keeps more than two versions can go back to any of them; what it keeps is never retired."""
+    coordinator = fleet.coordinator(keep=4)
+    engine = await fleet.instance("a")
+    for value in range(5):
+        assert (await coordinator.activate(await publish(publisher, value))).ok
+    for version in (2, 5, 3):
+        assert (await coordinator.activate(version)).ok
+        assert engine.running == version
+    with pytest.raises(UnknownVersion, match="retired"):
+        await coordinator.activate(1)
+
+
+@pytest.mark.parametrize("mode", ["together", "rolling"])
+async def test_a_publisher_chooses_the_mode(fleet: Fleet, publisher: Publisher, mode: str) -> None:
+    fleet.coordinator()
+    await fleet.instance("a")
+    await asyncio.to_thread(publisher.publish, model(), timeout_s=10)
+    version = await publish(publisher)
+    options = {"mode": mode, "drain_s": 1.0, "timeout_s": 10}
+    await asyncio.to_thread(publisher.activate, version, **options)  # type: ignore[arg-type]
+    found = await fleet.store().get(KEYS.swap)
+    assert found is not None
+    swap = SwapRecord.from_json(found.value)
+    assert (swap.phase, swap.mode, swap.drain_s) == ("done", mode, 1.0)
+    assert swap.canary == ("a" if mode == "rolling" else None)
+    assert await asyncio.to_thread(publisher.rollback, **options) == 1  # type: ignore[arg-type]
+
+
+async def test_whoever_waits_learns_the_outcome_though_the_events_are_gone(
+    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut off for so long that the store no longer keeps what happened."""
+    coordinator = fleet.coordinator()
+    await fleet.instance("a")
+    store, target = fleet.store(), activation.new_target(await publish(publisher), "test", 10)
+    revision = await activation.request(store, KEYS, target)
+    await until(lambda: fleet.engines["a"].running == 1)
+    await activation.become_active(store, KEYS, 1, 10)
+    real, compacted = store.watch, [True]
+
+    def watch(prefix: str, start_revision: int | None = None) -> AsyncGenerator[Event, None]:
+        if compacted.pop() if compacted else False:
+            raise WatchCompacted(start_revision or 0, revision)
+        return real(prefix, start_revision)
+
+    monkeypatch.setattr(store, "watch", watch)
+    await activation.outcome(store, KEYS, target, revision, 10)
+    assert not compacted
+    assert (await coordinator.activate(1)).ok

@@ -1,0 +1,308 @@
+"""Rolling swaps of a small fleet: a canary goes first, is probed, and the others follow one by one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet, until
+from tests.weightsync.tensors import model
+from weightsync import CommitResult, ProbeResult, Publisher
+from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
+
+STORES = ["sqlite", "etcd"]
+
+
+@pytest.fixture
+async def fleet(store_url: str) -> AsyncIterator[Fleet]:
+    async with running_fleet(store_url) as fleet:
+        yield fleet
+
+
+async def publish(publisher: Publisher, value: float = 0.0) -> int:
+    return await asyncio.to_thread(publisher.publish, model(value), activate=False)
+
+
+class Probing:
+    """A probe that waits for `go`, and notes whom it was asked about and what the fleet ran then."""
+
+    def __init__(self, fleet: Fleet, result: ProbeResult | Exception = ProbeResult(True)) -> None:  # noqa: B008
+        self.fleet, self.result = fleet, result
+        self.go = asyncio.Event()
+        self.go.set()
+        self.cancelled = False
+        self.seen: list[tuple[str, str, int | None, int]] = []
+        self.running: list[dict[str, int | None]] = []
+
+    async def __call__(self, canary: InstanceRecord, swap: SwapRecord, active: ActiveRecord | None) -> ProbeResult:
+        assert active is not None
+        assert canary.active_version == swap.target
+        self.seen.append((canary.id, canary.state, canary.active_version, active.version))
+        self.running.append({name: engine.running for name, engine in self.fleet.engines.items()})
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+async def test_the_canary_is_probed_before_the_commit_and_the_others_follow_in_turn(
+    fleet: Fleet, publisher: Publisher
+) -> None:
+    probing = Probing(fleet)
+    coordinator = fleet.coordinator(probe=probing)
+    engines = {name: await fleet.instance(name) for name in ("a", "b", "c")}
+    first = await coordinator.activate(await publish(publisher), mode="rolling")
+    assert (first.ok, first.mode, probing.seen) == (True, "together", [])  # there was nothing to go back to
+    order: list[str] = []
+    for name, engine in engines.items():
+        engine.on_commit = lambda name=name: order.append(name)  # type: ignore[misc]
+    report = await coordinator.activate(await publish(publisher, 1.0), mode="rolling", drain_s=2.0)
+    assert (report.ok, report.mode, report.epoch, report.reason) == (True, "rolling", 2, None)
+    assert probing.seen == [("a", "COMMITTING", 2, 1)]
+    assert probing.running == [{"a": 2, "b": 1, "c": 1}]
+    assert order == ["a", "b", "c"]
+    assert {(i.state, i.active_version, i.active_epoch) for i in report.instances.values()} == {("SERVING", 2, 2)}
+    assert [engine.calls[2:] for engine in engines.values()] == [[("stage", 2), ("drain", 2), ("commit", 2)]] * 3
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (ProbeResult(False, "drift 0.3 is over the bound"), "canary a failed: drift 0.3 is over the bound"),
+        (RuntimeError("no answer"), "canary a failed: RuntimeError: no answer"),
+    ],
+)
+async def test_a_canary_that_fails_its_probe_goes_back(
+    fleet: Fleet, publisher: Publisher, result: ProbeResult | Exception, reason: str
+) -> None:
+    coordinator = fleet.coordinator(probe=Probing(fleet, result))
+    canary, other = await fleet.instance("a"), await fleet.instance("b")
+    assert (await coordinator.activate(await publish(publisher))).ok
+    report = await coordinator.activate(await publish(publisher, 1.0), mode="rolling")
+    assert (report.ok, report.epoch) == (False, 1)
+    assert reason in (report.reason or "")
+    await until(lambda: ("drop", 2) in canary.calls and ("drop", 2) in other.calls)
+    assert [canary.running, other.running] == [1, 1]
+    assert ("commit", 2) not in other.calls
+    await until(lambda: {p.record.state for p in fleet.participants.values()} == {"SERVING"})
+    assert {p.record.active_epoch for p in fleet.participants.values()} == {1}
+    assert (await coordinator.activate(2)).ok
+    assert [canary.running, other.running] == [2, 2]
+
+
+async def test_one_instance_is_its_own_canary(fleet: Fleet, publisher: Publisher) -> None:
+    probing = Probing(fleet)
+    coordinator = fleet.coordinator(probe=probing)
+    engine = await fleet.instance("a")
+    for value in (0.0, 1.0):
+        assert (await coordinator.activate(await publish(publisher, value), mode="rolling")).ok
+    assert (engine.running, len(probing.seen)) == (2, 1)
+    back = await coordinator.rollback(mode="rolling")
+    assert (back.ok, back.version, engine.running, len(probing.seen)) == (True, 1, 1, 2)
+
+
+async def test_a_canary_that_does_not_become_idle_flips_when_its_time_is_up(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a", Engine(streams=asyncio.Event()))
+    await coordinator.activate(await publish(publisher))
+    assert (await coordinator.activate(await publish(publisher), mode="rolling", drain_s=0.2)).ok
+    assert engine.running == 2
+
+
+async def test_a_swap_that_aborts_while_the_canary_drains_ends_the_drain(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a", Engine(streams=asyncio.Event()))
+    await fleet.instance("b")
+    await coordinator.activate(await publish(publisher))
+    swap = asyncio.create_task(coordinator.activate(await publish(publisher), mode="rolling", drain_s=60))
+    await until(lambda: ("drain", 60) in engine.calls)
+    assert not fleet.participants["a"].admits
+    await fleet.participants["b"].stop()
+    report = await swap
+    assert (report.ok, report.reason) == (False, "instance b is gone")
+    await until(lambda: fleet.participants["a"].record.state == "SERVING")
+    assert engine.running == 1
+    assert fleet.participants["a"].admits
+
+
+async def test_a_canary_that_dies_aborts_the_swap(fleet: Fleet, publisher: Publisher) -> None:
+    probing = Probing(fleet)
+    probing.go.clear()
+    coordinator = fleet.coordinator(probe=probing)
+    await fleet.instance("a")
+    other = await fleet.instance("b")
+    await coordinator.activate(await publish(publisher))
+    swap = asyncio.create_task(coordinator.activate(await publish(publisher), mode="rolling"))
+    await until(lambda: probing.seen)
+    await fleet.participants["a"].stop()
+    assert (await swap).reason == "instance a is gone"
+    assert other.running == 1
+    await until(lambda: probing.cancelled)
+
+
+async def test_a_probe_that_was_interrupted_is_run_again_by_the_next_leader(fleet: Fleet, publisher: Publisher) -> None:
+    stuck, probing = Probing(fleet), Probing(fleet)
+    stuck.go.clear()
+    first = fleet.coordinator(probe=stuck)
+    engine = await fleet.instance("a")
+    await first.activate(await publish(publisher))
+    swap = asyncio.create_task(first.activate(await publish(publisher), mode="rolling"))
+    await until(lambda: stuck.seen)
+    await first.stop()
+    assert engine.running == 2
+    assert fleet.participants["a"].record.active_epoch == 0
+    fleet.coordinator(probe=probing)
+    assert (await swap).ok
+    assert probing.seen == [("a", "COMMITTING", 2, 1)]
+    assert engine.calls.count(("commit", 2)) == 1
+
+
+async def test_one_that_joins_while_a_rolling_swap_is_under_way_ends_on_the_committed_version(
+    fleet: Fleet, publisher: Publisher
+) -> None:
+    probing = Probing(fleet)
+    probing.go.clear()
+    coordinator = fleet.coordinator(probe=probing)
+    await fleet.instance("b")
+    await coordinator.activate(await publish(publisher))
+    swap = asyncio.create_task(coordinator.activate(await publish(publisher), mode="rolling"))
+    await until(lambda: probing.seen)
+    late = await fleet.instance("a")
+    assert late.running == 1
+    probing.go.set()
+    assert (await swap).ok
+    await until(lambda: late.running == 2 and fleet.participants["a"].record.active_epoch == 2)
+
+
+async def test_one_that_tears_in_its_turn_does_not_hold_up_the_rest(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    engines = [await fleet.instance(name) for name in ("a", "b", "c")]
+    await coordinator.activate(await publish(publisher))
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    engines[1].on_commit = fail
+    report = await coordinator.activate(await publish(publisher), mode="rolling")
+    assert (report.ok, report.reason) == (True, "not flipped: b")
+    assert [engines[0].running, engines[2].running] == [2, 2]
+
+
+async def test_a_canary_that_tears_aborts(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator = fleet.coordinator()
+    engines = [await fleet.instance(name) for name in ("a", "b")]
+    await coordinator.activate(await publish(publisher))
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    engines[0].on_commit = fail
+    report = await coordinator.activate(await publish(publisher), mode="rolling")
+    assert (report.ok, report.reason) == (False, "instance a is TORN")
+    assert engines[1].running == 1
+
+
+@pytest.mark.parametrize("mode", ["together", "rolling"])
+async def test_weights_that_are_not_those_that_were_published_are_never_flipped_to(
+    fleet: Fleet, publisher: Publisher, mode: str
+) -> None:
+    coordinator = fleet.coordinator()
+    engines = [await fleet.instance(name) for name in ("a", "b")]
+    await coordinator.activate(await publish(publisher))
+    engines[1].builds = "other"
+    report = await coordinator.activate(await publish(publisher), mode=mode)  # type: ignore[arg-type]
+    assert not report.ok
+    assert "instance b built other weights than were published (fingerprint other" in (report.reason or "")
+    assert [e.running for e in engines] == [1, 1]
+
+
+async def test_one_that_builds_other_weights_than_were_committed_never_serves_them(
+    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsync.control.agent.CATCH_UP_RETRY_S", 0.02)
+    await fleet.coordinator().activate(await publish(publisher))
+    late = await fleet.instance("a", Engine(builds="other"), wait=False)
+    await until(lambda: late.calls.count(("stage", 1)) >= 2)
+    record = fleet.participants["a"].record
+    assert (record.state, record.error.code if record.error else None) == ("STARTING", "fingerprint_mismatch")
+    assert late.running is None
+    late.builds = None
+    await asyncio.wait_for(fleet.participants["a"].serving(), 10)
+    assert late.running == 1
+
+
+async def test_the_commit_record_carries_the_published_fingerprint(fleet: Fleet, publisher: Publisher) -> None:
+    await fleet.instance("a")
+    await fleet.coordinator().activate(await publish(publisher))
+    found = await fleet.store().get(KEYS.active)
+    assert found is not None
+    published = (await asyncio.to_thread(publisher.versions))[0].fingerprint
+    assert published
+    assert ActiveRecord.from_json(found.value).fingerprint == published
+
+
+async def test_a_canary_that_loses_its_lease_on_trial_goes_back(fleet: Fleet, publisher: Publisher) -> None:
+    """It was too slow to renew it: to the fleet it is gone, and what it runs was never committed."""
+    probing = Probing(fleet)
+    probing.go.clear()
+    coordinator = fleet.coordinator(probe=probing)
+    canary, other = await fleet.instance("a"), await fleet.instance("b")
+    await coordinator.activate(await publish(publisher))
+    swap = asyncio.create_task(coordinator.activate(await publish(publisher), mode="rolling"))
+    await until(lambda: probing.seen)
+    lease = fleet.participants["a"]._lease
+    assert lease is not None
+    await fleet.store().revoke(lease.id)
+    assert (await swap).reason == "instance a is gone"
+    await until(lambda: canary.running == 1 and fleet.participants["a"].record.state == "SERVING")
+    assert other.running == 1
+    probing.go.set()
+    assert (await coordinator.activate(2, mode="rolling")).ok
+
+
+async def test_a_drain_that_fails_is_no_reason_not_to_flip(fleet: Fleet, publisher: Publisher) -> None:
+    class Deaf(Engine):
+        async def drain(self, seconds: float) -> None:
+            raise RuntimeError("cannot count streams")
+
+    coordinator = fleet.coordinator()
+    engine = await fleet.instance("a", Deaf())
+    await coordinator.activate(await publish(publisher))
+    assert (await coordinator.activate(await publish(publisher), mode="rolling", drain_s=5)).ok
+    assert engine.running == 2
+
+
+async def test_a_flip_whose_weights_read_back_otherwise_is_torn(fleet: Fleet, publisher: Publisher) -> None:
+    class Misread(Engine):
+        async def commit(self, active: ActiveRecord, version: VersionRecord) -> CommitResult:
+            await super().commit(active, version)
+            return CommitResult(fingerprint="other")
+
+    coordinator = fleet.coordinator()
+    await fleet.instance("a", Misread())
+    report = await coordinator.activate(await publish(publisher))
+    assert (report.ok, report.reason) == (True, "not flipped: a")
+    torn = report.instances["a"]
+    assert (torn.state, torn.error.code if torn.error else None) == ("TORN", "fingerprint_mismatch")
+
+
+async def test_a_drop_that_fails_is_logged_and_the_instance_serves_on(fleet: Fleet, publisher: Publisher) -> None:
+    class Clinging(Engine):
+        async def drop(self, version: VersionRecord) -> None:
+            raise RuntimeError("still mapped")
+
+    coordinator = fleet.coordinator()
+    engine, bad = await fleet.instance("a", Clinging()), await fleet.instance("b")
+    await coordinator.activate(await publish(publisher))
+    bad.builds = "other"
+    assert not (await coordinator.activate(await publish(publisher))).ok
+    await until(lambda: fleet.participants["a"].record.state == "SERVING")
+    bad.builds = None
+    assert (await coordinator.activate(2)).ok
+    assert engine.running == 2

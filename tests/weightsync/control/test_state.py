@@ -1,0 +1,276 @@
+"""The swap's decisions: each rule by itself. `simulation/test_schedules.py` has whole fleets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from weightsync.control.records import (
+    ActiveRecord,
+    ErrorInfo,
+    InstanceRecord,
+    Keys,
+    SwapRecord,
+    TargetRecord,
+    VersionState,
+)
+from weightsync.control.state import CONFIRM_S, Ask, ProbeResult, Step, View, Wait, decide, depends_on, on_trial
+
+TARGET = TargetRecord(2, "swap-2", "test", deadline_s=10.0)
+SWAP = SwapRecord("swap-2", 2, "prepare", ("a", "b"), deadline=110.0, opened_at=100.0)
+ACTIVE = ActiveRecord(1, 5, 0, "swap-1", 50.0)
+STAGED = {
+    name: InstanceRecord(
+        name, "x", "STAGED", 1, 5, staged_version=2, swap_id="swap-2", staged_fingerprint="f", path="packed"
+    )
+    for name in ("a", "b")
+}
+
+
+def view(**changes: object) -> View:
+    return replace(View(100.0, TARGET, "ready", SWAP, ACTIVE, STAGED), **changes)  # type: ignore[arg-type]
+
+
+def step(**changes: object) -> Step:
+    decision = decide(view(**changes))
+    assert isinstance(decision, Step)
+    return decision
+
+
+def instances(**changes: object) -> dict[str, InstanceRecord]:
+    return {**STAGED, "b": replace(STAGED["b"], **changes)}  # type: ignore[arg-type]
+
+
+def test_a_target_opens_a_swap_with_those_that_serve() -> None:
+    states = {"a": "SERVING", "b": "STARTING", "c": "STAGED", "d": "TORN", "e": "STAGING"}
+    fleet = {name: InstanceRecord(name, "x", state) for name, state in states.items()}  # type: ignore[arg-type]
+    opened = step(swap=None, instances=fleet)
+    assert opened.kind == "open"
+    assert opened.swap == replace(SWAP, participants=("a", "c", "e"))
+
+
+@pytest.mark.parametrize(
+    ("state", "what"), [(None, "does not exist"), ("publishing", "is publishing"), ("retired", "is retired")]
+)
+def test_a_target_that_is_not_ready_is_refused(state: VersionState | None, what: str) -> None:
+    refused = step(swap=None, target_state=state)
+    assert (refused.kind, refused.swap.phase, refused.active) == ("refuse", "aborted", None)
+    assert what in (refused.swap.reason or "")
+
+
+@pytest.mark.parametrize("phase", ["done", "aborted"])
+def test_a_target_is_dealt_with_once(phase: str) -> None:
+    assert decide(view(swap=replace(SWAP, phase=phase))) == Wait()
+    assert step(swap=replace(SWAP, phase=phase, id="before")).kind == "open"
+
+
+def test_when_all_have_staged_it_commits() -> None:
+    commit = step()
+    assert commit.kind == "commit"
+    assert commit.active == ActiveRecord(2, 6, 1, "swap-2", 100.0)
+    assert commit.swap == replace(SWAP, phase="commit")
+
+
+def test_the_first_commit_and_the_commit_of_what_is_active() -> None:
+    assert step(active=None).active == ActiveRecord(2, 1, None, "swap-2", 100.0)
+    assert step(active=replace(ACTIVE, version=2, previous=1)).active == ActiveRecord(2, 6, 1, "swap-2", 100.0)
+
+
+@pytest.mark.parametrize(
+    "late", [{"state": "STAGING"}, {"staged_version": 1}, {"swap_id": "other"}, {"state": "SERVING", "swap_id": None}]
+)
+def test_it_waits_for_the_last_one_until_the_deadline(late: dict[str, object]) -> None:
+    assert decide(view(instances=instances(**late))) == Wait(110.0)
+    aborted = step(instances=instances(**late), now=110.0)
+    assert (aborted.kind, aborted.swap.phase) == ("abort", "aborted")
+    assert aborted.swap.reason == "not staged within 10 s by b"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"instances": {"a": STAGED["a"]}}, "instance b is gone"),
+        ({"instances": instances(state="TORN")}, "instance b is TORN"),
+        ({"instances": instances(state="DRAINING")}, "instance b is DRAINING"),
+        ({"instances": instances(staged_fingerprint="g")}, "fingerprints differ"),
+        ({"target_state": "retired"}, "no longer ready"),
+    ],
+)
+def test_it_aborts_at_once_when_it_cannot_succeed(changes: dict[str, object], reason: str) -> None:
+    aborted = step(**changes)
+    assert aborted.kind == "abort"
+    assert aborted.active is None
+    assert reason in (aborted.swap.reason or "")
+
+
+def test_an_error_aborts_and_its_tensor_is_named() -> None:
+    failed = instances(state="SERVING", error=ErrorInfo("digest_mismatch", "bytes changed", "w"), staged_version=None)
+    aborted = step(instances=failed)
+    assert (aborted.kind, aborted.swap.reason, aborted.swap.tensor) == ("abort", "instance b: bytes changed", "w")
+
+
+def test_an_error_of_an_earlier_swap_does_not_count() -> None:
+    stale = instances(state="SERVING", swap_id="swap-1", error=ErrorInfo("c", "old"))
+    assert decide(view(instances=stale)) == Wait(110.0)
+
+
+def test_fingerprints_are_compared_among_those_that_build_the_same_way() -> None:
+    assert step(instances=instances(staged_fingerprint="g", path="shadow")).kind == "commit"
+    assert step(instances=instances(staged_fingerprint=None)).kind == "commit"
+
+
+def test_a_fleet_of_none_commits() -> None:
+    assert step(swap=replace(SWAP, participants=()), instances={}).kind == "commit"
+
+
+COMMITTED = ActiveRecord(2, 6, 1, "swap-2", 105.0)
+
+
+def confirmed(**changes: object) -> dict[str, InstanceRecord]:
+    flipped = {name: replace(i, state="SERVING", active_epoch=6, active_version=2) for name, i in STAGED.items()}
+    return {**flipped, "b": replace(flipped["b"], **changes)}  # type: ignore[arg-type]
+
+
+def test_a_commit_is_done_when_all_have_flipped() -> None:
+    swap = replace(SWAP, phase="commit")
+    assert decide(view(swap=swap, active=COMMITTED)) == Wait(105.0 + CONFIRM_S)
+    done = step(swap=swap, active=COMMITTED, instances=confirmed())
+    assert (done.kind, done.swap.phase, done.swap.reason) == ("finish", "done", None)
+
+
+@pytest.mark.parametrize("fleet", [confirmed(state="TORN", active_epoch=5), {"a": confirmed()["a"]}])
+def test_a_commit_stands_though_one_could_not_follow(fleet: dict[str, InstanceRecord]) -> None:
+    done = step(swap=replace(SWAP, phase="commit"), active=COMMITTED, instances=fleet)
+    assert (done.swap.phase, done.swap.reason) == ("done", "not flipped: b")
+
+
+def test_a_commit_does_not_wait_for_ever() -> None:
+    done = step(swap=replace(SWAP, phase="commit"), active=COMMITTED, now=105.0 + CONFIRM_S)
+    assert done.swap.reason == "no confirmation from a, b"
+
+
+ROLLING = replace(SWAP, mode="rolling", drain_s=3.0)
+TRYING = replace(ROLLING, phase="canary", canary="a", deadline=123.0)
+FLIPPED = replace(
+    STAGED["a"], state="COMMITTING", active_version=2, active_epoch=0, staged_version=None, fingerprint="f"
+)
+ON_TRIAL = {**STAGED, "a": FLIPPED}
+
+
+def test_a_rolling_swap_tries_one_first_and_gives_it_the_time_of_the_request_again() -> None:
+    tried = step(swap=ROLLING)
+    assert (tried.kind, tried.swap, tried.active) == ("try", replace(TRYING, deadline=113.0), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode"),
+    [
+        ({}, "rolling"),
+        ({"active": None}, "together"),
+        ({"active": replace(ACTIVE, version=2)}, "together"),
+        ({"instances": {}}, "together"),
+    ],
+)
+def test_a_rolling_swap_with_nothing_to_try_is_done_together(changes: dict[str, object], mode: str) -> None:
+    opened = step(swap=None, target=replace(TARGET, mode="rolling", drain_s=3.0), **changes)
+    assert (opened.swap.mode, opened.swap.drain_s) == (mode, 3.0)
+
+
+@pytest.mark.parametrize("canary", [STAGED["a"], replace(STAGED["a"], state="COMMITTING")])
+def test_it_waits_for_the_canary_to_drain_and_flip(canary: InstanceRecord) -> None:
+    seen = {"swap": TRYING, "instances": {**STAGED, "a": canary}}
+    assert decide(view(**seen)) == Wait(123.0)
+    assert step(**seen, now=123.0).swap.reason == "canary a did not flip in time"
+
+
+def test_a_canary_that_runs_the_version_from_before_is_not_on_trial() -> None:
+    """Its epoch is that of a commit: it has not flipped for this swap, and nobody may commit on its account."""
+    drains = replace(STAGED["a"], state="COMMITTING", active_version=2, active_epoch=3)
+    seen = {"swap": TRYING, "instances": {**STAGED, "a": drains}}
+    assert decide(view(**seen, probe=ProbeResult(True))) == Wait(123.0)
+    assert not on_trial(drains, TRYING)
+    assert on_trial(replace(drains, active_epoch=0), TRYING)
+
+
+def test_a_flipped_canary_is_probed_and_its_result_decides() -> None:
+    assert decide(view(swap=TRYING, instances=ON_TRIAL)) == Ask(TRYING, FLIPPED, 123.0)
+    passed = step(swap=TRYING, instances=ON_TRIAL, probe=ProbeResult(True), target_fingerprint="f", now=130.0)
+    assert (passed.kind, passed.active) == ("commit", ActiveRecord(2, 6, 1, "swap-2", 130.0, "f"))
+    failed = step(swap=TRYING, instances=ON_TRIAL, probe=ProbeResult(False, "drift 0.3"))
+    assert (failed.kind, failed.swap.reason) == ("abort", "the probe of canary a failed: drift 0.3")
+    late = step(swap=TRYING, instances=ON_TRIAL, now=123.0)
+    assert (late.kind, late.swap.reason) == ("abort", "canary a was not probed in time")
+
+
+@pytest.mark.parametrize(
+    ("fleet", "reason"),
+    [
+        ({"b": STAGED["b"]}, "instance a is gone"),
+        ({**ON_TRIAL, "a": replace(FLIPPED, state="TORN")}, "instance a is TORN"),
+        ({**ON_TRIAL, "a": replace(FLIPPED, state="SERVING", active_epoch=5)}, "canary a is SERVING"),
+        ({"a": FLIPPED}, "instance b is gone"),
+        ({**ON_TRIAL, "b": replace(STAGED["b"], state="SERVING")}, "instance b is SERVING and has not staged"),
+        ({**ON_TRIAL, "a": replace(FLIPPED, fingerprint="g")}, "instance a built other weights than were published"),
+        ({**ON_TRIAL, "b": replace(STAGED["b"], staged_fingerprint="g")}, "instance b built other weights"),
+    ],
+)
+def test_a_trial_aborts_at_once_when_it_cannot_succeed(fleet: dict[str, InstanceRecord], reason: str) -> None:
+    aborted = step(swap=TRYING, instances=fleet, probe=ProbeResult(True), target_fingerprint="f")
+    assert (aborted.kind, aborted.active) == ("abort", None)
+    assert reason in (aborted.swap.reason or "")
+
+
+def test_fingerprints_are_compared_with_the_published_one() -> None:
+    assert step(target_fingerprint="f").active == ActiveRecord(2, 6, 1, "swap-2", 100.0, "f")
+    odd = step(target_fingerprint="f", instances=instances(staged_fingerprint="g", path="shadow"))
+    assert (odd.kind, "instance b built other weights than were published" in (odd.swap.reason or "")) == (
+        "abort",
+        True,
+    )
+    assert step(target_fingerprint="f", instances=instances(staged_fingerprint=None)).kind == "commit"
+
+
+def test_an_odd_fingerprint_does_not_wait_for_the_others() -> None:
+    waiting = {"a": replace(STAGED["a"], state="STAGING", staged_version=None), "b": STAGED["b"]}
+    assert step(target_fingerprint="other", instances=waiting).kind == "abort"
+
+
+def test_who_flip_in_turn_are_given_their_time_each() -> None:
+    swap = replace(TRYING, phase="commit")
+    assert decide(view(swap=swap, active=COMMITTED)) == Wait(105.0 + 2 * (CONFIRM_S + 3.0))
+
+
+def test_every_step_depends_on_the_leader_and_a_commit_on_everybody() -> None:
+    keys = Keys("m")
+    for kind in ("open", "refuse", "try", "commit", "abort", "finish"):
+        found = depends_on(Step(kind, SWAP), keys)  # type: ignore[arg-type]
+        assert {keys.leader, keys.swap, keys.active} <= set(found)
+        assert (keys.instance("a") in found) == (kind in ("try", "commit"))
+        assert (keys.target in found) == (kind in ("open", "refuse"))
+        assert (keys.version(2) in found) == (kind in ("open", "try", "commit"))
+
+
+def without_it(swap: SwapRecord = SWAP, **left: InstanceRecord) -> Step:
+    return step(swap=replace(swap, on_lost="continue"), instances=left)
+
+
+@pytest.mark.parametrize("lost", [None, "TORN", "DRAINING"])
+def test_a_swap_goes_on_without_who_is_lost_if_told_so(lost: str | None) -> None:
+    b = {} if lost is None else {"b": replace(STAGED["b"], state=lost)}  # type: ignore[arg-type]
+    found = without_it(a=STAGED["a"], **b)
+    assert (found.kind, found.swap.phase, found.swap.participants) == ("leave", "prepare", ("a",))
+    assert decide(view(swap=found.swap, instances={"a": STAGED["a"]})).kind == "commit"  # type: ignore[union-attr]
+
+
+def test_nobody_left_or_no_canary_left_aborts_all_the_same() -> None:
+    assert without_it().kind == "abort"
+    canary = replace(SWAP, phase="canary", mode="rolling", canary="b")
+    assert without_it(canary, a=STAGED["a"]).kind == "abort"
+    assert without_it(replace(canary, canary="a"), a=STAGED["a"]).kind == "leave"
+
+
+def test_a_failed_staging_is_never_left_out() -> None:
+    """Weights that one instance cannot build are no reason to go on with the rest."""
+    broken = replace(STAGED["b"], error=ErrorInfo("digest_mismatch", "bytes changed", "w"))
+    assert without_it(a=STAGED["a"], b=broken).kind == "abort"

@@ -1,0 +1,274 @@
+"""Versions of a draft model or of adapters: what they carry on, the slots they keep, and who may publish them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+
+from tests.weightsync.tensors import model, save_safetensors
+from weightsync import Publisher, SlotReader, SyncStore
+from weightsync.control.records import ActiveRecord, Keys, PartRecord, SwapRecord, TargetRecord, VersionRecord
+from weightsync.errors import BadPart, PublishError, ShapeMismatch, StalePublisher
+from weightsync.format.fingerprint import fingerprint_of
+from weightsync.format.versions import verify
+from weightsync.memory.parts import Adapter, base_of, check_name, combined, compose, join, slots_of
+from weightsync.push import main
+
+KEYS = Keys("demo")
+CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+Activate = Callable[[int], None]
+
+
+def adapter(value: float = 0.0, rank: int = 2) -> Adapter:
+    return Adapter({"q.lora_A.weight": np.full((rank, 8), value, np.float32)}, CONFIG)
+
+
+def latest(publisher: Publisher) -> VersionRecord:
+    return publisher.versions()[-1]
+
+
+def part(record: VersionRecord, name: str) -> PartRecord:
+    (found,) = [p for p in record.parts if p.name == name]
+    return found
+
+
+def first_value(slot: str) -> float:
+    with SlotReader.open(slot) as reader:
+        entry = next(iter(reader.manifest.tensors.items()))
+        return float(np.frombuffer(bytes(reader.buffer(entry[0])), entry[1].dtype)[0])
+
+
+@pytest.fixture
+def activate(store_url: str) -> Iterator[Activate]:
+    """What a coordinator would leave behind after a swap."""
+    store = SyncStore(store_url)
+
+    def commit(version: int) -> None:
+        found = store.get(KEYS.active)
+        before = ActiveRecord.from_json(found.value) if found else None
+        epoch, previous = (before.epoch + 1, before.version) if before else (1, None)
+        store.put(KEYS.active, ActiveRecord(version, epoch, previous, f"swap-{epoch}", 0.0).to_json())
+
+    yield commit
+    store.close()
+
+
+def test_a_part_carries_the_base_and_the_other_parts_on(publisher: Publisher, activate: Activate) -> None:
+    activate(publisher.publish(model(1), activate=False))
+    activate(publisher.publish(model(2, layers=1), part="draft", activate=False))
+    activate(publisher.publish(adapter(3), part="lora/x", activate=False))
+    base, draft, lora = publisher.versions()
+    assert (lora.slot, lora.manifest_digest, lora.base_version) == (base.slot, base.manifest_digest, 1)
+    assert part(lora, "draft") == part(draft, "draft")
+    assert [p.version for p in lora.parts] == [2, 3]
+    assert (first_value(lora.slot), first_value(part(lora, "lora/x").slot)) == (1.0, 3.0)
+    activate(publisher.publish(model(4), activate=False))
+    newest = latest(publisher)
+    assert (newest.base_version, newest.parts) == (None, lora.parts)
+    assert (newest.nbytes, newest.tensors) == (base.nbytes, base.tensors)
+    with SlotReader.open(part(newest, "lora/x").slot) as reader:
+        assert orjson.loads(reader.manifest.metadata["adapter_config"]) == CONFIG
+
+
+def test_several_parts_become_one_version(publisher: Publisher) -> None:
+    version = publisher.publish(
+        model(1), parts={"draft": model(2, layers=1), "lora/x": adapter(3), "lora/y": adapter(4)}, activate=False
+    )
+    (record,) = publisher.versions()
+    assert record.base_version is None
+    assert [p.name for p in record.parts] == ["draft", "lora/x", "lora/y"]
+    assert {p.version for p in record.parts} == {version}
+    assert [first_value(p.slot) for p in record.parts] == [2.0, 3.0, 4.0]
+    assert len(slots_of(record)) == 4
+
+
+def test_all_of_a_version_or_nothing(publisher: Publisher) -> None:
+    publisher.publish(model(1), parts={"draft": model(1, layers=1)}, activate=False)
+    with pytest.raises(ShapeMismatch):
+        publisher.publish(model(2), parts={"draft": model(2, layers=1, width=16)}, activate=False)
+    assert [v.version for v in publisher.versions()] == [1]
+    with pytest.raises(BadPart, match="needs PEFT's configuration"):
+        publisher.publish(model(2), parts={"lora/x": model(2)}, activate=False)
+    assert [v.version for v in publisher.versions()] == [1]
+
+
+def test_adapters_may_change_their_rank(publisher: Publisher) -> None:
+    publisher.publish(model(1), parts={"lora/x": adapter(1, rank=2)}, activate=False)
+    publisher.publish(adapter(2, rank=4), part="lora/x", onto=1, activate=False)
+    with SlotReader.open(part(latest(publisher), "lora/x").slot) as reader:
+        assert next(iter(reader.manifest.tensors.values())).shape == (4, 8)
+
+
+def test_a_part_needs_a_base(publisher: Publisher) -> None:
+    with pytest.raises(BadPart, match="no base model yet"):
+        publisher.publish(adapter(), part="lora/x", activate=False)
+    assert publisher.versions() == []
+    publisher.publish(model(), activate=False)
+    with pytest.raises(PublishError, match="version 7 cannot be built upon"):
+        publisher.publish(adapter(), part="lora/x", onto=7, activate=False)
+
+
+def test_a_version_asked_for_is_built_upon_unless_it_was_refused(
+    publisher: Publisher, activate: Activate, store_url: str
+) -> None:
+    activate(publisher.publish(model(1), activate=False))
+    publisher.publish(model(2), activate=False)
+    store = SyncStore(store_url)
+    store.put(KEYS.target, TargetRecord(2, "wish", "test", 60.0).to_json())
+    publisher.publish(adapter(), part="lora/x", activate=False)
+    assert latest(publisher).base_version == 2
+    store.put(KEYS.swap, SwapRecord("wish", 2, "aborted", (), 0.0, 0.0, "no").to_json())
+    publisher.publish(adapter(), part="lora/x", activate=False)
+    assert latest(publisher).base_version == 1
+    store.close()
+
+
+def test_a_swap_that_comes_first_is_carried_on(
+    publisher: Publisher, activate: Activate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at what is active and the commit, another version becomes active: that one is carried on."""
+    activate(publisher.publish(model(1), activate=False))
+    publisher.publish(model(2), activate=False)
+    ledger, looks = publisher._ledger, []
+    look = ledger._basis
+
+    async def overtaken(asked: int | None) -> object:
+        found = await look(asked)
+        looks.append(found[0])
+        if len(looks) == 1:
+            await ledger.store.put(KEYS.active, ActiveRecord(2, 2, 1, "swap-2", 0.0).to_json())
+        return found
+
+    monkeypatch.setattr(ledger, "_basis", overtaken)
+    publisher.publish(adapter(), part="lora/x", activate=False)
+    assert [r.version for r in looks if r is not None] == [1, 2]
+    assert latest(publisher).base_version == 2
+
+
+def test_slots_stay_as_long_as_any_version_lies_in_them(publisher: Publisher, activate: Activate) -> None:
+    """Twenty adapters on one base: its slot is in use by all of them, long after the version that wrote it is gone."""
+    activate(publisher.publish(model(1), activate=False))
+    base = latest(publisher).slot
+    for value in range(2, 22):
+        activate(publisher.publish(adapter(value), part="lora/x", activate=False))
+    records = {v.version: v for v in publisher.versions()}
+    assert records[1].state == "retired"
+    held = [v for v in records.values() if v.state == "ready"]
+    assert {v.slot for v in held} == {base}
+    assert first_value(base) == 1.0
+    assert [first_value(part(v, "lora/x").slot) for v in held] == [float(v.version) for v in held]
+    assert len(publisher.arena.slots("demo")) == 1
+    assert len(publisher.arena.slots("demo/lora/x")) <= 6
+    publisher.publish(model(30), activate=False)
+    assert latest(publisher).slot != base
+
+
+def test_a_draft_given_up_frees_every_slot(publisher: Publisher, activate: Activate) -> None:
+    activate(publisher.publish(model(1), activate=False))
+    draft = publisher.begin([("w", "float32", (4,))], part="draft")
+    (open_record,) = [v for v in publisher.versions() if v.state == "publishing"]
+    assert open_record.slot == ""
+    slot = part(open_record, "draft").slot
+    draft.abort()
+    assert publisher.begin([("w", "float32", (4,))], part="draft").ticket["slot"] == slot
+
+
+def test_another_trainer_of_the_lineage_fences_the_parts_too(publisher: Publisher, store_url: str) -> None:
+    publisher.publish(model(1), activate=False)
+    with Publisher(store_url, model="demo", lineage="adapters") as other:
+        other.publish(adapter(1), part="lora/x", onto=1, activate=False)  # a lineage of its own: nobody is fenced
+    publisher.publish(model(2), activate=False)
+    with Publisher(store_url, model="demo") as newer:
+        with pytest.raises(StalePublisher):
+            publisher.publish(adapter(2), part="lora/x", onto=1, activate=False)
+        newer.publish(adapter(2), part="lora/x", onto=1, activate=False)
+
+
+@pytest.mark.parametrize("name", ["lora/", "lora/a b", "lora/../x", "drafts", "base", "lora/" + "x" * 200])
+def test_other_part_names_are_refused(publisher: Publisher, name: str) -> None:
+    with pytest.raises(BadPart, match="no part can be called"):
+        publisher.begin([("w", "float32", (4,))], part=name)
+
+
+def test_fingerprints_are_over_base_and_parts(publisher: Publisher) -> None:
+    publisher.publish(model(1), activate=False)
+    publisher.publish(adapter(1), part="lora/x", onto=1, activate=False)
+    publisher.publish(adapter(2), part="lora/x", onto=1, activate=False)
+    base, one, two = publisher.versions()
+    assert base.fingerprint == one.base_fingerprint
+    assert len({base.fingerprint, one.fingerprint, two.fingerprint}) == 3
+    assert one.fingerprint == join({"lora/x": part(one, "lora/x").fingerprint, "": base.fingerprint})
+    assert join({"": "a", "draft": ""}) == ""
+    assert join({"": "a"}) == "a"
+
+
+def test_what_workers_report_gives_the_published_fingerprint() -> None:
+    whole, half = [1, 4, 0, 1, 0, 4, 7], ([1, 4, 0, 1, 0, 2, 3], [1, 4, 0, 1, 2, 4, 4])
+    ranks = [{"sums": {"w": [side]}, "parts": {"draft": {"sums": {"v": [whole]}}}} for side in half]
+    alone = fingerprint_of({"w": 7})
+    assert combined([{"sums": {"w": [whole]}}]) == alone
+    assert combined(ranks) == join({"": alone, "draft": fingerprint_of({"v": 7})})
+    assert combined([{"parts": {"draft": {}}}]) == ""
+
+
+def test_composition_of_records() -> None:
+    blank = VersionRecord(5, "ready", "s5", 10, "", None, None, "p", 1, 0.0, "", 3)
+    base = PartRecord("", 5, "s5", "d5", 10, "f5")
+    x, y = (PartRecord(f"lora/{n}", 4, f"s{n}", f"d{n}", 2, f"f{n}") for n in "xy")
+    basis = compose(replace(blank, version=4), [replace(base, version=4), x, y], None)
+    newer = compose(blank, [replace(x, version=5, slot="s9")], basis)
+    assert [(p.name, p.version) for p in newer.parts] == [("lora/x", 5), ("lora/y", 4)]
+    assert (newer.base_version, newer.slot) == (4, "s5")
+    assert base_of(newer) == base_of(basis) == replace(base, version=4)
+    assert slots_of(newer) == {"s5", "s9", "sy"}
+    assert VersionRecord.from_json(newer.to_json()) == newer
+    assert check_name("lora/a-b_c.d:1") == "lora/a-b_c.d:1"
+
+
+def test_the_command_publishes_parts(publisher: Publisher, store_url: str, tmp_path: Path) -> None:
+    for name in ("base", "draft", "x"):
+        (tmp_path / name).mkdir()
+        save_safetensors(tmp_path / name / "model.safetensors", model(2 if name == "draft" else 1))
+    common = ["--store", store_url, "--model", "demo", "--no-activate"]
+    assert main([*common, "--with", f"draft={tmp_path / 'draft'}", str(tmp_path / "base")]) == 0
+    assert main([*common, "--part", "lora/x", str(tmp_path / "x")]) == 1  # no adapter_config.json
+    (tmp_path / "x" / "adapter_config.json").write_text('{"r": 2}')
+    assert main([*common, "--with", f"lora/x={tmp_path / 'x'}", str(tmp_path / "base")]) == 0
+    first, second = publisher.versions()
+    assert [p.name for p in first.parts] == ["draft"]
+    assert [p.name for p in second.parts] == ["lora/x"]
+    assert first_value(part(first, "draft").slot) == 2.0
+
+
+def test_parts_whose_memory_is_gone_are_left_behind(publisher: Publisher, activate: Activate) -> None:
+    """After a restart of the host the store may still name slots that no longer exist."""
+    activate(publisher.publish(model(1), parts={"draft": model(1), "lora/x": adapter(1)}, activate=False))
+    Path(part(latest(publisher), "lora/x").slot).unlink()
+    activate(publisher.publish(model(2), activate=False))
+    assert [p.name for p in latest(publisher).parts] == ["draft"]
+    Path(latest(publisher).slot).unlink()
+    with pytest.raises(BadPart, match="no base model"):
+        publisher.publish(adapter(3), part="lora/x", activate=False)
+    activate(publisher.publish(model(4), activate=False))
+    assert [p.name for p in latest(publisher).parts] == ["draft"]
+
+
+def test_verify_reads_the_parts_too(publisher: Publisher, activate: Activate, store_url: str) -> None:
+    activate(publisher.publish(model(1), parts={"lora/x": adapter(1)}, activate=False))
+    publisher.publish(adapter(2), part="lora/x", activate=False)
+    report = verify(store_url, "demo", 2)
+    assert report.ok
+    assert report.tensors == len(model()) + 1
+    with open(part(latest(publisher), "lora/x").slot, "r+b") as slot:
+        slot.seek(-4096, 2)
+        data = slot.read().rstrip(b"\0")
+        slot.seek(-4096, 2)
+        slot.write(bytes(byte ^ 1 for byte in data))
+    problems = verify(store_url, "demo", 2).problems
+    assert [p.tensor for p in problems] == ["lora/x:q.lora_A.weight"]
+    assert verify(store_url, "demo", 1).ok

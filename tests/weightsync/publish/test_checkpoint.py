@@ -1,0 +1,245 @@
+"""Checkpoints are read strictly: what is not exactly a checkpoint is refused, with the file and the tensor named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.weightsync.tensors import model, read_back, save_safetensors, write_raw
+from weightsync import Publisher
+from weightsync.errors import CheckpointError
+from weightsync.format.manifest import TensorSpec
+from weightsync.publish.checkpoint import INDEX, Checkpoint, read_header
+from weightsync.push import main
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def sharded(path: Path) -> dict[str, np.ndarray]:
+    """A checkpoint in two shards with an index."""
+    tensors = model(1.5, layers=4)
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[:3], "model-00002-of-00002.safetensors": names[3:]}
+    for file, part in parts.items():
+        save_safetensors(path / file, {name: tensors[name] for name in part})
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (path / INDEX).write_bytes(orjson.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return tensors
+
+
+def publish(publisher: Publisher, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    with publisher.begin(checkpoint.schema) as draft:
+        for name, tensor in checkpoint.tensors():
+            draft.write(name, tensor)
+        draft.commit()
+    return read_back(publisher.versions()[-1])
+
+
+@pytest.mark.parametrize("layout", ["sharded", "directory", "file"])
+def test_the_bytes_arrive(tmp_path: Path, publisher: Publisher, layout: str) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    if layout == "sharded":
+        tensors = sharded(path)
+    else:
+        tensors = model(2.5)
+        save_safetensors(path / "weights.safetensors", tensors)
+        path = path / "weights.safetensors" if layout == "file" else path
+    found = publish(publisher, Checkpoint(path))
+    assert found.keys() == tensors.keys()
+    assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_what_the_real_library_writes(tmp_path: Path) -> None:
+    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.float8_e4m3fn]
+    tensors = {str(d).removeprefix("torch."): torch.zeros(3, 2).to(d) for d in dtypes}
+    tensors["scalar"], tensors["empty"] = torch.tensor(1.0), torch.zeros(0, 5)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    specs = Checkpoint(tmp_path).schema.tensors
+    assert specs.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert specs[name] == TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "problem"),
+    [
+        ({"a": F32}, b"x" * 7, "cut off inside tensor 'a'"),
+        ({"a": F32}, b"", "cut off inside tensor 'a'"),
+        ({"a": F32}, b"x" * 9, "1 bytes after its last tensor"),
+        ({"a": F32 | {"shape": [3]}}, b"x" * 8, "'a' of F32 [3] takes 12, not 8 bytes"),
+        ({"a": F32 | {"dtype": "F4"}}, b"x" * 8, "'a' is F4, which cannot be carried"),
+        ({"a": F32 | {"dtype": ["F32"]}}, b"x" * 8, "'a' is ['F32'], which cannot be carried"),
+        ({"a": F32 | {"dtype": {"F32": 1}}}, b"x" * 8, "which cannot be carried"),
+        ({"a": F32 | {"shape": {"2": 2}}}, b"x" * 8, "not a natural number"),
+        ({"a": F32 | {"shape": [2**62, 2**62]}}, b"x" * 8, "takes"),
+        ({"a": F32 | {"shape": [-2]}}, b"x" * 8, "not a natural number"),
+        ({"a": F32 | {"shape": [2.0]}}, b"x" * 8, "not a natural number"),
+        ({"a": F32 | {"data_offsets": [4, 12]}}, b"x" * 12, "does not begin where"),
+        ({"a": F32 | {"data_offsets": [8, 0]}}, b"x" * 8, "takes 8, not -8"),
+        ({"a": F32, "b": F32}, b"x" * 8, "does not begin where"),
+        ({"a": {"dtype": "F32", "shape": [2]}}, b"x" * 8, "needs dtype, shape and data_offsets"),
+        ({"a": F32 | {"data_offsets": [0]}}, b"x" * 8, "needs dtype, shape and data_offsets"),
+        ({"a": [1]}, b"x" * 8, "needs dtype, shape and data_offsets"),
+        ([], b"", "not a JSON object"),
+    ],
+)
+def test_headers_that_lie(tmp_path: Path, header: Any, data: bytes, problem: str) -> None:
+    path = tmp_path / "model.safetensors"
+    write_raw(path, orjson.dumps(header), data)
+    with pytest.raises(CheckpointError) as refused:
+        Checkpoint(tmp_path)
+    assert problem in str(refused.value)
+    assert str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "length", "problem"),
+    [(b"{}", 1 << 40, "claims"), (b"{}", 3, "claims"), (b"{x}", None, "not JSON"), (b"\xff\xfe", None, "not JSON")],
+)
+def test_headers_that_are_not_headers(tmp_path: Path, header: bytes, length: int | None, problem: str) -> None:
+    path = tmp_path / "model.safetensors"
+    write_raw(path, header, b"", length)
+    with pytest.raises(CheckpointError, match=problem):
+        read_header(path)
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, 8, 100])
+def test_a_file_cut_off_anywhere(tmp_path: Path, nbytes: int) -> None:
+    path = tmp_path / "model.safetensors"
+    save_safetensors(path, model())
+    path.write_bytes(path.read_bytes()[:nbytes])
+    with pytest.raises(CheckpointError, match=r"claims|cut off"):
+        Checkpoint(tmp_path)
+
+
+def test_a_file_cut_off_while_it_is_read(tmp_path: Path, publisher: Publisher) -> None:
+    path = tmp_path / "model.safetensors"
+    save_safetensors(path, model())
+    checkpoint = Checkpoint(tmp_path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="cut short while it was read"):
+        publish(publisher, checkpoint)
+    assert publisher.versions() == []
+
+
+def test_a_shard_that_is_missing(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"00002-of-00002.*missing"):
+        Checkpoint(tmp_path)
+
+
+def test_a_tensor_of_the_index_that_no_shard_has(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    save_safetensors(tmp_path / "model-00002-of-00002.safetensors", {"model.norm.weight": np.zeros(8, np.float32)})
+    with pytest.raises(CheckpointError, match="in the index but not in this shard") as refused:
+        Checkpoint(tmp_path)
+    assert refused.value.tensor == "model.layers.2.mlp.weight"
+
+
+def test_a_tensor_that_the_index_does_not_know(tmp_path: Path) -> None:
+    tensors = sharded(tmp_path)
+    names = sorted(tensors)[3:]
+    extra = {name: tensors[name] for name in names} | {"stray": np.zeros(1, np.float32)}
+    save_safetensors(tmp_path / "model-00002-of-00002.safetensors", extra)
+    with pytest.raises(CheckpointError, match="'stray' is in this shard but not in the index"):
+        Checkpoint(tmp_path)
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    for file in ("a.safetensors", "b.safetensors"):
+        save_safetensors(tmp_path / file, {"w": np.zeros(1, np.float32)})
+    with pytest.raises(CheckpointError, match=r"'w' is in a\.safetensors too"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("index", [b"", b"[]", b'{"weight_map": 3}', b'{"weight_map": {"w": "../../etc/passwd"}}'])
+def test_an_index_that_is_none(tmp_path: Path, index: bytes) -> None:
+    (tmp_path / INDEX).write_bytes(index)
+    with pytest.raises(CheckpointError):
+        Checkpoint(tmp_path)
+
+
+def test_directories_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="convert the checkpoint"):
+        Checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="no such file or directory"):
+        Checkpoint(tmp_path / "nowhere")
+    write_raw(tmp_path / "model.safetensors", b"{}", b"")
+    with pytest.raises(CheckpointError, match="no tensors"):
+        Checkpoint(tmp_path)
+
+
+def push_adapter(path: Path) -> None:
+    assert main(["--store", "sqlite:///nowhere/s.db", "--model", "m", "--part", "lora/x", str(path)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "read"),
+    [
+        ("model.safetensors", Checkpoint),
+        (INDEX, Checkpoint),
+        ("model.safetensors", lambda path: Checkpoint(path / "model.safetensors")),
+        ("adapter_config.json", push_adapter),
+    ],
+)
+def test_a_fifo_is_refused_and_blocks_nobody(tmp_path: Path, file: str, read: Callable[[Path], object]) -> None:
+    if file == "adapter_config.json":
+        save_safetensors(tmp_path / "adapter_model.safetensors", {"w": np.zeros(1, np.float32)})
+    os.mkfifo(tmp_path / file)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read, tmp_path)
+        try:
+            if read is push_adapter:
+                reading.result(20)
+            else:
+                with pytest.raises(CheckpointError, match="not a regular file"):
+                    reading.result(20)
+        finally:  # who reads it all the same gets nothing, instead of keeping the test for ever
+            os.close(os.open(tmp_path / file, os.O_RDWR | os.O_NONBLOCK))
+
+
+def test_links_lead_out_of_a_checkpoint_only_within_the_hub_cache(tmp_path: Path) -> None:
+    outside = tmp_path / "elsewhere.safetensors"
+    save_safetensors(outside, model())
+    for name in ("plain", "snapshots/0123abcd"):
+        directory = tmp_path / name
+        directory.mkdir(parents=True)
+        (directory / "model.safetensors").symlink_to(outside)
+        with pytest.raises(CheckpointError, match="link out of its directory"):
+            Checkpoint(directory)
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    outside.rename(blobs / "8f3e")
+    link = tmp_path / "snapshots/0123abcd/model.safetensors"
+    link.unlink()
+    link.symlink_to("../../blobs/8f3e")
+    assert Checkpoint(link.parent).schema.tensors.keys() == model().keys()
+    inside = tmp_path / "plain/model.safetensors"
+    inside.unlink()
+    (tmp_path / "plain/data").write_bytes((blobs / "8f3e").read_bytes())
+    inside.symlink_to("data")
+    (tmp_path / "link").symlink_to("plain")
+    assert Checkpoint(tmp_path / "link").schema.tensors.keys() == model().keys()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", INDEX])
+def test_messages_have_nothing_of_a_file_that_is_no_checkpoint(tmp_path: Path, file: str) -> None:
+    secret = b"root:$6$"
+    (tmp_path / file).write_bytes(secret + b"salt$hash:19000:0:99999:7:::\n" * 9)
+    with pytest.raises(CheckpointError) as refused:
+        Checkpoint(tmp_path)
+    said = str(refused.value).replace(str(tmp_path), "").replace(",", "")
+    number = int.from_bytes(secret, "little")
+    assert str(number) not in said
+    assert "root" not in said

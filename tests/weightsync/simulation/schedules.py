@@ -1,0 +1,325 @@
+"""Random schedules of a whole fleet, and what must hold in all of them.
+
+A schedule is a seed. It moves events to watchers, lets actors take steps, lets time pass, sends requests, and breaks
+things; then the faults stop, and everything must come to rest. `Violation` says what did not hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import Counter
+
+from tests.weightsync.simulation.model_store import ModelStore, Puts
+from weightsync.control import agent_state
+from weightsync.control.records import ActiveRecord, PauseRecord, SwapRecord, TargetRecord, VersionRecord
+from weightsync.errors import StoreError
+
+from .model_actors import KEYS, Candidate, Faults, Gateway, Instance, Request
+
+PAUSE_TTL_S = 8.0
+NEXT = {"prepare": {"canary", "commit", "aborted"}, "canary": {"commit", "aborted"}, "commit": {"done"}}
+
+
+class Violation(AssertionError):
+    """Something that must never be was seen."""
+
+
+def require(condition: object, what: str) -> None:
+    if not condition:
+        raise Violation(what)
+
+
+class World:
+    """One fleet. `seen` counts what happened, so that a test can tell whether anything did."""
+
+    def __init__(self, seed: int, *, faults: bool = True) -> None:
+        self.rng = random.Random(seed)
+        self.faulty = faults
+        self.store, self.faults = ModelStore(), Faults()
+        self.store.on_write = self.check_write
+        self.candidates = [
+            Candidate(f"c{i}", self.store, self.rng, self.faults) for i in range(self.rng.choice((1, 2, 2, 3)))
+        ]
+        self.instances = [
+            Instance(n, self.store, self.rng, self.faults) for n in "abcd"[: self.rng.choice((1, 2, 2, 3))]
+        ]
+        self.gateway = Gateway("g", self.store, self.rng)
+        self.commits: list[ActiveRecord] = []
+        self.seen = self.faults.seen
+        self.asked = self.published = 0
+        self.pausers: list[int] = []
+        for _ in range(2):
+            self.publish()
+
+    @property
+    def actors(self) -> list[Candidate | Instance | Gateway]:
+        return [*self.candidates, *self.instances, self.gateway]
+
+    # what people do
+
+    def publish(self) -> None:
+        self.published += 1
+        v = self.published
+        record = VersionRecord(v, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0, fingerprint=f"f{v}")
+        self.store.put(KEYS.version(v), record.to_json())
+
+    def ask(self) -> None:
+        if self.rng.random() < 0.5:
+            self.publish()
+        self.asked += 1
+        version = self.published if self.rng.random() < 0.6 else self.rng.randint(1, self.published)
+        mode = self.rng.choice(("together", "rolling"))
+        drain_s = self.rng.choice((0.0, 4.0))
+        on_lost = self.rng.choice(("abort", "continue"))
+        target = TargetRecord(version, f"t{self.asked}", "test", 20.0, mode, drain_s, on_lost)  # type: ignore[arg-type]
+        self.store.put(KEYS.target, target.to_json())
+
+    def send(self) -> None:
+        """A request by way of the gateway; half of them ask for the version that the instance is said to run."""
+        found = self.gateway.pick()
+        instance = next((i for i in self.instances if found is not None and i.name == found.id), None)
+        if found is None or instance is None:
+            return
+        version = found.active_version if self.rng.random() < 0.5 else None
+        if not instance.admits(version):
+            self.seen["refused"] += 1
+            return
+        self.check_serving(instance)
+        self.seen["admitted"] += 1
+        instance.requests.append(Request(version))
+
+    def generate(self) -> None:
+        """A token for every request, and the end of some."""
+        for instance in self.instances:
+            if not instance.runs or instance.paused:
+                continue
+            for request in instance.requests:
+                wrong = request.version is not None and request.version != instance.engine.version
+                require(not wrong, f"a request for version {request.version} got tokens of {instance.engine.version}")
+            instance.requests = [r for r in instance.requests if self.rng.random() < 0.6]
+
+    def pause(self) -> None:
+        """Somebody pauses, and may forget it or die."""
+        lease = self.store.grant(PAUSE_TTL_S)
+        record = PauseRecord(f"p{lease}", "test", PAUSE_TTL_S, 0.0)
+        self.store.put(KEYS.pause(record.id), record.to_json(), lease)
+        self.pausers.append(lease)
+
+    def tick(self, seconds: float) -> None:
+        self.store.tick(seconds, [a.lease for a in self.actors if a.runs] + self.pausers)
+
+    # what goes wrong
+
+    def fail(self) -> None:
+        rng, kind = self.rng, self.rng.randrange(13)
+        if kind < 3:
+            rng.choice(self.candidates).crash()
+        elif kind == 3:
+            rng.choice(self.candidates).resign()
+        elif kind == 4:
+            rng.choice(self.instances).crash()
+        elif kind == 5:
+            frozen = rng.choice(self.actors)
+            frozen.frozen = not frozen.frozen
+        elif kind == 6:
+            self.store.up = not self.store.up
+            if rng.random() < 0.5:
+                self.store.tick(0.0, ())  # it is back, and ends what ran out meanwhile before anybody can renew it
+        elif kind == 7:
+            self.store.lose_answer = True
+        elif kind == 8:
+            staging = [i for i in self.instances if i.staging is not None]
+            self.revoke(rng.choice(staging or self.actors).lease)
+        elif kind == 9 and self.pausers:
+            self.pausers.pop()
+        else:
+            setattr(self.faults, rng.choice(("stage", "build", "flip")), True)
+
+    def revoke(self, lease: int | None) -> None:
+        """The lease ends, as it does when its owner was too slow."""
+        if lease is not None and self.store.up:
+            self.store.revoke(lease)
+
+    # a schedule
+
+    def run(self, steps: int) -> None:
+        """Raises Violation."""
+        for _ in range(self.rng.choice((0, 1, 1, 1, 2))):
+            self.ask()
+            self.calm(self.rng.choice((6, 8, 10)))
+        self.ask()
+        for _ in range(steps):
+            with contextlib.suppress(StoreError):
+                self.move()
+            self.check_instances()
+        self.settle()
+
+    def move(self) -> None:
+        rng, dice = self.rng, self.rng.random()
+        if dice < 0.06:
+            self.calm(1)
+        elif dice < 0.70:
+            actor = rng.choice(self.actors)
+            actor.deliver(rng.choice((1, 2, 99)))
+            actor.step()
+        elif dice < 0.75:
+            if self.store.up:
+                self.ask()
+        elif dice < 0.82:
+            self.send()
+        elif dice < 0.87:
+            self.generate()
+        elif dice < 0.92:
+            self.tick(rng.choice((0.5, 2.0, 6.0)))
+        elif dice < 0.93:
+            if self.store.up:
+                self.pause()
+        elif dice < 0.95:
+            dead = [a for a in self.actors if not a.alive or (isinstance(a, Instance) and a.record.state == "TORN")]
+            if dead:
+                rng.choice(dead).restart()
+        elif self.faulty:
+            self.fail()
+
+    def calm(self, rounds: int) -> None:
+        """Everybody sees everything and does what is to do, in any order."""
+        actors = self.actors
+        for _ in range(rounds):
+            self.rng.shuffle(actors)
+            for actor in actors:
+                actor.deliver(99)
+                actor.step()
+            self.generate()
+            self.check_instances()
+
+    def settle(self) -> None:
+        """From here on nothing fails: whatever the state, the last wish gets its answer, and everybody serves."""
+        store = self.store
+        store.up, store.lose_answer, self.pausers = True, False, []
+        self.faults.stage = self.faults.build = self.faults.flip = False
+        for actor in self.actors:
+            actor.frozen = False
+            if not actor.alive:
+                actor.restart()
+        quiet = 0
+        for _ in range(400):
+            before = store.revision
+            for instance in self.instances:
+                if instance.record.state == "TORN":
+                    instance.restart()  # its process ends, and is started anew
+            self.calm(1)
+            quiet = quiet + 1 if store.revision == before else 0
+            if quiet >= 3 and self.dead_end() is None:
+                return
+            self.tick(1.0 if quiet < 5 else 10.0)
+        require(False, self.dead_end() or "it never comes to rest")
+
+    def dead_end(self) -> str | None:
+        """What is not as it must be at rest."""
+        swap, target, active = self._swap(), self.store.get(KEYS.target), self._active()
+        if swap is not None and swap.phase not in ("done", "aborted"):
+            return f"the swap stays in phase {swap.phase}"
+        if target is not None and (swap is None or TargetRecord.from_json(target.value).id != swap.id):
+            return "the last wish got no answer"
+        for i in self.instances:
+            if i.record.state != "SERVING":
+                return f"instance {i.name} stays {i.record.state}"
+            if active is not None and (i.record.active_epoch, i.engine.version) != (active.epoch, active.version):
+                return f"instance {i.name} runs version {i.engine.version}, committed is {active.version}"
+            if i.staging is not None:
+                return f"instance {i.name} stages version {i.staging.version} for nobody"
+            if i.paused:
+                return f"instance {i.name} stays paused"
+        return None
+
+    # what must hold
+
+    def check_write(self, puts: Puts) -> None:
+        if (raw := puts.get(KEYS.swap)) is not None:
+            self._check_swap(SwapRecord.from_json(raw))
+        if (raw := puts.get(KEYS.active)) is not None:
+            self._check_commit(ActiveRecord.from_json(raw))
+        active = self._active()
+        for key, raw in puts.items():
+            if active is not None and raw is not None and key.startswith(KEYS.versions):
+                record = VersionRecord.from_json(raw)
+                needed = record.version in (active.version, active.previous) and KEYS.active not in puts
+                require(record.state != "retired" or not needed, "a version was retired that is needed")
+
+    def _check_swap(self, after: SwapRecord) -> None:
+        writers = [c for c in self.candidates if c.term is not None and c.runs]
+        held = self.store.get(KEYS.leader)
+        require(held and any(c.term == held.mod_revision for c in writers), "a step of one who does not lead")
+        before = self._swap()
+        if before is not None and before.id == after.id:
+            left = set(after.participants)
+            if after.phase == before.phase and left < set(before.participants):
+                require(after.on_lost == "continue" and left, "a participant was left out unasked")
+                require(after.canary in (None, *left), "the canary was left out of its own trial")
+                self.seen["left out"] += 1
+                return
+            require(after.phase in NEXT.get(before.phase, ()), f"from {before.phase} to {after.phase}")
+        else:
+            require(before is None or before.phase in ("done", "aborted"), "two swaps at once")
+            require(after.phase in ("prepare", "aborted"), f"opened in phase {after.phase}")
+        self.seen[f"{after.mode} {after.phase}"] += 1
+        if after.phase == "aborted" and before is not None and before.phase == "canary":
+            self.seen["canary aborted"] += 1
+
+    def _check_commit(self, active: ActiveRecord) -> None:
+        before = self._active()
+        require(active.epoch == len(self.commits) + 1, "a commit was lost")
+        if before is not None:
+            previous = before.previous if before.version == active.version else before.version
+            require(active.previous == previous, "the way back was lost")
+        swap = self._swap()
+        require(swap and swap.id == active.swap_id, "a commit of no swap")
+        for name in swap.participants if swap else ():
+            require(self.store.get(KEYS.instance(name)), f"committed, but {name} is gone")
+        for instance in self.instances:
+            if swap and instance.alive and instance.name in swap.participants and instance.record.swap_id == swap.id:
+                on_trial = instance.engine.version == active.version
+                built = instance.engine.fingerprint if on_trial else instance.engine.held.get(active.version)
+                require(built is not None, f"committed, but {instance.name} has not staged it")
+                require(built == active.fingerprint, f"committed, but {instance.name} built other weights")
+        self.commits.append(active)
+
+    def check_instances(self) -> None:
+        require(self._active() == (self.commits[-1] if self.commits else None), "a commit was undone")
+        for instance in self.instances:
+            if instance.alive and agent_state.admits(instance.record):
+                self.check_serving(instance)
+            if instance.runs and instance.paused:
+                require(self.store.now - instance.pauses_seen <= PAUSE_TTL_S, "a pause outlived its owner")
+
+    def check_serving(self, instance: Instance) -> None:
+        """Of one that takes requests."""
+        engine = instance.engine
+        if engine.version is None:
+            require(instance.record.active_epoch == 0, f"{instance.name} serves dummy weights after a commit")
+            return
+        require(engine.fingerprint == f"f{engine.version}", f"{instance.name} serves wrong weights")
+        require(engine.version in {c.version for c in self.commits}, f"{instance.name} serves an uncommitted version")
+        require(engine.version == instance.record.active_version, f"{instance.name} does not serve what it says")
+
+    def _swap(self) -> SwapRecord | None:
+        found = self.store.get(KEYS.swap)
+        return SwapRecord.from_json(found.value) if found is not None else None
+
+    def _active(self) -> ActiveRecord | None:
+        found = self.store.get(KEYS.active)
+        return ActiveRecord.from_json(found.value) if found is not None else None
+
+
+def explore(seeds: range, steps: int = 60) -> Counter[str]:
+    """Run a schedule for every seed; returns what happened in all of them. Raises Violation, naming the seed."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        world = World(seed)
+        try:
+            world.run(steps)
+        except Violation as found:
+            raise Violation(f"{found} (seed {seed})") from found
+        seen += world.seen
+    return seen
