@@ -55,7 +55,8 @@ def run(
 ) -> dict[str, Ratio]:
     """Measures, prints a table, writes `json` if given; by the name of the figure. Raises CannotStart, CannotBuild.
 
-    `other`: the root of a checkout with its dependencies in this environment.
+    `other`: the root of a checkout with its dependencies in this environment. If it is this one, the other gateway runs
+    the sources instead of what is compiled of them.
     """
     if len({(tree / "server/gateway/_compiled").exists() for tree in (HERE, other)}) > 1:
         raise CannotStart("one of the two gateways is compiled: run `python -m server.gateway.compiled` in the other")
@@ -88,6 +89,8 @@ def _both(other: Path, cores: Cores) -> Iterator[list[Running]]:
         sides = []
         for name, tree in (("this", HERE), ("other", other)):
             packages = {"PYTHONPATH": str(tree.resolve()), "PYTHONSAFEPATH": "1"}  # not those of the working directory
+            if name == "other" and tree.resolve() == HERE.resolve():
+                packages["HOTSWAP_PURE"] = "1"
             sides.append(stack.enter_context(started(Contender(name, hotswap_full, None, packages), upstream, cores)))
         yield sides
 
