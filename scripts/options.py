@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from server import options
-from server.cli.commands import DOCTOR, INSTANCE, UP
+from server.cli.commands import DOCTOR, GATEWAY, INSTANCE, UP
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 ABOUT = """# Options
@@ -21,13 +21,14 @@ require-key: true
 
 Switches take `true` and `false` there and in variables. What may be given several times is a list in the file, and
 separated by commas in a variable. `hotswap up` and `hotswap instance` pass options that are not listed here to vLLM;
-those stay on the command line. `scripts/options.py` makes this page from the declarations in the code.
+those stay on the command line. `hotswap up` starts a gateway, which reads the variables of `hotswap gateway` for what
+`up` itself does not set. `scripts/options.py` makes this page from the declarations in the code.
 """
 
 
 def page() -> str:
     """The page as the code has it."""
-    commands = {"up": UP, "instance": INSTANCE, "doctor": DOCTOR}
+    commands = {"up": UP, "gateway": GATEWAY, "instance": INSTANCE, "doctor": DOCTOR}
     return ABOUT + "".join(f"\n## `hotswap {name}`\n\n{options.table(found)}" for name, found in commands.items())
 
 

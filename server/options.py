@@ -46,6 +46,7 @@ class Option:
     read: Callable[[str], Any] | None = None
     negatable: bool = False
     missing: str = ""  # what a command says if nobody gives it
+    up: bool = False  # of the gateway: `hotswap up` takes it too, and passes it on
 
 
 @dataclass(frozen=True)
@@ -214,10 +215,8 @@ def table(declared: Sequence[Setting]) -> str:
     """The options as Markdown."""
     rows = ["| option | variable | default | |", "|---|---|---|---|"]
     for setting in declared:
-        default = (
-            "needed" if setting.required else "" if setting.default in (None, (), False) else f"`{setting.default}`"
-        )
-        default = "" if setting.inverted else default
+        given = setting.type is not bool and setting.default not in (None, (), "")
+        default = "needed" if setting.required else f"`{setting.default}`" if given else ""
         choices = f" (`{'`, `'.join(setting.choices)}`)" if setting.choices else ""
         rows.append(f"| `{setting.flag}` | `{setting.env}` | {default} | {setting.option.help}{choices} |")
     return "\n".join(rows) + "\n"

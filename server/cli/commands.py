@@ -17,11 +17,12 @@ import typer
 from rich.console import Console
 
 from server import options
-from server.cli.config import PassedOn, UpConfig
+from server.cli.config import UpConfig
 from server.cli.errors import CliError
 from server.cli.paths import resolve_model
 from server.doctor.world import World
 from server.errors import ConfigError
+from server.gateway.config import OPTIONS, GatewayConfig
 from server.instance.config import InstanceConfig
 from server.options import Option, Setting
 from weightsync.errors import TlsUnavailable
@@ -29,8 +30,9 @@ from weightsync.errors import TlsUnavailable
 app = typer.Typer()
 Work = Callable[[typer.Context, dict[str, Any]], None]
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
-PASSED_ON = options.settings("up", PassedOn)
+PASSED_ON = tuple(s for s in options.settings("up", GatewayConfig) if s.option.up)
 UP = (*options.settings("up", UpConfig), *PASSED_ON)
+GATEWAY = OPTIONS
 INSTANCE = options.settings("instance", InstanceConfig)
 
 

@@ -17,23 +17,6 @@ def _copies(text: str) -> Path | Literal["off"]:
 
 
 @dataclass(frozen=True)
-class PassedOn:
-    """Options of the gateway that `up` takes too, and gives to it as they are."""
-
-    require_key: Annotated[bool, Option("ask for an API key even before there is one", negatable=True)] = False
-    keep_versions: Annotated[int, Option("versions kept staged, the active one included")] = 2
-    probes_file: Annotated[Path | None, Option("prompts that the canary of a rolling swap is asked", "--probes")] = None
-    max_logprob_drift: Annotated[float | None, Option("drift of its log-probabilities let pass")] = None
-    cache_scope: Annotated[str, Option("who shares prefix cache blocks: key or shared")] = "key"
-    hold_s: Annotated[float, Option("seconds a request waits while no instance can be asked")] = 5.0
-    failover: Annotated[str, Option("who goes on with a dead instance's streams: same, any, off")] = "same"
-    max_queued: Annotated[int, Option("requests that wait for room at an instance, at most")] = 1024
-    max_queue_wait_s: Annotated[float, Option("longest such wait, seconds")] = 30.0
-    log_format: Annotated[str, Option("of the gateway's lines: text, or json with a line a request")] = "text"
-    trace_sample_ratio: Annotated[float, Option("share of the traces begun here")] = 1.0
-
-
-@dataclass(frozen=True)
 class UpConfig:
     """What `hotswap up` was asked for. Raises CliError."""
 

@@ -1,37 +1,39 @@
-"""The gateway's settings. Imports neither torch nor vLLM, and nothing that does."""
+"""The gateway's settings, most of which are options (server/options.py). Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from server.errors import ConfigError
 from server.gateway.workers import Place
+from server.options import ClusterTlsDirectory, Option, settings
 from weightsync.tls import is_loopback
-
-_LIMIT_OPTIONS = {"stalled_client_s": "write-timeout"}
 
 
 @dataclass(frozen=True)
 class Limits:
     """What clients may cost, one and all together. Sizes in bytes, times in seconds."""
 
-    max_body: int = 16 * 2**20
-    max_head: int = 32 * 2**10
-    max_headers: int = 100
-    request_timeout_s: float = 60.0  # first byte of the request to its last
-    keep_alive_s: float = 75.0
-    stalled_client_s: float = 60.0  # a reader that takes nothing for so long is dropped
-    max_connections: int = 10_000
-    max_buffered: int = 256 * 2**20  # request bodies held at one time, over all connections
+    max_body: Annotated[int, Option("largest request body, bytes")] = 16 * 2**20
+    max_head: Annotated[int, Option("largest request line with headers, bytes")] = 32 * 2**10
+    max_headers: Annotated[int, Option("most headers of a request")] = 100
+    request_timeout_s: Annotated[float, Option("seconds from the first byte of a request to its last")] = 60.0
+    keep_alive_s: Annotated[float, Option("seconds after which an idle connection is closed")] = 75.0
+    stalled_client_s: Annotated[
+        float, Option("seconds after which a client that reads nothing is dropped", "--write-timeout")
+    ] = 60.0
+    max_connections: Annotated[int, Option("most connections at a time")] = 10_000
+    max_buffered: Annotated[int, Option("request bodies held at a time, of all connections, bytes")] = 256 * 2**20
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for setting in settings("gateway", Limits):
+            value = getattr(self, setting.path[-1])
             if not value > 0:
-                option = _LIMIT_OPTIONS.get(name, name.removesuffix("_s").replace("_", "-"))
-                raise ConfigError(f"--{option} {value:g}: must be more than 0.")
+                raise ConfigError(f"{setting.flag} {value:g}: must be more than 0.")
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,14 @@ class HealthSettings:
 
     probe_timeout_s: float = 5.0
     unhealthy_after: int = 3  # probes without an answer, in a row; one good one takes it back
-    eject_after: int = 5  # failures in a row
+    eject_after: Annotated[int, Option("failures in a row after which an instance is left out for a while")] = 5
     window_s: float = 10.0
     min_requests: int = 20  # in the window, before a share of them counts
     max_failure_share: float = 0.5
     ejection_s: float = 5.0  # the first time; then twice as long each time
     max_ejection_s: float = 120.0
     forgive_s: float = 300.0  # after so long without one, the next ejection is a first one again
-    max_ejected: float = 0.5  # share of the instances; one always stays
+    max_ejected: Annotated[float, Option("most that may be left out, as a share of the instances, 0 to 1")] = 0.5
     trials: int = 2  # answers that close the circuit again
     trial_interval_s: float = 1.0
 
@@ -59,40 +61,56 @@ Failover = Literal["same", "any", "off"]
 class FailoverSettings:
     """Who goes on with a stream whose instance dies (fleet/retries.py), and what may be kept for it, in bytes."""
 
-    mode: Failover = "same"  # an instance of the same version; of any version if none runs it; nobody
-    max_bytes: int = 64 * 2**20  # requests and tokens, of all streams
+    mode: Annotated[
+        Failover,
+        Option(
+            "which instance goes on with the streams of a dead one: one of the same version, one of any, none",
+            "--failover",
+            up=True,
+        ),
+    ] = "same"
+    max_bytes: Annotated[int, Option("kept for failover, of all streams, bytes", "--failover-bytes")] = 64 * 2**20
     max_stream_bytes: int = 2**20
-    idle_s: float = 0.0  # a stream silent for so long counts as dead; 0: only with its connection, or its record
+    idle_s: Annotated[
+        float, Option("seconds of silence after which a stream counts as dead; 0: never", "--failover-idle")
+    ] = 0.0
 
 
 @dataclass(frozen=True)
 class UpstreamSettings:
     """How instances are spoken to."""
 
-    connect_timeout_s: float = 2.0
+    connect_timeout_s: Annotated[float, Option("seconds to connect to an instance")] = 2.0
     # Covers a queued non-streaming request, which is silent until it is done.
-    read_idle_timeout_s: float = 600.0
+    read_idle_timeout_s: Annotated[
+        float, Option("seconds of silence after which an instance has failed", "--read-timeout")
+    ] = 600.0
     max_idle_connections: int = 64
     # Below uvicorn's default keep-alive of 5 s, so that the gateway closes first and rarely meets a stale one.
     max_idle_s: float = 4.0
     scrape_interval_s: float = 2.0
     scrape_timeout_s: float = 0.5
-    hold_s: float = 5.0  # for which a request waits while no instance can be asked
+    hold_s: Annotated[float, Option("seconds a request waits while no instance can be asked", up=True)] = 5.0
     max_held: int = 1024
-    max_in_flight: int | None = None  # at one instance; None: what it says it can run, 0: no limit
+    max_in_flight: Annotated[
+        int | None, Option("requests at one instance; default: what it says it can run; 0: no limit")
+    ] = None
     health: HealthSettings = HealthSettings()
-    retry_share: float = 0.2  # of the requests of the last seconds may be sent again after a lost connection
+    retry_share: Annotated[float, Option("share of requests that may be sent to another instance, 0 to 1")] = 0.2
     failover: FailoverSettings = FailoverSettings()
-    routing: str | None = None  # the policy: one of fleet/routing.py, or MODULE:NAME of another; None: its default
+    routing: Annotated[
+        str,
+        Option("how an instance is chosen: affinity, least-loaded, round-robin, or MODULE:NAME of your own"),
+    ] = "affinity"
 
 
 @dataclass(frozen=True)
 class QueueSettings:
     """How many requests wait for room at an instance, and for how long."""
 
-    max_entries: int = 1024
-    max_bytes: int = 64 * 2**20  # bodies of those that wait
-    max_wait_s: float = 30.0
+    max_entries: Annotated[int, Option("requests that wait for room, at most", "--max-queued", up=True)] = 1024
+    max_bytes: Annotated[int, Option("bytes of their bodies, at most", "--max-queued-bytes")] = 64 * 2**20
+    max_wait_s: Annotated[float, Option("longest such wait, seconds", "--max-queue-wait", up=True)] = 30.0
 
     def __post_init__(self) -> None:
         if self.max_entries < 0 or self.max_bytes < 0:
@@ -105,10 +123,16 @@ class QueueSettings:
 class ObserveSettings:
     """What is told of requests, beside metrics."""
 
-    log_format: Literal["text", "json"] = "text"
-    access_log: float | None = None  # share of requests that get a line; None: all in JSON logs, none in text
-    otlp_endpoint: str | None = None  # http://HOST:PORT of a collector; None: no traces
-    trace_ratio: float = 1.0  # share of the traces begun here that are recorded
+    log_format: Annotated[Literal["text", "json"], Option("format of the gateway's log lines", up=True)] = "text"
+    access_log: Annotated[
+        float | None, Option("share of requests with a log line, 0 to 1; default: 1 with json, 0 with text")
+    ] = None
+    otlp_endpoint: Annotated[
+        str | None, Option("trace requests to this collector, http://HOST:4318", env="OTEL_EXPORTER_OTLP_ENDPOINT")
+    ] = None
+    trace_ratio: Annotated[
+        float, Option("share of the traces begun here that is recorded, 0 to 1", "--trace-sample-ratio", up=True)
+    ] = 1.0
 
     @property
     def access_share(self) -> float:
@@ -124,40 +148,68 @@ class ObserveSettings:
             raise ConfigError(f"--otlp-endpoint {self.otlp_endpoint}: give http://HOST:PORT of an OTLP/HTTP collector.")
 
 
+def _workers(text: str) -> int:
+    if text == "auto":
+        return len(os.sched_getaffinity(0))
+    if not text.isdecimal():
+        raise ConfigError(f"--workers {text}: must be a number of processes, or `auto` for one for each core.")
+    return int(text)
+
+
+_NO_STORE = "--store: give a store URL such as sqlite:///var/lib/hotswap/store.db, or set HOTSWAP_STORE."
+
+
 @dataclass(frozen=True)
 class GatewayConfig:
-    """Everything `hotswap gateway` can be told."""
+    """Everything `hotswap gateway` can be told. `hotswap up` takes the options with `up=True` too, and passes them."""
 
-    store: str
-    model: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    admin_host: str = "127.0.0.1"
-    admin_port: int | None = None  # None: the one after `port` if it is free, else any
+    store: Annotated[str, Option("store URL, e.g. sqlite:///path/store.db", env="HOTSWAP_STORE", missing=_NO_STORE)]
+    model: Annotated[str, Option("served model name", missing="--model: give the served model name.")]
+    host: Annotated[str, Option("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Option("port to listen on; 0: any free port")] = 8000
+    admin_host: Annotated[str, Option("address of the admin port; keep it private")] = "127.0.0.1"
+    admin_port: Annotated[int | None, Option("port of /admin/*; default: the one after --port, or any free one")] = None
     admin_key: str | None = None  # the key itself, or "sha256:<hex>"; None: see admin_key_file
-    admin_key_file: Path | None = None  # None: `admin.key` beside the SQLite store
-    api_key_file: Path | None = None  # keys for inference, beside those in the store
-    require_key: bool = False  # ask for a key for inference even while there is none
-    allowed_origins: tuple[str, ...] = ()  # pages that may ask while no key is needed, beside this machine's
+    admin_key_file: Annotated[
+        Path | None, Option("file with the admin key, made if it does not exist; default: beside the SQLite store")
+    ] = None
+    api_key_file: Annotated[
+        Path | None, Option("file with keys for inference, one a line, beside those in the store")
+    ] = None
+    require_key: Annotated[
+        bool, Option("ask for a key for inference even before there is one", negatable=True, up=True)
+    ] = False
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Option("page that may ask while no key is needed; may be given again", "--allow-origin", metavar="ORIGIN"),
+    ] = ()
     limits: Limits = Limits()
     upstream: UpstreamSettings = UpstreamSettings()
     queue: QueueSettings = QueueSettings()
     observe: ObserveSettings = ObserveSettings()
-    swap_deadline_s: float = 120.0
+    swap_deadline_s: Annotated[float, Option("seconds for all instances to stage a version")] = 120.0
     push_timeout_s: float = 3600.0
-    run_coordinator: bool = True
-    keep_versions: int = 2
-    leave_s: float = 0.0  # on SIGTERM: how long /readyz says no before the port closes
-    probes_file: Path | None = None  # prompts asked of the canary of a rolling swap
-    max_logprob_drift: float | None = None
-    cache_scope: str = "key"  # whose prefix cache a request may hit: its "key"'s, or "shared" by all
-    log_level: str = "info"
-    plain_asgi: bool = False  # the server's own HTTP protocol below an ASGI app (asgi.py), not connection.py
-    workers: int = 1  # processes on the same port
+    run_coordinator: Annotated[bool, Option("leave swaps to another gateway of this model", "--no-coordinator")] = True
+    keep_versions: Annotated[int, Option("versions kept staged, the active one included", up=True)] = 2
+    leave_s: Annotated[float, Option("on SIGTERM: seconds for which /readyz says no before the port closes")] = 0.0
+    probes_file: Annotated[
+        Path | None, Option("file with prompts that the canary of a rolling swap is asked", "--probes", up=True)
+    ] = None
+    max_logprob_drift: Annotated[
+        float | None, Option("mean drift of the canary's log-probabilities that is let pass", up=True)
+    ] = None
+    cache_scope: Annotated[
+        Literal["key", "shared"], Option("who shares prefix cache blocks: the requests of a key, or all", up=True)
+    ] = "key"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Option("least level of the log lines")] = "info"
+    plain_asgi: Annotated[bool, Option("forward from an ASGI app, over uvicorn's own HTTP protocol")] = False
+    workers: Annotated[
+        int, Option("processes on the port, or `auto`: one for each core", metavar="N", read=_workers)
+    ] = 1
     worker: Place | None = None  # which of several this process is; None: the only one
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
-    cluster_tls: Path | None = None  # this member's certificate, for instances at https (docs/security.md)
+    ssl_certfile: Annotated[Path | None, Option("serve TLS with this certificate chain")] = None
+    ssl_keyfile: Annotated[Path | None, Option("private key of --ssl-certfile")] = None
+    cluster_tls: ClusterTlsDirectory = None  # this member's certificate, for instances at https (docs/security.md)
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -200,3 +252,6 @@ class GatewayConfig:
         if scheme == "sqlite" and rest:
             return Path(rest).parent / "admin.key"
         return Path.home() / ".config" / "hotswap" / "admin.key"
+
+
+OPTIONS = settings("gateway", GatewayConfig)

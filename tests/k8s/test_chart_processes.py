@@ -17,7 +17,7 @@ import yaml
 import trainer.config
 import trainer.main
 from server.cli.app import app
-from server.gateway.__main__ import config_from, parser
+from server.gateway.__main__ import configured
 from server.gateway.config import GatewayConfig
 from server.gateway.main import SHUTDOWN_GRACE_S
 from server.gateway.observe.metrics import METRICS
@@ -64,7 +64,7 @@ def gateway_config(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> GatewayConfig:
     as_in(container, monkeypatch)
     command, *args = arguments(container)
     assert command == "gateway"
-    return config_from(parser().parse_args(args))
+    return configured(args)
 
 
 def instance_config(pod: Pod, monkeypatch: pytest.MonkeyPatch, container: str = "instance") -> InstanceConfig:

@@ -182,10 +182,8 @@ def _best_placed(candidates: Sequence[C], now: float) -> Sequence[C]:
     return [c for c, rank in zip(candidates, ranks, strict=True) if rank == lowest]
 
 
-def find(name: str | None) -> Policy:
-    """The policy that --routing names; the default one if it names none. Raises ConfigError."""
-    if name is None:
-        name = DEFAULT
+def find(name: str) -> Policy:
+    """The policy that --routing names. Raises ConfigError."""
     known = POLICIES.get(name)
     if known is not None:
         return known

@@ -126,10 +126,18 @@ def test_a_command_line_can_be_made_of_values() -> None:
 
 
 def test_no_two_options_of_a_command_share_a_name() -> None:
-    for declared in (commands.UP, commands.INSTANCE, commands.DOCTOR):
+    for declared in (commands.UP, commands.GATEWAY, commands.INSTANCE, commands.DOCTOR):
         for names in ([s.flag for s in declared], [s.env for s in declared]):
             assert len(set(names)) == len(names)
 
 
 def test_the_page_is_what_the_declarations_say() -> None:
     assert documentation.PAGE.read_text() == documentation.page(), "run python scripts/options.py"
+
+
+def test_a_gateway_takes_what_up_passes_on() -> None:
+    given = {s.flag: s.default for s in commands.PASSED_ON} | {"--keep-versions": 3, "--require-key": True}
+    words = ["--store", "sqlite:///s.db", "--model", "m", *options.flags(commands.PASSED_ON, given)]
+    values = options.parse(commands.GATEWAY, words)
+    assert (values["--keep-versions"], values["--require-key"]) == (3, True)
+    assert {flag: values[flag] for flag in given if flag in values} == {f: v for f, v in given.items() if v is not None}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from server import api
 from server.errors import HttpError
-from server.gateway import GatewayConfig, QueueSettings, UpstreamSettings, __main__
+from server.gateway import GatewayConfig, QueueSettings, UpstreamSettings, config
 from server.gateway.admin.error_map import DETAILS, STATUS
 from server.gateway.app import build_app
 from server.gateway.fleet import routing
@@ -22,6 +22,7 @@ from server.gateway.wire.head import _FORWARDED
 ROOT = Path(__file__).parents[3]
 API = (ROOT / "docs" / "api.md").read_text()
 GATEWAY = (ROOT / "docs" / "gateway.md").read_text()
+OPTIONS = (ROOT / "docs" / "options.md").read_text()
 ADAPTERS = (ROOT / "docs" / "adapters.md").read_text()
 SOURCES = "".join(p.read_text() for p in [*(ROOT / "server" / "gateway").rglob("*.py"), ROOT / "server" / "errors.py"])
 
@@ -59,9 +60,8 @@ def test_every_code_in_the_table_exists() -> None:
 
 
 def test_every_option_and_detail_is_documented() -> None:
-    options = {a.option_strings[-1] for a in __main__.parser()._actions} - {"--help"}
-    listed = API.partition("## Options")[2]
-    assert options == set(re.findall(r"`(--[\w-]+)`", listed)) - {"--help"}
+    listed = OPTIONS.partition("## `hotswap gateway`")[2].partition("\n## ")[0]
+    assert {setting.flag for setting in config.OPTIONS} == set(re.findall(r"^\| `(--[\w-]+)`", listed, re.MULTILINE))
     for name in (*DETAILS, *(header.decode() for header in _FORWARDED)):
         assert f"`{name}`" in API, name
 
@@ -69,3 +69,6 @@ def test_every_option_and_detail_is_documented() -> None:
 def test_every_routing_policy_is_documented() -> None:
     table = GATEWAY.partition("| policy |")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == set(routing.POLICIES)
+    option = next(setting for setting in config.OPTIONS if setting.flag == "--routing")
+    assert routing.CHOICES in option.option.help
+    assert option.default == routing.DEFAULT

@@ -31,7 +31,7 @@ from loadtest.gateway_bench.native import compiled
 from loadtest.gateway_bench.processes import Cores, running
 from server.errors import ConfigError
 from server.gateway import GatewayConfig, Limits, UpstreamSettings
-from server.gateway.__main__ import config_from, main, parser
+from server.gateway.__main__ import configured, main
 from server.gateway.access.key_sources import load_keys
 from server.gateway.access.records import ADMIN, INFER
 from tests.server.gateway.harness import RunningGateway, running_gateway
@@ -257,7 +257,7 @@ def test_every_limit_is_an_option() -> None:
     assert numbers.keys() == {f.name for f in dataclasses.fields(Limits)}
     options = "--max-body 1 --max-head 2 --max-headers 3 --request-timeout 4 --keep-alive 5 --write-timeout 6 "
     options += "--max-connections 7 --max-buffered 8 --require-key --store sqlite:///s.db --model toy"
-    config = config_from(parser().parse_args(options.split()))
+    config = configured(options.split())
     assert dataclasses.asdict(config.limits) == numbers
     assert config.require_key
 

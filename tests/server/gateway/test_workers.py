@@ -26,7 +26,7 @@ from loadtest.gateway_bench.contenders import answers, hotswap
 from loadtest.gateway_bench.loads import KEY, body
 from loadtest.gateway_bench.native import compiled
 from loadtest.gateway_bench.processes import free_port, running, tree
-from server.gateway.__main__ import config_from, parser
+from server.gateway.__main__ import configured
 from server.gateway.access.records import INFER, KEYS_PREFIX, KeyLimits, KeyRecord, digest_of
 from server.gateway.observe.metrics import Pages, merged
 from server.gateway.workers import MAX_DELAY_S, VARIABLE, WRONG_SETTINGS, Place, Supervisor, pause_after
@@ -136,13 +136,13 @@ def test_a_place_is_passed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_the_first_worker_is_a_candidate_for_coordinator() -> None:
-    options = parser().parse_args(["--store", "sqlite:///x/store.db", "--model", "toy", "--workers", "2"])
-    assert [config_from(options, Place(i, 2, 0, -1, "", 0)).run_coordinator for i in range(2)] == [True, False]
+    options = ["--store", "sqlite:///x/store.db", "--model", "toy", "--workers", "2"]
+    assert [configured(options, Place(i, 2, 0, -1, "", 0)).run_coordinator for i in range(2)] == [True, False]
 
 
 def test_auto_is_one_for_each_core() -> None:
-    options = parser().parse_args(["--store", "sqlite:///x/store.db", "--model", "toy", "--workers", "auto"])
-    assert config_from(options).workers == len(os.sched_getaffinity(0))
+    options = ["--store", "sqlite:///x/store.db", "--model", "toy", "--workers", "auto"]
+    assert configured(options).workers == len(os.sched_getaffinity(0))
 
 
 # the supervisor
