@@ -46,7 +46,7 @@ docs: $(VENV)/.run $(DOCS)/.done ## The documentation as pages, in site/; a brok
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
 	@echo "make: read site/index.html" >&2
 
-tables: $(VENV)/.run ## The tables in docs/api.md that are made of declarations in the code
+tables: $(VENV)/.run ## The tables of the documentation that are made of declarations in the code
 	$(PY) scripts/tables.py
 
 setup: $(VENV)/.test $(VENV)/.native ## What the tests need, and the gateway's request path in machine code

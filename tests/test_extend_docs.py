@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 import types
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,4 +176,67 @@ def test_the_route() -> None:
     (code,) = blocks("A forwarded route")
     imports, _, row = code.partition("\nForwarded(")
     script = ROUTE.format(imports=imports, row=row.rstrip())
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])
+
+
+LIMIT = """
+import sys, types
+from pathlib import Path
+
+path = Path("server/key_limits.py")
+before, method, after = path.read_text().partition("    @property\\n    def bounded")
+module = types.ModuleType("server.key_limits")
+sys.modules["server.key_limits"] = module  # as if the field were in the file
+exec(before + {field!r} + "\\n" + method + after, module.__dict__)
+
+from collections import Counter
+import typer
+from pydantic import ValidationError
+from server.cli.keys import app
+from server.errors import TooManyRequests
+from server.gateway.access.keys import Principal
+from server.gateway.access.limits import Limits
+from server.gateway.access.records import KeyLimits
+from server.gateway.admin import keys
+from server.gateway.observe.stats import Stats
+from server.gateway.wire.bodies import Usage, check_object
+
+limits = KeyLimits(output_tokens_per_min=100)
+assert KeyLimits.from_json(limits.to_json()) == limits and limits.bounded
+assert keys.Limits(output_tokens_per_min=100).on(KeyLimits()) == limits
+try:
+    keys.Limits(output_tokens_per_min=0)
+except ValidationError:
+    pass
+else:
+    raise AssertionError("no bound")
+create = typer.main.get_command(app).commands["create"]
+assert {option!r} in [name for parameter in create.params for name in parameter.opts]
+stats = Stats()
+assert stats.limited["output_tokens"] == 0
+gateway, key = Limits(stats.limited), Principal("p", frozenset(), id="p", limits=limits)
+body = b'{{"prompt":"' + b"x" * 4000 + b'","max_tokens":60}}'
+def ask():
+    return gateway.admit(key, check_object(body), "/v1/completions", body)
+first = ask()
+assert b"x-ratelimit-remaining-output-tokens: 40" in first.head
+try:
+    ask()
+except TooManyRequests as refused:
+    assert refused.code == "output_tokens_limit" and refused.retry_after_s == 61
+else:
+    raise AssertionError("not limited")
+first.settle(Usage(1000, 10), 200)
+assert b"x-ratelimit-remaining-output-tokens: 30" in ask().head
+assert stats.limited == Counter(output_tokens=1)
+assert "| `output_tokens_per_min` | tokens of answers alone" in module.table()
+"""
+
+
+def test_the_limit() -> None:
+    """In a process of its own: what derives from the field is made on import."""
+    (code,), (command,) = blocks("A limit"), blocks("A limit", "sh")
+    start = code.index("\noutput_tokens_per_min") + 1
+    field = textwrap.indent(code[start:], "    ")
+    script = LIMIT.format(field=field, option=command.split()[4])
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])

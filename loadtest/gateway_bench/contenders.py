@@ -17,7 +17,8 @@ from pathlib import Path
 from loadtest.gateway_bench.loads import KEY, MODEL, WHOLE
 from loadtest.gateway_bench.processes import Cores, free_port, pinned, running
 from server.cli.errors import CliError
-from server.gateway.access.records import INFER, KEYS_PREFIX, KeyLimits, KeyRecord, digest_of
+from server.gateway.access.records import INFER, KEYS_PREFIX, KeyRecord, digest_of
+from server.key_limits import KeyLimits
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import SyncStore
 

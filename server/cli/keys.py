@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import re
 import time
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 
 from server.cli.admin import AdminClient, AsJson, KeyFile, StateDir, Url, table
 from server.cli.errors import CliError
+from server.key_limits import LIMITS, KeyLimits, Limit
 
 app = typer.Typer(no_args_is_help=True)
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-LIMITS = ("requests_per_min", "tokens_per_min", "concurrency", "max_output_tokens", "priority", "weight")
 NO_LIMIT = "none"
 
 
@@ -29,35 +32,52 @@ class Scope(StrEnum):
 
 
 Id = Annotated[str, typer.Argument(help="a key's id, from `hotswap keys list`")]
+Limited = dict[str, Any] | None  # what of a body is limits; see `with_limits`
 Scopes = Annotated[list[Scope] | None, typer.Option("--scope", help="infer (default), admin; may be repeated")]
 Expires = Annotated[str | None, typer.Option(help="time from now, such as 30d, 12h or 90m; `none`: never")]
-Requests = Annotated[str | None, typer.Option("--requests-per-min", help="a number, or `none`")]
-Tokens = Annotated[str | None, typer.Option("--tokens-per-min", help="prompt and answer; a number, or `none`")]
-Concurrency = Annotated[str | None, typer.Option(help="requests at one time; a number, or `none`")]
-MaxOutput = Annotated[str | None, typer.Option("--max-output-tokens", help="of one answer; a number, or `none`")]
-Priority = Annotated[int | None, typer.Option(help="most urgent class it may ask for, -9 to 9; lower goes first")]
-Weight = Annotated[int | None, typer.Option(help="its share of a class against other keys, 1 to 1000")]
+
+
+def with_limits(function: Callable[..., None]) -> Callable[..., None]:
+    """Of a function that takes `limits`, one that Typer makes a command with an option for each limit of."""
+
+    @functools.wraps(function)
+    def command(**given: Any) -> None:
+        limits = {field: _number(field, given.pop(field)) for field in LIMITS if given[field] is not None}
+        function(limits={"limits": limits} if limits else {}, **{k: v for k, v in given.items() if k not in LIMITS})
+
+    hints = get_type_hints(function, include_extras=True)
+    parameters = list(inspect.signature(function).parameters.values())
+    at = next(index for index, parameter in enumerate(parameters) if parameter.name == "limits")
+    parameters[at : at + 1] = [inspect.Parameter(field, parameters[at].kind, default=None) for field in LIMITS]
+    command.__annotations__ = {name: hint for name, hint in hints.items() if name != "limits"} | {
+        field: _option(field, limit) for field, limit in LIMITS.items()
+    }
+    signed = [p.replace(annotation=command.__annotations__[p.name]) for p in parameters]
+    command.__signature__ = inspect.Signature(signed)  # type: ignore[attr-defined]
+    return command
+
+
+def _option(field: str, limit: Limit) -> Any:
+    flag = f"--{field.replace('_', '-')}"
+    if getattr(KeyLimits, field) is None:
+        return Annotated[str | None, typer.Option(flag, help=f"{limit.help}; a number, or `{NO_LIMIT}`")]
+    return Annotated[int | None, typer.Option(flag, help=f"{limit.help}; {limit.least} to {limit.most}")]
 
 
 @app.command()
+@with_limits
 def create(
     name: Annotated[str, typer.Argument(help="who it is for")],
     scope: Scopes = None,
     expires: Expires = None,
-    requests_per_min: Requests = None,
-    tokens_per_min: Tokens = None,
-    concurrency: Concurrency = None,
-    max_output_tokens: MaxOutput = None,
-    priority: Priority = None,
-    weight: Weight = None,
+    limits: Limited = None,
     as_json: AsJson = False,
     state_dir: StateDir = None,
     url: Url = None,
     admin_key_file: KeyFile = None,
 ) -> None:
     """Make a key. It is shown this once: only its digest is kept."""
-    limits = _limits(requests_per_min, tokens_per_min, concurrency, max_output_tokens, priority, weight)
-    body = {"name": name, **_scopes(scope), **_expiry(expires), **limits}
+    body = {"name": name, **_scopes(scope), **_expiry(expires), **(limits or {})}
     _show_key(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/keys", body), as_json)
 
 
@@ -88,25 +108,20 @@ def show(key_id: Id, state_dir: StateDir = None, url: Url = None, admin_key_file
 
 
 @app.command()
+@with_limits
 def update(
     key_id: Id,
     name: Annotated[str | None, typer.Option(help="who it is for")] = None,
     scope: Scopes = None,
     expires: Expires = None,
     disabled: Annotated[bool | None, typer.Option("--disable/--enable", help="whether it works for now")] = None,
-    requests_per_min: Requests = None,
-    tokens_per_min: Tokens = None,
-    concurrency: Concurrency = None,
-    max_output_tokens: MaxOutput = None,
-    priority: Priority = None,
-    weight: Weight = None,
+    limits: Limited = None,
     state_dir: StateDir = None,
     url: Url = None,
     admin_key_file: KeyFile = None,
 ) -> None:
     """Change what is named, in all gateways, within a moment; the rest stays."""
-    limits = _limits(requests_per_min, tokens_per_min, concurrency, max_output_tokens, priority, weight)
-    body = {**_scopes(scope), **_expiry(expires), **limits}
+    body = {**_scopes(scope), **_expiry(expires), **(limits or {})}
     body |= ({"name": name} if name is not None else {}) | ({"disabled": disabled} if disabled is not None else {})
     if not body:
         raise CliError("nothing to change: name what is to be different (--help lists the options)")
@@ -157,11 +172,6 @@ def _path(key_id: str) -> str:
     if not re.fullmatch("[A-Za-z0-9_-]{1,64}", key_id):
         raise CliError(f"{key_id!r} is not a key's id; `hotswap keys list` shows them")
     return f"/admin/keys/{key_id}"
-
-
-def _limits(*values: str | int | None) -> dict[str, Any]:
-    found = {name: _number(name, value) for name, value in zip(LIMITS, values, strict=True) if value is not None}
-    return {"limits": found} if found else {}
 
 
 def _number(name: str, value: str | int) -> int | None:

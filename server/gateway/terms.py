@@ -18,10 +18,11 @@ import msgspec
 from msgspec import Meta
 
 from server.errors import BadRequest, Forbidden
-from server.gateway.access.keys import MAX_PRIORITY, MIN_PRIORITY, Principal
+from server.gateway.access.keys import Principal
 from server.gateway.config import Failover
 from server.gateway.fleet.routing import Need
 from server.gateway.wire.head import WISH
+from server.key_limits import MAX_PRIORITY, MIN_PRIORITY
 from weightsync.control.state import CONFIRM_S
 
 MAX_FINISH_S = CONFIRM_S - 5.0  # a flip that waited longer would be too late for its swap

@@ -32,7 +32,6 @@ from server.gateway.access.records import (
     INFER,
     KEYS_PREFIX,
     DoorRecord,
-    KeyLimits,
     KeyRecord,
     Scope,
     digest_of,
@@ -40,6 +39,7 @@ from server.gateway.access.records import (
     new_key,
 )
 from server.gateway.config import GatewayConfig
+from server.key_limits import KeyLimits
 from weightsync.errors import Conflict as StoreConflict
 from weightsync.errors import RecordError, StoreError
 from weightsync.store import MISSING, KeyValue, Store

@@ -14,10 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from server.errors import Forbidden, Unauthorized, Unavailable
-from server.gateway.access.records import INFER, DoorRecord, KeyLimits, KeyRecord
-
-MIN_PRIORITY, MAX_PRIORITY = -9, 9
-MAX_WEIGHT: Final = 1000
+from server.gateway.access.records import INFER, DoorRecord, KeyRecord
+from server.key_limits import KeyLimits
 
 
 @dataclass(frozen=True)

@@ -30,18 +30,23 @@ import msgspec
 from server import api
 from server.errors import BadRequest, TooManyRequests
 from server.gateway.access.keys import Principal
-from server.gateway.access.records import KeyLimits
 from server.gateway.wire.bodies import Usage
+from server.key_limits import LIMITS, KeyLimits
 
 SLOTS: Final = 61  # the second that runs, and 60 before it
+Units = Callable[[int, int], int]
+_DURATIONS: Final = [b"%ds" % s if s < 60 else b"%dm%ds" % divmod(s, 60) for s in range(SLOTS + 1)]
+_HEAD: Final = b"x-ratelimit-limit-N: %d\r\nx-ratelimit-remaining-N: %d\r\nx-ratelimit-reset-N: %b\r\n"
 
 
 class Quota:
-    """Units in use now. As it stands, for what is given back when a request ends: concurrency."""
+    """Units in use now: a request gives them back when it ends. `units`: those of a request, see `Limit`."""
 
-    __slots__ = ("allotted", "asked", "elsewhere", "limit", "used")
+    __slots__ = ("allotted", "asked", "elsewhere", "limit", "name", "units", "used")
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, name: str = "", units: Units | None = None) -> None:
+        self.name = name
+        self.units = units
         self.limit = limit
         self.allotted = limit
         self.elsewhere = 0  # units other gateways reported to be in use
@@ -51,22 +56,41 @@ class Quota:
     def advance(self, now: int) -> None:
         """Lets time pass, to `now` (monotonic seconds)."""
 
+    def take(self, units: int) -> None:
+        """Counts `units`."""
+        self.used += units
+
+    def correct(self, taken_at: int, units: int) -> None:
+        """A request that runs needs `units` more."""
+        self.used += units
+
+    def end(self, taken_at: int, taken: int, spent: int) -> None:
+        """A request has ended that took `taken` at `taken_at`, and needed `spent`."""
+        self.used -= taken
+
     def remaining(self) -> int:
         """What is left of the limit, in all gateways together."""
         return max(0, self.limit - self.used - self.elsewhere)
+
+    def head(self) -> bytes:
+        """The x-ratelimit-* lines as things stand."""
+        return b""
 
 
 class Window(Quota):
     """Units taken in the last minute."""
 
-    __slots__ = ("_slots", "now")
+    __slots__ = ("_head", "_slots", "now")
 
-    def __init__(self, limit: int, now: int) -> None:
-        super().__init__(limit)
+    def __init__(self, limit: int, now: int, name: str = "", units: Units | None = None) -> None:
+        super().__init__(limit, name, units)
         self._slots = [0] * SLOTS
+        self._head = _HEAD.replace(b"N", name.replace("_", "-").encode())
         self.now = now
 
     def advance(self, now: int) -> None:
+        if now == self.now:
+            return
         slots = self._slots
         if now - self.now >= SLOTS:
             slots[:] = [0] * SLOTS
@@ -89,6 +113,12 @@ class Window(Quota):
         elif self.now - taken_at < SLOTS:
             self._slots[taken_at % SLOTS] += units
             self.used += units
+
+    def end(self, taken_at: int, taken: int, spent: int) -> None:
+        self.correct(taken_at, spent - taken)
+
+    def head(self) -> bytes:
+        return self._head % (self.limit, self.remaining(), _DURATIONS[self.seconds_until_unused()])
 
     def seconds_until(self, units: int) -> int:
         """Until `units` of those in use have left the window; the full length of it if there are not so many."""
@@ -147,13 +177,19 @@ class Cost:
         return self.prompt + self.output
 
     def used(self, usage: Usage | None, status: int) -> int:
-        """What it cost in the end. `usage` is what is known of its tokens; one that is not exact tells no prompt.
+        """What it cost in the end."""
+        prompt, answers = self.spent(usage, status)
+        return prompt + answers
 
-        An answer that says nothing cost nothing if it failed, else (499: the client left it) its prompt.
+    def spent(self, usage: Usage | None, status: int) -> tuple[int, int]:
+        """What its prompts and its answers cost in the end.
+
+        `usage` is what is known of its tokens; one that is not exact tells no prompt. An answer that says nothing cost
+        nothing if it failed, else (499: the client left it) its prompt.
         """
         if usage is None:
-            return self.prompt if status < 400 or status == 499 else 0
-        return (usage.prompt_tokens if usage.exact else self.prompt) + usage.completion_tokens
+            return self.prompt if status < 400 or status == 499 else 0, 0
+        return usage.prompt_tokens if usage.exact else self.prompt, usage.completion_tokens
 
 
 def reckon(asked: Asked, route: str, size: int, bound: int | None = None) -> Cost:
@@ -236,14 +272,9 @@ def _integer(value: Field) -> int | None:
     return int(raw) if len(raw) <= MOST_DIGITS and raw.isdigit() else None
 
 
-KINDS: Final = ("requests", "tokens", "concurrency")
-_DURATIONS: Final = [b"%ds" % s if s < 60 else b"%dm%ds" % divmod(s, 60) for s in range(SLOTS + 1)]
-_REQUESTS: Final = (
-    b"x-ratelimit-limit-requests: %d\r\nx-ratelimit-remaining-requests: %d\r\nx-ratelimit-reset-requests: %b\r\n"
-)
-_TOKENS: Final = b"x-ratelimit-limit-tokens: %d\r\nx-ratelimit-remaining-tokens: %d\r\nx-ratelimit-reset-tokens: %b\r\n"
-_BOTH: Final = (_REQUESTS + _TOKENS).replace(b"%b", _DURATIONS[SLOTS])
 _UNBOUNDED: Final = 1 << 62
+# What is counted; first what needs no look at the body.
+_COUNTED: Final = sorted((one for one in LIMITS.items() if one[1].counts), key=lambda one: one[1].units is not None)
 
 
 class RateLimited(TooManyRequests):
@@ -262,92 +293,85 @@ class Counts(Protocol):
 class Meter:
     """What one key uses of its limits in this gateway."""
 
-    __slots__ = ("concurrency", "key", "limits", "requests", "tokens")
+    __slots__ = ("counted", "key", "limits")
 
     def __init__(self, key: str, limits: KeyLimits, now: int) -> None:
         self.key = key
         self.limits = limits
-        self.requests = Window(limits.requests_per_min, now) if limits.requests_per_min is not None else None
-        self.tokens = Window(limits.tokens_per_min, now) if limits.tokens_per_min is not None else None
-        self.concurrency = Quota(_UNBOUNDED if limits.concurrency is None else limits.concurrency)
+        self.counted: list[Quota] = []  # never changed in place: grants keep it
+        for field, limit in _COUNTED:
+            bound: int | None = getattr(limits, field)
+            if limit.counts == "now":  # counted without a bound too: one may come while requests run
+                self.counted.append(Quota(_UNBOUNDED if bound is None else bound, limit.name, limit.units))
+            elif bound is not None:
+                self.counted.append(Window(bound, now, limit.name, limit.units))
 
     @property
     def idle(self) -> bool:
         """Nothing is in use."""
-        return not self.concurrency.used and not any(quota.used for quota in self.quotas().values())
+        return not any(quota.used for quota in self.counted)
 
     def quotas(self) -> dict[str, Quota]:
-        """What is limited, by resource: `KEY/KIND`."""
-        found: dict[str, Quota | None] = {kind: getattr(self, kind) for kind in KINDS}
-        return {f"{self.key}/{k}": q for k, q in found.items() if q is not None and q.limit != _UNBOUNDED}
+        """What is limited, by resource: `KEY/NAME`."""
+        return {f"{self.key}/{quota.name}": quota for quota in self.counted if quota.limit != _UNBOUNDED}
 
     def replace(self, limits: KeyLimits, now: int) -> None:
         """Other limits from now on; what was used stays used."""
-        fresh = Meter(self.key, limits, now)
-        for kind in KINDS:
-            old, new = getattr(self, kind), getattr(fresh, kind)
-            if old is None or new is None:
-                setattr(self, kind, new)
-            else:
-                old.limit = old.allotted = new.limit
+        before = {quota.name: quota for quota in self.counted}
+        counted: list[Quota] = []
+        for quota in Meter(self.key, limits, now).counted:
+            kept = before.get(quota.name, quota)
+            kept.limit = kept.allotted = quota.limit
+            counted.append(kept)
+        self.counted = counted
         self.limits = limits
 
     def head(self) -> bytes:
         """The x-ratelimit-* lines as things stand."""
         lines = b""
-        if (w := self.requests) is not None:
-            lines = _REQUESTS % (w.limit, w.remaining(), _DURATIONS[w.seconds_until_unused()])
-        if (w := self.tokens) is not None:
-            lines += _TOKENS % (w.limit, w.remaining(), _DURATIONS[w.seconds_until_unused()])
+        for quota in self.counted:
+            lines += quota.head()
         return lines
-
-    def head_after_take(self) -> bytes:
-        """The same in half the time, as what was taken now stays for the whole of a window."""
-        r, t = self.requests, self.tokens
-        if r is not None and t is not None:
-            left, tokens_left = r.limit - r.used - r.elsewhere, t.limit - t.used - t.elsewhere
-            return _BOTH % (r.limit, max(0, left), t.limit, max(0, tokens_left))
-        return self.head()
 
 
 class Grant:
     """Leave for one request. `head` goes into the head of its answer; `settle` is called when it has ended."""
 
-    __slots__ = ("_cost", "_meter", "_reserved", "_taken_at", "body", "head", "unbounded")
+    __slots__ = ("_cost", "_quotas", "_taken", "_taken_at", "body", "head", "unbounded")
 
-    def __init__(self, meter: Meter, body: bytes, taken_at: int, cost: Cost | None) -> None:
-        self._meter: Meter | None = meter
+    def __init__(self, meter: Meter, body: bytes, taken_at: int, cost: Cost | None, taken: list[int]) -> None:
+        self._quotas = meter.counted
         self._taken_at = taken_at
         self._cost = cost  # None: its key's tokens are not limited
-        self._reserved = cost.total if cost is not None else 0
+        self._taken = taken  # of each quota
         self.unbounded = cost is not None and not cost.bounded  # `grown` is worth its while
         self.body = body
-        self.head = meter.head_after_take()
+        self.head = meter.head()
 
     def grown(self, completion_tokens: int) -> None:
         """Its stream has so many tokens by now: what is over the reservation counts at once."""
-        meter, cost = self._meter, self._cost
-        if meter is None or cost is None or meter.tokens is None:
+        cost = self._cost
+        if cost is None:
             return
-        more = cost.prompt + completion_tokens - self._reserved
-        if more > 0:
-            self._reserved += more
-            self._correct(meter.tokens, more)
+        for at, quota in enumerate(self._quotas):
+            if quota.units is not None:
+                more = quota.units(cost.prompt, completion_tokens) - self._taken[at]
+                if more > 0:
+                    self._taken[at] += more
+                    quota.advance(int(time.monotonic()))
+                    quota.correct(self._taken_at, more)
 
     def settle(self, usage: Usage | None, status: int) -> None:
         """The answer has ended, with `status`; `usage` is what is known of its tokens. Does nothing the second time."""
-        meter, self._meter = self._meter, None
-        if meter is None:
+        quotas, self._quotas = self._quotas, []
+        if not quotas:
             return
-        meter.concurrency.used -= 1
-        if meter.tokens is not None and self._cost is not None:
-            self._correct(meter.tokens, self._cost.used(usage, status) - self._reserved)
-
-    def _correct(self, tokens: Window, more: int) -> None:
+        prompt, answers = (0, 0) if self._cost is None else self._cost.spent(usage, status)
         now = int(time.monotonic())
-        if now != tokens.now:
-            tokens.advance(now)
-        tokens.correct(self._taken_at, more)
+        for at, quota in enumerate(quotas):
+            taken = self._taken[at]
+            quota.advance(now)
+            quota.end(self._taken_at, taken, taken if quota.units is None else quota.units(prompt, answers))
 
 
 class Limits:
@@ -371,9 +395,8 @@ class Limits:
         if principal.limits is None:
             return b""
         meter, now = self._meter(principal, principal.limits), int(time.monotonic())
-        for window in (meter.requests, meter.tokens):
-            if window is not None and now != window.now:
-                window.advance(now)
+        for quota in meter.counted:
+            quota.advance(now)
         return meter.head()
 
     def admit(self, principal: Principal, asked: Asked, route: str, body: bytes) -> Grant | None:
@@ -392,50 +415,42 @@ class Limits:
         """Drops meters of which nothing is in use: keys come and go for as long as a gateway runs."""
         now = int(time.monotonic())
         for key, meter in list(self._meters.items()):
-            for quota in meter.quotas().values():
+            for quota in meter.counted:
                 quota.advance(now)
             if meter.idle:
                 del self._meters[key]
 
     def _take(self, meter: Meter, asked: Asked, route: str, body: bytes) -> Grant:
-        requests, tokens, running = meter.requests, meter.tokens, meter.concurrency
         now = int(time.monotonic())
         cost: Cost | None = None
-        if requests is not None:
-            if now != requests.now:
-                requests.advance(now)
-            requests.asked += 1
-            if requests.used >= requests.allotted:
-                raise self._over(requests, 1, code="requests_limit")
-        running.asked += 1
-        if running.used >= running.allotted:
-            raise self._over(running, 1, code="concurrency_limit")
-        if tokens is not None:
-            if now != tokens.now:
-                tokens.advance(now)
-            cost = reckon(asked, route, len(body), meter.limits.max_output_tokens)
-            self._check_tokens(tokens, cost.total)
-            tokens.take(cost.total)
-        if requests is not None:
-            requests.take(1)
-        running.used += 1
-        return Grant(meter, body, now, cost)
+        taken: list[int] = []
+        for quota in meter.counted:
+            quota.advance(now)
+            needed = 1
+            if quota.units is not None:
+                if cost is None:
+                    cost = reckon(asked, route, len(body), meter.limits.max_output_tokens)
+                needed = quota.units(cost.prompt, cost.output)
+                self._check_possible(quota, needed)
+            quota.asked += needed
+            if quota.used + needed > quota.allotted:
+                raise self._over(quota, needed)
+            taken.append(needed)
+        for at, quota in enumerate(meter.counted):
+            quota.take(taken[at])
+        return Grant(meter, body, now, cost, taken)
 
-    def _check_tokens(self, tokens: Window, needed: int) -> None:
-        if needed > tokens.limit:
-            self._hits["tokens"] += 1
+    def _check_possible(self, quota: Quota, needed: int) -> None:
+        if needed > quota.limit:
+            self._hits[quota.name] += 1
             raise BadRequest(
-                f"This request may take {needed} tokens, and its key {tokens.limit} a minute: send a shorter prompt, "
-                "fewer prompts, or a lower bound on the answers.",
+                f"This request may take {needed} {quota.name}, and its key {quota.limit} a minute: send a shorter "
+                "prompt, fewer prompts, or a lower bound on the answers.",
                 code="request_over_limit",
             )
-        tokens.asked += needed
-        if tokens.used + needed > tokens.allotted:
-            raise self._over(tokens, needed, code="tokens_limit")
 
-    def _over(self, quota: Quota, needed: int, *, code: str) -> RateLimited:
-        kind = code.removesuffix("_limit")
-        self._hits[kind] += 1
+    def _over(self, quota: Quota, needed: int) -> RateLimited:
+        self._hits[quota.name] += 1
         elsewhere = quota.used + quota.elsewhere + needed <= quota.limit
         if isinstance(quota, Window) and not elsewhere:
             wait = quota.seconds_until(quota.used + needed - quota.allotted)
@@ -443,9 +458,9 @@ class Limits:
             if elsewhere:
                 self.short()
             wait = 1  # a request ends at any moment; or other gateways are about to give what they do not use
-        per = "at one time" if kind == "concurrency" else f"{kind} a minute"
+        per = f"{quota.name} a minute" if isinstance(quota, Window) else "at one time"
         message = f"This key may use {quota.limit} {per}, and does; try again in {wait} s."
-        return RateLimited(message, code=code, retry_after_s=wait)
+        return RateLimited(message, code=f"{quota.name}_limit", retry_after_s=wait)
 
     def _bounded(self, asked: Asked, route: str, bound: int, body: bytes) -> bytes:
         try:

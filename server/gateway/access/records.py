@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from server.key_limits import KeyLimits
 from weightsync.control.records import Record
 
 KEYS_PREFIX = "gateway/keys/"
@@ -26,32 +27,6 @@ Scope = Literal["infer", "admin"]
 INFER: Scope = "infer"
 ADMIN: Scope = "admin"
 Standing = Literal["active", "disabled", "expired", "revoked"]
-
-
-@dataclass(frozen=True)
-class KeyLimits(Record):
-    """What a key may use; None: as much as there is. Per minute means in any 60 seconds.
-
-    `priority` is the most urgent class of its requests (lower goes first) and `weight` its share of a class (queue/).
-    """
-
-    requests_per_min: int | None = None
-    tokens_per_min: int | None = None
-    concurrency: int | None = None
-    max_output_tokens: int | None = None
-    priority: int = 0
-    weight: int = 1
-
-    def of(self, kind: str) -> int | None:
-        """The limit of a kind of quota: requests, tokens or concurrency."""
-        by_kind = {"requests": self.requests_per_min, "tokens": self.tokens_per_min, "concurrency": self.concurrency}
-        return by_kind.get(kind)
-
-    @property
-    def bounded(self) -> bool:
-        """Whether anything is limited at all."""
-        bounds = (self.requests_per_min, self.tokens_per_min, self.concurrency, self.max_output_tokens)
-        return any(bound is not None for bound in bounds)
 
 
 @dataclass(frozen=True)
@@ -73,7 +48,7 @@ class KeyRecord(Record):
     rotated_at: float | None = None
     old_digest: str | None = None
     old_until: float = 0.0
-    limits: KeyLimits = KeyLimits()
+    limits: KeyLimits = KeyLimits()  # noqa: RUF009 - it is frozen
 
     def standing(self, now: float) -> Standing:
         """Whether it works at `now`, and if not, why."""

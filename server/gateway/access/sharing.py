@@ -40,7 +40,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from server.gateway.access.limits import Limits, Meter, Quota
-from server.gateway.access.records import USAGE_PREFIX, USAGE_ROUND, KeyLimits
+from server.gateway.access.records import USAGE_PREFIX, USAGE_ROUND
+from server.key_limits import LIMITS, NAMED, KeyLimits
 from weightsync.control.lease import LeaseKeeper
 from weightsync.control.records import Record
 from weightsync.errors import Conflict, LeaseLost, RecordError, StoreError
@@ -200,8 +201,7 @@ class Division:
 
     def farewell(self, uses: Mapping[str, Use]) -> UsageRecord:
         """What to leave behind: this gateway takes no more requests. Those that still run end with it."""
-        spent = {r: use.used for r, use in sorted(uses.items()) if not r.endswith("/concurrency")}
-        shares = (Share(r, used, used, 0) for r, used in spent.items() if used)
+        shares = (Share(r, use.used, use.used, 0) for r, use in sorted(uses.items()) if use.used and _lasts(r))
         return UsageRecord(self.me, "left", (), tuple(shares))
 
     def resources(self) -> set[str]:
@@ -266,6 +266,12 @@ def divide(units: int, demands: Mapping[str, int]) -> dict[str, int]:
     for name in _by_remainder(exact)[: units - sum(parts.values())]:
         parts[name] += 1
     return parts
+
+
+def _lasts(resource: str) -> bool:
+    """What was taken of it counts for a minute, not only while the request runs."""
+    field = NAMED.get(resource.rpartition("/")[2])
+    return field is None or LIMITS[field].counts == "minute"
 
 
 def _by_remainder(exact: Mapping[str, float]) -> list[str]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from fastapi import APIRouter, Path, Query, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from server.errors import BadRequest
 from server.gateway.access.key_sources import NewKey
-from server.gateway.access.keys import MAX_PRIORITY, MAX_WEIGHT, MIN_PRIORITY
-from server.gateway.access.records import INFER, KeyLimits, KeyRecord, Scope
+from server.gateway.access.records import INFER, KeyRecord, Scope
 from server.gateway.deps import GatewayDep
+from server.key_limits import LIMITS, KeyLimits
 
 router = APIRouter(prefix="/admin/keys", tags=["admin"])
 
@@ -21,21 +21,19 @@ MAX_LIFE_S = 10 * 365 * 86400
 MAX_GRACE_S = 30 * 86400
 Forget = Annotated[bool, Query(description="remove the record of a revoked one")]
 KeyId = Annotated[str, Path(pattern="^[A-Za-z0-9_-]{1,64}$")]
-Bound = Annotated[int | None, Field(ge=1, le=10**12)]
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Scopes = Annotated[list[Scope], Field(min_length=1, max_length=2)]
 
 
-class Limits(BaseModel):
-    """What the key may use; null: as much as there is."""
+_BOUNDS: Any = {
+    field: (hint, Field(getattr(KeyLimits, field), ge=LIMITS[field].least, le=LIMITS[field].most))
+    for field, hint in get_type_hints(KeyLimits).items()
+}
+_Declared: Any = create_model("_Declared", __config__=ConfigDict(extra="forbid", strict=True), **_BOUNDS)
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-    requests_per_min: Bound = None
-    tokens_per_min: Bound = None
-    concurrency: Bound = None
-    max_output_tokens: Bound = None
-    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY, description="its most urgent class")] = 0
-    weight: Annotated[int, Field(ge=1, le=MAX_WEIGHT, description="share of its class")] = 1
+
+class Limits(_Declared):  # type: ignore[misc]
+    """What the key may use; null: as much as there is."""
 
     def on(self, before: KeyLimits) -> KeyLimits:
         """`before`, changed in what was sent."""

@@ -34,6 +34,7 @@ from server.gateway.observe import logs
 from server.gateway.observe.stats import Histogram, Stats, Tokens
 from server.gateway.queue.gate import Gate
 from server.gateway.workers import Place
+from server.key_limits import NAMED
 from weightsync.control.records import InstanceState
 
 Value = float | Histogram
@@ -150,7 +151,7 @@ METRICS: tuple[Declared, ...] = (
     ),
     Declared(
         "counter", "hotswap_gateway_limited", "Requests over a limit of their key",
-        lambda g: g.stats.limited, {"limit": "requests, tokens, concurrency, max_output"},
+        lambda g: g.stats.limited, {"limit": ", ".join(NAMED)},
     ),
     Declared(
         "gauge", "hotswap_gateway_requests_in_flight", "Requests being forwarded", lambda g: g.stats.inflight

@@ -16,6 +16,7 @@ from server.errors import HttpError
 from server.gateway.observe.context import TraceContext
 from server.gateway.wire.bodies import Usage
 from server.gateway.wire.head import RequestHead
+from server.key_limits import NAMED
 from weightsync.control.records import InstanceRecord, SwapRecord
 
 PHASES: Final = ("queued", "held", "connecting", "waiting", "streaming", "stalled")
@@ -160,7 +161,7 @@ class Stats:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.refused: Counter[str] = Counter()  # by error code
-        self.limited: Counter[str] = Counter(dict.fromkeys(("requests", "tokens", "concurrency", "max_output"), 0))
+        self.limited: Counter[str] = Counter(dict.fromkeys(NAMED, 0))
         self.disconnects: Counter[str] = Counter(dict.fromkeys(PHASES, 0))
         self.upstream_failures: Counter[str] = Counter()  # by error code
         self.stale_retries = 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.gateway.access.keys import MAX_PRIORITY, MIN_PRIORITY
 from server.gateway.terms import MAX_FINISH_S, MAX_WAIT_S
+from server.key_limits import MAX_PRIORITY, MIN_PRIORITY
 
 Json = dict[str, Any]
 

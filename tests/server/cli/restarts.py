@@ -20,7 +20,8 @@ from server.cli.config import UpConfig
 from server.cli.up import Server
 from server.gateway.access.key_sources import KeyStore, NewKey
 from server.gateway.access.keys import KeyRing
-from server.gateway.access.records import INFER, KeyLimits
+from server.gateway.access.records import INFER
+from server.key_limits import KeyLimits
 from tests.weightsync.fleet import Engine
 from tests.weightsync.tensors import model, read_back, save_safetensors
 from weightsync import Coordinator, Participant, Publisher, SyncStore, open_store

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from server import api
+from server import api, key_limits
 from server.errors import HttpError
 from server.gateway import GatewayConfig, QueueSettings, UpstreamSettings, config
 from server.gateway.admin.error_map import DETAILS, STATUS
@@ -45,6 +45,10 @@ def test_the_table_of_metrics_is_made_of_their_declarations() -> None:
     assert SIGNALS.keys() == set(FIELDS)
 
 
+def test_the_table_of_limits_is_made_of_their_declarations() -> None:
+    assert key_limits.table() in GATEWAY, "run `make tables`"
+
+
 def test_every_code_in_the_table_exists() -> None:
     table = API.partition("## Errors")[2].partition("## Connections")[0]
     documented = {
@@ -53,7 +57,8 @@ def test_every_code_in_the_table_exists() -> None:
         for code in re.findall(r"`(\w+)`", row)
     }
     own = set(re.findall(r'code="(\w+)"|default_code[^=]*= "(\w+)"', SOURCES))
-    known = {code for pair in own for code in pair if code} | STATUS.keys()
+    limits = {f"{limit.name}_limit" for limit in key_limits.LIMITS.values() if limit.counts}
+    known = {code for pair in own for code in pair if code} | limits | STATUS.keys()
     assert documented <= known
     base = {HttpError.default_code, "bad_request", "conflict", "unprocessable", "insufficient_storage", "push_failed"}
     assert known - STATUS.keys() - base <= documented

@@ -27,9 +27,10 @@ from loadtest.gateway_bench.loads import KEY, body
 from loadtest.gateway_bench.native import compiled
 from loadtest.gateway_bench.processes import free_port, running, tree
 from server.gateway.__main__ import configured
-from server.gateway.access.records import INFER, KEYS_PREFIX, KeyLimits, KeyRecord, digest_of
+from server.gateway.access.records import INFER, KEYS_PREFIX, KeyRecord, digest_of
 from server.gateway.observe.metrics import Pages, merged
 from server.gateway.workers import MAX_DELAY_S, VARIABLE, WRONG_SETTINGS, Place, Supervisor, pause_after
+from server.key_limits import KeyLimits
 from weightsync.store import SyncStore
 
 Sample = tuple[str, frozenset[tuple[str, str]], float]

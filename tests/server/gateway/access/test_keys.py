@@ -23,7 +23,8 @@ from server.cli.paths import ServerInfo
 from server.errors import Forbidden, Unauthorized, Unavailable
 from server.gateway import UpstreamSettings
 from server.gateway.access.keys import KeyRing, Principal
-from server.gateway.access.records import ADMIN, DOOR, INFER, KEYS_PREFIX, DoorRecord, KeyLimits, KeyRecord, digest_of
+from server.gateway.access.records import ADMIN, DOOR, INFER, KEYS_PREFIX, DoorRecord, KeyRecord, digest_of
+from server.key_limits import KeyLimits
 from tests.server.gateway.harness import (
     ADMIN_KEY,
     RunningGateway,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from server.errors import BadRequest
 from server.gateway.access.keys import Principal
 from server.gateway.access.limits import BYTES_PER_TOKEN, MOST, SLOTS, USUAL_OUTPUT, Limits, RateLimited, Window, reckon
-from server.gateway.access.records import KeyLimits
 from server.gateway.wire.bodies import NONE, Usage, check_object
+from server.key_limits import KeyLimits
 
 STEPS = st.lists(st.tuples(st.integers(0, 90), st.integers(0, 9), st.booleans()), max_size=60)
 CHAT = "/v1/chat/completions"
@@ -131,18 +131,18 @@ def test_a_long_stream_counts_as_it_grows(clock: Clock) -> None:
     grant = limits.admit(p, NONE, CHAT, b"x" * 40)
     assert grant is not None
     (meter,) = limits.meters()
-    assert meter.tokens is not None
+    quota = meter.quotas()["p/tokens"]
     for grown in (100, 256, 300, 300):
         grant.grown(grown)
-    assert meter.tokens.used == 11 + 300
+    assert quota.used == 11 + 300
     clock.now += 5
     grant.grown(2000)
     with pytest.raises(RateLimited):
         limits.admit(p, NONE, CHAT, b"{}")
     grant.settle(Usage(11, 1900), 200)
-    assert meter.tokens.used == 1911
+    assert quota.used == 1911
     grant.grown(5000)
-    assert meter.tokens.used == 1911
+    assert quota.used == 1911
 
 
 def test_what_is_refused_was_asked_for(clock: Clock) -> None:
@@ -237,10 +237,10 @@ def test_what_another_gateway_has_left_is_worth_another_try_at_once(clock: Clock
     limits.short = lambda: short.append(1)
     assert limits.admit(p, NONE, CHAT, b"{}") is not None
     (meter,) = limits.meters()
-    assert meter.requests is not None
-    meter.requests.allotted = 1
+    quota = meter.quotas()["p/requests"]
+    quota.allotted = 1
     waits = []
-    for meter.requests.elsewhere in (8, 9):
+    for quota.elsewhere in (8, 9):
         with pytest.raises(RateLimited) as caught:
             limits.admit(p, NONE, CHAT, b"{}")
         waits.append(caught.value.retry_after_s)
@@ -284,8 +284,8 @@ def test_what_an_answer_costs_in_the_end(clock: Clock, usage: Usage | None, stat
     assert grant is not None
     grant.settle(usage, status)
     (meter,) = limits.meters()
-    assert meter.tokens is not None
-    assert meter.tokens.used == tokens
+    quota = meter.quotas()["p/tokens"]
+    assert quota.used == tokens
     assert int(lines(limits.head(p))["x-ratelimit-remaining-tokens"]) == max(0, 1000 - tokens)
 
 

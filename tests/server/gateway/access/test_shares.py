@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 from server.gateway.access.keys import Principal
 from server.gateway.access.limits import Limits, Meter, Quota, Window
-from server.gateway.access.records import USAGE_PREFIX, USAGE_ROUND, KeyLimits
+from server.gateway.access.records import USAGE_PREFIX, USAGE_ROUND
 from server.gateway.access.sharing import Division, Other, Plan, Share, Sharing, State, UsageRecord, Use, divide
 from server.gateway.observe.stats import Stats
+from server.key_limits import KeyLimits
 from tests.etcd import Etcd
 from tests.server.gateway.harness import ADMIN_KEY, KEYS
 from tests.server.gateway.upstream import Link, Received, Upstream, upstream
@@ -217,8 +218,7 @@ class Gateway:
 
     def take(self, units: int) -> int:
         """As many of `units` as it may, one after the other."""
-        window = self.meter.requests
-        assert window is not None
+        window = self.quota
         window.advance(int(time.monotonic()))
         taken = 0
         for _ in range(units):
