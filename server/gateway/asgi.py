@@ -1,9 +1,8 @@
 """The gateway as a plain ASGI app (`--plain-asgi`): uvicorn's own protocol below it, the same exchange behind it.
 
 It needs nothing of uvicorn but ASGI, which makes it the way to run under another server, and to tell whether a fault is
-in connection.py. It costs a task and a few switches of it for each piece of an answer. What uvicorn decides there is
-uvicorn's: framing errors are plain text, requests may be pipelined, and a client that takes nothing keeps its
-connection until it goes.
+in connection.py. It costs a task and a few switches of it for each piece of an answer. uvicorn reads requests and
+decides what is malformed; docs/gateway.md says what the gateway does not promise there.
 """
 
 from __future__ import annotations
@@ -70,6 +69,7 @@ class _Client:
         self._started = False  # its head was sent
         self._over = False  # nothing more will be written
         self._complete = False  # and all of the answer was
+        self._dropped = False  # the client took nothing for too long
         self._task = asyncio.current_task()
 
     async def run(self, app: App) -> None:
@@ -196,8 +196,9 @@ class _Client:
         if self.exchange.state is not State.ENDED:
             self.exchange.sweep(now, upstream.read_idle_timeout_s, limits.stalled_client_s)
             self._ended_at = now
-        elif now - self._ended_at > limits.stalled_client_s and self._task is not None:
-            self._task.cancel()  # it takes nothing of what is left
+        elif now - self._ended_at > limits.stalled_client_s and self._task is not None and not self._dropped:
+            self._dropped = True  # it takes nothing of what is left
+            self._task.cancel()
 
     # the answer
 
@@ -209,6 +210,9 @@ class _Client:
         try:
             self.exchange.start()
             await self._pass_on()
+        except asyncio.CancelledError:
+            if not self._dropped:
+                raise
         finally:
             watching.cancel()
             self.gateway.clients.discard(self)

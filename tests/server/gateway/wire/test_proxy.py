@@ -13,20 +13,15 @@ import pytest
 
 from server.gateway import Limits, UpstreamSettings
 from server.gateway.connection import GatewayProtocol
-from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.harness import ADMIN_KEY, OWN, SERVERS, RunningGateway, eventually, get, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, Upstream, read_answer, upstream
 
 PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0, hold_s=0.0)
 HASTY = UpstreamSettings(connect_timeout_s=0.2, read_idle_timeout_s=0.2, scrape_interval_s=3600.0, hold_s=0.0)
 
 
-# Where uvicorn's own protocol does otherwise.
-OWN = pytest.mark.parametrize("gateway", [False], ids=["own"], indirect=True)
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["own", "asgi"])
+@pytest.fixture(scope="module", **SERVERS)
 def gateway(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[RunningGateway]:
-    """Over connection.py, and over uvicorn's protocol and asgi.py."""
     settings = {"upstream": PATIENT, "limits": Limits(max_body=100_000), "plain_asgi": request.param}
     with running_gateway(tmp_path_factory.mktemp("gateway"), **settings) as g:
         yield g
@@ -329,7 +324,6 @@ async def test_a_request_that_kills_does_not_go_through_the_fleet(tmp_path: Path
         server.close()
 
 
-@OWN
 async def test_a_pooled_connection_that_breaks_late_was_not_stale(gateway: RunningGateway) -> None:
     async def handler(link: Link, received: Received) -> None:
         if len(up.requests) == 2:
@@ -346,7 +340,6 @@ async def test_a_pooled_connection_that_breaks_late_was_not_stale(gateway: Runni
     assert len(up.requests) == 2
 
 
-@OWN
 async def test_death_before_the_first_byte_is_502_and_not_retried(gateway: RunningGateway) -> None:
     async def handler(link: Link, _: Received) -> None:
         link.cut()
@@ -369,7 +362,6 @@ MALFORMED = [
 ]
 
 
-@OWN
 @pytest.mark.parametrize("raw", MALFORMED)
 async def test_malformed_heads_are_502(gateway: RunningGateway, raw: bytes) -> None:
     async def handler(link: Link, _: Received) -> None:
@@ -382,7 +374,6 @@ async def test_malformed_heads_are_502(gateway: RunningGateway, raw: bytes) -> N
     assert (answer.status, error(answer.body)["code"]) == (502, "bad_upstream")
 
 
-@OWN
 async def test_bytes_after_a_complete_answer_cost_the_connection_only(gateway: RunningGateway) -> None:
     async def handler(link: Link, _: Received) -> None:
         await link.send(
@@ -397,7 +388,6 @@ async def test_bytes_after_a_complete_answer_cost_the_connection_only(gateway: R
     assert up.connections == 2
 
 
-@OWN
 async def test_a_stream_cut_short_ends_with_an_error_event(gateway: RunningGateway) -> None:
     async def handler(link: Link, _: Received) -> None:
         await link.sse_head()
@@ -414,7 +404,6 @@ async def test_a_stream_cut_short_ends_with_an_error_event(gateway: RunningGatew
     assert not answer.complete
 
 
-@OWN
 async def test_no_event_is_added_inside_an_unfinished_one(gateway: RunningGateway) -> None:
     async def handler(link: Link, _: Received) -> None:
         await link.sse_head()
@@ -428,7 +417,6 @@ async def test_no_event_is_added_inside_an_unfinished_one(gateway: RunningGatewa
     assert not answer.complete
 
 
-@OWN
 @pytest.mark.parametrize(
     "begin",
     [
@@ -458,7 +446,6 @@ async def test_a_silent_instance_is_504(hasty: RunningGateway) -> None:
     assert (answer.status, error(answer.body)["code"]) == (504, "upstream_timeout")
 
 
-@OWN
 async def test_requests_are_spread_over_instances(gateway: RunningGateway) -> None:
     async def hold(link: Link, _: Received) -> None:
         await held.wait()
@@ -475,7 +462,6 @@ async def test_requests_are_spread_over_instances(gateway: RunningGateway) -> No
     assert (len(a.requests), len(b.requests)) == (3, 3)
 
 
-@OWN
 async def test_get_routes_and_response_ids(gateway: RunningGateway) -> None:
     async with upstream() as up:
         gateway.register(up)
