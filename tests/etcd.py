@@ -10,11 +10,12 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # as in weightsync/store/etcd_members.py: tests fork
+
+from functools import partial
 
 import grpc
 import pytest
@@ -25,6 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from loadtest.hosts.etcd import MISSING, binary
+from tests.waiting import wait_until
 
 MIN_LEASE_S = 2.0  # what etcd makes of a shorter one, with its default election time-out
 
@@ -59,13 +61,9 @@ class Etcd:
         for index, process in enumerate(self._processes):
             if process is None:
                 self._processes[index] = self._spawn(index)
-        deadline = time.monotonic() + 60
+        log = self.directory / "log"
         for host, process in zip(self.hosts, self._processes, strict=True):
-            while not _listens(host):
-                assert process is not None
-                assert process.poll() is None, (self.directory / "log").read_text()[-2000:]
-                assert time.monotonic() < deadline, "etcd did not start"
-                time.sleep(0.02)
+            wait_until(partial(_listens, host), 60, lambda: log.read_text()[-2000:], process)
 
     def _spawn(self, index: int) -> subprocess.Popen[bytes]:
         peers = [f"http://127.0.0.1:{port}" for port in self._ports[len(self.hosts) :]]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +97,3 @@ class LiveServer:
         """An instance's processes: API server and engine core."""
         parent = psutil.Process(self.processes.children[f"instance-{index}"].process.pid)
         return [parent, *parent.children(recursive=True)]
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Whether `condition` comes true in time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return condition()

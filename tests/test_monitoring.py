@@ -14,8 +14,9 @@ from server.gateway import UpstreamSettings
 from server.gateway.queue import gate as queue_gate
 from tests import monitoring
 from tests.monitoring import DASHBOARD, Page, alerts, faults, panels, parsed, queries, uses
-from tests.server.gateway.harness import eventually, get, post, running_gateway
+from tests.server.gateway.harness import get, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, upstream
+from tests.waiting import eventually
 
 VLLM = b"""vllm:num_requests_running{engine="0"} 1.0
 vllm:prompt_tokens_total{engine="0"} 1.0

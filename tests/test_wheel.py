@@ -15,7 +15,8 @@ import httpx
 import pytest
 
 from server.cli.up import free_port
-from tests.live import VLLM_ARGS, eventually
+from tests.live import VLLM_ARGS
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parent.parent
@@ -86,7 +87,7 @@ def test_it_serves_and_swaps(hotswap: Path, alone: dict[str, Any], checkpoints: 
         return set(httpx.post(f"{url}/generate", json=body).json()["choices"][0]["token_ids"])
 
     try:
-        assert eventually(ready, 300), log.read_text()
+        wait_until(ready, 300, what=lambda: log.read_text())
         assert answers() == {100}
         push = [hotswap, "weights", "push", checkpoints["say-1"]]
         done = subprocess.run(push, capture_output=True, text=True, check=False, **alone)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import orjson
+
+from tests.waiting import comes_true
 
 TOKENS = 120
 
@@ -52,9 +53,7 @@ class Clients:
 
     def _wait_for_load(self, seconds: float) -> None:
         """What the caller breaks next, it breaks under load: every client has had an answer's beginning or a fault."""
-        deadline = time.monotonic() + seconds
-        while len(self.seen.tokens) + len(self.seen.faults) < len(self._threads) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        comes_true(lambda: len(self.seen.tokens) + len(self.seen.faults) >= len(self._threads), seconds)
 
     def _run(self, url: str) -> None:
         with httpx.Client(base_url=url, timeout=httpx.Timeout(60, connect=5)) as http:

@@ -22,7 +22,8 @@ from server.cli.processes import Child
 from server.cli.up import free_port
 from tests.chaos.clients import Clients, Seen
 from tests.etcd import Etcd
-from tests.live import LiveServer, eventually
+from tests.live import LiveServer
+from tests.waiting import comes_true, wait_until
 from weightsync import SyncStore
 from weightsync.control.records import Keys, SwapRecord
 
@@ -75,7 +76,7 @@ class Fleet:
             self.revive()
             return self.both_serve(version)
 
-        return eventually(look, 200)
+        return comes_true(look, 200)
 
     def swap(self) -> SwapRecord:
         store = SyncStore(self.live.processes.store)
@@ -99,7 +100,7 @@ def fleet(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
         second = Child("gateway-2", args, live.processes.state_dir / "logs" / "gateway-2.log", {})
         url = f"http://127.0.0.1:{port}"
         try:
-            assert eventually(lambda: ready(url), 30), second.tail()
+            wait_until(lambda: ready(url), 30, what=lambda: second.tail())
             found = Fleet(live, checkpoints, etcd, second, url)
             found.version_of[live.active()] = 0
             yield found
@@ -157,7 +158,7 @@ def test_trainer_killed_while_publishing(fleet: Fleet) -> None:
             versions = fleet.live.admin.get("/admin/weights").json()["versions"]
             return all(v["state"] != "publishing" for v in versions)
 
-        assert eventually(none_half_written, 20)
+        wait_until(none_half_written, 20)
         assert fleet.both_serve(fleet.publish())
     assert_clean(seen, fleet)
 
@@ -169,11 +170,11 @@ def test_instance_killed_while_staging(fleet: Fleet, on_lost: str) -> None:
     target = fleet.publish(activate=False)
     victim = fleet.live.tree(1)
     with Clients([fleet.live.url]).streaming() as seen:
-        assert eventually(lambda: seen.answers > 4)
+        wait_until(lambda: seen.answers > 4)
         victim[0].suspend()  # so that it does not stage before it is killed
         wish = {"version": target, "on_lost": on_lost}
         swapping, results = in_background(lambda: fleet.live.admin.post("/admin/weights/activate", json=wish))
-        assert eventually(lambda: "STAGED" in fleet.states().values())
+        wait_until(lambda: "STAGED" in fleet.states().values())
         os.kill(victim[0].pid, signal.SIGKILL)
         swapping.join(60)
         if on_lost == "abort":
@@ -183,7 +184,7 @@ def test_instance_killed_while_staging(fleet: Fleet, on_lost: str) -> None:
             assert results[0].status_code == 200, results[0].text
             assert fleet.live.active() == target
         before = seen.answers
-        assert eventually(lambda: seen.answers > before + 4)
+        wait_until(lambda: seen.answers > before + 4)
         assert fleet.whole_again(version if on_lost == "abort" else target)
         assert fleet.live.activate(target).status_code == 200
         assert fleet.both_serve(target)
@@ -200,13 +201,13 @@ def test_worker_dies_in_the_flip(fleet: Fleet) -> None:
         first.suspend()  # the commit waits for it
         try:
             swapping, results = in_background(lambda: fleet.live.activate(target))
-            assert eventually(lambda: fleet.states().get("instance-1") == "STAGED")
+            wait_until(lambda: fleet.states().get("instance-1") == "STAGED")
             core.suspend()  # the flip reaches an engine that does not answer ...
         finally:
             first.resume()
-        assert eventually(lambda: fleet.live.active() == target, 30)
+        wait_until(lambda: fleet.live.active() == target, 30)
         os.kill(core.pid, signal.SIGKILL)  # ... and then dies
-        assert eventually(lambda: fleet.states().get("instance-1") not in ("SERVING", "STAGED", "STAGING"), 20)
+        wait_until(lambda: fleet.states().get("instance-1") not in ("SERVING", "STAGED", "STAGING"), 20)
         swapping.join(90)
         assert results[0].status_code == 200, results[0].text
         assert fleet.whole_again(target)
@@ -225,7 +226,7 @@ def test_coordinator_killed_after_prepare(fleet: Fleet) -> None:
         held.suspend()  # prepare cannot end
         try:
             in_background(lambda: _ignoring(lambda: fleet.live.activate(target)))
-            assert eventually(lambda: fleet.swap().target == target and fleet.swap().phase == "prepare")
+            wait_until(lambda: fleet.swap().target == target and fleet.swap().phase == "prepare")
             os.kill(gateway.process.pid, signal.SIGKILL)
             gateway.process.wait(10)
         finally:
@@ -235,7 +236,7 @@ def test_coordinator_killed_after_prepare(fleet: Fleet) -> None:
             swap = fleet.swap()
             return swap.target == target and swap.phase in ("done", "aborted")
 
-        assert eventually(finished, 60)
+        wait_until(finished, 60)
         swap = fleet.swap()
         assert fleet.whole_again(target if swap.phase == "done" else version)
     assert swap.phase == "done", swap.reason
@@ -253,13 +254,13 @@ def test_gateway_killed(fleet: Fleet) -> None:
     version = fleet.publish()
     gateway = fleet.live.processes.children["gateway"]
     with Clients([fleet.second_url]).streaming() as seen, Clients([fleet.live.url], 2).streaming() as cut:
-        assert eventually(lambda: seen.answers > 2 and cut.answers > 2)
+        wait_until(lambda: seen.answers > 2 and cut.answers > 2)
         os.kill(gateway.process.pid, signal.SIGKILL)
         before = seen.answers
-        assert eventually(lambda: seen.answers > before + 4)
+        wait_until(lambda: seen.answers > before + 4)
         assert fleet.whole_again(version)
         before = cut.answers
-        assert eventually(lambda: cut.answers > before)
+        wait_until(lambda: cut.answers > before)
     assert_clean(seen, fleet)
     assert set(cut.faults) <= {"RemoteProtocolError", "ReadError", "ConnectError", "no_instance"}
 
@@ -276,11 +277,11 @@ def test_store_away(fleet: Fleet, fault: str) -> None:
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "store_unavailable"
             before = seen.answers
-            assert eventually(lambda: seen.answers > before + 8, 20)
+            wait_until(lambda: seen.answers > before + 8, 20)
         finally:
             _ = fleet.etcd.thaw() if fault == "frozen" else fleet.etcd.restart()
-        assert eventually(lambda: fleet.both_serve(version), 30)
-        assert eventually(lambda: fleet.live.activate(target).status_code == 200, 30)
+        wait_until(lambda: fleet.both_serve(version), 30)
+        wait_until(lambda: fleet.live.activate(target).status_code == 200, 30)
     assert_clean(seen, fleet)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.waiting import wait_until
 from weightsync import Publisher, SlotReader, SyncStore
 from weightsync.control.records import Keys, TargetRecord, VersionRecord
 from weightsync.memory.arena import SlotLock
@@ -130,10 +131,7 @@ def value_of(record: VersionRecord) -> float:
 
 def wait_for_leases(publisher: Publisher) -> list[VersionRecord]:
     """The versions once every dead publisher's lease has ended."""
-    deadline = time.monotonic() + 20
-    while any(v.state == "publishing" for v in publisher.versions()):
-        assert time.monotonic() < deadline, "a dead trainer's version never went away"
-        time.sleep(0.02)
+    wait_until(lambda: not any(v.state == "publishing" for v in publisher.versions()), 20)
     return publisher.versions()
 
 

@@ -20,7 +20,8 @@ import pytest
 from server.cli.admin import AdminClient
 from server.cli.paths import ServerInfo
 from server.cli.up import arena_name
-from tests.live import VLLM_ARGS, eventually
+from tests.live import VLLM_ARGS
+from tests.waiting import wait_until
 from weightsync.memory.arena import DEFAULT_ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.broad, pytest.mark.timeout(900)]  # five starts
@@ -42,7 +43,7 @@ class Up:
         assert self.process is None
         with self.output.open("wb") as output:
             self.process = process = subprocess.Popen(self.command, stdout=output, stderr=subprocess.STDOUT)
-        assert eventually(lambda: self.info_of(process.pid) is not None or process.poll() is not None, 300)
+        wait_until(lambda: self.info_of(process.pid) is not None or process.poll() is not None, 300)
         assert process.poll() is None, self.said()
 
     @property
@@ -76,7 +77,7 @@ class Up:
         for process in family if number == signal.SIGKILL else family[:1]:
             process.send_signal(number)
         status = self.process.wait(120)
-        assert eventually(lambda: all_ended(family), 15)
+        wait_until(lambda: all_ended(family), 15)
         self.process = None
         return status
 
@@ -141,9 +142,9 @@ def test_killed_in_part_killed_whole_and_stopped(up: Up, checkpoints: dict[str, 
         victim = up.child(module)
         family = [victim, *victim.children(recursive=True)]
         os.kill(victim.pid, signal.SIGKILL)
-        assert eventually(lambda: all_ended(family), 15)  # noqa: B023
-        assert eventually(lambda: not up.ready(), 15)
-        assert eventually(up.ready, 300)
+        wait_until(lambda: all_ended(family), 15)  # noqa: B023
+        wait_until(lambda: not up.ready(), 15)
+        wait_until(up.ready, 300)
         assert up.answer() == before, f"the answer changed after {module} was killed"
 
     second = subprocess.run([*up.command, "--fresh"], capture_output=True, text=True, timeout=120, check=False)
@@ -196,7 +197,7 @@ def test_the_supervisor_alone_is_killed_the_store_goes_away_and_the_power_fails(
     store = [path for path in up.state_dir.glob("store.db*") if path.is_file()]
     for path in store:
         path.rename(path.with_name("aside-" + path.name))
-    assert eventually(lambda: "Requests are answered; no weights and no keys can be changed" in up.said(), 30)
+    wait_until(lambda: "Requests are answered; no weights and no keys can be changed" in up.said(), 30)
     with pytest.raises(subprocess.CalledProcessError) as refused:
         up.hotswap("weights", "push", str(checkpoints["a"]))
     assert "store.db: no such file" in " ".join(refused.value.stderr.split())
@@ -204,13 +205,13 @@ def test_the_supervisor_alone_is_killed_the_store_goes_away_and_the_power_fails(
     assert not (up.state_dir / "store.db").exists()
     for path in store:
         path.with_name("aside-" + path.name).rename(path)
-    assert eventually(lambda: up.pushed(checkpoints["b"]), 30)
+    wait_until(lambda: up.pushed(checkpoints["b"]), 30)
     assert up.answer()["weight_versions"][0]["version"] == 3
 
     (key,) = json.loads(up.hotswap("keys", "list", "--json"))["keys"]
     up.hotswap("keys", "revoke", key["id"], "--forget")
     assert up.ask().status_code == 401
-    assert eventually((up.state_dir / "versions" / "3").is_dir, 60)
+    wait_until((up.state_dir / "versions" / "3").is_dir, 60)
     up.end(signal.SIGKILL)
     shutil.rmtree(up.arena)
     up.start()

@@ -17,6 +17,7 @@ import pytest
 from loadtest.hosts.etcd import Etcd
 from loadtest.hosts.namespaces import Hosts
 from tests.cluster_tls import Authority
+from tests.waiting import eventually
 from tests.weightsync.fleet import KEYS, MODEL, Fleet, running_fleet
 from weightsync import SlotReader
 from weightsync.control.hosts import local_path
@@ -100,20 +101,19 @@ async def activated(url: str, version: int) -> AsyncIterator[Fleet]:
 async def copy(fleet: Fleet, peers: Peers, version: int, host: int, state: str) -> Path:
     """Where the copy on a host is, once it is in that state; GONE: without a record."""
     store = fleet.store()
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                with contextlib.suppress(StoreUnavailable):
-                    found = await store.get(KEYS.version(version))
-                    assert found is not None
-                    digest = VersionRecord.from_json(found.value).manifest_digest
-                    said = await store.get(KEYS.copy(digest, f"h{host}"))
-                    record = CopyRecord.from_json(said.value) if said is not None else None
-                    if (record.state if record is not None else GONE) == state:
-                        return (local_path(record.slot, f"h{host}") if record is not None else None) or peers.root
-                await asyncio.sleep(0.05)
-    except TimeoutError:
-        pytest.fail(f"no copy of version {version} on h{host} became {state}:\n{peers.logs()}")
+
+    async def place() -> Path | None:
+        with contextlib.suppress(StoreUnavailable):
+            found = await store.get(KEYS.version(version))
+            assert found is not None
+            digest = VersionRecord.from_json(found.value).manifest_digest
+            said = await store.get(KEYS.copy(digest, f"h{host}"))
+            record = CopyRecord.from_json(said.value) if said is not None else None
+            if (record.state if record is not None else GONE) == state:
+                return (local_path(record.slot, f"h{host}") if record is not None else None) or peers.root
+        return None
+
+    return await eventually(place, WAIT_S, lambda: f"version {version} {state} on h{host}:\n{peers.logs()}")
 
 
 def check(peers: Peers, path: Path, host: int, value: float) -> None:

@@ -10,7 +10,8 @@ import pytest
 from loadtest.hosts.etcd import Etcd
 from loadtest.hosts.namespaces import Hosts
 from loadtest.hosts.programs import Program
-from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet, running_fleet, until
+from tests.waiting import eventually
+from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet, running_fleet
 from tests.weightsync.tensors import model
 from weightsync import Coordinator, Publisher
 from weightsync.control.records import ActiveRecord, LeaderRecord
@@ -57,9 +58,11 @@ async def leads(fleet: Fleet, candidate: Program) -> bool:
 
 async def runs(instance: Program, version: int) -> None:
     """Waits until it does."""
-    async with asyncio.timeout(WAIT_S):
-        while (await asyncio.to_thread(instance.ask, "state"))["running"] != version:  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.05)
+
+    async def state() -> bool:
+        return bool((await asyncio.to_thread(instance.ask, "state"))["running"] == version)
+
+    await eventually(state, WAIT_S)
 
 
 async def test_a_leader_that_is_cut_off_in_a_swap_is_followed_by_one_that_ends_it(
@@ -72,17 +75,17 @@ async def test_a_leader_that_is_cut_off_in_a_swap_is_followed_by_one_that_ends_i
     async with running_fleet(url) as fleet:
         engine = await fleet.instance("a", Engine(hang=asyncio.Event()), ttl_s=60)
         swap = asyncio.create_task(activate(fleet, await publish(url, 1.0)))
-        await until(lambda: fleet.participants["a"].record.state == "STAGING", WAIT_S)
+        await eventually(lambda: fleet.participants["a"].record.state == "STAGING", WAIT_S)
         hosts.cut(0)
         assert await asyncio.to_thread(second.line) == "leads"
         assert engine.hang is not None
         engine.hang.set()
         await swap
-        await until(lambda: engine.running == 1, WAIT_S)
+        await eventually(lambda: engine.running == 1, WAIT_S)
         hosts.heal(0)
         await asyncio.to_thread(etcd.settle)
         await activate(fleet, await publish(url, 2.0))
-        await until(lambda: engine.running == 2, WAIT_S)
+        await eventually(lambda: engine.running == 2, WAIT_S)
         assert await leads(fleet, second)
 
 
@@ -102,7 +105,7 @@ async def test_a_host_cut_off_serves_on_without_a_store_and_catches_up_when_it_i
         assert await asyncio.to_thread(far.ask, "store") == "store_unavailable"
         await _record_goes(fleet, "far")
         await activate(fleet, await publish(url, 2.0))
-        await until(lambda: near.running == 2, WAIT_S)
+        await eventually(lambda: near.running == 2, WAIT_S)
         assert await asyncio.to_thread(far.ask, "state") == {"running": 1, "state": "SERVING"}
         hosts.heal(2)
         await runs(far, 2)
@@ -130,6 +133,8 @@ async def test_a_swap_commits_over_links_that_lose_and_delay(hosts: Hosts, etcd:
 
 async def _record_goes(fleet: Fleet, name: str) -> None:
     store = fleet.store()
-    async with asyncio.timeout(WAIT_S):
-        while await store.get(KEYS.instance(name)) is not None:  # noqa: ASYNC110 - a lease ends
-            await asyncio.sleep(0.05)
+
+    async def gone() -> bool:
+        return await store.get(KEYS.instance(name)) is None
+
+    await eventually(gone, WAIT_S)

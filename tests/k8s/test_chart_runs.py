@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests import etcd
 from tests.etcd import Tls
 from tests.k8s.helm import SETS, Object, Release, arguments, rendered
 from tests.k8s.kubelet import Kubelet
+from tests.waiting import wait_until
 from weightsync.errors import StoreRefused, StoreUnavailable
 from weightsync.store import SyncStore
 
@@ -42,14 +42,8 @@ class Node:
         process = self.running.enter_context(self.kubelet.started(found, HOTSWAP_ADMIN_KEY=ADMIN_KEY))
         self.processes[name] = process
 
-        def until(true: Callable[[], bool]) -> None:
-            deadline = time.monotonic() + 120
-            while not true():
-                assert process.poll() is None, self.kubelet.log(found).read_text()[-3000:]
-                assert time.monotonic() < deadline, self.kubelet.log(found).read_text()[-3000:]
-                time.sleep(0.1)
-
-        return until
+        log = self.kubelet.log(found)
+        return lambda true: wait_until(true, 120, lambda: log.read_text()[-3000:], process)
 
     def run(self, component: str, name: str) -> None:
         done = self.kubelet.run(self.container(component, name))
@@ -98,10 +92,8 @@ def test_a_member_of_etcd_starts_as_its_manifest_says(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log, subprocess.Popen([etcd.require(), *words[1:]], stderr=log) as process:
         try:
             url = f"etcd://127.0.0.1:{places['2379']}/hotswap?ca={tls.ca}"
-            deadline = time.monotonic() + 60
-            while not written(f"{url}&cert={tls.cert}&key={tls.key}"):
-                assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
-                assert time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+            address = f"{url}&cert={tls.cert}&key={tls.key}"
+            wait_until(lambda: written(address), 60, lambda: (tmp_path / "log").read_text()[-3000:], process)
             with pytest.raises(StoreRefused):  # without a certificate
                 written(url)
             assert httpx.get(f"http://127.0.0.1:{places['2381']}/health", timeout=30).json() == {"health": "true"}
@@ -120,7 +112,6 @@ def written(url: str) -> bool:
     except StoreRefused:
         raise
     except StoreUnavailable:
-        time.sleep(0.2)
         return False
 
 

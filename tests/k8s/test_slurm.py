@@ -8,8 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import pytest
 import trainer.main
 import weightsync.peer.__main__
 from tests.k8s.helm import ROOT
+from tests.waiting import wait_until
 from trainer.config import FaultsConfig
 from weightsync.control.hosts import check_host
 
@@ -85,13 +85,6 @@ class Job:
         return next(line for line in self.told() if line.startswith(beginning))
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     made = Job(tmp_path)
@@ -122,7 +115,7 @@ def test_on_several_nodes_each_task_is_a_rank(job: Job) -> None:
 
 def test_ranks_of_several_nodes_save_and_go_on_later(job: Job) -> None:
     with job.started(SLURM_JOB_NUM_NODES="2", RANKS_PER_NODE="1", FOREVER="yes", LEFT="0") as process:
-        until(lambda: sum(line.startswith("admin key") for line in job.told()) == 2)
+        wait_until(lambda: sum(line.startswith("admin key") for line in job.told()) == 2)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143
     assert "scontrol requeue 7" in job.told()
@@ -149,7 +142,7 @@ def test_a_run_that_fails_ends_the_job_with_its_status(job: Job) -> None:
 @pytest.mark.parametrize("again", ["yes", "no"])
 def test_a_run_out_of_time_saves_and_goes_on_later(job: Job, again: str) -> None:
     with job.started(FOREVER="yes", REQUEUE=again) as process:
-        until(lambda: any(line.startswith("admin key") for line in job.told()))
+        wait_until(lambda: any(line.startswith("admin key") for line in job.told()))
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143
     assert ("scontrol requeue 7" in job.told()) == (again == "yes")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 
 from loadtest.demo import Demo, DemoFailed, Recipe, Scene
 from loadtest.demo.recipe import ENVIRONMENT, MODEL
+from tests.waiting import wait_until
 from trainer.config import ArithmeticData, strict
 from trainer.data.problems import Arithmetic
 from trainer.data.tokenizer import Tokenizer
@@ -129,8 +129,8 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signa
     command = [sys.executable, "-m", "loadtest.demo", "--dir", str(tmp_path), "--no-keep"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
-        wait_for(lambda: (tmp_path / "state/logs/instance-0.log").exists(), process)
-        wait_for(lambda: len(psutil.Process(process.pid).children()) >= 2, process)
+        wait_until(lambda: (tmp_path / "state/logs/instance-0.log").exists(), 120, process=process)
+        wait_until(lambda: len(psutil.Process(process.pid).children()) >= 2, 120, process=process)
         children = psutil.Process(process.pid).children(recursive=True)
         arenas = set(Path("/dev/shm").glob(f"hotswap-{MODEL}-*")) - before
         assert arenas
@@ -144,11 +144,3 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signa
     finally:
         process.kill()
         process.wait()
-
-
-def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -21,6 +21,7 @@ from loadtest.feeding.joiner import LOADED, forget, split
 from loadtest.feeding.loss import GENERATED, figures_of
 from loadtest.feeding.reader import Reader
 from server.cli.errors import CliError
+from tests.waiting import eventually
 from weightsync.control.records import CopyRecord
 from weightsync.peer.messages import Key, Opened
 from weightsync.transport import Transport, open_transport
@@ -129,9 +130,7 @@ async def test_a_reader_reads_again_and_again_until_it_is_told_to_stop() -> None
         holder = Holder(theirs, DATA)
         reader: Any = Reader(ours, holder, COPY)  # type: ignore[arg-type]
         reading = asyncio.create_task(reader.run())
-        async with asyncio.timeout(60):
-            while len(holder.told) < 3:  # noqa: ASYNC110 - another task's list
-                await asyncio.sleep(0.005)
+        await eventually(lambda: len(holder.told) >= 3, 60)
         reader.stopped = True
         await reading
         assert holder.told[:3] == [len(DATA)] * 3

@@ -16,6 +16,7 @@ from loadtest.rl_step import ours, task
 from loadtest.rl_step.bench import gains, summary
 from loadtest.rl_step.memory import PeakMemory
 from loadtest.rl_step.ours import Step
+from tests.waiting import wait_until
 from trainer.config import TrainerConfig, strict
 
 
@@ -85,10 +86,7 @@ def test_peak_memory_counts_a_tree_of_processes() -> None:
         assert process.stdout is not None
         with PeakMemory([process.pid]) as memory:
             process.stdout.readline()
-            deadline = time.monotonic() + 20
-            while memory.peak < 200 << 20 and time.monotonic() < deadline:
-                time.sleep(0.05)
-        assert memory.peak > 200 << 20
+            wait_until(lambda: memory.peak > 200 << 20)
     finally:
         for child in psutil.Process(process.pid).children(recursive=True):
             child.kill()

@@ -17,6 +17,7 @@ from loadtest.upgrade.clients import KINDS, Answer, Client, Failed, Seen
 from loadtest.upgrade.service import Endpoint, Service
 from loadtest.upgrade.swaps import Swap
 from tests.server.gateway.upstream import Link, Received, upstream
+from tests.waiting import eventually
 
 PROBE = r"readinessProbe:\n.*\n\s*periodSeconds: (\d+)\n\s*timeoutSeconds: (\d+)\n\s*failureThreshold: (\d+)"
 
@@ -62,9 +63,7 @@ async def test_connections_go_to_ready_gateways_alone_and_stay_while_they_are_op
         return answer
 
     async def more(of: str, than: int) -> None:
-        async with asyncio.timeout(60):
-            while asked.count(of) <= than:  # noqa: ASYNC110 - another task's list
-                await asyncio.sleep(0.01)
+        await eventually(lambda: asked.count(of) > than, 60)
 
     with pytest.raises(OSError, match="no gateway is ready"):
         await balanced.resolve("gateway")

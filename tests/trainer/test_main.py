@@ -15,8 +15,9 @@ import psutil
 import pytest
 import yaml
 
-from tests.trainer.faults.runs import curve, wait_until
+from tests.trainer.faults.runs import curve
 from tests.trainer.zygote import Zygote
+from tests.waiting import wait_until
 from trainer.main import main
 
 
@@ -34,7 +35,7 @@ def wait_until_gone(processes: list[psutil.Process]) -> None:
 @pytest.mark.timeout(600)
 def test_ranks_end_with_their_launcher(config: dict[str, Any], tmp_path: Path) -> None:
     running = subprocess.Popen(command(config | {"parallel": {"data": 2}, "steps": 10**6}, tmp_path))
-    wait_until(lambda: bool(curve(config["metrics"])) or running.poll() is not None, "there is a step")
+    wait_until(lambda: curve(config["metrics"]), 240, process=running)
     ranks = psutil.Process(running.pid).children(recursive=True)
     assert len(ranks) >= 2
     running.send_signal(signal.SIGKILL)

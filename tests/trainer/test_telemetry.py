@@ -12,7 +12,8 @@ from typing import Any
 import orjson
 import pytest
 
-from tests.server.gateway.harness import ADMIN_KEY, running_gateway, wait_for
+from tests.server.gateway.harness import ADMIN_KEY, running_gateway
+from tests.waiting import wait_until
 from trainer.config import TelemetryConfig
 from trainer.errors import ConfigError
 from trainer.metrics.dashboards import WAITING, HttpMetrics, point
@@ -98,7 +99,7 @@ def test_a_gateway_that_hangs_holds_up_nothing_and_the_newest_are_kept(server: S
     for step in range(5 * WAITING):
         metrics.write("step", {"step": step, "loss": 0.0})
     server.answer.set()
-    wait_for(lambda: bool(server.points) and server.points[-1]["step"] == 5 * WAITING - 1, 30)
+    wait_until(lambda: bool(server.points) and server.points[-1]["step"] == 5 * WAITING - 1, 30)
     metrics.close()
     assert len(server.points) <= WAITING + 2
 
@@ -108,7 +109,7 @@ def test_a_gateway_that_is_away_or_refuses_is_logged_once(server: Server, caplog
     metrics = HttpMetrics(TelemetryConfig(server.url))
     for step in (1, 2, 3):
         metrics.write("step", {"step": step, "loss": 0.0})
-    wait_for(lambda: len(server.points) == 3)
+    wait_until(lambda: len(server.points) == 3)
     metrics.close()
     away = HttpMetrics(TelemetryConfig("http://127.0.0.1:9"))
     began = time.monotonic()

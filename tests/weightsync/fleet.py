@@ -129,10 +129,3 @@ class Fleet:
 async def running_fleet(url: str) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
         yield Fleet(url, stack)
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    """Wait for something another task brings about."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - conditions are about records and engines, not events of ours
-            await asyncio.sleep(0.005)

@@ -13,8 +13,9 @@ from server.cli import instances
 from server.cli.app import app
 from server.cli.errors import CliError
 from server.gateway import UpstreamSettings
-from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, eventually, post, running_gateway, wait_for
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, upstream
+from tests.waiting import eventually, wait_until
 
 
 @pytest.fixture
@@ -62,10 +63,10 @@ async def test_list_drain_resume(gateway: RunningGateway) -> None:
         assert "left" in out
         assert "STARTING (not asked)" in out
         assert "left gets no new requests\n" in await run(gateway, "drain", "left")
-        wait_for(lambda: not gateway.gateway.fleet.serving)
+        wait_until(lambda: not gateway.gateway.fleet.serving)
         assert "DRAINING" in await run(gateway, "list")
         assert "left gets requests again" in await run(gateway, "resume", "left")
-        wait_for(lambda: len(gateway.gateway.fleet.serving) == 1)
+        wait_until(lambda: len(gateway.gateway.fleet.serving) == 1)
         gateway.register(up, "left", state="DRAINING")
         assert "about to stop by itself" in await run(gateway, "resume", "left")
 

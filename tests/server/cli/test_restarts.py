@@ -24,7 +24,6 @@ from server.cli.paths import ServerInfo
 from server.cli.processes import Child as RealChild
 from server.cli.state import StateDir
 from server.errors import Unauthorized
-from tests.live import eventually
 from tests.server.cli.restarts import (
     KEYS,
     MODEL,
@@ -43,6 +42,7 @@ from tests.server.cli.restarts import (
     swap_until,
     swapped,
 )
+from tests.waiting import wait_until
 from tests.weightsync.tensors import model
 from weightsync import Publisher, SyncStore
 from weightsync.control.records import CounterRecord, InstanceRecord
@@ -552,7 +552,7 @@ def test_processes_that_a_killed_up_left_are_waited_for_and_ended(tmp_path: Path
     log = tmp_path / "log"
     ends = RealChild("ends", ["tests.server.cli.stubborn", "gentle"], log, {}, [state.inherited])
     stays = RealChild("stays", ["tests.server.cli.stubborn"], log, {}, [state.inherited])
-    assert eventually(lambda: log.read_text().count("runs") == 2, 60)
+    wait_until(lambda: log.read_text().count("runs") == 2, 60)
     ends.process.terminate()
     state.release()
     state.claim()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
+
+from tests.waiting import wait_until
 
 
 def test_the_process_that_was_started_is_the_trainer(tmp_path: Path) -> None:
@@ -14,11 +15,7 @@ def test_the_process_that_was_started_is_the_trainer(tmp_path: Path) -> None:
     os.mkfifo(config)  # the trainer waits in reading it
     train = subprocess.Popen([sys.executable, "-m", "server.cli", "train", "--config", str(config)])
     try:
-        deadline = time.monotonic() + 60
-        while b"trainer.main" not in Path(f"/proc/{train.pid}/cmdline").read_bytes():
-            assert train.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: b"trainer.main" in Path(f"/proc/{train.pid}/cmdline").read_bytes(), 60, process=train)
         train.terminate()
         assert train.wait(60) == -15
     finally:

@@ -13,16 +13,8 @@ import pytest
 
 from server.gateway.fleet.instance import Signals
 from server.gateway.observe.history import KEPT_POINTS, KEPT_SAMPLES, Throughput, TrainingLog
-from tests.server.gateway.harness import (
-    ADMIN_KEY,
-    KEYS,
-    MODEL,
-    RunningGateway,
-    eventually,
-    get,
-    post,
-    running_gateway,
-)
+from tests.server.gateway.harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, get, post, running_gateway
+from tests.waiting import eventually
 from weightsync.control.records import FlipRecord, PastSwapRecord
 from weightsync.store import open_store
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from server.gateway.gateway import Gateway
 from server.gateway.main import bind, uvicorn_config
 from server.gateway.observe import metrics as pages
 from tests.server.gateway.upstream import Answer, Upstream, read_answer
+from tests.waiting import eventually, wait_until
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import SyncStore
 
@@ -63,11 +63,11 @@ class RunningGateway:
         )
         self.store.put(KEYS.instance(instance_id), record.to_json())
         instances = self.gateway.fleet.instances
-        wait_for(lambda: instance_id in instances and instances[instance_id].record == record)
+        wait_until(lambda: instance_id in instances and instances[instance_id].record == record)
 
     def unregister(self, instance_id: str = "i0") -> None:
         self.store.delete(KEYS.instance(instance_id))
-        wait_for(lambda: instance_id not in self.gateway.fleet.instances)
+        wait_until(lambda: instance_id not in self.gateway.fleet.instances)
 
     async def connect(self, *, admin: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(self.host, self.admin_port if admin else self.port)
@@ -111,21 +111,6 @@ async def new_key(gateway: RunningGateway, **fields: Any) -> tuple[str, str]:
     return made["id"], f"Authorization: Bearer {made['key']}\r\n"
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Until `condition` holds; fails the test when it never does."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.002)
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """The same, on the event loop."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens on another thread
-            await asyncio.sleep(0.002)
-
-
 @contextlib.contextmanager
 def running_gateway(directory: Path, **settings: Any) -> Iterator[RunningGateway]:
     """A gateway on a free port with its store in `directory`; `settings` are fields of GatewayConfig."""
@@ -135,7 +120,7 @@ def running_gateway(directory: Path, **settings: Any) -> Iterator[RunningGateway
     server = uvicorn.Server(uvicorn_config(config))
     thread = threading.Thread(target=server.run, kwargs={"sockets": listeners}, name="gateway")
     thread.start()
-    wait_for(lambda: server.started or not thread.is_alive())
+    wait_until(lambda: server.started or not thread.is_alive())
     assert server.started, "the gateway did not start"
     store = SyncStore(url)
     assert config.admin_port is not None

@@ -17,8 +17,9 @@ from server.gateway.access.keys import Principal
 from server.gateway.config import Failover
 from server.gateway.fleet.routing import Need
 from server.gateway.wire.bodies import check_object
-from tests.server.gateway.harness import KEYS, RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.harness import KEYS, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
+from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord
 
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0, max_held=3)

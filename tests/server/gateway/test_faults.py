@@ -14,8 +14,9 @@ from server.gateway import UpstreamSettings, app
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Finished, Stats
 from server.gateway.wire.pool import Pool
-from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.harness import KEYS, MODEL, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, upstream
+from tests.waiting import eventually
 from weightsync.control.records import InstanceRecord
 from weightsync.store import Event, KeyValue
 

@@ -13,7 +13,6 @@ import ssl
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -36,6 +35,7 @@ from server.gateway.access.key_sources import load_keys
 from server.gateway.access.records import ADMIN, INFER
 from tests.server.gateway.harness import RunningGateway, running_gateway
 from tests.server.gateway.upstream import Link, Received, upstream
+from tests.waiting import wait_until
 
 # Far too large, or needed by few gateways and imported when they are.
 FORBIDDEN = ("torch", "vllm", "transformers", "megatron", "numpy", "httpx", "rich", "grpc", "opentelemetry")
@@ -167,13 +167,12 @@ def free_port() -> int:
 
 
 def wait_up(url: str, verify: bool = True) -> None:
-    deadline = time.monotonic() + 30
-    while True:
+    def is_up() -> bool:
         with contextlib.suppress(httpx.TransportError):
-            assert httpx.get(f"{url}/healthz", verify=verify).status_code == 200
-            return
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+            return httpx.get(f"{url}/healthz", verify=verify).raise_for_status().status_code == 200
+        return False
+
+    wait_until(is_up)
 
 
 def test_a_generated_admin_key_works_and_is_private(tmp_path: Path) -> None:

@@ -23,8 +23,9 @@ from server.gateway.admin.probes import ProbePrompt, ProbeSettings, build_probe
 from server.gateway.main import bind, run
 from tests.cluster_tls import Authority
 from tests.etcd import free_ports
-from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, eventually, post, running_gateway, wait_for
+from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, answer_json, read_answer, upstream
+from tests.waiting import eventually, wait_until
 from weightsync.control.records import InstanceRecord, SwapRecord
 from weightsync.errors import TlsUnavailable
 from weightsync.store import SyncStore
@@ -230,13 +231,13 @@ def test_records_that_must_not_be_spoken_to_are_ignored(
     with caplog.at_level(logging.ERROR):
         record = InstanceRecord("plain", "http://192.0.2.1:8001", "SERVING", active_version=1)
         gateway.store.put(KEYS.instance("plain"), record.to_json())
-        wait_for(lambda: "Start it with --cluster-tls" in caplog.text)
+        wait_until(lambda: "Start it with --cluster-tls" in caplog.text)
         assert not gateway.gateway.fleet.instances
     (tmp_path / "b").mkdir()
     with running_gateway(tmp_path / "b", upstream=QUIET) as without, caplog.at_level(logging.ERROR):
         record = InstanceRecord("secure", "https://127.0.0.1:8001", "SERVING", active_version=1)
         without.store.put(KEYS.instance("secure"), record.to_json())
-        wait_for(lambda: "Start the gateway with --cluster-tls" in caplog.text)
+        wait_until(lambda: "Start the gateway with --cluster-tls" in caplog.text)
         assert not without.gateway.fleet.instances
 
 
@@ -265,7 +266,7 @@ def process(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> I
     command += ["--admin-host", "0.0.0.0", "--admin-port", str(admin_port), "--cluster-tls", str(files)]
     with subprocess.Popen([*command, "--workers", "2", "--log-level", "warning"]) as gateway:
         try:
-            wait_for(lambda: gateway.poll() is not None or is_up(f"http://127.0.0.1:{port}/healthz"), 60)
+            wait_until(lambda: gateway.poll() is not None or is_up(f"http://127.0.0.1:{port}/healthz"), 60)
             opened = SyncStore(store)
             yield Process(port, f"https://127.0.0.1:{admin_port}", opened, files)
             opened.close()
@@ -297,7 +298,7 @@ async def test_a_gateway_process_streams_over_mutual_tls(process: Process, membe
         record = InstanceRecord("i0", up.address, "SERVING", active_version=1, active_epoch=1)
         process.store.put(KEYS.instance("i0"), record.to_json())
         ready = f"http://127.0.0.1:{process.port}/readyz"
-        await asyncio.to_thread(wait_for, lambda: is_up(ready), 30)
+        await asyncio.to_thread(wait_until, lambda: is_up(ready), 30)
         reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
         writer.write(STREAM)
         answer = await asyncio.wait_for(read_answer(reader), 30)
@@ -310,7 +311,7 @@ def test_the_admin_port_wants_a_certificate_and_the_key(
     process: Process, authority: Authority, member: ClusterTls
 ) -> None:
     url, key = f"{process.admin}/admin/instances", {"authorization": f"Bearer {ADMIN_KEY}"}
-    wait_for(lambda: is_up(f"{process.admin}/healthz", member.client_context()), 30)
+    wait_until(lambda: is_up(f"{process.admin}/healthz", member.client_context()), 30)
     with httpx.Client(verify=member.client_context(), trust_env=False) as client:
         assert client.get(url).status_code == 401
         assert client.get(url, headers=key).status_code == 200
@@ -328,7 +329,7 @@ def test_commands_reach_the_admin_port(
     (tmp_path / "key").write_text(ADMIN_KEY)
     monkeypatch.delenv("HOTSWAP_CLUSTER_TLS", raising=False)
     monkeypatch.delenv("HOTSWAP_ADMIN_KEY", raising=False)
-    wait_for(lambda: is_up(f"{process.admin}/healthz", member.client_context()), 30)
+    wait_until(lambda: is_up(f"{process.admin}/healthz", member.client_context()), 30)
     ask = lambda: AdminClient(None, process.admin, tmp_path / "key").call("GET", "/admin/instances")  # noqa: E731
     with pytest.raises(RequestFailed, match="CERTIFICATE_VERIFY_FAILED"):
         ask()

@@ -31,6 +31,7 @@ from server.gateway.access.records import INFER, KEYS_PREFIX, KeyRecord, digest_
 from server.gateway.observe.metrics import Pages, merged
 from server.gateway.workers import MAX_DELAY_S, VARIABLE, WRONG_SETTINGS, Place, Supervisor, pause_after
 from server.key_limits import KeyLimits
+from tests.waiting import eventually, wait_until
 from weightsync.store import SyncStore
 
 Sample = tuple[str, frozenset[tuple[str, str]], float]
@@ -83,9 +84,7 @@ async def test_workers_give_each_other_their_pages(tmp_path: Path) -> None:
 
     pages = [Pages(place, made(place.index + 1.0)) for place in places]
     tasks = [asyncio.create_task(p.serve()) for p in pages[:2]]  # the third is not up
-    async with asyncio.timeout(10):
-        while not all(places[i].page_socket(i).exists() for i in range(2)):  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+    await eventually(lambda: all(places[i].page_socket(i).exists() for i in range(2)), 10)
     try:
         whole = samples(merged({0: page(1.0), 1: page(2.0)}))
         for asked in pages[:2]:
@@ -203,13 +202,6 @@ def is_worker(pid: int) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[Workers]:
     upstream, port, admin = free_port(), free_port(), free_port()
@@ -217,8 +209,8 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
     mock = running([str(compiled("upstream")), str(upstream)], tmp_path / "upstream.log")
     with mock, running(command, tmp_path / "log") as supervisor:
         found = Workers(port, admin, supervisor)
-        wait_for(lambda: answers(port))
-        wait_for(lambda: found.scraped() == {"0", "1"})
+        wait_until(lambda: answers(port))
+        wait_until(lambda: found.scraped() == {"0", "1"})
         yield found
 
 
@@ -226,7 +218,7 @@ def test_a_scrape_of_any_worker_shows_all(workers: Workers) -> None:
     before = sum(workers.answered().values())
     for _ in range(20):
         assert answers(workers.port)  # on a connection of its own, so that either may get it
-    wait_for(lambda: sum(workers.answered().values()) == before + 20)  # a page may be a second old
+    wait_until(lambda: sum(workers.answered().values()) == before + 20)  # a page may be a second old
     counts = [workers.answered() for _ in range(6)]
     assert all(count == counts[0] for count in counts)
 
@@ -238,7 +230,7 @@ def test_a_killed_worker_comes_back_and_the_others_go_on(workers: Workers, tmp_p
     # 8 connections for 3 s; a connection that is refused would end the client with an error.
     options = [workers.port, 8, 0, 3, 0, tmp_path / "body", KEY]
     client = subprocess.Popen([compiled("client"), *map(str, options)], stdout=subprocess.PIPE)
-    wait_for(lambda: sum(workers.answered().values()) > 20)
+    wait_until(lambda: sum(workers.answered().values()) > 20)
     os.kill(before[0], signal.SIGKILL)
     output, _ = client.communicate(timeout=60)
     assert client.returncode == 0
@@ -246,9 +238,9 @@ def test_a_killed_worker_comes_back_and_the_others_go_on(workers: Workers, tmp_p
     # Those the killed one had in hand; asked again, they may have met its listener as that was closing.
     assert seen["errors"] <= 3 * 8
     assert seen["all_requests"] > 20 + seen["errors"]
-    wait_for(lambda: len(workers.pids) == 2 and before[0] not in workers.pids)
+    wait_until(lambda: len(workers.pids) == 2 and before[0] not in workers.pids)
     assert before[1] in workers.pids
-    wait_for(lambda: workers.scraped() == {"0", "1"})
+    wait_until(lambda: workers.scraped() == {"0", "1"})
 
 
 async def test_the_sdks_own_retries_are_enough_when_a_worker_is_killed(workers: Workers) -> None:
@@ -267,11 +259,11 @@ async def test_the_sdks_own_retries_are_enough_when_a_worker_is_killed(workers: 
 
     async with sdk:
         asking = [asyncio.create_task(converse()) for _ in range(16)]
-        await asyncio.to_thread(wait_for, lambda: sum(workers.answered().values()) > 40)
+        await asyncio.to_thread(wait_until, lambda: sum(workers.answered().values()) > 40)
         os.kill(before[0], signal.SIGKILL)
         killed.set()
         await asyncio.gather(*asking)
-    wait_for(lambda: len(workers.pids) == 2)
+    wait_until(lambda: len(workers.pids) == 2)
 
 
 def test_stopping_drains_every_worker(workers: Workers) -> None:
@@ -296,7 +288,7 @@ def test_stopping_drains_every_worker(workers: Workers) -> None:
 def test_workers_end_with_a_killed_supervisor(workers: Workers) -> None:
     pids = workers.pids
     workers.supervisor.kill()
-    wait_for(lambda: not any(is_worker(pid) for pid in pids))
+    wait_until(lambda: not any(is_worker(pid) for pid in pids))
 
 
 def test_the_admin_port_is_one_workers_own(workers: Workers, tmp_path: Path) -> None:
@@ -316,7 +308,7 @@ def test_a_limit_holds_over_all_workers(workers: Workers, tmp_path: Path) -> Non
     record = KeyRecord("k1", "k", digest_of(KEY), (INFER,), time.time(), limits=KeyLimits(requests_per_min=30))
     with contextlib.closing(SyncStore(f"sqlite://{tmp_path}/store.db")) as store:
         store.put(KEYS_PREFIX + record.id, record.to_json())
-    wait_for(lambda: all(ask(workers.port, "no-key-of-theirs") == 401 for _ in range(8)))
+    wait_until(lambda: all(ask(workers.port, "no-key-of-theirs") == 401 for _ in range(8)))
     statuses = [ask(workers.port, KEY) for _ in range(90)]  # each on a connection of its own
     assert set(statuses) == {200, 429}
     assert statuses.count(200) <= 30

@@ -12,6 +12,7 @@ import pytest
 from server.instance.middleware import REFUSAL, Admission
 from tests.server.gateway.harness import post, running_gateway
 from tests.server.gateway.upstream import Link, Received, upstream
+from tests.waiting import eventually
 
 
 class App:
@@ -94,8 +95,7 @@ async def test_it_is_idle_when_the_last_stream_has_ended() -> None:
     await admission.idle(0)
     async with client(admission) as ask:
         streams = [asyncio.create_task(ask.post("/generate", json={})) for _ in range(2)]
-        while len(app.served) < 2:  # noqa: ASYNC110 - the app is called on other tasks
-            await asyncio.sleep(0)
+        await eventually(lambda: len(app.served) == 2)
         probe = asyncio.create_task(ask.post("/generate", json={}, headers={"x-hotswap-probe": "1"}))
         waiting = asyncio.create_task(admission.idle(60))
         await admission.idle(0)  # its time is up at once; the other goes on waiting

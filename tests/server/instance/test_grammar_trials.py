@@ -28,8 +28,8 @@ from server.instance.grammars import bounds
 from server.instance.grammars.guard import Backend, bounded_parser, tried
 from server.instance.grammars.trials import HELPER, Grammar, GrammarRefused, GrammarsBusy, Limits, Trials
 from server.instance.provenance import Trace, current_trace
-from tests.live import eventually
 from tests.server.instance.test_grammars import USUAL
+from tests.waiting import wait_until
 
 SLOW = "|".join(f"(.*{'abcdefgh'[n % 8]}.{{{1000 + n}}})" for n in range(400))
 WIDE = ".*".join("abc"[n % 3] for n in range(20_000))  # takes about 150 MiB
@@ -217,7 +217,7 @@ async def test_a_helper_that_was_killed_is_begun_anew(kit: dict[str, Any]) -> No
     await trials.check(regex("a"))
     helper = helper_of(trials)
     slow = asyncio.create_task(trials.check(regex(SLOW)))
-    assert await asyncio.to_thread(eventually, helper.children)
+    await asyncio.to_thread(wait_until, helper.children)
     children = helper.children()
     helper.kill()
     with pytest.raises(GrammarsBusy):
@@ -249,7 +249,7 @@ def test_the_helper_and_its_trials_die_with_the_instance(kit: dict[str, Any]) ->
         parent.stdin.write(orjson.dumps(kit))
         parent.stdin.close()
         helper = psutil.Process(int(parent.stdout.readline()))
-        assert eventually(helper.children, 60)
+        wait_until(helper.children, 60)
         trial = helper.children()
         parent.kill()
     gone, alive = psutil.wait_procs([helper, *trial], timeout=20)

@@ -21,8 +21,9 @@ from server.gateway.config import Limits
 from server.instance.config import InstanceConfig
 from server.instance.middleware import Admission
 from server.instance.sidecar import Sidecar
-from tests.server.gateway.harness import KEYS, MODEL, eventually, get, post, running_gateway
+from tests.server.gateway.harness import KEYS, MODEL, get, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, read_answer, upstream
+from tests.waiting import eventually
 from weightsync.control.records import InstanceRecord
 from weightsync.errors import StoreUnavailable
 from weightsync.store import SyncStore
@@ -87,14 +88,14 @@ async def ready(port: int) -> tuple[int, str]:
 
 async def until_ready(port: int, state: tuple[int, str] | None) -> None:
     """None: until nobody listens any more."""
-    seen: tuple[int, str] | None = (0, "")
-    async with asyncio.timeout(90):
-        while seen != state:
-            await asyncio.sleep(0.02)
-            try:
-                seen = await ready(port)
-            except (ConnectionError, asyncio.IncompleteReadError):
-                seen = None
+
+    async def reached() -> bool:
+        try:
+            return await ready(port) == state
+        except (ConnectionError, asyncio.IncompleteReadError):
+            return state is None
+
+    await eventually(reached, 90)
 
 
 async def test_a_gateway_is_unready_first_and_stops_when_its_streams_have_ended(tmp_path: Path) -> None:
@@ -198,8 +199,7 @@ server = LeavingServer(uvicorn.Config(app, port=0, lifespan="off", log_level="cr
 
 async def main():
     serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: server.started)
     print("up", flush=True)
     await serving
     print("behind", flush=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from server.errors import NotFound
 from server.gateway.admin.fleet import PauseLeases
 from tests.etcd import Etcd
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, get, post, running_gateway
+from tests.waiting import eventually, wait_until
 from weightsync import open_store
 from weightsync.control.agent import PauseFollower
 from weightsync.store import Store
@@ -48,9 +49,7 @@ class Engine:
         self.paused = False
 
     async def reaches(self, paused: bool) -> None:
-        async with asyncio.timeout(20):
-            while self.paused is not paused:  # noqa: ASYNC110 - the follower is another task
-                await asyncio.sleep(0.01)
+        await eventually(lambda: self.paused is paused)
 
 
 @contextlib.asynccontextmanager
@@ -132,10 +131,12 @@ async def test_a_pause_ends_by_itself_unless_it_is_renewed(url: str) -> None:
     async with following(url) as engine:
         kept, left = await leases.take("a", 2.0), await leases.take("b", 2.0)
         await engine.reaches(True)
-        async with asyncio.timeout(20):
-            while len(await leases.holding()) > 1:
-                await leases.renew(kept.id)
-                await asyncio.sleep(0.2)
+
+        async def one_is_left() -> bool:
+            await leases.renew(kept.id)
+            return len(await leases.holding()) == 1
+
+        await eventually(one_is_left)
         assert [record.id for record in await leases.holding()] == [kept.id]
         assert engine.paused
         with pytest.raises(NotFound):
@@ -216,10 +217,5 @@ async def test_a_killed_gateway_leaves_nothing_paused(tmp_path: Path) -> None:
 
 def _admin_port(log: Path) -> int:
     """The port the gateway says it has, once it serves."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        text = log.read_text()
-        if "Application startup complete" in text and "admin routes on" in text:
-            return int(text.partition("admin routes on")[2].partition("port ")[2].split()[0])
-        time.sleep(0.05)
-    raise AssertionError(f"the gateway did not start: {log.read_text()}")
+    wait_until(lambda: "Application startup complete" in log.read_text(), what=log.read_text)
+    return int(wait_until(lambda: re.search(r"admin routes on .*?port (\d+)", log.read_text()))[1])

@@ -12,7 +12,7 @@ import pytest
 from server.errors import ConfigError
 from server.instance.engine import Engine, StagingFailed
 from server.instance.hosts import RankFailed, Tethers
-from tests.weightsync.fleet import until
+from tests.waiting import eventually
 from weightsync.control.records import VersionRecord
 
 VERSION = VersionRecord(2, "ready", "/arena/base", 1, "d", None, None, "p", 1, 0.0, "", 1)
@@ -128,7 +128,7 @@ async def test_a_worker_that_hangs_does_not_keep_a_cancelled_staging(monkeypatch
     monkeypatch.setattr("server.instance.engine.STOP_TIMEOUT_S", 0.05)
     core = Core(report(running=True))
     staging = asyncio.create_task(engine_of(core).stage(VERSION, WAIT_S))
-    await until(lambda: "hotswap_stage" in core.calls)
+    await eventually(lambda: "hotswap_stage" in core.calls)
     monkeypatch.setattr(core, "call", lambda *_: asyncio.Event().wait())
     staging.cancel()
     with pytest.raises(asyncio.CancelledError):

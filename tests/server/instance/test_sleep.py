@@ -17,8 +17,9 @@ from server.instance.middleware import Admission
 from server.instance.rest import rest
 from server.instance.sidecar import Sidecar
 from server.sleeping import SleeperRecord, SleepOrder, ordered, orders, sleepers, stay_asleep
-from tests.server.gateway.harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.harness import ADMIN_KEY, KEYS, MODEL, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import answer_json, upstream
+from tests.waiting import eventually, stays
 from weightsync import open_store
 from weightsync.control.records import ActiveRecord, InstanceRecord, VersionRecord
 from weightsync.store import Store
@@ -65,8 +66,7 @@ async def test_sleep_is_ordered_seen_and_ended(gateway: RunningGateway) -> None:
         assert (order.level, order.drain_s, order.requested_by, order.ttl_s) == (1, 3.0, "admin", None)
 
         waiting = asyncio.create_task(admin(gateway, "POST", "/admin/instances/i0/sleep", {"wait_s": 30}))
-        await asyncio.sleep(0.1)
-        assert not waiting.done()
+        await stays(lambda: not waiting.done(), 0.1)
         gateway.unregister("i0")  # as an instance does that falls asleep
         gateway.store.put(sleepers(KEYS) + "i0", SleeperRecord("i0", 2, 7, "here", 0.0).to_json())
         assert (await waiting)[1] == {"id": "i0", "level": 2, "state": "asleep"}
@@ -87,8 +87,7 @@ async def test_an_order_that_is_not_renewed_ends_by_itself(gateway: RunningGatew
         gateway.register(up, "i0")
         await admin(gateway, "POST", "/admin/instances/i0/sleep", {"ttl_s": 1})
         await admin(gateway, "POST", "/admin/instances/i0/sleep", {"ttl_s": 3600})
-        await asyncio.sleep(1.5)
-        assert sleeping_record(gateway, "i0") is not None, "the renewed order went with the first one's lease"
+        await stays(lambda: sleeping_record(gateway, "i0"), 1.5, "the renewed order, without the first one's lease")
         await admin(gateway, "POST", "/admin/instances/i0/sleep", {"ttl_s": 1})
         await eventually(lambda: sleeping_record(gateway, "i0") is None)
 
@@ -121,14 +120,12 @@ async def test_an_order_for_another_instance_wakes_and_sleeps_nobody_else(tmp_pa
     async with opened(tmp_path) as store:
         following = asyncio.create_task(ordered(store, KEYS, "i"))
         await store.put(orders(KEYS) + "i2", SleepOrder("i2", 1, 0.0, "test", 0.0).to_json())
-        await asyncio.sleep(0.2)
-        assert not following.done()
+        await stays(lambda: not following.done(), 0.2)
         await store.put(orders(KEYS) + "i", ORDER.to_json())
         assert await asyncio.wait_for(following, 5) == ORDER
         sleeping = asyncio.create_task(stay_asleep(store, KEYS, SLEEPER))
         await store.delete(orders(KEYS) + "i2")
-        await asyncio.sleep(0.2)
-        assert not sleeping.done()
+        await stays(lambda: not sleeping.done(), 0.2)
         sleeping_found = await store.get(sleepers(KEYS) + "i")
         assert sleeping_found is not None
         await store.delete(orders(KEYS) + "i")
@@ -142,11 +139,7 @@ async def test_a_process_started_under_an_order_waits_before_it_has_an_engine(tm
         await asyncio.wait_for(rest(config), 5)  # without an order it starts
         await store.put(orders(KEYS) + "i", SleepOrder("i", 2, 0.0, "test", 0.0).to_json())
         resting = asyncio.create_task(rest(config))
-        for _ in range(200):
-            if found := await store.get(sleepers(KEYS) + "i"):
-                break
-            await asyncio.sleep(0.02)
-        assert found is not None
+        await eventually(lambda: store.get(sleepers(KEYS) + "i"))
         assert not resting.done()
         await store.delete(orders(KEYS) + "i")
         await asyncio.wait_for(resting, 5)
@@ -201,21 +194,17 @@ async def activate(store: Store, version: int, epoch: int) -> None:
 
 async def serves(store: Store, version: int) -> None:
     """Return when the instance says that it serves that version."""
-    for _ in range(500):
-        if found := await store.get(KEYS.instance("i")):
-            record = InstanceRecord.from_json(found.value)
-            if (record.state, record.active_version) == ("SERVING", version):
-                return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"it does not serve version {version}")
+
+    async def does() -> bool:
+        found = await store.get(KEYS.instance("i"))
+        record = InstanceRecord.from_json(found.value) if found else None
+        return record is not None and (record.state, record.active_version) == ("SERVING", version)
+
+    await eventually(does, what=f"version {version} is served")
 
 
 async def asleep(store: Store) -> SleeperRecord:
-    for _ in range(500):
-        if found := await store.get(sleepers(KEYS) + "i"):
-            return SleeperRecord.from_json(found.value)
-        await asyncio.sleep(0.01)
-    raise AssertionError("it does not sleep")
+    return SleeperRecord.from_json((await eventually(lambda: store.get(sleepers(KEYS) + "i"))).value)
 
 
 async def test_an_engine_with_sleep_mode_sleeps_in_place_and_catches_up(tmp_path: Path) -> None:

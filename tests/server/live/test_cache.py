@@ -17,7 +17,8 @@ import pytest
 from server.cli.processes import Child
 from server.cli.up import free_port
 from server.gateway.access.scope import STORE_KEY
-from tests.live import LiveServer, eventually
+from tests.live import LiveServer
+from tests.waiting import wait_until
 from weightsync.store import open_store
 
 pytestmark = pytest.mark.engine
@@ -38,7 +39,7 @@ def keyed(live: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     args += ["--admin-port", str(free_port("127.0.0.1")), "--admin-key-file", str(live.processes.admin_key_file)]
     gateway = Child("keyed", [*args, "--api-key-file", str(file), "--no-coordinator"], directory / "gateway.log")
     try:
-        assert eventually(lambda: _ready(f"http://127.0.0.1:{port}"), 30), gateway.tail()
+        wait_until(lambda: _ready(f"http://127.0.0.1:{port}"), 30, what=lambda: gateway.tail())
         yield f"http://127.0.0.1:{port}"
     finally:
         gateway.stop()

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from tests.cluster_tls import Authority
-from tests.live import VLLM_ARGS, LiveServer, eventually
+from tests.live import VLLM_ARGS, LiveServer
+from tests.waiting import wait_until
 from weightsync.tls import ClusterTls, is_loopback
 
 pytestmark = pytest.mark.broad
@@ -50,7 +51,7 @@ def test_an_instance_behind_mutual_tls(checkpoints: dict[str, Path], tmp_path: P
             assert next(lines) == "event: token"
             for directory in (ours, its):
                 authority.mount(directory)
-            assert eventually(lambda: shown(address, member) == der(its), 30)
+            wait_until(lambda: shown(address, member) == der(its), 30)
             assert "event: done" in list(lines)
         assert live.generate([3, 4, 5], 8)["choices"]
 

@@ -17,7 +17,8 @@ import orjson
 import psutil
 import pytest
 
-from tests.live import VLLM_ARGS, LiveServer, eventually
+from tests.live import VLLM_ARGS, LiveServer
+from tests.waiting import comes_true, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 TOKENS = 500
@@ -31,7 +32,7 @@ def fleet(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     engine = (*VLLM_ARGS, "--dtype", "float32")
     server = LiveServer(checkpoints["a"], tmp_path_factory.mktemp("failover"), engine, instances=2)
     with server.running():
-        assert eventually(lambda: both_serve(server), 300)
+        wait_until(lambda: both_serve(server), 300)
         yield server
 
 
@@ -44,7 +45,7 @@ def whole_again(server: LiveServer) -> bool:
         server.processes.restart_ended()
         return both_serve(server)
 
-    return eventually(look, 200)
+    return comes_true(look, 200)
 
 
 def busy(server: LiveServer) -> list[int]:
@@ -190,9 +191,9 @@ def break_in_mid_stream(
 ) -> list[psutil.Process]:
     """Stops processes of an instance that some of the streams come from, early in the answers; which ones."""
     at = random.Random().randrange(1, 30)  # events; on a busy machine one tells many tokens
-    assert eventually(lambda: all(s.events for s in streams), 60)
+    wait_until(lambda: all(s.events for s in streams), 60)
     processes = what(server, random.choice(busy(server) or [0]))
-    eventually(lambda: sum(s.events for s in streams) >= at * len(streams) or any(s.over for s in streams), 60)
+    comes_true(lambda: sum(s.events for s in streams) >= at * len(streams) or any(s.over for s in streams), 60)
     for process in processes:
         process.suspend()
     return processes
@@ -221,7 +222,7 @@ def test_greedy_streams_are_what_they_would_have_been(
         streams = [Stream(fleet, path, body).start() for path, body in asks(fleet.name)]
         kill(break_in_mid_stream(fleet, streams, what))
         found = check(streams, whole)
-        assert eventually(lambda: not both_serve(fleet), 60)  # the gateway has heard of it
+        wait_until(lambda: not both_serve(fleet), 60)  # the gateway has heard of it
         assert failovers(fleet) - before == sum(bool(s.last.get("resumed_at")) for s in streams)
         return found
 
@@ -240,7 +241,7 @@ def test_an_instance_that_freezes(fleet: LiveServer, whole: list[Stream]) -> Non
             return check(streams, whole)
         finally:
             kill(frozen)
-            assert eventually(lambda: not both_serve(fleet), 60)
+            wait_until(lambda: not both_serve(fleet), 60)
 
     assert any(resumed() for _ in range(ATTEMPTS))
 
@@ -268,7 +269,7 @@ def test_the_openai_sdk_sees_one_answer(fleet: LiveServer) -> None:
             usage = chunk.usage.completion_tokens if chunk.usage is not None else usage
         assert text == expected
         assert (finish, len(ids), usage) == ("length", 1, TOKENS)
-        assert eventually(lambda: not both_serve(fleet), 60)
+        wait_until(lambda: not both_serve(fleet), 60)
         return seams is not None
 
     assert any(resumed() for _ in range(ATTEMPTS))
@@ -290,7 +291,7 @@ def test_sampled_streams_go_on_and_those_that_cannot_say_so(fleet: LiveServer) -
         cut = [s for s in stuck if s.finish().fault]
         for stream in cut:
             assert stream.error["code"] == "upstream_died"
-        assert eventually(lambda: not both_serve(fleet), 60)
+        wait_until(lambda: not both_serve(fleet), 60)
         return bool(cut) and any(s.last.get("resumed_at") for s in continued)
 
     assert any(seen() for _ in range(2 * ATTEMPTS))
@@ -306,10 +307,10 @@ def test_a_stream_that_has_crossed_a_swap(fleet: LiveServer, checkpoints: dict[s
         published = fleet.admin.post("/admin/weights", json={"path": str(checkpoints[name]), "activate": False})
         after = published.json()["version"]
         streams = [Stream(fleet, "/generate", body).start() for _ in range(16)]
-        assert eventually(lambda: all(s.events > 3 for s in streams), 60)
+        wait_until(lambda: all(s.events > 3 for s in streams), 60)
         assert fleet.activate(after).status_code == 200
         # Nobody could go on with one whose last token the old weights wrote.
-        assert eventually(lambda: all(b'"weight_version":%d' % after in s.raw or s.over for s in streams), 60)
+        wait_until(lambda: all(b'"weight_version":%d' % after in s.raw or s.over for s in streams), 60)
         kill(whole_instance(fleet, (busy(fleet) or [0])[0]))
         found = [s for s in streams if s.finish().last.get("resumed_at")]
         assert {s.fault for s in streams} == {""}
@@ -318,7 +319,7 @@ def test_a_stream_that_has_crossed_a_swap(fleet: LiveServer, checkpoints: dict[s
             assert (old["version"], new["version"]) == (before, after)
             assert (old["start"], old["end"], new["end"]) == (0, new["start"], TOKENS)
             assert stream.last["prompt_weight_versions"] == [{"version": before, "start": 0, "end": len(PROMPTS[0])}]
-        assert eventually(lambda: not both_serve(fleet), 60)
+        wait_until(lambda: not both_serve(fleet), 60)
         return bool(found)
 
     assert any(resumed("ba"[i % 2]) for i in range(ATTEMPTS))

@@ -18,7 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.live import LiveServer, eventually
+from tests.live import LiveServer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 PROMPT = [9, 8, 7, 6]
@@ -397,7 +398,7 @@ def test_trainer_killed_while_publishing(
         versions = live.admin.get("/admin/weights").json()["versions"]
         return all(v["state"] != "publishing" for v in versions)
 
-    assert eventually(none_publishing, 20)
+    wait_until(none_publishing, 20)
     version = live.push(checkpoints["b"])
     assert live.generate(PROMPT, 4)["choices"][0]["weight_versions"][0]["version"] == version
     assert len(list(live.processes.arena.glob("slot-*"))) <= 8

@@ -17,7 +17,8 @@ import httpx
 import orjson
 import pytest
 
-from tests.live import LiveServer, eventually
+from tests.live import LiveServer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 BODY = {"prompt_token_ids": [3, 4, 5, 6], "max_tokens": 150, "temperature": 0, "ignore_eos": True}
@@ -75,7 +76,7 @@ class Streams:
         with ThreadPoolExecutor(count) as pool:
             clients = [pool.submit(self._client, stop) for _ in range(count)]
             try:
-                assert eventually(lambda: self.answers >= count, 60)
+                wait_until(lambda: self.answers >= count, 60)
                 yield self
             finally:
                 stop.set()
@@ -127,7 +128,7 @@ def test_both_flip_together_under_streams(fleet: Fleet) -> None:
             assert answer.status_code == 200, answer.text
             assert fleet.both_serve(version)
             assert {i["active_epoch"] for i in fleet.live.instances()} == {answer.json()["epoch"]}
-            assert eventually(lambda: version in {v for v, _ in streams.tokens})  # noqa: B023
+            wait_until(lambda: version in {v for v, _ in streams.tokens})  # noqa: B023
     assert streams.wrong(fleet.token_of) == []
     assert streams.broken == []
     assert len({i["fingerprint"] for i in fleet.live.instances()}) == 1
@@ -138,8 +139,8 @@ def test_one_after_the_other_under_streams(fleet: Fleet) -> None:
         version = fleet.publish("say-0")
         answer = fleet.activate(version, mode="rolling")
         assert answer.status_code == 200, answer.text
-        assert eventually(lambda: fleet.both_serve(version))
-        assert eventually(lambda: version in {v for v, _ in streams.tokens})
+        wait_until(lambda: fleet.both_serve(version))
+        wait_until(lambda: version in {v for v, _ in streams.tokens})
     assert streams.wrong(fleet.token_of) == []
     assert streams.broken == []
 
@@ -149,7 +150,7 @@ def test_a_request_waits_for_a_version_and_gets_it(fleet: Fleet) -> None:
     wish = {"min_version": version, "wait_s": 120}
     with ThreadPoolExecutor(1) as pool:
         request = pool.submit(fleet.live.generate, [3, 4, 5], 4, hotswap=wish)
-        assert eventually(lambda: "hotswap_gateway_held 1.0" in fleet.live.client.get("/metrics").text)
+        wait_until(lambda: "hotswap_gateway_held 1.0" in fleet.live.client.get("/metrics").text)
         assert fleet.activate(version).status_code == 200
         (choice,) = request.result(120)["choices"]
     assert choice["weight_versions"] == [{"version": version, "start": 0, "end": 4}]
@@ -210,14 +211,14 @@ def test_a_killed_instance_comes_back_from_shared_memory(fleet: Fleet) -> None:
     with Streams(fleet.live.url).running(2) as streams, ThreadPoolExecutor(1) as pool:
         os.killpg(victim.pid, signal.SIGSTOP)  # so that the swap waits for it
         swap = pool.submit(fleet.activate, refused)
-        assert eventually(lambda: fleet.live.instances()[0]["staged_version"] == refused, 30)
+        wait_until(lambda: fleet.live.instances()[0]["staged_version"] == refused, 30)
         os.killpg(victim.pid, signal.SIGKILL)
         answer = swap.result(60)
         assert (answer.status_code, answer.json()["error"]["code"]) == (409, "swap_aborted")
         assert "instance-1" in answer.json()["error"]["message"]
 
         served = streams.answers
-        assert eventually(lambda: streams.answers > served + 4, 60)  # the other one goes on
+        wait_until(lambda: streams.answers > served + 4, 60)  # the other one goes on
         assert fleet.seen() == [(True, "SERVING", before)]
 
         def back() -> bool:
@@ -225,12 +226,12 @@ def test_a_killed_instance_comes_back_from_shared_memory(fleet: Fleet) -> None:
             assert fleet.untrusted_but_asked() == []
             return fleet.both_serve(before)
 
-        assert eventually(back, 300)
+        wait_until(back, 300)
         assert fleet.live.processes.children["instance-1"].process.pid != victim.pid
         answer = fleet.activate(refused)
         assert answer.status_code == 200, answer.text
         assert fleet.both_serve(refused)
-        assert eventually(lambda: refused in {v for v, _ in streams.tokens})
+        wait_until(lambda: refused in {v for v, _ in streams.tokens})
     assert streams.wrong(fleet.token_of) == []
     assert streams.broken == []  # the other one goes on with its streams
     assert_shared(fleet.live)

@@ -7,8 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.live import LiveServer, eventually
+from tests.live import LiveServer
 from tests.monitoring import Page, faults
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -62,4 +63,4 @@ def test_gateway_and_engine_count_the_same_tokens(live: LiveServer, path: str, b
     with live.client.stream("POST", path, json=body | model) as answer:
         answer.read()
     assert answer.status_code == 200, answer.text
-    assert eventually(agree), (before, ours(), theirs())
+    wait_until(agree, what=lambda: (before, ours(), theirs()))

@@ -13,8 +13,9 @@ import orjson
 import pytest
 
 from loadtest.checkpoints import make_adapter, make_checkpoint
-from tests.live import VLLM_ARGS, LiveServer, eventually
+from tests.live import VLLM_ARGS, LiveServer
 from tests.server.live.test_crossings import samples_keep_their_terms
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(12)] for i in range(3)]
@@ -266,6 +267,6 @@ def test_an_instance_that_was_killed_comes_back_with_its_adapters(lora: LiveServ
         lora.processes.restart_ended()
         return any(i["eligible"] and i["pid"] != former for i in lora.instances())
 
-    assert eventually(back, 150)
+    wait_until(back, 150)
     assert lora.instance()["active_version"] == version
     assert (answers(lora), answers(lora, "x")) == expected

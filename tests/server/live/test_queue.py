@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.live import LiveServer, eventually
+from tests.live import LiveServer
+from tests.waiting import comes_true, wait_until
 
 pytestmark = pytest.mark.engine
 BURST, FRESH = "key-that-sends-in-bursts", "key-that-asks-now-and-then"
@@ -85,11 +86,11 @@ def test_a_burst_of_one_key_starves_neither_another_key_nor_an_urgent_request(se
         with paused(server):
             for _ in range(QUEUED - 3):
                 clients.ask("burst", bearer(BURST, priority=5))
-            assert eventually(lambda: waiting(server) == QUEUED - 6, 60)
+            wait_until(lambda: waiting(server) == QUEUED - 6, 60)
             for _ in range(2):
                 clients.ask("fresh", bearer(FRESH, priority=5))
             clients.ask("urgent", bearer(BURST))
-            assert eventually(lambda: waiting(server) == QUEUED - 3, 60)
+            wait_until(lambda: waiting(server) == QUEUED - 3, 60)
         assert clients.statuses() == {200: QUEUED}
     # Ahead of each: what already was at the engine (3), its turns shared with the burst, and what ran beside it.
     assert clients.order.index("urgent") < 8
@@ -103,7 +104,7 @@ def test_overload_is_refused_and_what_was_admitted_succeeds(server: LiveServer) 
         with paused(server):
             for _ in range(60):
                 clients.ask("x", bearer(BURST), tokens=200)
-            assert eventually(lambda: len(clients.order) == 60 - QUEUED - 3, 60)
+            wait_until(lambda: len(clients.order) == 60 - QUEUED - 3, 60)
         assert clients.statuses() == {200: QUEUED + 3, 429: 60 - QUEUED - 3}
     for answer in (f.result() for f in clients.answers):
         if answer.status_code == 429:
@@ -119,7 +120,7 @@ def test_a_deadline_that_the_line_cannot_meet(server: LiveServer) -> None:
         with paused(server):
             for _ in range(QUEUED):
                 clients.ask("x", bearer(BURST))
-            assert eventually(lambda: waiting(server) == QUEUED - 3, 60)
+            wait_until(lambda: waiting(server) == QUEUED - 3, 60)
             late = httpx.post(
                 server.url + "/generate",
                 json={"prompt": "x", "max_tokens": 1, "stream": False},
@@ -147,10 +148,10 @@ def all_waited(server: LiveServer) -> list[str]:
         clients = Clients(server.direct()[0], pool)
         for _ in range(2):
             clients.ask("long", {"x-hotswap-priority": "-9"}, tokens=1000)
-        assert eventually(lambda: len(clients.order) == 2 or server.engine_metric("vllm:num_requests_running") == 2, 60)
+        wait_until(lambda: len(clients.order) == 2 or server.engine_metric("vllm:num_requests_running") == 2, 60)
         for name, header, own in (("patient", "5", -1000), ("patient", "5", 0), ("later", "0", 900), ("first", "0", 0)):
             clients.ask(name, {"x-hotswap-priority": header}, priority=own)
-        late = not eventually(lambda: len(clients.order) or server.engine_metric("vllm:num_requests_waiting") == 4, 60)
+        late = not comes_true(lambda: len(clients.order) or server.engine_metric("vllm:num_requests_waiting") == 4, 60)
         late = late or bool(clients.order)
         assert clients.statuses() == {200: 6}
     return [] if late else [name for name in clients.order if name != "long"]

@@ -17,7 +17,8 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.live import VLLM_ARGS, LiveServer, eventually
+from tests.live import VLLM_ARGS, LiveServer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -106,7 +107,7 @@ def test_a_sound_version_goes_round(server: LiveServer, checkpoints: dict[str, P
         assert (swap["ok"], swap["mode"], swap["probe"]) == (True, "rolling", "passed")
         assert swap["canary"] in {i["id"] for i in server.instances()}
         version = answer.json()["version"]
-        assert eventually(lambda: version in clients.versions)
+        wait_until(lambda: version in clients.versions)
     assert not clients.failures
     assert clients.tokens <= {100 + i for i in range(4)}
     assert everywhere(server, version)
@@ -127,9 +128,9 @@ def test_bad_weights_stop_at_the_canary(
         problem = answer.json()["error"]
         assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
         assert "prompt words" in problem["reason"], "it says which prompt failed"
-        assert eventually(lambda: everywhere(server, before))
+        wait_until(lambda: everywhere(server, before))
         asked = clients.asked
-        assert eventually(lambda: clients.asked > asked + 10)
+        wait_until(lambda: clients.asked > asked + 10)
     assert not clients.failures
     assert (clients.tokens, clients.versions) == ({101}, {before})
     assert server.active() == before
@@ -156,17 +157,17 @@ def test_nothing_of_a_bad_version_is_left_in_the_cache(
     assert push(server, checkpoints["say-1"]).status_code == 200
     good = server.active()
     with Clients(server.url) as clients:
-        assert eventually(lambda: clients.asked > 20, 60)
+        wait_until(lambda: clients.asked > 20, 60)
         answer = push(server, poisoned(checkpoints["say-3"], tmp_path / bad, POISON[bad]), mode=mode)
         if mode == "together":
             assert answer.status_code == 200, answer.text
-            assert eventually(lambda: answer.json()["version"] in clients.versions or clients.failures, 60)
+            wait_until(lambda: answer.json()["version"] in clients.versions or clients.failures, 60)
             assert server.admin.post("/admin/weights/rollback").status_code == 200
         else:
             assert (answer.status_code, answer.json()["error"]["code"]) == (409, "swap_aborted")
-        assert eventually(lambda: everywhere(server, good), 60)
+        wait_until(lambda: everywhere(server, good), 60)
         asked, failed = clients.asked, len(clients.failures)
-        assert eventually(lambda: clients.asked > asked + AFTERWARDS, 120)
+        wait_until(lambda: clients.asked > asked + AFTERWARDS, 120)
     assert {token for version, token in clients.labelled if version == good} == {101}
     assert len(clients.failures) == failed
 

@@ -14,7 +14,8 @@ import httpx
 import orjson
 import pytest
 
-from tests.live import LiveServer, eventually
+from tests.live import LiveServer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -98,12 +99,12 @@ def test_an_instance_that_is_told_to_stop_ends_its_streams_first(pair: LiveServe
 
     with ThreadPoolExecutor(16) as pool:
         before = [pool.submit(stream, pair.url) for _ in range(8)]
-        assert eventually(lambda: record()["in_flight"] >= 2, 60)
+        wait_until(lambda: record()["in_flight"] >= 2, 60)
         leaving.send_signal(signal.SIGTERM)
-        assert eventually(lambda: record().get("state", "DRAINING") == "DRAINING")
+        wait_until(lambda: record().get("state", "DRAINING") == "DRAINING")
         assert leaving.poll() is None, "it has streams to end"
         after = [pool.submit(stream, pair.url) for _ in range(4)]
-        assert eventually(lambda: not record(), 60), "and then it leaves at once"
+        wait_until(lambda: not record(), 60, what="and then it leaves at once")
         assert [future.result(120) for future in before + after] == [(600, "done")] * 12
     assert leaving.wait(60) == 0
     assert counters(pair, "hotswap_gateway_failovers_total") == []

@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.live import LiveServer, eventually
+from tests.live import LiveServer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 MB = 1 << 20
@@ -46,13 +47,15 @@ def test_an_instance_gives_its_memory_back_and_wakes_with_the_version_active_the
     assert asleep(live) == ["instance-0"]
     assert live.instances() == []
     assert live.tree()[0].pid == pid, "its supervisor would take it for dead"
-    assert eventually(lambda: resident(live) < SMALL), f"{resident(live) / MB:.0f} MB of {before / MB:.0f} are left"
+    wait_until(
+        lambda: resident(live) < SMALL, what=lambda: f"{resident(live) / MB:.0f} MB of {before / MB:.0f} are left"
+    )
     assert live.client.get("/readyz").status_code == 503
 
     version = live.push(checkpoints["say-1"])  # nobody is there to stage it; it is committed all the same
     os.kill(pid, signal.SIGKILL)
-    assert eventually(lambda: restarted(live, pid), 20)
-    assert eventually(lambda: asleep(live) == ["instance-0"], 20), "started anew, it must sleep on"
+    wait_until(lambda: restarted(live, pid), 20)
+    wait_until(lambda: asleep(live) == ["instance-0"], 20, what="started anew, it must sleep on")
     assert resident(live) < SMALL
 
     assert order(live, "wake") == "serving"

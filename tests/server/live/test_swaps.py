@@ -14,7 +14,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests import stock
-from tests.live import LiveServer, eventually
+from tests.live import LiveServer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -206,4 +207,4 @@ def test_client_that_leaves_frees_its_request(live: LiveServer, stream: bool) ->
                 next(answer.iter_bytes())
         except httpx.ReadTimeout:
             assert not stream
-    assert eventually(lambda: live.engine_metric("vllm:num_requests_running") == 0, 5)
+    wait_until(lambda: live.engine_metric("vllm:num_requests_running") == 0, 5)

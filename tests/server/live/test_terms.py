@@ -16,6 +16,7 @@ import orjson
 import pytest
 
 from tests.live import LiveServer
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.engine
 PROMPT = [7, 8, 9]
@@ -121,8 +122,8 @@ async def test_every_client_gets_its_terms_while_the_weights_change_all_the_time
                 # All it saw before the end is of one version; nothing at all if it was not let in.
                 assert len(set(tokens)) <= 1 if code == "weights_changed" else not tokens
                 continue
-            while choice["weight_versions"][-1]["version"] not in swaps.says:  # noqa: ASYNC110 - until its push answers
-                await asyncio.sleep(0.01)
+            last = choice["weight_versions"][-1]["version"]
+            await eventually(lambda last=last: last in swaps.says, 60)  # its push answers
             assert len(tokens) == length
             mixed[terms] += check(terms, asked, tokens, choice, swaps) > 1
             whole[terms] += 1

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.live import VLLM_ARGS, LiveServer, eventually
+from tests.live import VLLM_ARGS, LiveServer
 from tests.server.gateway.observe.otlp_collector import Collector, Seen, collecting
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -49,7 +50,7 @@ def test_the_engines_span_is_the_gateways_child(traced: LiveServer, collector: C
     with traced.client.stream("POST", route, json={"model": traced.name} | BODIES[route], headers=ids) as answer:
         answer.read()
     assert answer.status_code == 200, answer.text
-    assert eventually(lambda: engine_spans(collector) != [] and gateway_spans(collector, route) != [], 30)
+    wait_until(lambda: engine_spans(collector) != [] and gateway_spans(collector, route) != [], 30)
     (engine,), (gateway,) = engine_spans(collector), gateway_spans(collector, route)
     assert (gateway.trace_id, gateway.parent_id) == (TRACE, CLIENT)
     assert (engine.trace_id, engine.parent_id) == (TRACE, gateway.span_id)
@@ -69,15 +70,13 @@ def test_what_is_not_sampled_is_not_sampled_anywhere(traced: LiveServer, collect
         ids = {"traceparent": f"00-{TRACE}-{CLIENT}-{flags}"}
         answer = traced.client.post("/generate", json=BODIES["/generate"] | {"stream": False}, headers=ids)
         assert answer.status_code == 200
-    assert eventually(lambda: engine_spans(collector) != [] and gateway_spans(collector, "/generate") != [], 30)
+    wait_until(lambda: engine_spans(collector) != [] and gateway_spans(collector, "/generate") != [], 30)
     assert (len(engine_spans(collector)), len(gateway_spans(collector, "/generate"))) == (1, 1)
 
 
 def test_a_swap_is_a_trace(traced: LiveServer, collector: Collector, checkpoints: dict[str, Path]) -> None:
     version = traced.push(checkpoints["b"])
-    assert eventually(
-        lambda: any(s.attributes["hotswap.weight_version"] == version for s in collector.named("swap")), 30
-    )
+    wait_until(lambda: any(s.attributes["hotswap.weight_version"] == version for s in collector.named("swap")), 30)
     swap = next(s for s in collector.named("swap") if s.attributes["hotswap.weight_version"] == version)
     assert swap.attributes["hotswap.swap.outcome"] == "done"
     children = {s.name: s for s in collector.spans if s.parent_id == swap.span_id}

@@ -14,7 +14,8 @@ import orjson
 import pytest
 from safetensors.torch import load_file, save
 
-from tests.live import LiveServer, eventually
+from tests.live import LiveServer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -84,20 +85,20 @@ def test_vllms_own_client_drives_the_four_phases(live: LiveServer, checkpoints: 
     key = live.processes.admin_key
     client = HTTPVLLMWeightSyncClient(live.processes.admin_url.replace("http://", f"http://:{key}@"))
     with streaming(live) as stream:
-        assert eventually(lambda: stream.saw(100))
+        wait_until(lambda: stream.saw(100))
         client.init_weight_transfer_engine({})
         client.start_weight_update()
         client.update_weights({"checkpoint_path": str(checkpoints["say-1"])})
         client.finish_weight_update("12")
         assert live.generate([5], 2)["choices"][0]["token_ids"] == [101, 101], "finish answers when it serves"
-        assert eventually(lambda: stream.saw(101))
+        wait_until(lambda: stream.saw(101))
 
         client.start_weight_update()
         for part in buckets(checkpoints["say-2"], 3):
             client.update_weights([{"safetensors": part}])
         client.finish_weight_update(None)
         assert live.generate([5], 2)["choices"][0]["token_ids"] == [102, 102]
-        assert eventually(lambda: stream.saw(102))
+        wait_until(lambda: stream.saw(102))
         client.shutdown_weight_transfer_engine()
 
 
@@ -113,34 +114,34 @@ def test_sglangs_payloads(live: LiveServer, checkpoints: dict[str, Path]) -> Non
 
     live.push(checkpoints["say-0"])
     with streaming(live) as stream:
-        assert eventually(lambda: stream.saw(100))
+        wait_until(lambda: stream.saw(100))
         body = {"model_path": str(checkpoints["say-3"]), "flush_cache": True, "weight_version": "3"}
         assert ask("/update_weights_from_disk", body)["success"] is True
         assert live.generate([5], 2)["choices"][0]["token_ids"] == [103, 103]
-        assert eventually(lambda: stream.saw(103))
+        wait_until(lambda: stream.saw(103))
         for bucket in buckets(checkpoints["say-1"], 2):
             payload = {"serialized_named_tensors": [bucket], "load_format": "safetensors", "flush_cache": False}
             answer = ask("/update_weights_from_tensor", {**payload, "weight_version": "4"})
         assert answer["weight_version"] == str(live.active())
         assert live.generate([5], 2)["choices"][0]["token_ids"] == [101, 101]
-        assert eventually(lambda: stream.saw(101))
+        wait_until(lambda: stream.saw(101))
 
 
 def test_a_pause_freezes_a_stream_and_a_lost_trainer_does_not(live: LiveServer, checkpoints: dict[str, Path]) -> None:
     live.push(checkpoints["say-0"])
     with streaming(live) as stream:
-        assert eventually(lambda: stream.saw(100))
+        wait_until(lambda: stream.saw(100))
         assert live.admin.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
         assert live.admin.get("/is_paused").json() == {"is_paused": True}
-        assert eventually(lambda: frozen(stream), 20)
+        wait_until(lambda: frozen(stream), 20)
         assert live.admin.post("/continue_generation", json={}).status_code == 200
         seen = len(stream.seen)
-        assert eventually(lambda: len(stream.seen) > seen + 20)
+        wait_until(lambda: len(stream.seen) > seen + 20)
 
         assert live.admin.post("/pause?ttl_s=3").status_code == 200  # and nobody resumes
-        assert eventually(lambda: frozen(stream), 20)
+        wait_until(lambda: frozen(stream), 20)
         seen = len(stream.seen)
-        assert eventually(lambda: len(stream.seen) > seen + 20, 30), "the pause ended with its lease"
+        wait_until(lambda: len(stream.seen) > seen + 20, 30, what="the pause ended with its lease")
         assert live.admin.get("/is_paused").json() == {"is_paused": False}
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 
 from tests.trainer.data.conftest import Open
 from tests.trainer.data.writing import as_samples, jsonl, parquet, problems, shard
+from tests.waiting import wait_until
 from trainer.config import JsonlData
 from trainer.data import cache as cache_module
 from trainer.data.cache import FileDataset
@@ -140,10 +140,7 @@ def test_what_a_killed_run_left_behind_is_cleared(
         jsonl(tmp_path / f"{number}.jsonl", problems(10_000))
     path = tmp_path / "*.jsonl"
     running = start(OPEN, path, tiny_model, 2)
-    deadline = time.monotonic() + 60
-    while not list(cache.glob(".making-*/*.records")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: list(cache.glob(".making-*/*.records")), 60, process=running)
     workers = psutil.Process(running.pid).children()
     assert len(workers) == 2
     running.send_signal(signal.SIGKILL)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +30,6 @@ def events(path: str | Path, name: str) -> list[dict[str, Any]]:
 def curve(path: str | Path, *keys: str) -> dict[int, list[float]]:
     """The last word about each step: loss, gradient norm and what else is asked for."""
     return {e["step"]: [e[key] for key in ("loss", "grad_norm", *keys)] for e in events(path, "step")}
-
-
-def wait_until(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline, f"waited in vain until {what}"
-        time.sleep(0.01)
 
 
 def is_gone(pid: int) -> bool:

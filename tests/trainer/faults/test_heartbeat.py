@@ -15,7 +15,6 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from tests.trainer.faults.runs import wait_until
 from tests.trainer.ranks import Ranks as Cases
 from trainer.faults.heartbeat import DONE, Beat, Watched, hang, silence, watched_by
 
@@ -159,12 +158,6 @@ def test_sigterm(tmp_path: Path) -> None:
     assert sigterm(tmp_path, 100, "deaf", HOTSWAP_RUN_DIR=str(tmp_path))[0] == 143
     (tmp_path / "leave").touch()
     assert sigterm(tmp_path, 100, "listens", HOTSWAP_RUN_DIR=str(tmp_path))[0] == 7
-
-
-def test_wait_until_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.trainer.faults.runs.PATIENCE_S", 0.01)
-    with pytest.raises(AssertionError, match="until something happens"):
-        wait_until(lambda: False, "something happens")
 
 
 def beat(rank: int = 1, number: int = 1, phase: str = "train", step: int = 7, still_s: float = 0.0) -> Beat:

@@ -7,15 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.trainer.faults.runs import arguments, curve, events
-from tests.trainer.faults.runs import wait_until as wait_for
+from tests.trainer.faults.runs import PATIENCE_S, arguments, curve, events
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.broad]
 
@@ -23,12 +22,6 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.broad]
 def start(config: dict[str, Any], root: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "trainer.main", *arguments(config, root)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-
-
-def wait_until(run: subprocess.Popen[str], true: Callable[[], bool], what: str) -> None:
-    """`run` must not end meanwhile."""
-    wait_for(lambda: true() or run.poll() is not None, what)
-    assert true(), run.communicate()[1]
 
 
 def rank_process(launcher: int, rank: int) -> psutil.Process:
@@ -46,14 +39,14 @@ def test_faults_of_ranks(config: dict[str, Any], tmp_path: Path) -> None:
     path = config["metrics"]
     run = start(config, tmp_path)
 
-    wait_until(run, lambda: len(curve(path)) > 50 and bool(events(path, "checkpoint")), "there is a checkpoint")
+    wait_until(lambda: len(curve(path)) > 50 and events(path, "checkpoint"), PATIENCE_S, process=run)
     listening = {c.laddr.ip for p in (psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True))
                  for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}  # fmt: skip
     assert listening
     assert all(ipaddress.ip_address(ip).is_loopback for ip in listening), listening
     stopped = rank_process(run.pid, 1)
     stopped.suspend()
-    wait_until(run, lambda: len(events(path, "start")) == 2, "the ranks are started again")
+    wait_until(lambda: len(events(path, "start")) == 2, PATIENCE_S, "the ranks started again", run)
     assert not stopped.is_running()
     (restart,) = events(path, "restart")
     assert restart["attempt"] == 1
@@ -62,7 +55,7 @@ def test_faults_of_ranks(config: dict[str, Any], tmp_path: Path) -> None:
 
     second = events(path, "start")[1]["step"]
     assert second >= 20
-    wait_until(run, lambda: max(curve(path)) > second + 50, "the second attempt gets on")
+    wait_until(lambda: max(curve(path)) > second + 50, PATIENCE_S, process=run)
     run.send_signal(signal.SIGTERM)
     assert run.wait(60) == 128 + signal.SIGTERM
     assert run.stderr is not None
@@ -87,7 +80,7 @@ def test_a_killed_rank_is_named_and_a_mistake_is_not_repeated(config: dict[str, 
     """Without restarts left the run ends with 1. One that the user must correct is not started a second time."""
     config |= {"parallel": {"data": 2}, "steps": 100_000}
     run = start(config, tmp_path)
-    wait_until(run, lambda: len(curve(config["metrics"])) > 5, "the run gets on")
+    wait_until(lambda: len(curve(config["metrics"])) > 5, PATIENCE_S, process=run)
     killed = rank_process(run.pid, 1)
     os.kill(killed.pid, signal.SIGKILL)
     assert run.wait(60) == 1

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.faults.runs import arguments, curve, events, wait_until
+from tests.trainer.faults.runs import PATIENCE_S, arguments, curve, events
 from tests.trainer.fleet import fleet, never_behind
 from tests.trainer.generate_server import Unmoved
 from tests.trainer.zygote import Zygote
+from tests.waiting import wait_until
 
 
 def uninterrupted(zygote: Zygote, config: dict[str, Any], root: Path) -> Path:
@@ -29,7 +30,7 @@ def killed_and_resumed(zygote: Zygote, config: dict[str, Any], root: Path, kill_
     the two started from."""
     run = zygote.start(arguments(config, root), root / "said", RUN="killed")
     path = config["metrics"]
-    wait_until(lambda: len(curve(path)) >= kill_after and bool(events(path, "checkpoint")), f"step {kill_after}")
+    wait_until(lambda: len(curve(path)) >= kill_after and bool(events(path, "checkpoint")), PATIENCE_S)
     os.kill(run, signal.SIGKILL)
     assert zygote.wait(run) == -signal.SIGKILL
     run = zygote.start(arguments(config, root), root / "said", RUN="resumed")

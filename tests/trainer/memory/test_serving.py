@@ -12,7 +12,8 @@ import pytest
 
 from server.gateway import UpstreamSettings
 from server.sleeping import SleeperRecord, SleepOrder, ordered, orders, stay_asleep
-from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, running_gateway, wait_for
+from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, running_gateway
+from tests.waiting import wait_until
 from trainer.config import ServingMemory
 from trainer.errors import ConfigError, MemoryPlanError, SleepTimeout
 from trainer.memory.serving import Fleet, ServingEngine
@@ -123,7 +124,7 @@ def test_one_that_does_not_obey_is_named_and_nobody_stays_asleep(gateway: Runnin
     with pytest.raises(SleepTimeout, match=r"deaf did not fall asleep within 0\.5 s.*memory\.serving\.timeout_s"):
         engine.destroy()
     assert engine.state == "instantiated"
-    wait_for(lambda: {i.record.id for i in gateway.gateway.fleet.serving} == {"good", "deaf"})
+    wait_until(lambda: {i.record.id for i in gateway.gateway.fleet.serving} == {"good", "deaf"})
 
 
 def test_orders_end_with_the_trainer_that_renews_them(gateway: RunningGateway, start: Starter) -> None:
@@ -136,10 +137,10 @@ def test_orders_end_with_the_trainer_that_renews_them(gateway: RunningGateway, s
         found = gateway.store.get(orders(KEYS) + "a")
         return SleepOrder.from_json(found.value).since if found is not None else 0.0
 
-    wait_for(lambda: since() > first.since)
+    wait_until(lambda: since() > first.since)
     assert len(instance.slept) == 1, "a renewal must not wake it"
     fleet._end_renewing()  # as if the trainer had been killed
-    wait_for(lambda: {i.record.id for i in gateway.gateway.fleet.serving} == {"a"})
+    wait_until(lambda: {i.record.id for i in gateway.gateway.fleet.serving} == {"a"})
 
 
 def test_orders_are_renewed_while_requests_end(gateway: RunningGateway, start: Starter) -> None:
@@ -156,7 +157,7 @@ def test_closing_wakes_who_sleeps(gateway: RunningGateway, start: Starter) -> No
     fleet = Fleet(config(gateway))
     fleet.sleep()
     fleet.close()
-    wait_for(lambda: {i.record.id for i in gateway.gateway.fleet.serving} == {"a"})
+    wait_until(lambda: {i.record.id for i in gateway.gateway.fleet.serving} == {"a"})
 
 
 def test_what_cannot_be_asked_is_said(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import wait_until
 
 BLOCK, FILE_HEADER, PIECE_HEADER = 32768, 7, 7
 FULL, LAST = 1, 4
@@ -23,13 +24,12 @@ def records(path: Path) -> Iterator[Any]:
 
 def written(path: Path, timeout_s: float = 60.0) -> list[Any]:
     """All records of a run that has ended: another process may still write them when the run's own has done with it."""
-    deadline = time.monotonic() + timeout_s
-    while True:
+
+    def whole() -> list[Any]:
         found = list(records(path))
-        if any(record.WhichOneof("record_type") == "exit" for record in found):
-            return found
-        assert time.monotonic() < deadline, "the run has no end"
-        time.sleep(0.02)
+        return found if any(record.WhichOneof("record_type") == "exit" for record in found) else []
+
+    return wait_until(whole, timeout_s, "the run's end")
 
 
 def _messages(content: bytes) -> Iterator[bytes]:

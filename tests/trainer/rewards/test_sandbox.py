@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.trainer.faults.runs import is_gone, wait_until
+from tests.trainer.faults.runs import is_gone
+from tests.waiting import wait_until
 from trainer.config import CodeReward
 from trainer.errors import RewardError, SandboxUnavailable
 from trainer.rewards import RewardRequest, Score, Scorer, build_scorer
@@ -129,10 +130,10 @@ asyncio.run(Sandbox(limits).run("", [{"setup": "import time; time.sleep(600)", "
         started.update(child.pid for child in psutil.Process(asking.pid).children(recursive=True))
         return len(started) >= 3  # bubblewrap, the runner, the program
 
-    wait_until(is_running, "the program runs")
+    wait_until(is_running)
     asking.kill()
     asking.wait()
-    wait_until(lambda: all(map(is_gone, started)), "all of it is gone")
+    wait_until(lambda: all(map(is_gone, started)))
 
 
 def test_the_last_fenced_block_is_the_program(scorer: Scorer) -> None:
@@ -404,9 +405,12 @@ def test_nothing_is_left_behind(scorer: Scorer) -> None:
     before = {p.pid for p in psutil.process_iter()}
     judge(scorer, ESCAPES["daemons"])
     judge(scorer, ESCAPES["fork bomb"])
-    time.sleep(0.3)
-    left = [p for p in psutil.process_iter(["name", "cmdline"]) if p.pid not in before]
-    assert not [p for p in left if "runner.py" in " ".join(p.info["cmdline"] or [])]
+
+    def nothing() -> bool:
+        left = [p for p in psutil.process_iter(["name", "cmdline"]) if p.pid not in before]
+        return not [p for p in left if "runner.py" in " ".join(p.info["cmdline"] or [])]
+
+    wait_until(nothing, 5)
 
 
 def test_without_bubblewrap_it_is_refused_unless_the_user_opts_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.trainer.faults.runs import is_gone, wait_until
+from tests.trainer.faults.runs import is_gone
+from tests.waiting import eventually, wait_until
 from trainer.config import CallableReward, ExactMatchReward, FormatReward, RegexReward, RewardConfig
 from trainer.errors import ConfigError, RewardError, RewardWorkerDied
 from trainer.rewards import Reward, RewardRequest, Score, Scorer, build_scorer
@@ -126,7 +127,7 @@ def test_a_reward_that_fails_gives_its_configured_value_and_the_next_is_served(t
         assert "took over 1 s" in reasons[2]
         assert "status 3" in reasons[3]
         assert "took over 1 s" in reasons[4]
-        wait_until(lambda: is_gone(int(left.read_text())), "what the worker left is killed")
+        wait_until(lambda: is_gone(int(left.read_text())))
         assert scorer.stats()["reward_failures/callable"] == 5
         ask(scorer, bad[-1])
         assert [s.total for s in ask(scorer, *["fine"] * 8)] == [1.0] * 8
@@ -184,11 +185,14 @@ def test_who_gives_up_waiting_leaves_the_next_one_a_worker_that_is_free() -> Non
     scorer = build_scorer([config])
     try:
         assert "within 1 s" in ask(scorer, "hang")[0].failures["callable"]
+
         # One second later the worker is killed; a sample that was sent there meanwhile would be taken for the culprit.
-        deadline = time.monotonic() + 60
-        while why := ask(scorer, "fine")[0].failures.get("callable", ""):
+        def is_fine() -> bool:
+            why = ask(scorer, "fine")[0].failures.get("callable", "")
             assert "took over" not in why
-            assert time.monotonic() < deadline
+            return not why
+
+        wait_until(is_fine, 60)
     finally:
         scorer.close()
 
@@ -245,12 +249,13 @@ async def test_without_workers_a_reward_fails_at_once_and_says_why(monkeypatch: 
             await pool.ask(request | {"answer": "die"})
         with pytest.raises(RewardWorkerDied, match="no more processes"):
             await asyncio.wait_for(pool.ask(request), 60)
-    async with asyncio.timeout(60):  # it is tried again and again
-        while True:
-            with contextlib.suppress(RewardWorkerDied):
-                assert await pool.ask(request) == 1.0
-                break
-            await asyncio.sleep(0.1)
+
+    async def answers() -> bool:
+        with contextlib.suppress(RewardWorkerDied):
+            return await pool.ask(request) == 1.0
+        return False
+
+    await eventually(answers, 60)  # it is tried again and again
     await pool.close()
     with pytest.raises(RewardWorkerDied, match="closed"):
         await pool.ask(request)

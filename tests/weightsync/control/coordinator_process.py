@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Mapping
 
+from tests.waiting import eventually
 from tests.weightsync.fleet import KEYS, MODEL
 from weightsync import Coordinator, open_store
 from weightsync.control.records import SwapRecord
@@ -45,8 +46,7 @@ async def main(url: str, ttl_s: float, phase: str | None) -> None:
     store.txn = txn  # type: ignore[method-assign]
     coordinator = Coordinator(store, MODEL, leader_ttl_s=ttl_s)
     coordinator.start()
-    while not coordinator.leads:  # noqa: ASYNC110 - asked for by a test, not by the coordinator
-        await asyncio.sleep(0.01)
+    await eventually(lambda: coordinator.leads, 60)
     say("leads")
     await asyncio.Event().wait()
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet, until
+from tests.waiting import eventually, stays
+from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet
 from tests.weightsync.tensors import model
 from weightsync import Publisher, StageResult
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
@@ -35,10 +36,7 @@ async def record(fleet: Fleet, name: str) -> InstanceRecord | None:
 
 async def registered(fleet: Fleet, name: str) -> InstanceRecord:
     """Its record, as soon as there is one."""
-    async with asyncio.timeout(10):
-        while (found := await record(fleet, name)) is None:  # noqa: ASYNC110 - asks a store, not a task of ours
-            await asyncio.sleep(0.02)
-    return found
+    return await eventually(lambda: record(fleet, name))
 
 
 async def test_it_serves_at_once_when_nothing_was_committed(fleet: Fleet) -> None:
@@ -51,7 +49,7 @@ async def test_it_serves_at_once_when_nothing_was_committed(fleet: Fleet) -> Non
 async def test_it_catches_up_before_it_serves(fleet: Fleet, publisher: Publisher) -> None:
     await fleet.coordinator().activate(await publish(publisher))
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()), wait=False)
-    await until(lambda: engine.calls == [("stage", 1)])
+    await eventually(lambda: engine.calls == [("stage", 1)])
     assert fleet.participants["a"].record.state == "STARTING"
     assert engine.hang is not None
     engine.hang.set()
@@ -65,7 +63,7 @@ async def test_it_catches_up_before_it_serves(fleet: Fleet, publisher: Publisher
 async def test_what_it_loaded_at_start_is_not_loaded_again(fleet: Fleet, publisher: Publisher) -> None:
     await fleet.coordinator().activate(await publish(publisher))
     engine = await fleet.instance("a", Engine(running=1))
-    await until(lambda: fleet.participants["a"].record.active_epoch == 1)
+    await eventually(lambda: fleet.participants["a"].record.active_epoch == 1)
     assert engine.calls == []
 
 
@@ -79,7 +77,7 @@ async def test_one_that_cannot_catch_up_stays_out_and_tries_again(
         raise DigestMismatch("w", "aa", "bb")
 
     engine = await fleet.instance("a", Engine(on_stage=refuse), wait=False)
-    await until(lambda: len(engine.calls) >= 3)
+    await eventually(lambda: len(engine.calls) >= 3)
     found = await record(fleet, "a")
     assert found is not None
     assert (found.state, found.error.code if found.error else None) == ("STARTING", "digest_mismatch")
@@ -112,14 +110,13 @@ async def test_it_serves_on_without_the_store_and_takes_part_when_it_is_back(
     engine = await fleet.instance("a", ttl_s=0.3)
     await coordinator.activate(await publish(publisher))
     os.rename(tmp_path / "store.db", tmp_path / "away.db")
-    await asyncio.sleep(0.5)  # longer than its lease
-    assert engine.running == 1
-    assert fleet.participants["a"].record.state == "SERVING"
+    participant = fleet.participants["a"]
+    await stays(lambda: engine.running == 1 and participant.record.state == "SERVING", 0.5)  # longer than its lease
     os.rename(tmp_path / "away.db", tmp_path / "store.db")
     version = await publish(publisher)
     await registered(fleet, "a")
     assert (await coordinator.activate(version)).ok
-    await until(lambda: engine.running == version)
+    await eventually(lambda: engine.running == version)
 
 
 async def test_a_swap_it_missed_is_followed_when_the_store_is_back(
@@ -136,7 +133,7 @@ async def test_a_swap_it_missed_is_followed_when_the_store_is_back(
     assert (await coordinator.activate(await publish(publisher))).instances == {}
     assert engine.running is None
     participant.start()
-    await until(lambda: engine.running == 1)
+    await eventually(lambda: engine.running == 1)
 
 
 async def test_an_interrupted_staging_is_begun_again(fleet: Fleet, publisher: Publisher) -> None:
@@ -145,7 +142,7 @@ async def test_an_interrupted_staging_is_begun_again(fleet: Fleet, publisher: Pu
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
     swap = asyncio.create_task(coordinator.activate(await publish(publisher)))
     participant = fleet.participants["a"]
-    await until(lambda: engine.calls == [("stage", 1)])
+    await eventually(lambda: engine.calls == [("stage", 1)])
     assert participant._task is not None
     participant._task.cancel()
     assert engine.hang is not None
@@ -160,8 +157,8 @@ async def test_an_abort_ends_a_staging_under_way(fleet: Fleet, publisher: Publis
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
     report = await coordinator.activate(await publish(publisher), deadline_s=0.2)
     assert "not staged within" in (report.reason or "")
-    await until(lambda: fleet.participants["a"].record.state == "SERVING")
-    await until(lambda: engine.calls == [("stage", 1), ("cancelled", 1), ("drop", 1)])
+    await eventually(lambda: fleet.participants["a"].record.state == "SERVING")
+    await eventually(lambda: engine.calls == [("stage", 1), ("cancelled", 1), ("drop", 1)])
     engine.hang = None
     assert (await coordinator.activate(await publish(publisher))).ok
     assert engine.running == 2
@@ -172,13 +169,13 @@ async def test_a_staging_begins_when_the_one_before_it_has_stopped(fleet: Fleet,
     store = fleet.store()
     for version in (await publish(publisher), await publish(publisher)):
         await store.put(KEYS.swap, opened(version).to_json())
-        await until(lambda v=version: fleet.participants["a"].record.swap_id == f"s{v}")  # type: ignore[misc]
+        await eventually(lambda v=version: fleet.participants["a"].record.swap_id == f"s{v}")  # type: ignore[misc]
     assert engine.calls == [("stage", 1)], "it builds still"
     assert engine.stopping is not None
     assert engine.hang is not None
     engine.hang.set()
     engine.stopping.set()
-    await until(lambda: fleet.participants["a"].record.staged_version == 2)
+    await eventually(lambda: fleet.participants["a"].record.staged_version == 2)
     assert engine.calls == [("stage", 1), ("cancelled", 1), ("drop", 1), ("stage", 2)]
 
 
@@ -211,8 +208,8 @@ async def test_a_staging_that_ends_in_spite_of_all_is_not_taken_for_the_next_one
     monkeypatch.setattr(participant, "_publish", ends_meanwhile)
     for version in (await publish(publisher), await publish(publisher)):
         await store.put(KEYS.swap, opened(version).to_json())
-        await until(lambda v=version: participant.record.swap_id == f"s{v}" and engine.calls)  # type: ignore[misc]
-    await until(lambda: participant.record.staged_version == 2)
+        await eventually(lambda v=version: participant.record.swap_id == f"s{v}" and engine.calls)  # type: ignore[misc]
+    await eventually(lambda: participant.record.staged_version == 2)
     assert engine.calls == [("stage", 1), ("drop", 1), ("stage", 2)]
     assert participant.record.staged_fingerprint != "of version 1"
 
@@ -221,14 +218,14 @@ async def test_a_lease_that_is_lost_while_staging_is_replaced_at_once(fleet: Fle
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
     participant, store = fleet.participants["a"], fleet.store()
     await store.put(KEYS.swap, opened(await publish(publisher)).to_json())
-    await until(lambda: engine.calls)
+    await eventually(lambda: engine.calls)
     assert participant._lease is not None
     await store.revoke(participant._lease.id)
     participant._lease.lost.set()
     assert (await registered(fleet, "a")).state == "STAGING"
     assert engine.hang is not None
     engine.hang.set()
-    await until(lambda: participant.record.state == "STAGED")
+    await eventually(lambda: participant.record.state == "STAGED")
     assert engine.calls == [("stage", 1)]
 
 
@@ -237,19 +234,19 @@ async def test_a_commit_of_what_is_being_staged_does_not_begin_it_again(fleet: F
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
     store, swap = fleet.store(), opened(await publish(publisher))
     await store.put(KEYS.swap, swap.to_json())
-    await until(lambda: engine.calls)
+    await eventually(lambda: engine.calls)
     await store.put(KEYS.active, ActiveRecord(swap.target, 1, None, swap.id, 0.0).to_json())
     await store.put(KEYS.swap, replace(swap, phase="done").to_json())
     assert engine.hang is not None
     engine.hang.set()
-    await until(lambda: engine.running == 1)
+    await eventually(lambda: engine.running == 1)
     assert engine.calls == [("stage", 1), ("commit", 1)]
 
 
 async def test_leaving_ends_a_staging(fleet: Fleet, publisher: Publisher) -> None:
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
     await fleet.store().put(KEYS.swap, opened(await publish(publisher)).to_json())
-    await until(lambda: engine.calls)
+    await eventually(lambda: engine.calls)
     await fleet.participants["a"].stop()
     assert engine.calls == [("stage", 1), ("cancelled", 1)]
 
@@ -279,7 +276,7 @@ async def test_one_that_is_told_to_drain_while_it_stages_stays_drained(fleet: Fl
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
     await fleet.instance("b")
     swap = asyncio.create_task(coordinator.activate(await publish(publisher)))
-    await until(lambda: engine.calls)
+    await eventually(lambda: engine.calls)
     await fleet.participants["a"].drain()
     assert engine.hang is not None
     engine.hang.set()
@@ -306,7 +303,7 @@ async def test_a_torn_instance_does_nothing_more(fleet: Fleet, publisher: Publis
 
     engine = await fleet.instance("a", Engine(on_commit=fail))
     await coordinator.activate(await publish(publisher))
-    await until(lambda: fleet.participants["a"].record.state == "TORN")
+    await eventually(lambda: fleet.participants["a"].record.state == "TORN")
     await coordinator.activate(await publish(publisher))
     assert engine.calls == [("stage", 1), ("commit", 1)]
     found = await record(fleet, "a")

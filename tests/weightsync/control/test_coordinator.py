@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet, until
+from tests.waiting import eventually, stays
+from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet
 from tests.weightsync.tensors import model
 from weightsync import CommitResult, Publisher, SwapReport
 from weightsync.control import activation
@@ -58,9 +59,9 @@ async def test_a_publisher_waits_for_its_own_swap(fleet: Fleet, publisher: Publi
         found = await asyncio.to_thread(publisher.active)
         assert found is not None
         assert found.version == version
-    await until(lambda: engine.running == version)
+    await eventually(lambda: engine.running == version)
     assert await asyncio.to_thread(publisher.rollback, timeout_s=10) == version - 1
-    await until(lambda: engine.running == version - 1)
+    await eventually(lambda: engine.running == version - 1)
 
 
 async def test_a_publisher_waits_through_an_outage_of_the_store(
@@ -69,14 +70,14 @@ async def test_a_publisher_waits_through_an_outage_of_the_store(
     fleet.coordinator()
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
     publishing = asyncio.create_task(asyncio.to_thread(publisher.publish, model(), timeout_s=20))
-    await until(lambda: engine.calls)
+    await eventually(lambda: engine.calls)
     os.rename(tmp_path / "store.db", tmp_path / "away.db")
-    await asyncio.sleep(0.3)
+    await stays(lambda: not publishing.done(), 0.3)
     os.rename(tmp_path / "away.db", tmp_path / "store.db")
     assert engine.hang is not None
     engine.hang.set()
     assert await publishing == 1
-    await until(lambda: engine.running == 1)
+    await eventually(lambda: engine.running == 1)
 
 
 async def test_rollback_needs_no_new_bytes_and_loses_no_epoch(fleet: Fleet, publisher: Publisher) -> None:
@@ -109,7 +110,7 @@ async def test_one_refusal_aborts_for_all_and_names_the_tensor(fleet: Fleet, pub
     assert "instance b" in (report.reason or "")
     assert "digest aa" not in (report.reason or "")
     assert [good.running, bad.running] == [1, 1]
-    await until(lambda: ("drop", 2) in good.calls and fleet.participants["a"].record.state == "SERVING")
+    await eventually(lambda: ("drop", 2) in good.calls and fleet.participants["a"].record.state == "SERVING")
     assert fleet.participants["b"].record.error is not None
     bad.on_stage = None
     assert (await coordinator.activate(2)).ok
@@ -144,7 +145,7 @@ async def test_one_that_dies_while_staging_aborts_when_its_lease_ends(fleet: Fle
     good = await fleet.instance("a")
     await fleet.instance("b", Engine(hang=asyncio.Event()), ttl_s=1.0)
     swap = asyncio.create_task(coordinator.activate(await publish(publisher)))
-    await until(lambda: fleet.participants["b"].record.state == "STAGING")
+    await eventually(lambda: fleet.participants["b"].record.state == "STAGING")
     kill(fleet, "b")
     report = await swap
     assert (report.ok, report.reason) == (False, "instance b is gone")
@@ -174,11 +175,11 @@ async def test_a_new_coordinator_finishes_what_it_finds_prepared(fleet: Fleet, p
     first = fleet.coordinator()
     engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
     swap = asyncio.create_task(first.activate(await publish(publisher)))
-    await until(lambda: fleet.participants["a"].record.state == "STAGING")
+    await eventually(lambda: fleet.participants["a"].record.state == "STAGING")
     await first.stop()
     assert engine.hang is not None
     engine.hang.set()
-    await until(lambda: fleet.participants["a"].record.state == "STAGED")
+    await eventually(lambda: fleet.participants["a"].record.state == "STAGED")
     assert engine.running is None
     fleet.coordinator()
     assert (await swap).ok
@@ -231,7 +232,7 @@ async def test_of_many_wishes_the_newest_wins_and_every_one_is_answered(fleet: F
     assert found is not None
     assert all(r.ok or "superseded" in (r.reason or "") for r in reports)
     assert [r.version for r in reports if r.ok and r.epoch == found.epoch] == [found.version]
-    await until(lambda: engine.running == found.version)
+    await eventually(lambda: engine.running == found.version)
 
 
 async def test_old_versions_are_retired_and_needed_ones_are_not(fleet: Fleet, publisher: Publisher) -> None:
@@ -299,13 +300,9 @@ async def test_whoever_waits_for_a_version_waits_until_the_fleet_has_flipped(
     swap = asyncio.create_task(coordinator.activate(version))
     keys, store = KEYS, fleet.store()
     early = asyncio.create_task(activation.become_active(store, keys, version, 20))
-    async with asyncio.timeout(10):
-        while await active(fleet) is None:  # noqa: ASYNC110 - asks a store, not a task of ours
-            await asyncio.sleep(0.01)
+    await eventually(lambda: active(fleet))
     late = asyncio.create_task(activation.become_active(store, keys, version, 20))
-    await asyncio.sleep(0.1)
-    assert not early.done()
-    assert not late.done()
+    await stays(lambda: not early.done() and not late.done(), 0.1)
     Slow.flip.set()
     await asyncio.gather(early, late)
     assert slow.running == version
@@ -320,7 +317,7 @@ async def test_whoever_waits_for_a_version_hears_that_it_was_aborted(fleet: Flee
     await fleet.instance("a", Engine(on_stage=refuse))
     version = await publish(publisher)
     waiting = asyncio.create_task(activation.become_active(fleet.store(), KEYS, version, 20))
-    await asyncio.sleep(0.1)
+    await stays(lambda: not waiting.done(), 0.1)
     assert not (await coordinator.activate(version)).ok
     with pytest.raises(SwapAborted, match=r"model\.norm\.weight"):
         await waiting
@@ -365,7 +362,7 @@ async def test_whoever_waits_learns_the_outcome_though_the_events_are_gone(
     await fleet.instance("a")
     store, target = fleet.store(), activation.new_target(await publish(publisher), "test", 10)
     revision = await activation.request(store, KEYS, target)
-    await until(lambda: fleet.engines["a"].running == 1)
+    await eventually(lambda: fleet.engines["a"].running == 1)
     await activation.become_active(store, KEYS, 1, 10)
     real, compacted = store.watch, [True]
 

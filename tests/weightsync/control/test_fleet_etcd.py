@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.etcd import Etcd
-from tests.weightsync.fleet import Engine, running_fleet, until
+from tests.waiting import eventually
+from tests.weightsync.fleet import Engine, running_fleet
 from tests.weightsync.tensors import model
 from weightsync import Publisher
 
@@ -44,12 +45,12 @@ async def test_a_swap_outlives_a_kill_and_restart_of_etcd(server: Etcd) -> None:
         engine = await fleet.instance("a", Engine(hang=asyncio.Event()), ttl_s=30)
         publisher = await asyncio.to_thread(Publisher, url, model="demo")
         publishing = asyncio.create_task(asyncio.to_thread(publisher.publish, model(), timeout_s=60))
-        await until(lambda: engine.calls)
+        await eventually(lambda: engine.calls)
         await asyncio.to_thread(server.restart)
         assert engine.hang is not None
         engine.hang.set()
         assert await publishing == 1
-        await until(lambda: engine.running == 1)
+        await eventually(lambda: engine.running == 1)
         assert await asyncio.to_thread(publisher.publish, model(1.0), timeout_s=60) == 2
         assert engine.running == 2
         await asyncio.to_thread(publisher.close)

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Mapping
 
 import pytest
 
-from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet, until
+from tests.waiting import eventually
+from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet
 from tests.weightsync.tensors import model
 from weightsync import Publisher
 from weightsync.control import activation, history
@@ -82,9 +83,7 @@ async def test_a_request_for_what_is_not_ready_any_more_is_kept(fleet: Fleet, pu
     await activation.request(store, KEYS, activation.new_target(version, "somebody", 5.0))
     await store.delete(KEYS.version(version))
     fleet.coordinator()
-    async with asyncio.timeout(20):
-        while not (kept := await past_swaps(store, KEYS)):  # noqa: ASYNC110 - written by another task
-            await asyncio.sleep(0.01)
+    kept = await eventually(lambda: past_swaps(store, KEYS), 20)
     assert (kept[0].outcome, kept[0].requested_by, kept[0].flips) == ("aborted", "somebody", ())
     assert "does not exist" in (kept[0].reason or "")
 
@@ -120,7 +119,7 @@ async def test_the_oldest_make_way(fleet: Fleet, publisher: Publisher, monkeypat
         await coordinator.activate(await publish(publisher, value))
     for _ in range(4):
         await coordinator.rollback()
-    await until(lambda: engine.running == 2)
+    await eventually(lambda: engine.running == 2)
     assert [s.epoch for s in await past_swaps(fleet.store(), KEYS)] == [6, 5, 4]
 
 

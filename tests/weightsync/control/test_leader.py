@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet, running_fleet, until
+from tests.waiting import eventually
+from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet, running_fleet
 from tests.weightsync.tensors import model
 from weightsync import Coordinator, Publisher
 from weightsync.control.records import LeaderRecord, SwapRecord
@@ -42,7 +43,7 @@ class Child:
 
     async def stopped(self) -> None:
         stat = Path(f"/proc/{self.process.pid}/stat")
-        await until(lambda: stat.read_text().rsplit(")", 1)[1].split()[0] == "T")
+        await eventually(lambda: stat.read_text().rsplit(")", 1)[1].split()[0] == "T")
 
 
 @asynccontextmanager
@@ -71,9 +72,9 @@ async def leader(fleet: Fleet) -> str | None:
 
 async def test_one_of_many_leads_and_the_next_one_takes_over_at_once_when_it_stops(fleet: Fleet) -> None:
     candidates = [fleet.coordinator(leader_ttl_s=600) for _ in range(3)]
-    await until(lambda: any(c.leads for c in candidates))
+    await eventually(lambda: any(c.leads for c in candidates))
     while candidates:
-        await until(lambda: sum(c.leads for c in candidates) == 1)
+        await eventually(lambda: sum(c.leads for c in candidates) == 1)
         first = next(c for c in candidates if c.leads)
         assert await leader(fleet) == first.name
         await first.stop()
@@ -83,7 +84,7 @@ async def test_one_of_many_leads_and_the_next_one_takes_over_at_once_when_it_sto
 
 async def test_a_request_works_from_any_process(fleet: Fleet, publisher: Publisher) -> None:
     leading, other = fleet.coordinator(), Coordinator(fleet.store(), MODEL)
-    await until(lambda: leading.leads)
+    await eventually(lambda: leading.leads)
     await fleet.instance("a")
     for _ in range(2):
         assert (await other.activate(await publish(publisher))).ok
@@ -93,7 +94,7 @@ async def test_a_request_works_from_any_process(fleet: Fleet, publisher: Publish
 
 async def test_a_leader_whose_lease_is_taken_away_stands_again(fleet: Fleet, publisher: Publisher) -> None:
     coordinator = fleet.coordinator(leader_ttl_s=TTL_S)
-    await until(lambda: coordinator.leads)
+    await eventually(lambda: coordinator.leads)
     store = fleet.store()
     held = await store.get(KEYS.leader)
     assert held is not None
@@ -115,7 +116,7 @@ async def test_a_leader_killed_after_prepare_is_followed_by_one_that_ends_its_sw
         engine = await fleet.instance("a", Engine(hang=asyncio.Event()))
         successor = fleet.coordinator(leader_ttl_s=TTL_S)
         swap = asyncio.create_task(successor.activate(await publish(publisher)))
-        await until(lambda: fleet.participants["a"].record.state == "STAGING")
+        await eventually(lambda: fleet.participants["a"].record.state == "STAGING")
         assert not successor.leads
         child.signal(signal.SIGKILL)
         if not instance_survives:
@@ -162,9 +163,9 @@ async def test_a_leader_finds_its_way_back_after_an_outage_of_the_store(
     coordinator = fleet.coordinator(leader_ttl_s=0.3)
     engine = await fleet.instance("a", ttl_s=5.0)
     version = await publish(publisher)
-    await until(lambda: coordinator.leads)
+    await eventually(lambda: coordinator.leads)
     os.rename(tmp_path / "store.db", tmp_path / "away.db")
-    await until(lambda: not coordinator.leads)
+    await eventually(lambda: not coordinator.leads)
     os.rename(tmp_path / "away.db", tmp_path / "store.db")
     assert (await Coordinator(fleet.store(), MODEL).activate(version)).ok
     assert engine.running == 1

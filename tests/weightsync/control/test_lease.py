@@ -7,12 +7,13 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.waiting import eventually
 from weightsync.control.lease import LeaseKeeper
 from weightsync.store import Store, open_store
 
@@ -37,16 +38,10 @@ def guards(store: Store) -> list[psutil.Process]:
     return found
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.01)
-
-
 async def guarded(store: Store, ttl_s: float) -> LeaseKeeper:
     keeper = await LeaseKeeper.grant(store, ttl_s, store.url)
     await store.put("here", b"", keeper.id)
-    await until(lambda: bool(guards(store)))
+    await eventually(lambda: bool(guards(store)))
     return keeper
 
 
@@ -59,7 +54,7 @@ async def test_who_is_busy_keeps_its_lease(store: Store) -> None:
     await store.keep_alive(keeper.id)
     await keeper.end()
     assert await store.get("here") is None
-    await until(lambda: not guards(store))
+    await eventually(lambda: not guards(store))
 
 
 async def test_who_stands_still_loses_it(store: Store) -> None:
@@ -69,7 +64,7 @@ async def test_who_stands_still_loses_it(store: Store) -> None:
     assert await store.get("here") is None
     await asyncio.wait_for(keeper.lost.wait(), 10)
     await keeper.stop()
-    await until(lambda: not guards(store))
+    await eventually(lambda: not guards(store))
 
 
 async def test_without_a_guard_who_is_busy_loses_it(store: Store) -> None:
@@ -83,14 +78,13 @@ async def test_without_a_guard_who_is_busy_loses_it(store: Store) -> None:
 
 DIES = """
 import asyncio, os, psutil, sys
+from tests.waiting import eventually
 from weightsync.control.lease import LeaseKeeper
 from weightsync.store import open_store
 async def main():
     store = open_store(sys.argv[1])
     await LeaseKeeper.grant(store, 5.0, sys.argv[1])
-    while not psutil.Process().children():
-        await asyncio.sleep(0.01)
-    print(psutil.Process().children()[0].pid, flush=True)
+    print((await eventually(psutil.Process().children))[0].pid, flush=True)
     os._exit(0)
 asyncio.run(main())
 """
@@ -104,5 +98,5 @@ async def test_a_guard_ends_with_what_it_watches(tmp_path: Path) -> None:
     def has_ended() -> bool:
         return not psutil.pid_exists(guard) or psutil.Process(guard).status() == psutil.STATUS_ZOMBIE
 
-    await until(has_ended)
+    await eventually(has_ended)
     assert not ran.stderr

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.etcd import Etcd
-from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet, Participant, running_fleet, until
+from tests.waiting import eventually, stays
+from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet, Participant, running_fleet
 from tests.weightsync.tensors import model
 from weightsync import Publisher
 from weightsync.control.agent import Pauses
@@ -58,27 +59,26 @@ async def test_instances_pause_while_any_pause_is_held(fleet: Fleet) -> None:
     engines = [await fleet.instance(name) for name in ("a", "b")]
     store = fleet.store()
     first, second = await hold(store, "p", 600), await hold(store, "q", 600)
-    await until(lambda: all(e.paused for e in engines))
+    await eventually(lambda: all(e.paused for e in engines))
     await store.revoke(first)
-    await asyncio.sleep(0.2)
-    assert all(e.paused for e in engines)
+    await stays(lambda: all(e.paused for e in engines), 0.2)
     await store.revoke(second)
-    await until(lambda: not any(e.paused for e in engines))
+    await eventually(lambda: not any(e.paused for e in engines))
     assert [e.calls for e in engines] == [[("pause", 0), ("resume", 0)]] * 2
 
 
 async def test_one_that_joins_a_paused_fleet_pauses(fleet: Fleet) -> None:
     await hold(fleet.store(), "p", 600)
     engine = await fleet.instance("late")
-    await until(lambda: engine.paused)
+    await eventually(lambda: engine.paused)
     assert fleet.participants["late"].paused
 
 
 async def test_a_pause_ends_with_its_owner(fleet: Fleet, shortest_lease_s: float) -> None:
     engine = await fleet.instance("a")
     await hold(fleet.store(), "p", max(1.0, shortest_lease_s))  # and nobody renews it
-    await until(lambda: engine.paused)
-    await until(lambda: not engine.paused)
+    await eventually(lambda: engine.paused)
+    await eventually(lambda: not engine.paused)
 
 
 async def test_one_that_loses_the_store_resumes_when_the_time_of_the_pause_is_over(
@@ -86,9 +86,9 @@ async def test_one_that_loses_the_store_resumes_when_the_time_of_the_pause_is_ov
 ) -> None:
     engine = await fleet.instance("a")
     await hold(fleet.store(), "p", 1.0)
-    await until(lambda: engine.paused)
+    await eventually(lambda: engine.paused)
     os.rename(tmp_path / "store.db", tmp_path / "away.db")
-    await until(lambda: not engine.paused)
+    await eventually(lambda: not engine.paused)
     assert not (tmp_path / "store.db").exists()
 
 
@@ -99,9 +99,9 @@ async def test_one_whose_store_does_not_answer_resumes_too(arena_directory: Path
         async with running_fleet(server.url("fleet")) as fleet:
             engine = await fleet.instance("a")
             await hold(fleet.store(), "p", 3.0)
-            await until(lambda: engine.paused)
+            await eventually(lambda: engine.paused)
             server.freeze()
-            await until(lambda: not engine.paused, 30)
+            await eventually(lambda: not engine.paused, 30)
             server.thaw()
     finally:
         server.close()
@@ -110,7 +110,7 @@ async def test_one_whose_store_does_not_answer_resumes_too(arena_directory: Path
 async def test_one_that_leaves_does_not_leave_its_engine_paused(fleet: Fleet) -> None:
     engine = await fleet.instance("a")
     await hold(fleet.store(), "p", 600)
-    await until(lambda: engine.paused)
+    await eventually(lambda: engine.paused)
     await fleet.participants["a"].stop()
     assert not engine.paused
 
@@ -126,9 +126,9 @@ async def test_a_resume_that_fails_is_tried_again(fleet: Fleet) -> None:
     engine = await fleet.instance("a", Stubborn())
     store = fleet.store()
     lease = await hold(store, "p", 600)
-    await until(lambda: engine.paused)
+    await eventually(lambda: engine.paused)
     await store.revoke(lease)
-    await until(lambda: not engine.paused)
+    await eventually(lambda: not engine.paused)
 
 
 @pytest.mark.parametrize("mode", ["together", "rolling"])
@@ -137,7 +137,7 @@ async def test_a_paused_fleet_swaps(fleet: Fleet, publisher: Publisher, mode: st
     engine = await fleet.instance("a")
     await coordinator.activate(await asyncio.to_thread(publisher.publish, model(), activate=False))
     await hold(fleet.store(), "p", 600)
-    await until(lambda: engine.paused)
+    await eventually(lambda: engine.paused)
     version = await asyncio.to_thread(publisher.publish, model(), activate=False)
     assert (await coordinator.activate(version, mode=mode)).ok  # type: ignore[arg-type]
     assert (engine.running, engine.paused) == (version, True)

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet, until
+from tests.waiting import eventually
+from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet
 from tests.weightsync.tensors import model
 from weightsync import CommitResult, ProbeResult, Publisher
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
@@ -87,10 +88,10 @@ async def test_a_canary_that_fails_its_probe_goes_back(
     report = await coordinator.activate(await publish(publisher, 1.0), mode="rolling")
     assert (report.ok, report.epoch) == (False, 1)
     assert reason in (report.reason or "")
-    await until(lambda: ("drop", 2) in canary.calls and ("drop", 2) in other.calls)
+    await eventually(lambda: ("drop", 2) in canary.calls and ("drop", 2) in other.calls)
     assert [canary.running, other.running] == [1, 1]
     assert ("commit", 2) not in other.calls
-    await until(lambda: {p.record.state for p in fleet.participants.values()} == {"SERVING"})
+    await eventually(lambda: {p.record.state for p in fleet.participants.values()} == {"SERVING"})
     assert {p.record.active_epoch for p in fleet.participants.values()} == {1}
     assert (await coordinator.activate(2)).ok
     assert [canary.running, other.running] == [2, 2]
@@ -121,12 +122,12 @@ async def test_a_swap_that_aborts_while_the_canary_drains_ends_the_drain(fleet: 
     await fleet.instance("b")
     await coordinator.activate(await publish(publisher))
     swap = asyncio.create_task(coordinator.activate(await publish(publisher), mode="rolling", drain_s=60))
-    await until(lambda: ("drain", 60) in engine.calls)
+    await eventually(lambda: ("drain", 60) in engine.calls)
     assert not fleet.participants["a"].admits
     await fleet.participants["b"].stop()
     report = await swap
     assert (report.ok, report.reason) == (False, "instance b is gone")
-    await until(lambda: fleet.participants["a"].record.state == "SERVING")
+    await eventually(lambda: fleet.participants["a"].record.state == "SERVING")
     assert engine.running == 1
     assert fleet.participants["a"].admits
 
@@ -139,11 +140,11 @@ async def test_a_canary_that_dies_aborts_the_swap(fleet: Fleet, publisher: Publi
     other = await fleet.instance("b")
     await coordinator.activate(await publish(publisher))
     swap = asyncio.create_task(coordinator.activate(await publish(publisher), mode="rolling"))
-    await until(lambda: probing.seen)
+    await eventually(lambda: probing.seen)
     await fleet.participants["a"].stop()
     assert (await swap).reason == "instance a is gone"
     assert other.running == 1
-    await until(lambda: probing.cancelled)
+    await eventually(lambda: probing.cancelled)
 
 
 async def test_a_probe_that_was_interrupted_is_run_again_by_the_next_leader(fleet: Fleet, publisher: Publisher) -> None:
@@ -153,7 +154,7 @@ async def test_a_probe_that_was_interrupted_is_run_again_by_the_next_leader(flee
     engine = await fleet.instance("a")
     await first.activate(await publish(publisher))
     swap = asyncio.create_task(first.activate(await publish(publisher), mode="rolling"))
-    await until(lambda: stuck.seen)
+    await eventually(lambda: stuck.seen)
     await first.stop()
     assert engine.running == 2
     assert fleet.participants["a"].record.active_epoch == 0
@@ -172,12 +173,12 @@ async def test_one_that_joins_while_a_rolling_swap_is_under_way_ends_on_the_comm
     await fleet.instance("b")
     await coordinator.activate(await publish(publisher))
     swap = asyncio.create_task(coordinator.activate(await publish(publisher), mode="rolling"))
-    await until(lambda: probing.seen)
+    await eventually(lambda: probing.seen)
     late = await fleet.instance("a")
     assert late.running == 1
     probing.go.set()
     assert (await swap).ok
-    await until(lambda: late.running == 2 and fleet.participants["a"].record.active_epoch == 2)
+    await eventually(lambda: late.running == 2 and fleet.participants["a"].record.active_epoch == 2)
 
 
 async def test_one_that_tears_in_its_turn_does_not_hold_up_the_rest(fleet: Fleet, publisher: Publisher) -> None:
@@ -228,7 +229,7 @@ async def test_one_that_builds_other_weights_than_were_committed_never_serves_th
     monkeypatch.setattr("weightsync.control.agent.CATCH_UP_RETRY_S", 0.02)
     await fleet.coordinator().activate(await publish(publisher))
     late = await fleet.instance("a", Engine(builds="other"), wait=False)
-    await until(lambda: late.calls.count(("stage", 1)) >= 2)
+    await eventually(lambda: late.calls.count(("stage", 1)) >= 2)
     record = fleet.participants["a"].record
     assert (record.state, record.error.code if record.error else None) == ("STARTING", "fingerprint_mismatch")
     assert late.running is None
@@ -255,12 +256,12 @@ async def test_a_canary_that_loses_its_lease_on_trial_goes_back(fleet: Fleet, pu
     canary, other = await fleet.instance("a"), await fleet.instance("b")
     await coordinator.activate(await publish(publisher))
     swap = asyncio.create_task(coordinator.activate(await publish(publisher), mode="rolling"))
-    await until(lambda: probing.seen)
+    await eventually(lambda: probing.seen)
     lease = fleet.participants["a"]._lease
     assert lease is not None
     await fleet.store().revoke(lease.id)
     assert (await swap).reason == "instance a is gone"
-    await until(lambda: canary.running == 1 and fleet.participants["a"].record.state == "SERVING")
+    await eventually(lambda: canary.running == 1 and fleet.participants["a"].record.state == "SERVING")
     assert other.running == 1
     probing.go.set()
     assert (await coordinator.activate(2, mode="rolling")).ok
@@ -302,7 +303,7 @@ async def test_a_drop_that_fails_is_logged_and_the_instance_serves_on(fleet: Fle
     await coordinator.activate(await publish(publisher))
     bad.builds = "other"
     assert not (await coordinator.activate(await publish(publisher))).ok
-    await until(lambda: fleet.participants["a"].record.state == "SERVING")
+    await eventually(lambda: fleet.participants["a"].record.state == "SERVING")
     bad.builds = None
     assert (await coordinator.activate(2)).ok
     assert engine.running == 2

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +16,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.waiting import eventually, wait_until
 from weightsync import Publisher, SlotReader, Store, SyncStore
 from weightsync.control.hosts import local_path
 from weightsync.control.records import CopyRecord, InstanceRecord, Keys, VersionRecord
@@ -79,7 +77,7 @@ class Hosts:
             return record if record is not None and record.state == state else None
 
         try:
-            return until(found, timeout_s)
+            return wait_until(found, timeout_s)
         except AssertionError:
             pytest.fail(f"{host} has {self.copies(digest).get(host)}; its log ends\n{self.log(host)[-3000:]}")
 
@@ -101,15 +99,6 @@ class Hosts:
         self.store.close()
         for arena in self.arenas.values():
             shutil.rmtree(arena, ignore_errors=True)
-
-
-def until(found: Callable[[], T | None], timeout_s: float = 60.0) -> T:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if value := found():
-            return value
-        time.sleep(0.02)
-    raise AssertionError("did not come about in time")
 
 
 def random_model(seed: int, nbytes: int = 2 << 20) -> dict[str, np.ndarray]:
@@ -139,10 +128,10 @@ def path_of(copy: CopyRecord) -> Path:
 
 async def serving(store: Store, version: int, instance: str, wait_s: float) -> InstanceRecord:
     """The record of an instance, once it serves that version."""
-    async with asyncio.timeout(wait_s):
-        while True:
-            found = await store.get(KEYS.instance(instance))
-            record = InstanceRecord.from_json(found.value) if found else None
-            if record is not None and record.state == "SERVING" and record.active_version == version:
-                return record
-            await asyncio.sleep(0.05)
+
+    async def serving() -> InstanceRecord | None:
+        found = await store.get(KEYS.instance(instance))
+        record = InstanceRecord.from_json(found.value) if found else None
+        return record if record and (record.state, record.active_version) == ("SERVING", version) else None
+
+    return await eventually(serving, wait_s)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.waiting import eventually
 from tests.weightsync.peer.hosts import MODEL
 from tests.weightsync.peer.served import Served
 from weightsync.errors import TransferTimedOut
@@ -79,6 +79,4 @@ class Reader:
 
 
 async def nobody_reads(served: Served) -> None:
-    async with asyncio.timeout(GUARD_S):
-        while served.readers():  # noqa: ASYNC110 - the server is another's
-            await asyncio.sleep(0.01)
+    await eventually(lambda: not served.readers(), GUARD_S)

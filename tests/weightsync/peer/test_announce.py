@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.waiting import eventually
 from tests.weightsync.peer.hosts import KEYS
 from weightsync import Store
 from weightsync.control.records import CopyRecord
@@ -69,9 +70,7 @@ async def test_what_is_not_wanted_any_more_when_the_store_is_back_is_forgotten(s
     assert hosts(board, X) == {"a"}  # what is being read goes on without the store
     board.keep_to(set())
     following = asyncio.create_task(board.follow(store))
-    async with asyncio.timeout(GUARD_S):
-        while board._asked.is_set():  # noqa: ASYNC110 - of another task
-            await asyncio.sleep(0)
+    await eventually(lambda: not board._asked.is_set(), GUARD_S)
     assert hosts(board, X) == set()
     following.cancel()
 

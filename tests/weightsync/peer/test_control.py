@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from tests.cluster_tls import Authority
-from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, bytes_of, newest, path_of, random_model, until
+from tests.waiting import eventually, wait_until
+from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, bytes_of, newest, path_of, random_model
 from tests.weightsync.peer.served import Served, slot_served
 from weightsync.errors import PeerRefused, PeerUnreachable, TransportUnavailable
 from weightsync.format.manifest import digest_of
@@ -49,9 +50,7 @@ async def test_a_ticket_holds_the_slot_until_it_is_closed(served: Served) -> Non
 async def test_a_ticket_that_is_not_used_ends(served: Served) -> None:
     await served.client.open("a", served.address, served.key)
     sweeping = asyncio.create_task(served.tickets.sweep())
-    async with asyncio.timeout(30):
-        while served.is_held():  # noqa: ASYNC110 - of the kernel's
-            await asyncio.sleep(0.02)
+    await eventually(lambda: not served.is_held(), 30)
     sweeping.cancel()
 
 
@@ -247,4 +246,4 @@ def test_a_peer_that_is_told_to_end_takes_its_records_back(hosts: Hosts) -> None
     hosts.wait_copy("a", newest(publisher).manifest_digest)
     process.terminate()
     assert process.wait(60) == 0
-    until(lambda: not parsed(KEYS, hosts.store.list(KEYS.copies)[0]))
+    wait_until(lambda: not parsed(KEYS, hosts.store.list(KEYS.copies)[0]))

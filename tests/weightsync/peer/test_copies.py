@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.weightsync.fleet import running_fleet, until
+from tests.waiting import eventually
+from tests.weightsync.fleet import running_fleet
 from tests.weightsync.peer.hosts import MODEL, Hosts, newest, path_of, random_model
 from weightsync import Adapter, Publisher, Store
 from weightsync.control.hosts import slot_name
@@ -120,10 +121,10 @@ async def test_instances_of_other_hosts_swap_with_those_of_the_publisher(hosts: 
 
             fleet.participants[f"on-{host}"]._stage = stage
         first = await asyncio.to_thread(publisher.publish, random_model(1))
-        await until(lambda: all(e.running == first for e in fleet.engines.values()), 30)
+        await eventually(lambda: all(e.running == first for e in fleet.engines.values()), 30)
         adapter = Adapter({"x.lora_A.weight": np.ones((2, 8), np.float32)}, {"r": 2})
         second = await asyncio.to_thread(publisher.publish, random_model(2), parts={"lora/x": adapter})
-        await until(lambda: all(e.running == second for e in fleet.engines.values()), 30)
+        await eventually(lambda: all(e.running == second for e in fleet.engines.values()), 30)
     record = newest(publisher)
     assert opened["b"].slot == str(path_of(hosts.copies(record.manifest_digest)["b"]))
     part = record.parts[0]

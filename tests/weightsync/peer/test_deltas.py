@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.weightsync.peer.hosts import Hosts, bytes_of, newest, random_model, until
+from tests.waiting import wait_until
+from tests.weightsync.peer.hosts import Hosts, bytes_of, newest, random_model
 from weightsync.errors import PeerError
 from weightsync.peer.deltas import MOST_READERS, Speed, Speeds
 from weightsync.peer.messages import Key
@@ -161,7 +162,9 @@ def test_a_small_step_travels_as_a_difference(hosts: Hosts) -> None:
     first = random_model(1)
     publisher.publish(first, wait=False)
     base = hosts.wait_copy("b", newest(publisher).manifest_digest)
-    until(lambda: hosts.metric("a", "hotswap_peer_sent_bytes_total", reader="b") == base.nbytes)  # told when it leaves
+    wait_until(
+        lambda: hosts.metric("a", "hotswap_peer_sent_bytes_total", reader="b") == base.nbytes
+    )  # told when it leaves
     before = hosts.metric("b", "hotswap_peer_received_bytes_total")
     publisher.publish(stepped(first, 2), wait=False)
     record = newest(publisher)
@@ -169,7 +172,7 @@ def test_a_small_step_travels_as_a_difference(hosts: Hosts) -> None:
     assert bytes_of(copy) == bytes_of(hosts.copies(record.manifest_digest)["a"])
     assert hosts.metric("b", "hotswap_peer_fetch_seconds_count", how="delta") == 1
     assert hosts.metric("b", "hotswap_peer_received_bytes_total") - before < copy.nbytes / 10
-    until(lambda: hosts.copies(record.manifest_digest)["b"].delta_of == base.digest)  # and b passes it on
+    wait_until(lambda: hosts.copies(record.manifest_digest)["b"].delta_of == base.digest)  # and b passes it on
     hosts.start("c")
     assert bytes_of(hosts.wait_copy("c", record.manifest_digest)) == bytes_of(copy)
     assert hosts.metric("c", "hotswap_peer_fetch_seconds_count", how="delta") == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import eventually, stays
 from tests.weightsync.peer.reading import GUARD_S, Reader, Wrapped, nobody_reads
 from tests.weightsync.peer.served import Served
 from weightsync.control.records import CopyRecord
@@ -63,12 +64,9 @@ async def test_a_fetch_waits_while_the_store_knows_of_a_holder_and_fails_when_it
     monkeypatch.setattr(holders, "SILENT_S", 0.1)
     reader.offered = [replace(reader.served.copy, address="127.0.0.1:1")]
     waiting = asyncio.create_task(first_answer(reader.sources))
-    async with asyncio.timeout(GUARD_S):
-        while (problem := reader.sources.held_up()) is None:  # noqa: ASYNC110 - of the clock's
-            await asyncio.sleep(0.01)
+    problem = await eventually(lambda: reader.sources.held_up(), GUARD_S)
     assert isinstance(problem, NoHolder)
-    await asyncio.sleep(0.3)
-    assert not waiting.done()
+    await stays(lambda: not waiting.done(), 0.3)
     reader.offered = []
     with pytest.raises(NoHolder, match="cannot be reached"):
         await asyncio.wait_for(waiting, GUARD_S)
@@ -85,9 +83,7 @@ async def test_what_cannot_be_connected_to_is_given_its_ticket_back(
 
     reader = Reader(served, transport, tmp_path / "arena", Wrapped(transport, refuse))
     waiting = asyncio.create_task(first_answer(reader.sources))
-    async with asyncio.timeout(GUARD_S):
-        while reader.sources.problem is None:  # noqa: ASYNC110 - of another task
-            await asyncio.sleep(0.01)
+    await eventually(lambda: reader.sources.problem is not None, GUARD_S)
     await nobody_reads(served)
     waiting.cancel()
     await reader.sources.close()
@@ -109,9 +105,7 @@ async def test_who_is_stopped_while_it_connects_leaves_nothing_open(
     await reader.sources.close()
     go_on.set()
     await nobody_reads(served)
-    async with asyncio.timeout(GUARD_S):
-        while not wrapped.closed:  # noqa: ASYNC110 - by a thread
-            await asyncio.sleep(0.01)
+    await eventually(lambda: wrapped.closed, GUARD_S)
 
 
 async def test_slow_answers_do_not_make_it_open_ever_more_holders(
@@ -130,12 +124,13 @@ async def test_slow_answers_do_not_make_it_open_ever_more_holders(
         reader.offered = [replace(reader.served.copy, host=f"h{n}", address=address) for n in range(30)]
         for _ in range(10):
             reader.sources.refresh()
-        while len(asked) < OPEN_AT_ONCE:  # noqa: ASYNC110 - the server's
-            await asyncio.sleep(0.01)
-        for _ in range(10):
+        await eventually(lambda: len(asked) >= OPEN_AT_ONCE, GUARD_S)
+
+        def asks_no_more() -> bool:
             reader.sources.refresh()
-            await asyncio.sleep(0.01)
-        assert len(asked) == OPEN_AT_ONCE
+            return len(asked) == OPEN_AT_ONCE
+
+        await stays(asks_no_more, 0.1)
         await reader.sources.close()
 
 
@@ -159,8 +154,7 @@ async def test_nothing_is_written_after_a_fetch_that_was_cancelled_twice(
     assert await asyncio.to_thread(reading.wait, GUARD_S)
     for _ in range(3):
         task.cancel()
-        await asyncio.sleep(0.05)
-        assert not task.done()
+        await stays(lambda: not task.done(), 0.05)
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, GUARD_S)

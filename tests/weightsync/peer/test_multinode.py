@@ -16,8 +16,9 @@ import pytest
 from safetensors.torch import load_file
 
 from server.cli.up import free_port
+from tests.waiting import wait_until
 from tests.weightsync.fleet import running_fleet
-from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, newest, serving, until
+from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, newest, serving
 from weightsync import Coordinator, Store
 from weightsync.control.records import VersionRecord
 
@@ -95,7 +96,7 @@ async def test_ranks_on_two_hosts_swap_roll_back_and_end_together(
             for host in HOSTS:  # each rank has built its own layouts in the memory of its own host
                 assert {path.name.split("-")[0] for path in hosts.arena(host).iterdir()} >= {"slot", "layout"}
             kill_worker(processes["b"])
-            await asyncio.to_thread(until, lambda: hosts.store.get(KEYS.instance("i")) is None, WAIT_S)
+            await asyncio.to_thread(wait_until, lambda: hosts.store.get(KEYS.instance("i")) is None, WAIT_S)
             statuses = [await asyncio.to_thread(process.wait, WAIT_S) for process in processes.values()]
             assert all(status != 0 for status in statuses)
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.weightsync.peer.hosts import CHUNK, KEYS, Hosts, bytes_of, newest, path_of, random_model, until
+from tests.waiting import wait_until
+from tests.weightsync.peer.hosts import CHUNK, KEYS, Hosts, bytes_of, newest, path_of, random_model
 from tests.weightsync.transport.peers import require
 from weightsync import SlotReader
 
@@ -53,7 +54,7 @@ def test_a_peer_killed_in_the_middle_goes_on_where_it_was(hosts: Hosts) -> None:
     publisher.publish(random_model(1), wait=False)
     record = newest(publisher)
     hosts.wait_copy("b", record.manifest_digest, "fetching")
-    until(lambda: hosts.metric("b", "hotswap_peer_received_bytes_total") >= 8 * CHUNK)
+    wait_until(lambda: hosts.metric("b", "hotswap_peer_received_bytes_total") >= 8 * CHUNK)
     hosts.kill("b")
     hosts.start("b")
     copy = hosts.wait_copy("b", record.manifest_digest)
@@ -74,10 +75,10 @@ def test_a_holder_that_dies_is_replaced(hosts: Hosts) -> None:
     record = newest(publisher)
     hosts.wait_copy("b", record.manifest_digest)
     hosts.kill("b")
-    until(lambda: "b" not in hosts.copies(record.manifest_digest))
+    wait_until(lambda: "b" not in hosts.copies(record.manifest_digest))
     hosts.start("c", *SLOW)
     hosts.wait_copy("c", record.manifest_digest, "fetching")
-    until(lambda: hosts.metric("c", "hotswap_peer_received_bytes_total", holder="a") >= 2 * CHUNK)
+    wait_until(lambda: hosts.metric("c", "hotswap_peer_received_bytes_total", holder="a") >= 2 * CHUNK)
     hosts.kill("a")
     hosts.start("b")
     copy = hosts.wait_copy("c", record.manifest_digest)
@@ -94,7 +95,7 @@ def test_a_holder_that_stalls_is_replaced(hosts: Hosts) -> None:
     hosts.wait_copy("b", record.manifest_digest)
     hosts.start("c", *SLOW, "--read-timeout", 1, "--reads-per-holder", 1)
     hosts.wait_copy("c", record.manifest_digest, "fetching")
-    until(lambda: hosts.metric("c", "hotswap_peer_received_bytes_total", holder="a") > 0)
+    wait_until(lambda: hosts.metric("c", "hotswap_peer_received_bytes_total", holder="a") > 0)
     hosts.peers["a"].send_signal(signal.SIGSTOP)
     copy = hosts.wait_copy("c", record.manifest_digest)
     hosts.peers["a"].send_signal(signal.SIGCONT)
@@ -143,7 +144,7 @@ def test_retired_versions_are_dropped_and_their_slots_reused(hosts: Hosts) -> No
         publisher.publish(random_model(number, 256 << 10), wait=False)
         digests.append(newest(publisher).manifest_digest)
         hosts.wait_copy("b", digests[-1])
-    until(lambda: not hosts.copies(digests[0]))
+    wait_until(lambda: not hosts.copies(digests[0]))
     assert len(list(hosts.arenas["b"].glob("slot-*"))) < 6
     assert len(list(hosts.arenas["a"].glob("slot-*"))) < 6  # the publisher's own are not held by its peer
 
@@ -156,9 +157,9 @@ def test_a_version_retired_in_the_middle_is_let_go(hosts: Hosts) -> None:
     publisher.publish(random_model(1), wait=False)
     record = newest(publisher)
     slot = hosts.wait_copy("b", record.manifest_digest, "fetching").slot
-    until(lambda: hosts.metric("b", "hotswap_peer_received_bytes_total") > 0)
+    wait_until(lambda: hosts.metric("b", "hotswap_peer_received_bytes_total") > 0)
     hosts.store.put(KEYS.version(record.version), replace(record, state="retired").to_json())
-    until(lambda: "b" not in hosts.copies(record.manifest_digest))
+    wait_until(lambda: "b" not in hosts.copies(record.manifest_digest))
     publisher.publish(random_model(2), wait=False)
     copy = hosts.wait_copy("b", newest(publisher).manifest_digest)
     assert copy.slot == slot
@@ -173,7 +174,7 @@ def test_a_second_peer_takes_over_from_the_first(hosts: Hosts) -> None:
     first = hosts.start("b")
     hosts.wait_copy("b", record.manifest_digest)
     hosts.start("b")
-    until(lambda: "standing by" in hosts.log("b"))
+    wait_until(lambda: "standing by" in hosts.log("b"))
     whole = hosts.copies(record.manifest_digest)["b"]
     address, in_use = whole.address, SlotReader.open(path_of(whole))  # as an instance has it
     first.kill()
@@ -183,7 +184,7 @@ def test_a_second_peer_takes_over_from_the_first(hosts: Hosts) -> None:
         copy = hosts.copies(record.manifest_digest).get("b")
         return copy is not None and copy.state == "ready" and copy.address != address
 
-    until(taken_over)
+    wait_until(taken_over)
     in_use.close()
     assert hosts.copies(record.manifest_digest)["b"].slot == whole.slot
     assert hosts.metric("b", "hotswap_peer_received_bytes_total") == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import eventually
 from tests.weightsync.peer.hosts import MODEL
 from tests.weightsync.peer.test_shelf import CHUNK, CONTENT, KEY, SHAPE
 from weightsync import Store
@@ -103,14 +104,23 @@ async def test_a_fetch_that_is_about_to_end_may_say_so(peer: Peer) -> None:
     coming, metrics, said = Coming(peer), PeerMetrics(), asyncio.Event()
     supply = Supply(peer._shelf, coming, metrics, said.set)  # type: ignore[arg-type]
     async with asyncio.timeout(GUARD_S):
-        while not peer._shelf.has(Key(PART.manifest_digest)):
+
+        async def has_it() -> bool:
             await supply.steer([PART])
-            await asyncio.sleep(0)
+            return peer._shelf.has(Key(PART.manifest_digest))
+
+        await eventually(has_it)
         await supply.steer([PART])
         coming.go_on.set()
         await said.wait()
     assert metrics.fetch_seconds.labels("full")._sum.get() > 0
     await supply.end()
+
+
+async def failed(supply: Supply) -> bool:
+    """Whether it has, after one more turn."""
+    await supply.steer([PART])
+    return bool(supply.turns.failed)
 
 
 class Breaking:
@@ -133,10 +143,7 @@ class Breaking:
 async def test_a_fault_of_the_peers_own_is_said_and_not_tried_again_at_once(peer: Peer) -> None:
     broken = Breaking()
     supply = Supply(peer._shelf, broken, PeerMetrics(), lambda: None)  # type: ignore[arg-type]
-    async with asyncio.timeout(GUARD_S):
-        while not supply.turns.failed:
-            await supply.steer([PART])
-            await asyncio.sleep(0)
+    await eventually(lambda: failed(supply), GUARD_S)
     assert supply.turns.problems[Key(PART.manifest_digest)].code == "internal_error"
     for _ in range(3):
         await supply.steer([PART])
@@ -165,11 +172,12 @@ async def test_wrong_contents_fail_a_fetch_only_when_no_other_host_has_it(peer: 
     wrong, metrics = Wrong([True, False]), PeerMetrics()
     supply = Supply(peer._shelf, wrong, metrics, lambda: None)  # type: ignore[arg-type]
     seen = []
-    async with asyncio.timeout(GUARD_S):
-        while not supply.turns.failed:
-            await supply.steer([PART])
-            await asyncio.sleep(0.01)
-            seen.append((wrong.asked, bool(supply.turns.failed)))
+
+    async def has_failed() -> bool:
+        seen.append((wrong.asked, await failed(supply)))
+        return seen[-1][1]
+
+    await eventually(has_failed, GUARD_S)
     assert (1, False) in seen
     assert wrong.asked == 2
     assert metrics.failures.labels("digest_mismatch")._value.get() == 1

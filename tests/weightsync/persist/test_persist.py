@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.weightsync.fleet import until
+from tests.waiting import eventually
 from tests.weightsync.tensors import model, read_back
 from weightsync import Publisher, SlotReader, Store, ensure_arena
 from weightsync.control.history import past_swaps
@@ -78,12 +78,11 @@ async def told(store: Store) -> DiskRecord | None:
 
 
 async def until_told(store: Store, wanted: Callable[[DiskRecord], bool]) -> DiskRecord:
-    for _ in range(1000):
+    async def found() -> DiskRecord | None:
         record = await told(store)
-        if record is not None and wanted(record):
-            return record
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"still {record}")
+        return record if record is not None and wanted(record) else None
+
+    return await eventually(found)
 
 
 async def persist_now(store: Store, kept: Disk) -> bool:
@@ -427,7 +426,7 @@ async def test_a_copy_under_way_lets_go_of_a_slot_that_a_publisher_needs(
         monkeypatch.setattr("weightsync.memory.arena.Arena.free_nbytes", lambda self: 0)
         for number in (2, 3):
             commit(publisher.publish(model(number), activate=False))
-        await until(lambda: persister._needed == {2, 3})
+        await eventually(lambda: persister._needed == {2, 3})
         go_on.set()
         record = await until_told(store, lambda r: 3 in r.versions)
     assert record.versions == (2, 3)

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.waiting import wait_until
 from tests.weightsync.tensors import model, read_back
 from weightsync import Publisher, SlotReader, SyncStore
 from weightsync.control.records import Keys, TargetRecord, VersionRecord
@@ -299,8 +299,7 @@ def test_a_slot_of_a_commit_that_failed_is_free_again(store_url: str, tmp_path: 
         with pytest.raises(StoreUnavailable):
             draft.commit()
         (tmp_path / "away.db").rename(tmp_path / "store.db")
-        while publisher.versions():  # until the lease has ended
-            time.sleep(0.02)
+        wait_until(lambda: not publisher.versions(), what="the lease's end")
         (slot,) = publisher.arena.slots("demo")
         lock = SlotLock.try_exclusive(slot)
         assert lock is not None

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.etcd import MIN_LEASE_S, Etcd, Tls
+from tests.waiting import eventually, stays
 from weightsync import open_store
 from weightsync.control.lease import LeaseKeeper
 from weightsync.errors import Conflict, LeaseLost, StoreLost, StoreUnavailable
@@ -41,12 +42,12 @@ async def store(server: Etcd, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 async def persistently(work):  # type: ignore[no-untyped-def]
     """What every caller of a store does about an outage: try again."""
-    async with asyncio.timeout(LONG_S):
-        while True:
-            try:
-                return await work()
-            except StoreUnavailable:
-                await asyncio.sleep(0.05)
+
+    async def attempt():  # type: ignore[no-untyped-def]
+        with contextlib.suppress(StoreUnavailable):
+            return [await work()]
+
+    return (await eventually(attempt, LONG_S))[0]
 
 
 async def count_up(store: Store, key: str, until: int) -> None:
@@ -117,7 +118,7 @@ async def test_an_outage_that_lasts_is_reported_and_can_be_resumed(
     events = store.watch("a", first)
     assert (await anext(events)).kv.mod_revision == first
     pending = asyncio.ensure_future(anext(events))
-    await asyncio.sleep(0.1)
+    await stays(lambda: not pending.done(), 0.1)
     server.kill()
     with pytest.raises(StoreUnavailable):
         await asyncio.wait_for(pending, LONG_S)
@@ -162,7 +163,7 @@ async def test_a_watch_on_a_frozen_etcd_goes_on_when_it_thaws(server: Etcd, stor
     assert (await anext(events)).kv.value == b"0"
     pending = asyncio.ensure_future(anext(events))
     server.freeze()
-    await asyncio.sleep(0.5)
+    await stays(lambda: not pending.done(), 0.5)
     server.thaw()
     revision = await persistently(lambda: store.put("a", b"1"))
     assert (await asyncio.wait_for(pending, LONG_S)).kv.mod_revision == revision
@@ -171,9 +172,8 @@ async def test_a_watch_on_a_frozen_etcd_goes_on_when_it_thaws(server: Etcd, stor
 async def test_closing_ends_what_waits_for_a_frozen_etcd(server: Etcd, store: Store) -> None:
     await store.put("a", b"1")
     server.freeze()
-    await asyncio.sleep(0.2)
     waiting = [asyncio.ensure_future(store.get("a")), asyncio.ensure_future(anext(store.watch("a")))]
-    await asyncio.sleep(0.2)
+    await stays(lambda: not any(call.done() for call in waiting), 0.2)
     await store.close()
     found = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), LONG_S)
     assert isinstance(found[0], StoreUnavailable)
@@ -187,7 +187,7 @@ async def test_a_lease_that_ended_while_etcd_was_frozen_is_reported(server: Etcd
     assert (await anext(events)).kind == "put"
     pending = asyncio.ensure_future(anext(events))
     server.freeze()
-    await asyncio.sleep(MIN_LEASE_S + 0.5)
+    await stays(lambda: not pending.done(), MIN_LEASE_S + 0.5)
     server.thaw()
     await asyncio.wait_for(keeper.lost.wait(), LONG_S)
     gone = await asyncio.wait_for(pending, LONG_S)

@@ -17,7 +17,8 @@ from server.gateway.access.scope import STORE_KEY
 from server.gateway.fleet.drains import drains
 from server.sleeping import orders, sleepers
 from tests.etcd import Etcd
-from tests.weightsync.fleet import MODEL, Engine, until
+from tests.waiting import eventually
+from tests.weightsync.fleet import MODEL, Engine
 from tests.weightsync.tensors import model
 from weightsync import Coordinator, Participant, Publisher, Store, open_store
 from weightsync.control.activation import previous_version
@@ -74,7 +75,7 @@ async def test_a_version_goes_from_a_trainer_through_a_gateway_to_an_instance(
         publisher = await asyncio.to_thread(Publisher, guarded.url("trainer"), model=MODEL)
         for step in (1, 2, 3):
             assert await asyncio.to_thread(publisher.publish, model(step), timeout_s=60) == step
-        await until(lambda: engine.running == 3)
+        await eventually(lambda: engine.running == 3)
         assert await previous_version(leading, KEYS) == 2
         assert (await coordinator.rollback()).version == 2
         await asyncio.to_thread(publisher.close)

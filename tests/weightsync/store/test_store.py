@@ -11,6 +11,7 @@ import pytest
 
 from weightsync.errors import Conflict, LeaseLost, StoreUnavailable, WatchCompacted
 from weightsync.store import MISSING, Event, Store, SyncStore, open_store
+from tests.waiting import eventually, stays
 
 STORES = ("sqlite", "etcd")
 
@@ -109,7 +110,12 @@ async def test_a_lease_that_is_kept_alive_stays(store: Store, shortest_lease_s: 
 
 async def test_an_ended_lease_stays_ended(store: Store, shortest_lease_s: float) -> None:
     lease = await store.grant_lease(shortest_lease_s)
-    await asyncio.sleep(shortest_lease_s + 0.05)
+    await store.put("a", b"1", lease)
+
+    async def has_ended() -> bool:
+        return await store.get("a") is None
+
+    await eventually(has_ended)
     with pytest.raises(LeaseLost):
         await store.keep_alive(lease)
     with pytest.raises(LeaseLost):
@@ -212,7 +218,7 @@ async def test_a_watch_ends_with_its_store(store_url: str) -> None:
         return len([event async for event in client.watch("")])
 
     watching = asyncio.create_task(drain())
-    await asyncio.sleep(0.05)
+    await stays(lambda: not watching.done(), 0.05)
     await client.close()
     assert await asyncio.wait_for(watching, 5) == 0
     with pytest.raises(StoreUnavailable, match="closed"):

@@ -8,12 +8,12 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import psutil
 import pytest
 
+from tests.waiting import wait_until
 from weightsync.transport import Piece, Region, Transport, available
 
 MIB = 1 << 20
@@ -97,7 +97,7 @@ class Peer:
         for process in self.family():
             process.send_signal(signal.SIGSTOP)
         for process in self.family():
-            assert eventually(lambda process=process: process.status() == psutil.STATUS_STOPPED)
+            wait_until(lambda process=process: process.status() == psutil.STATUS_STOPPED)
 
     def thaw(self) -> None:
         for process in self.family():
@@ -128,7 +128,7 @@ class Reads:
 
     def under_way(self) -> None:
         """Returns in the middle of one: they follow each other without a pause."""
-        assert eventually(lambda: self.count > 0 or self._done.done())
+        wait_until(lambda: self.count > 0 or self._done.done())
 
     def error(self) -> BaseException | None:
         """What it raised."""
@@ -152,9 +152,3 @@ def read_all(transport: Transport, peer: Peer) -> bytes:
     finally:
         link.close()
         into.close()
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    from tests.live import eventually as wait
-
-    return wait(condition, seconds)

@@ -25,18 +25,9 @@ from server.gateway import UpstreamSettings
 from server.gateway.access.keys import KeyRing, Principal
 from server.gateway.access.records import ADMIN, DOOR, INFER, KEYS_PREFIX, DoorRecord, KeyRecord, digest_of
 from server.key_limits import KeyLimits
-from tests.server.gateway.harness import (
-    ADMIN_KEY,
-    RunningGateway,
-    admin,
-    eventually,
-    get,
-    new_key,
-    post,
-    running_gateway,
-    wait_for,
-)
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, admin, get, new_key, post, running_gateway
 from tests.server.gateway.upstream import Answer, upstream
+from tests.waiting import eventually, wait_until
 from weightsync.errors import StoreUnavailable
 
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0)
@@ -54,10 +45,12 @@ def code(answer: Answer) -> tuple[int, str]:
 
 async def becomes(gateway: RunningGateway, headers: str, status: int, expected: str) -> None:
     """A request with `headers` comes to be answered so: changes of keys are seen a moment later."""
-    deadline = time.monotonic() + 10  # `wait_for` of Python 3.11 may swallow the cancellation of an asyncio.timeout
-    while (answer := await gateway.ask(post(headers=headers))).status != status:
-        assert time.monotonic() < deadline, (answer.status, answer.body)
-    assert code(answer) == (status, expected)
+
+    async def answered() -> Answer | None:
+        answer = await gateway.ask(post(headers=headers))
+        return answer if answer.status == status else None
+
+    assert code(await eventually(answered)) == (status, expected)
 
 
 # when a key is asked for
@@ -240,7 +233,7 @@ async def test_an_update_changes_what_it_names(gateway: RunningGateway) -> None:
         "requests_per_min": None, "tokens_per_min": 100, "concurrency": None, "max_output_tokens": None,
         "priority": 3, "weight": 7,
     }  # fmt: skip
-    wait_for(lambda: gateway.gateway.keys.limits[key_id].weight == 7)
+    wait_until(lambda: gateway.gateway.keys.limits[key_id].weight == 7)
 
 
 async def test_a_revoked_key_stays_revoked(gateway: RunningGateway) -> None:

@@ -13,17 +13,9 @@ import orjson
 import pytest
 
 from server.gateway import UpstreamSettings
-from tests.server.gateway.harness import (
-    RunningGateway,
-    admin,
-    eventually,
-    get,
-    new_key,
-    post,
-    running_gateway,
-    wait_for,
-)
+from tests.server.gateway.harness import RunningGateway, admin, get, new_key, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
+from tests.waiting import eventually, wait_until
 
 SETTINGS = UpstreamSettings(scrape_interval_s=3600.0, hold_s=0.0)
 CHAT = "/v1/chat/completions"
@@ -263,10 +255,10 @@ async def test_limits_can_be_changed_while_requests_come_in(gateway: RunningGate
     key_id, key = await new_key(gateway, limits={"requests_per_min": 2})
     assert [(await gateway.ask(post(headers=key))).status for _ in range(3)] == [200, 200, 429]
     assert (await admin(gateway, "PATCH", f"/{key_id}", limits={"requests_per_min": 4})).status == 200
-    wait_for(lambda: gateway.gateway.keys.limits[key_id].requests_per_min == 4)
+    wait_until(lambda: gateway.gateway.keys.limits[key_id].requests_per_min == 4)
     assert [(await gateway.ask(post(headers=key))).status for _ in range(3)] == [200, 200, 429]
     assert (await admin(gateway, "PATCH", f"/{key_id}", limits={"requests_per_min": None})).status == 200
-    wait_for(lambda: gateway.gateway.keys.limits[key_id].requests_per_min is None)
+    wait_until(lambda: gateway.gateway.keys.limits[key_id].requests_per_min is None)
     assert (await gateway.ask(post(headers=key))).status == 200
 
 
@@ -300,7 +292,7 @@ async def test_a_request_in_flight_keeps_its_place_when_limits_come_and_go(
     writer.write(post(headers=key))
     await eventually(lambda: bool(answering.requests))
     await admin(gateway, "PATCH", f"/{key_id}", limits={"concurrency": 1, "tokens_per_min": 1000})
-    wait_for(lambda: gateway.gateway.keys.limits[key_id].concurrency == 1)
+    wait_until(lambda: gateway.gateway.keys.limits[key_id].concurrency == 1)
     assert code(await gateway.ask(post(headers=key))) == (429, "concurrency_limit")
     go_on.set()
     assert (await read_answer(reader)).status == 200
@@ -325,12 +317,14 @@ async def test_limits_outlive_a_restart(tmp_path: Path) -> None:
 async def until_refused(gateway: RunningGateway, key: str, wanted: int) -> list[int]:
     """Asks until `wanted` have passed: units that another gateway held need a moment to come over."""
     passed: list[int] = []
-    async with asyncio.timeout(20):
-        while len(passed) < wanted:
-            answer = await gateway.ask(post(headers=key))
-            if answer.status == 200:
-                passed.append(200)
-            else:
-                assert code(answer)[1] == "requests_limit"
-                await asyncio.sleep(0.05)
+
+    async def enough() -> bool:
+        answer = await gateway.ask(post(headers=key))
+        if answer.status == 200:
+            passed.append(200)
+        else:
+            assert code(answer)[1] == "requests_limit"
+        return len(passed) >= wanted
+
+    await eventually(enough)
     return passed

@@ -28,6 +28,7 @@ from server.key_limits import KeyLimits
 from tests.etcd import Etcd
 from tests.server.gateway.harness import ADMIN_KEY, KEYS
 from tests.server.gateway.upstream import Link, Received, Upstream, upstream
+from tests.waiting import eventually, stays
 from weightsync.control.records import InstanceRecord
 from weightsync.errors import LeaseLost, StoreUnavailable
 from weightsync.store import Store, open_store
@@ -275,10 +276,17 @@ async def ended(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - nothing is told of what is waited for
-            await asyncio.sleep(0.005)
+async def taken(gateway: Gateway, units: int) -> int:
+    """What it lets through, asked again and again, until it is so much."""
+    passed = 0
+
+    def enough() -> bool:
+        nonlocal passed
+        passed += gateway.take(50)
+        return passed >= units
+
+    await eventually(enough)
+    return passed
 
 
 @on_both_stores
@@ -287,9 +295,11 @@ async def test_alone_it_has_the_whole_limit_and_writes_nothing(url: str) -> None
     async with gateways(url, 1, 60) as (one,):
         assert one.take(100) == 60
         _, before = await one.store.list("")
-        await asyncio.sleep(0.3)  # many intervals
-        _, after = await one.store.list("")
-        assert after == before
+
+        async def unchanged() -> bool:
+            return (await one.store.list(""))[1] == before
+
+        await stays(unchanged, 0.3)  # many intervals
 
 
 async def test_who_enters_as_another_comes_to_hold_more_enters_anew(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,15 +329,10 @@ async def test_units_come_to_where_they_are_asked_for(url: str) -> None:
     async with gateways(url, 3, 90) as (one, two, three):
         assert [g.quota.allotted for g in (one, two, three)] == [30, 30, 30]
         assert two.take(5) == 5
-        taken = one.take(200)
-        assert taken == 30
-        async with asyncio.timeout(60):
-            while taken < 85:
-                taken += one.take(10)
-                await asyncio.sleep(0.01)
-        assert taken == 85
+        assert one.take(200) == 30
+        assert await taken(one, 55) == 55
         assert one.take(1) == two.take(1) == three.take(1) == 0
-        await until(lambda: one.quota.elsewhere == 5)
+        await eventually(lambda: one.quota.elsewhere == 5)
         assert one.quota.remaining() == 0
 
 
@@ -337,12 +342,7 @@ async def test_who_comes_later_gets_what_is_left(url: str) -> None:
     async with gateways(url, 1, 60) as (one,):
         assert one.take(50) == 50
         async with gateways(url, 1, 60) as (two,):
-            taken = 0
-            async with asyncio.timeout(60):
-                while taken < 10:
-                    taken += two.take(20)
-                    await asyncio.sleep(0.01)
-            assert (taken, one.take(5)) == (10, 0)
+            assert (await taken(two, 10), one.take(5)) == (10, 0)
 
 
 @on_both_stores
@@ -353,13 +353,8 @@ async def test_what_a_gateway_used_counts_after_its_end(url: str) -> None:
         assert one.task is not None
         await ended(one.task)
         await one.sharing.leave()
-        taken = 0
-        async with asyncio.timeout(60):
-            while taken < 30:
-                taken += two.take(50)
-                await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
-        assert (taken, two.take(50)) == (30, 0)
+        assert await taken(two, 30) == 30
+        await stays(lambda: two.take(50) == 0, 0.2)
 
 
 def test_what_was_used_before_another_came_is_not_given_to_it() -> None:
@@ -391,7 +386,7 @@ async def test_one_that_was_killed_leaves_its_part_when_its_lease_ends(url: str)
         assert keeper is not None
         await keeper.stop()
         await one.store.revoke(keeper.id)
-        await until(lambda: two.quota.allotted == 60)
+        await eventually(lambda: two.quota.allotted == 60)
 
 
 @pytest.mark.usefixtures("fast")
@@ -399,20 +394,20 @@ async def test_the_last_part_stays_in_force_without_the_store(url: str, monkeypa
     async with gateways(url, 2, 60) as (one, two):
         assert two.take(30) == 30
         outage = Outage(one.store, monkeypatch)
-        await until(lambda: outage.refused > 3)
+        await eventually(lambda: outage.refused > 3)
         part = one.quota.allotted
         before = outage.refused
-        await until(lambda: outage.refused > before + 3)
+        await eventually(lambda: outage.refused > before + 3)
         assert one.take(100) == part > 0
         keeper = one.sharing._keeper
         assert keeper is not None
         await two.store.revoke(keeper.id)  # an outage longer than the lease: others take the part over
-        await until(lambda: two.quota.allotted == 60)
+        await eventually(lambda: two.quota.allotted == 60)
         outage.over = True
-        await until(lambda: one.sharing._keeper is not keeper and one.sharing._division.active)
+        await eventually(lambda: one.sharing._keeper is not keeper and one.sharing._division.active)
         assert one.take(100) == 0
-        await until(lambda: two.quota.elsewhere == part)
-        await until(lambda: two.quota.allotted <= 60 - part)
+        await eventually(lambda: two.quota.elsewhere == part)
+        await eventually(lambda: two.quota.allotted <= 60 - part)
         assert two.take(100) <= 30 - part
 
 
@@ -450,8 +445,8 @@ async def test_a_lost_lease_is_taken_up_again(url: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(one.store, "put", lost)
         await two.store.revoke(keeper.id)
         one.take(1)
-        await until(lambda: one.sharing._keeper is not keeper and one.sharing._division.active)
-        await until(lambda: one.quota.allotted + two.quota.allotted == 60)
+        await eventually(lambda: one.sharing._keeper is not keeper and one.sharing._division.active)
+        await eventually(lambda: one.quota.allotted + two.quota.allotted == 60)
 
 
 @on_both_stores
@@ -459,15 +454,17 @@ async def test_a_lost_lease_is_taken_up_again(url: str, monkeypatch: pytest.Monk
 async def test_a_lower_limit_holds_everywhere(url: str) -> None:
     async with gateways(url, 2, 100) as (one, two):
         assert one.take(10) == 10
-        await until(lambda: two.quota.elsewhere == 10)
+        await eventually(lambda: two.quota.elsewhere == 10)
         for g in (one, two):
             g.key_limits = {"k": KeyLimits(requests_per_min=20)}
         assert one.take(100) + two.take(100) <= 10
-        async with asyncio.timeout(60):
-            taken = 0
-            while one.quota.used + two.quota.used < 20:
-                taken += one.take(3) + two.take(3)
-                await asyncio.sleep(0.01)
+
+        def all_is_used() -> bool:
+            one.take(3)
+            two.take(3)
+            return one.quota.used + two.quota.used == 20
+
+        await eventually(all_is_used)
         assert one.take(5) + two.take(5) == 0
 
 
@@ -476,7 +473,7 @@ async def test_records_of_no_known_form_are_left_alone(url: str) -> None:
     async with gateways(url, 1, 60) as (one,):
         await one.store.put(USAGE_PREFIX + "stranger", b"nonsense")
         async with gateways(url, 1, 60) as (two,):
-            await until(lambda: one.quota.allotted == two.quota.allotted == 30)
+            await eventually(lambda: one.quota.allotted == two.quota.allotted == 30)
             found = await one.store.get(USAGE_ROUND)
             assert found is not None
 

@@ -21,8 +21,9 @@ import weightsync.errors
 from server.errors import HttpError
 from server.gateway import UpstreamSettings
 from server.gateway.admin.error_map import STATUS, from_fields, to_http
-from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Answer, Handler, Link, Received, upstream
+from tests.waiting import eventually
 from weightsync import ensure_arena, open_store
 from weightsync.control.agent import CommitResult, Participant, StageResult
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord

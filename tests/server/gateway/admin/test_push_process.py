@@ -17,7 +17,7 @@ from server.gateway.admin import publishing
 from server.gateway.admin.error_map import to_http
 from server.gateway.admin.publishing import Pusher
 from server.gateway.config import GatewayConfig
-from tests.server.gateway.harness import eventually
+from tests.waiting import eventually
 from tests.weightsync.tensors import model, save_safetensors
 from weightsync import SyncStore
 from weightsync.errors import WeightSyncError

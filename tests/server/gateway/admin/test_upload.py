@@ -24,7 +24,8 @@ import pytest
 import torch
 
 from server.gateway import UpstreamSettings
-from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, running_gateway, wait_for
+from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, running_gateway
+from tests.waiting import wait_until
 from weightsync import SlotReader, SyncStore, ensure_arena
 from weightsync.control.records import ActiveRecord, Keys, TargetRecord, VersionRecord
 from weightsync.errors import RemoteError
@@ -369,8 +370,8 @@ def test_nothing_is_kept_of_an_upload_that_never_ends(gateway: RunningGateway, l
         head = f"POST /admin/weights/upload?upload_id=12345678 HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {ADMIN_KEY}"
         head += f"\r\nContent-Type: application/octet-stream\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body[: len(body) // 2])
-        wait_for(lambda: any("(deleted)" in name and str(arena) in name for name in open_files()))
-    wait_for(lambda: not any("(deleted)" in name and str(arena) in name for name in open_files()))
+        wait_until(lambda: any("(deleted)" in name and str(arena) in name for name in open_files()))
+    wait_until(lambda: not any("(deleted)" in name and str(arena) in name for name in open_files()))
     assert list(arena.iterdir()) == []
     assert versions(gateway) == []
     assert abs(os.statvfs(arena).f_bfree - used) < 1 << 20
@@ -424,7 +425,7 @@ def until_up(url: str) -> None:
             return httpx.get(f"{url}/healthz").is_success
         return False
 
-    wait_for(up, 30.0)
+    wait_until(up, 30.0)
 
 
 class Slowly:

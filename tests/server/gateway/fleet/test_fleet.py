@@ -14,8 +14,9 @@ import pytest
 
 from server.gateway import HealthSettings, UpstreamSettings
 from server.gateway.fleet.retries import MIN_PER_S, WINDOW_S
-from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, eventually, get, post, running_gateway, wait_for
+from tests.server.gateway.harness import ADMIN_KEY, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, Upstream, answer_json, upstream
+from tests.waiting import eventually, wait_until
 
 QUIET = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0)
 WATCHFUL = UpstreamSettings(
@@ -344,7 +345,7 @@ async def test_a_drained_instance_keeps_what_it_has_and_gets_nothing_new(
 
     async with fleet(gateway, stream, answer_json) as (a, b):
         with running_gateway(tmp_path, upstream=QUIET, run_coordinator=False) as other:
-            wait_for(lambda: len(other.gateway.fleet.serving) == 2)
+            wait_until(lambda: len(other.gateway.fleet.serving) == 2)
             gateway.register(b, "i1", state="STARTING")  # so that the stream begins at i0
             streaming = asyncio.create_task(ask(gateway, b'{"stream": true}'))
             await eventually(lambda: len(asked(a)) == 1)

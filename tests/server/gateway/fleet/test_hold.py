@@ -13,8 +13,9 @@ import pytest
 from server.errors import Unavailable
 from server.gateway import UpstreamSettings
 from server.gateway.fleet.retries import Patience, WaitingRoom
-from tests.server.gateway.harness import KEYS, RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.harness import KEYS, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, read_answer, upstream
+from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, SwapRecord
 
 LONG = UpstreamSettings(scrape_interval_s=3600.0, hold_s=60.0, max_held=2)

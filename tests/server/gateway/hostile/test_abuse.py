@@ -24,8 +24,9 @@ from server.gateway import GatewayConfig
 from server.gateway.app import build_app
 from server.gateway.middleware import is_public
 from server.gateway.routes import public_names
-from tests.server.gateway.harness import KEYS, MODEL, get, post, wait_for
+from tests.server.gateway.harness import KEYS, MODEL, get, post
 from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
+from tests.waiting import eventually, wait_until
 from weightsync.control.records import InstanceRecord
 from weightsync.store import SyncStore
 
@@ -83,7 +84,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
         )
     store = SyncStore(url)
     try:
-        wait_for(lambda: _answers(port) or process.poll() is not None, 60)
+        wait_until(lambda: _answers(port) or process.poll() is not None, 60)
         assert process.poll() is None, log.read_text()
         yield Process(port, admin_port, log, store, psutil.Process(process.pid))
         assert process.poll() is None, log.read_text()[-3000:]
@@ -114,10 +115,11 @@ async def behind(gateway: Process) -> AsyncIterator[Upstream]:
     async with upstream(answer) as up:
         record = InstanceRecord("i0", up.address, "SERVING", active_version=1, active_epoch=1)
         await asyncio.to_thread(gateway.store.put, KEYS.instance("i0"), record.to_json())
-        for _ in range(600):
-            if (await gateway.ask(post(headers=AUTH))).status == 200:
-                break
-            await asyncio.sleep(0.1)
+
+        async def is_known() -> bool:
+            return (await gateway.ask(post(headers=AUTH))).status == 200
+
+        await eventually(is_known, 60)
         up.requests.clear()
         yield up
         await asyncio.to_thread(gateway.store.delete, KEYS.instance("i0"))

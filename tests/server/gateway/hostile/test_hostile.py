@@ -17,8 +17,9 @@ from server.errors import BadRequest
 from server.gateway import Limits, UpstreamSettings
 from server.gateway.routes import find, public_names
 from server.gateway.wire.bodies import check_object
-from tests.server.gateway.harness import ADMIN_KEY, OWN, SERVERS, RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.harness import ADMIN_KEY, OWN, SERVERS, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Upstream, read_answer, upstream
+from tests.waiting import eventually, stays
 
 ADMIN = f"Authorization: Bearer {ADMIN_KEY}\r\n"
 LIMITS = Limits(
@@ -287,8 +288,7 @@ async def test_a_body_that_nobody_waited_for_is_not_counted(gateway: RunningGate
         writer.write(raw[:-600])
         assert (await asyncio.wait_for(read_answer(reader), 5)).status == 404
         writer.write(raw[-600:])
-        await asyncio.sleep(0.05)
-        assert gateway.gateway.buffered == 0
+        await stays(lambda: gateway.gateway.buffered == 0, 0.05)
     writer.write(get("/healthz"))
     assert (await asyncio.wait_for(read_answer(reader), 5)).status == 200
     writer.close()

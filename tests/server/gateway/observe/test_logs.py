@@ -22,9 +22,10 @@ import pytest
 from server.gateway.observe.logs import AccessLog, JsonFormatter, LineWriter, json_line, text_line
 from server.gateway.observe.stats import Finished
 from server.gateway.wire.bodies import Usage
-from tests.server.gateway.harness import KEYS, get, post, wait_for
+from tests.server.gateway.harness import KEYS, get, post
 from tests.server.gateway.observe.otlp_collector import Collector, collecting
 from tests.server.gateway.upstream import Answer, Link, Received, read_answer, upstream
+from tests.waiting import eventually, wait_until
 from weightsync.control.records import InstanceRecord
 from weightsync.store import SyncStore
 
@@ -71,7 +72,7 @@ def process(directory: Path, *options: str) -> Iterator[Process]:
     with log.open("wb") as out:
         running = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "HOTSWAP_ADMIN_KEY": ADMIN_KEY})
     try:
-        wait_for(lambda: "startup complete" in log.read_text() or running.poll() is not None, 60)
+        wait_until(lambda: "startup complete" in log.read_text() or running.poll() is not None, 60)
         ports = _ports(running.pid)
         store = SyncStore(url)
         yield Process(*ports, log, store)
@@ -162,8 +163,11 @@ async def everything(gateway: Process) -> None:
         record = InstanceRecord("i0", up.address, "SERVING", active_version=3, active_epoch=1)
         gateway.store.put(KEYS.instance("i0"), record.to_json())
         headers = f"Authorization: Bearer {KEY}\r\nCookie: {COOKIE}\r\n"
-        while (await gateway.ask(post(headers=headers + "X-Session-Id: whole\r\n"))).status != 200:  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.05)
+
+        async def is_ready() -> bool:
+            return (await gateway.ask(post(headers=headers + "X-Session-Id: whole\r\n"))).status == 200
+
+        await eventually(is_ready)
         for how in HOWS:
             body = orjson.dumps({"prompt": f"{PROMPT} {how}"})
             request = post("/v1/completions", body, headers + f"X-Request-Id: r-{how}\r\nX-Session-Id: {how}\r\n")
@@ -185,7 +189,7 @@ async def test_json_lines_say_what_became_of_every_request(tmp_path: Path, colle
     with process(tmp_path, *options) as gateway:
         await everything(gateway)
         metrics = (await gateway.ask(get("/metrics"))).body.decode()
-        wait_for(lambda: len(gateway.access("/admin/instances")) == 1)
+        wait_until(lambda: len(gateway.access("/admin/instances")) == 1)
         lines = {line["request_id"]: line for line in gateway.access()}
         statuses = {how: lines[f"r-{how}"]["status"] for how in HOWS}
         assert statuses == {"whole": 200, "stream": 200, "break": 200, "nonsense": 502, "silent": 504, "error": 500}
@@ -197,7 +201,7 @@ async def test_json_lines_say_what_became_of_every_request(tmp_path: Path, colle
         }  # fmt: skip
         assert expected.items() <= streamed.items()
         assert 0 <= streamed["ttft_s"] <= streamed["duration_s"]
-        wait_for(lambda: any(s.trace_id == streamed["trace_id"] for s in collector.spans))
+        wait_until(lambda: any(s.trace_id == streamed["trace_id"] for s in collector.spans))
         assert lines["r-break"]["code"] == "upstream_died"
         assert lines["r-silent"]["code"] == "upstream_timeout"
         assert "-" in {line["route"] for line in gateway.access() if line["status"] == 404}
@@ -210,7 +214,7 @@ async def test_json_lines_say_what_became_of_every_request(tmp_path: Path, colle
 async def test_text_lines_do_too(tmp_path: Path) -> None:
     with process(tmp_path, "--access-log", "1", "--log-level", "debug") as gateway:
         await everything(gateway)
-        wait_for(lambda: "route=/admin/instances" in gateway.text())
+        wait_until(lambda: "route=/admin/instances" in gateway.text())
     assert re.search(r"INFO hotswap.access: request_id=r-stream method=POST route=/v1/completions .*", gateway.text())
     assert_clean(gateway.text())
 

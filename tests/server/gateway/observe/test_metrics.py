@@ -11,8 +11,9 @@ import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.gateway.harness import KEYS, RunningGateway, eventually, get, post, running_gateway, wait_for
+from tests.server.gateway.harness import KEYS, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, upstream
+from tests.waiting import eventually, wait_until
 from weightsync.control.records import ActiveRecord, DiskRecord, SwapPhase, SwapRecord
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -115,7 +116,7 @@ async def test_phases_and_stalls_of_swaps(gateway: RunningGateway) -> None:
     def put(swap_id: str, phase: SwapPhase) -> None:
         swap = replace(record, id=swap_id, phase=phase)
         gateway.store.put(KEYS.swap, swap.to_json())
-        wait_for(lambda: seen(swap))
+        wait_until(lambda: seen(swap))
 
     put("s0", "done")  # before anybody looked
     gateway.register("http://127.0.0.1:9", "i0", commit_ms=90.0)

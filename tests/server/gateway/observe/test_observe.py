@@ -15,8 +15,9 @@ from server.gateway import UpstreamSettings
 from server.gateway.fleet.instance import Signals, parse
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.stats import Histogram, Stats
-from tests.server.gateway.harness import KEYS, RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.harness import KEYS, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, Upstream, upstream
+from tests.waiting import eventually
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord
 from weightsync.errors import StoreUnavailable
 from weightsync.store import Event, KeyValue, open_store

@@ -16,9 +16,10 @@ from server.errors import ConfigError
 from server.gateway.config import ObserveSettings
 from server.gateway.observe import context
 from server.gateway.observe.tracing import Span, SpanSender, traces_url
-from tests.server.gateway.harness import KEYS, RunningGateway, eventually, post, running_gateway, wait_for
+from tests.server.gateway.harness import KEYS, RunningGateway, post, running_gateway
 from tests.server.gateway.observe.otlp_collector import Collector, collecting
 from tests.server.gateway.upstream import Link, Received, upstream
+from tests.waiting import eventually, wait_until
 from weightsync.control.records import SwapPhase, SwapRecord
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -164,13 +165,13 @@ def test_swaps_are_spans_of_the_gateway_that_leads(
         phases: tuple[SwapPhase, ...] = ("prepare", "commit", last)
         for phase in phases:
             gateway.store.put(KEYS.swap, replace(record, id=swap_id, phase=phase, reason="why").to_json())
-            wait_for(partial(seen, swap_id, phase))
+            wait_until(partial(seen, swap_id, phase))
 
     carry_out("before", "done")
     carry_out("led by another", "done")
     monkeypatch.setattr(type(gateway.gateway.coordinator), "leads", property(lambda _: True))
     carry_out("s1", "aborted")
-    wait_for(lambda: len(collector.spans) == 3)
+    wait_until(lambda: len(collector.spans) == 3)
     (swap,) = collector.named("swap")
     assert (swap.attributes["hotswap.swap.id"], swap.attributes["hotswap.weight_version"]) == ("s1", 4)
     assert (swap.kind, swap.status, swap.parent_id) == (INTERNAL, ERROR, "")
@@ -242,7 +243,7 @@ def test_a_span_that_cannot_be_made_does_not_end_the_sender(collector: Collector
     counts = {"exported": 0, "dropped": 0, "failed": 0}
     sender = SpanSender(collector.endpoint, counts)
     sender.put(0, lambda n: [Span("s", 1 // n, 1, 0, 1.0, 2.0, {})])
-    wait_for(lambda: counts["failed"] == 1)
+    wait_until(lambda: counts["failed"] == 1)
     sender.put(1, lambda n: [Span("s", 1 // n, 1, 0, 1.0, 2.0, {})])
     sender.close()
     assert counts == {"exported": 1, "dropped": 0, "failed": 1}

@@ -13,8 +13,9 @@ import orjson
 import pytest
 
 from server.gateway import QueueSettings, UpstreamSettings
-from tests.server.gateway.harness import RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.harness import RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
+from tests.waiting import eventually
 
 QUIET = UpstreamSettings(scrape_interval_s=3600.0)
 KEYS = ("key-of-the-first-tester", "key-of-the-second-tester")
@@ -453,10 +454,15 @@ async def test_the_line_moves_on_while_the_gateway_ends(tmp_path: Path) -> None:
             asked = await fill(gateway, s)
             asked.append(await in_line(gateway, "x"))
             gateway.stop()
-            with contextlib.suppress(ConnectionError, OSError):
-                while True:  # until nobody listens any more
+
+            async def nobody_listens() -> bool:
+                try:
                     (await gateway.connect())[1].close()
-                    await asyncio.sleep(0.01)
+                except OSError:
+                    return True
+                return False
+
+            await eventually(nobody_listens)
             s.release()
             await eventually(lambda: len(s.gates) == 2)
             s.release()

@@ -22,8 +22,9 @@ from server.gateway.observe.stats import Stats
 from server.gateway.queue.gate import Gate
 from server.gateway.routes import find
 from server.gateway.wire.head import RequestHead
-from tests.server.gateway.harness import OWN, SERVERS, RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.harness import OWN, SERVERS, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, Upstream, read_answer, upstream
+from tests.waiting import eventually, stands_still
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import open_store
 
@@ -137,10 +138,7 @@ async def test_a_slow_reader_holds_the_instance_back(gateway: RunningGateway) ->
         reader, writer = await gateway.connect()
         writer.write(post())
         await reader.readuntil(b"\r\n\r\n")
-        quiet = -1
-        while quiet != sent:  # until nothing moves any more
-            quiet = sent
-            await asyncio.sleep(0.2)
+        await stands_still(lambda: sent, 0.2)
         (client,) = [c for c in gateway.gateway.clients if getattr(c, "exchange", None) is not None]
         assert waiting(client) < 2 * 2**20
         assert sent < 64 * 2**20

@@ -13,8 +13,9 @@ import pytest
 
 from server.gateway import Limits, UpstreamSettings
 from server.gateway.connection import GatewayProtocol
-from tests.server.gateway.harness import ADMIN_KEY, OWN, SERVERS, RunningGateway, eventually, get, post, running_gateway
+from tests.server.gateway.harness import ADMIN_KEY, OWN, SERVERS, RunningGateway, get, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, Upstream, read_answer, upstream
+from tests.waiting import eventually
 
 PATIENT = UpstreamSettings(connect_timeout_s=60.0, read_idle_timeout_s=60.0, scrape_interval_s=3600.0, hold_s=0.0)
 HASTY = UpstreamSettings(connect_timeout_s=0.2, read_idle_timeout_s=0.2, scrape_interval_s=3600.0, hold_s=0.0)

@@ -13,8 +13,9 @@ import pytest
 
 from loadtest.gateway_bench.contenders import Place, hotswap
 from loadtest.gateway_bench.processes import free_port, pinned, rss_mb, running
-from tests.server.gateway.harness import eventually, post
+from tests.server.gateway.harness import post
 from tests.server.gateway.upstream import Link, Received, upstream
+from tests.waiting import eventually, stands_still
 
 CLIENTS = 200
 PIECE = b"data: " + b"x" * 16_000 + b"\n\n"
@@ -56,11 +57,6 @@ async def test_stalled_clients_cost_a_bounded_amount(tmp_path: Path) -> None:
             writing -= 1
             sent += len(PIECE)
 
-    async def stands_still() -> bool:
-        before = sent
-        await asyncio.sleep(0.5)
-        return sent == before and writing == CLIENTS
-
     async with upstream(handler) as up:
         place = Place(free_port(), up.port, tmp_path)
         with running(pinned(0, hotswap(place)), tmp_path / "log") as gateway, contextlib.ExitStack() as stack:
@@ -69,9 +65,9 @@ async def test_stalled_clients_cost_a_bounded_amount(tmp_path: Path) -> None:
             before = rss_mb(gateway.pid)
             for _ in range(CLIENTS - 1):
                 await stall(stack, place.port)
-            async with asyncio.timeout(120):
-                while not await stands_still():
-                    pass
+            await eventually(lambda: writing == CLIENTS, 120)
+            await stands_still(lambda: (sent, writing), 0.5)
+            assert writing == CLIENTS
             assert rss_mb(gateway.pid) - before < CLIENTS * HELD_MB
             assert sent > CLIENTS * len(PIECE)  # there was more to be had: all were stopped, in the end by TCP
 
