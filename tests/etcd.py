@@ -18,7 +18,6 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # as in weightsync/store
 from functools import partial
 
 import grpc
-import pytest
 from aetcd import rpc
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -26,6 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from loadtest.hosts.etcd import MISSING, binary
+from tests.lacking import lacking
 from tests.waiting import wait_until
 
 MIN_LEASE_S = 2.0  # what etcd makes of a shorter one, with its default election time-out
@@ -33,10 +33,7 @@ MIN_LEASE_S = 2.0  # what etcd makes of a shorter one, with its default election
 
 def require() -> str:
     """Skips the test where there is no etcd; in CI that is a failure."""
-    found = binary()
-    if found is None:
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(MISSING)
-    return str(found)
+    return str(binary() or lacking(MISSING))
 
 
 class Etcd:

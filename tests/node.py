@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import NoReturn
 
-import pytest
+from tests.lacking import lacking
 
 MIN_NODE = 22  # what the pinned SDK asks for
 
@@ -19,17 +17,17 @@ def installed(sources: Path, directory: Path) -> list[str]:
     is node."""
     found = _tools()
     if found is None:
-        _lacking("node and npm are not installed; see requirements/test.txt")
+        lacking("node and npm are not installed; see requirements/test.txt")
     node, npm = found
     version = subprocess.run([node, "--version"], capture_output=True, text=True, check=True).stdout
     if int(version.removeprefix("v").split(".")[0]) < MIN_NODE:
-        _lacking(f"node is {version.strip()}, and the SDK needs {MIN_NODE}; see requirements/test.txt")
+        lacking(f"node is {version.strip()}, and the SDK needs {MIN_NODE}; see requirements/test.txt")
     for file in sources.glob("*.js*"):
         shutil.copy(file, directory)
     command = [*npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--prefer-offline"]
     install = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=240)
     if install.returncode:
-        _lacking(f"npm could not install the SDK: {install.stderr[-500:]}")
+        lacking(f"npm could not install the SDK: {install.stderr[-500:]}")
     return [node]
 
 
@@ -42,10 +40,3 @@ def _tools() -> tuple[str, list[str]] | None:
         return node, [node, str(root / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
     found = shutil.which("node"), shutil.which("npm")
     return (found[0], [found[1]]) if found[0] and found[1] else None
-
-
-def _lacking(reason: str) -> NoReturn:
-    """On a developer's machine the tests are skipped; where CI=true they fail."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)

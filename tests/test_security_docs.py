@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
+from tests.lacking import program
 from tests.weightsync.test_tls import echo, shown
 from weightsync.store.etcd_roles import roles
 from weightsync.tls import ClusterTls
@@ -19,8 +16,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "security.md").read_text()
 
 
 def test_the_openssl_commands(tmp_path: Path) -> None:
-    if shutil.which("openssl") is None:
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("no openssl: install Debian's openssl")
+    program("openssl")
     commands = re.findall(r"^    ((?:openssl|printf) .*)$", PAGE, re.MULTILINE)
     assert len(commands) == 4
     subprocess.run(["/bin/sh", "-ec", "\n".join(commands)], cwd=tmp_path, check=True, capture_output=True)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
-import pytest
 from playwright.async_api import Browser, BrowserContext, Page, Request, async_playwright, expect
+
+from tests.lacking import lacking
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_MS = 30_000  # a condition that comes true is seen at once; this is for loaded machines
@@ -24,13 +24,6 @@ def executable() -> str:
     unpacked = ROOT / ".venv" / "chromium" / "run"
     found = shutil.which("chromium") or (str(unpacked) if unpacked.exists() else None)
     return found or lacking("there is no Chromium; run scripts/debian.sh")
-
-
-def lacking(reason: str) -> NoReturn:
-    """On a developer's machine the tests are skipped; where CI=true they fail."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from server.doctor.world import World
+from tests.lacking import unable
 from tests.server.doctor.worlds import checkpoint, findings, host, only
 from weightsync import SyncStore
 from weightsync.control.records import ARENA_KEY, ArenaRecord
@@ -37,7 +38,7 @@ def on_a_small_tmpfs(place: Path, script: str) -> list[dict[str, Any]]:
     """What the doctor says after `script`, in a mount namespace where `place` is a tmpfs of 4 MiB."""
     mounted = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"]), "sh", "-e", "-c"]
     if subprocess.run([*mounted, f"mount -t tmpfs none {place}"], check=False).returncode:
-        pytest.skip("no mount namespaces can be made here")
+        unable("no mount namespaces can be made here")
     command = [*mounted, f"mount -t tmpfs -o size=4m none {place}\n{script}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout, done.stderr

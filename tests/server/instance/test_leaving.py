@@ -180,6 +180,7 @@ async def test_a_request_to_the_app_that_was_arriving_does_not_hold_up_the_end(t
 LEAVING = """
 import asyncio, os, signal, sys, uvicorn
 from server.leaving import LeavingServer
+from tests.waiting import eventually
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs these tests in the background ignores it
 

@@ -4,7 +4,6 @@ benchmark. OpenAI's SDKs have test_sdk_python.py and test_sdk_js.py."""
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import orjson
 import pytest
 from pydantic import SecretStr
 
+from tests.lacking import program
 from tests.live import LiveServer
 
 pytestmark = pytest.mark.engine
@@ -30,15 +30,8 @@ def version(live: LiveServer, checkpoints: dict[str, Path]) -> int:
 # curl
 
 
-def curl_path() -> str:
-    found = shutil.which("curl")
-    if found is None:
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("curl is not installed")
-    return str(found)
-
-
 def curl(*arguments: str) -> str:
-    command = [curl_path(), "--silent", "--show-error", "--fail-with-body", "--max-time", "60", *arguments]
+    command = [program("curl"), "--silent", "--show-error", "--fail-with-body", "--max-time", "60", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -58,7 +51,7 @@ def test_curl_sends_a_long_body_after_100_continue(live: LiveServer, tmp_path: P
     """Over a megabyte curl waits for `100 Continue`; too many tokens for the model are a typed refusal."""
     file = tmp_path / "body.json"
     file.write_bytes(orjson.dumps({"model": live.name, "prompt": "a " * 2**20, "max_tokens": 1}))
-    command = [curl_path(), "--silent", "--max-time", "60", "--json", f"@{file}", live.url + "/v1/completions"]
+    command = [program("curl"), "--silent", "--max-time", "60", "--json", f"@{file}", live.url + "/v1/completions"]
     answer = subprocess.run(command, capture_output=True, check=True).stdout
     assert orjson.loads(answer)["error"]["message"]
 

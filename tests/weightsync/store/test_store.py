@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import eventually, stays
 from weightsync.errors import Conflict, LeaseLost, StoreUnavailable, WatchCompacted
 from weightsync.store import MISSING, Event, Store, SyncStore, open_store
-from tests.waiting import eventually, stays
 
 STORES = ("sqlite", "etcd")
 

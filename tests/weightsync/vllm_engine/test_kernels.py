@@ -11,13 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.lacking import bf16_only
 from tests.weightsync.memory.test_arena import small_file_system
 from weightsync.vllm_engine.placement import group_by_layer, layer_of
 from weightsync.vllm_engine.pool import HEADER, LayoutPool, LayoutPoolError
-
-bf16_only = pytest.mark.skipif(
-    not torch.cpu._is_avx512_bf16_supported(), reason="packed kernels need a CPU with AVX512-BF16"
-)
 
 
 @bf16_only

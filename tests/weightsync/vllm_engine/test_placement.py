@@ -12,6 +12,7 @@ import torch
 
 from loadtest.checkpoints import make_checkpoint
 from loadtest.vllm_worker import Worker, worker
+from tests.lacking import bf16_only, unable
 from weightsync import Publisher, SlotReader
 from weightsync.control.records import VersionRecord
 from weightsync.errors import ChecksumMismatch, DigestMismatch, MissingTensor
@@ -23,9 +24,6 @@ from weightsync.vllm_engine.placement import Box, Rect, UnsupportedModelError, W
 from weightsync.vllm_engine.stager import Garbage
 
 pytestmark = pytest.mark.engine
-bf16_only = pytest.mark.skipif(
-    not torch.cpu._is_avx512_bf16_supported(), reason="packed kernels need a CPU with AVX512-BF16"
-)
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 320, "head_dim": 16}
 FAMILIES = {
     "qwen2": {},  # biases on q, k and v
@@ -88,7 +86,7 @@ def test_a_replay_builds_what_the_loader_builds(
     from weightsync.vllm_engine.layout import onednn_takes
 
     if kernel == "onednn" and not onednn_takes(torch.bfloat16):
-        pytest.skip("oneDNN has no bf16 kernel for this CPU")
+        unable("oneDNN has no bf16 kernel for this CPU")
     monkeypatch.setenv("HOTSWAP_LINEAR_KERNEL", kernel)
     checkpoint = checkpoint_of(tmp_path, name, "bfloat16")
     with worker(checkpoint) as w:
