@@ -33,7 +33,8 @@ async def eventually(
 async def stays(condition: Callable[[], object], for_s: float, what: What = "") -> None:
     """The condition holds for that long; for what must not happen, which nothing tells of."""
     for pause_s in _pauses(for_s):
-        if not condition():
+        held = condition()
+        if not (await held if inspect.isawaitable(held) else held):
             raise AssertionError(f"no longer: {_text(condition, what)}")
         await asyncio.sleep(pause_s)
 
