@@ -314,7 +314,6 @@ async def test_connections_are_bounded(gateway: RunningGateway) -> None:
         writer.close()
 
 
-@OWN
 async def test_an_announced_long_body_is_refused_before_it_is_sent(gateway: RunningGateway) -> None:
     reader, writer = await gateway.connect()
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nExpect: 100-continue\r\nContent-Length: 9999\r\n\r\n")
