@@ -333,7 +333,10 @@ class Exchange:
             if self._relay.seen or self.instance is None:
                 self._broken(failure)
             elif self._pooled and time.monotonic() - self.last_progress < STALE_S:
-                self._retry_fresh(self.instance)
+                # The idle connection was closed as the request was on its way; the instance never saw it.
+                self._stats.stale_retries += 1
+                self._link, self._pooled, self._resent = None, False, True
+                self._open_connection(self.instance)
             else:
                 self._try_another("lost", failure)
             return
@@ -365,19 +368,11 @@ class Exchange:
 
     def _complete(self) -> None:
         relay = self._relay
-        self._give_back()
+        self._give_back(reusable=relay.reusable)
         self._end(status=relay.status)
         self._client.answered(keep_alive=relay.keep_alive)
 
     # what becomes of a failure
-
-    def _retry_fresh(self, instance: Instance) -> None:
-        """The idle connection was closed as the request was on its way; the instance never saw it."""
-        self._stats.stale_retries += 1
-        self._link = None
-        self._pooled = False
-        self._resent = True
-        self._open_connection(instance)
 
     def _try_another(self, why: retries.Failure, error: HttpError | None) -> None:
         """Nothing of an answer has come: the next instance is asked, as far as the rules of retries.py go."""
@@ -395,7 +390,7 @@ class Exchange:
             self._losses += 1
         elif why == "refused":
             instance.refusals += 1
-        self._give_back()
+        self._give_back(reusable=self._relay.reusable)
         self._resent = False
         if self._continuation is not None:
             self._relay.go_on()
@@ -424,9 +419,7 @@ class Exchange:
         if journal is None or not journal.broken() or self._losses >= retries.LOSSES:
             self._stats.failovers["not_resumable" if journal is None or journal.lost else "given_up"] += 1
             return False
-        if self._link is not None:
-            self._link.abort()
-            self._link = None
+        self._give_back(reusable=False)
         if journal.done:
             self._stats.failovers["complete"] += 1
             self._client.write(relay.finish())
@@ -458,9 +451,7 @@ class Exchange:
         if self._connecting is not None:
             self._connecting.cancel()
             self._connecting = None
-        if self._link is not None:
-            self._link.abort()
-            self._link = None
+        self._give_back(reusable=False)
         if self.request.target.route.json_body:
             self.usage = self._relay.usage()
         cost = self._charged
@@ -473,14 +464,13 @@ class Exchange:
         self._relay.close()
         self._drop_instance()
 
-    def _give_back(self) -> None:
-        """The upstream connection goes to the pool, if its answer ended in order."""
+    def _give_back(self, *, reusable: bool) -> None:
+        """The upstream connection goes to the pool, if its answer ended in order, or ends."""
         link, self._link = self._link, None
-        if link is not None and not link.closed:
-            if self._relay.reusable:
-                link.release()
-            else:
-                link.abort()
+        if link is not None and reusable and not link.closed:
+            link.release()
+        elif link is not None:
+            link.abort()
 
     def _drop_instance(self) -> None:
         if self.instance is not None:

@@ -83,7 +83,7 @@ MUTATIONS: list[Mutation] = [
     ]),
     *of(ACCESS + "sharing.py", GW + "access/test_shares.py", changes=[
         ("return max(held, min(target, self._room(resource, use.limit)))", "return max(held, target)"),
-        ("_by_remainder(exact)[: units - sum(parts.values())]:", "_by_remainder(exact)[:0]:"),
+        ("by_remainder[: units - sum(parts.values())]:", "by_remainder[:0]:"),
         ("self._held[resource] = use.used\n        return True", "pass\n        return True"),
         ("self._held |= {r: min(units, before[r]) for r, units in wanted.items()}", "self._held |= wanted"),
         (" and _lasts(r))", ")"),

@@ -139,12 +139,14 @@ class Division:
 
     def is_short(self, resource: str, use: Use) -> bool:
         """It was asked for more than it holds, and there are units that nobody holds."""
-        wanting = use.demand > 0 and use.used + use.demand > self.held(resource, use.limit)
-        return wanting and self._room(resource, use.limit) > self.held(resource, use.limit)
+        held = self.held(resource, use.limit)
+        wanting = use.demand > 0 and use.used + use.demand > held
+        return wanting and self._room(resource, use.limit) > held
 
     def can_give(self, share: Share, use: Use) -> bool:
         """Another one was asked for more than it holds, and this one does not use all of its own."""
-        return share.demand > 0 and share.used + share.demand > share.held and self._spare(share.resource, use) > 0
+        wanting = share.demand > 0 and share.used + share.demand > share.held
+        return wanting and self.held(share.resource, use.limit) > use.used
 
     # what others say
 
@@ -238,9 +240,6 @@ class Division:
         wanted[resource] = self._held[resource]
         return False
 
-    def _spare(self, resource: str, use: Use) -> int:
-        return self.held(resource, use.limit) - use.used
-
     def _room(self, resource: str, limit: int) -> int:
         return limit - sum(other.held(resource, limit) for other in self.others.values())
 
@@ -263,7 +262,8 @@ def divide(units: int, demands: Mapping[str, int]) -> dict[str, int]:
     spare = SPARE if total else 1.0
     exact = {k: units * (spare / n + (1 - spare) * (d / total if total else 0)) for k, d in demands.items()}
     parts = {k: math.floor(x) for k, x in exact.items()}
-    for name in _by_remainder(exact)[: units - sum(parts.values())]:
+    by_remainder = sorted(exact, key=lambda name: (parts[name] - exact[name], name))
+    for name in by_remainder[: units - sum(parts.values())]:
         parts[name] += 1
     return parts
 
@@ -272,10 +272,6 @@ def _lasts(resource: str) -> bool:
     """What was taken of it counts for a minute, not only while the request runs."""
     field = NAMED.get(resource.rpartition("/")[2])
     return field is None or LIMITS[field].counts == "minute"
-
-
-def _by_remainder(exact: Mapping[str, float]) -> list[str]:
-    return sorted(exact, key=lambda name: (math.floor(exact[name]) - exact[name], name))
 
 
 def _share(resource: str, held: int, use: Use | None) -> Share:
@@ -338,9 +334,14 @@ class Sharing:
         if self._keeper is not None:
             await self._keeper.stop()
         division = Division(self.id)
+        said = division.record(None, {})
         self._keeper = await LeaseKeeper.grant(self._store, TTL_S)
-        await self._store.put(self._key, division.record(None, {}).to_json(), self._keeper.id)
-        self._start_anew(division)
+        await self._store.put(self._key, said.to_json(), self._keeper.id)
+        if self._division.active:
+            self._before = self._division  # until the new one is active, the parts of before stay in force
+        self._division, self._written = division, said
+        self._revisions.clear()
+        self._known_limits.clear()
         await self._read_all()
         await self._step()
 
@@ -359,15 +360,6 @@ class Sharing:
     @property
     def _key(self) -> str:
         return USAGE_PREFIX + self.id
-
-    def _start_anew(self, division: Division) -> None:
-        """Until it is active, the parts of before stay in force."""
-        if self._division.active:
-            self._before = self._division
-        self._division = division
-        self._written = division.record(None, {})
-        self._revisions.clear()
-        self._known_limits.clear()
 
     async def _read_all(self) -> int:
         items, revision = await self._store.list(USAGE_PREFIX)
@@ -411,7 +403,10 @@ class Sharing:
             return not self._division.alone
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(self._tick_at, self._hurry_at) - now):
-                return self._heard(await self._news.get()) or not self._division.active
+                news = await self._news.get()
+                if isinstance(news, StoreError):
+                    raise news
+                return (news is not None and self._take_in(news)) or not self._division.active
         return False
 
     def _hurry(self) -> None:
@@ -421,11 +416,6 @@ class Sharing:
             self._news.put_nowait(None)
 
     # what others say
-
-    def _heard(self, news: Event | StoreError | None) -> bool:
-        if isinstance(news, StoreError):
-            raise news
-        return news is not None and self._take_in(news)
 
     def _take_in(self, event: Event) -> bool:
         """Whether somebody has come or gone."""
@@ -453,12 +443,8 @@ class Sharing:
 
     def _worth_a_step(self, record: UsageRecord, uses: Mapping[str, Use]) -> bool:
         """Units may change hands, by what `record` says."""
-        shares = [share for share in record.shares if share.resource in uses]
-        return any(
-            self._division.can_give(share, uses[share.resource])
-            or self._division.is_short(share.resource, uses[share.resource])
-            for share in shares
-        )
+        known = [(share, uses[share.resource]) for share in record.shares if share.resource in uses]
+        return any(self._division.can_give(s, use) or self._division.is_short(s.resource, use) for s, use in known)
 
     def _gone(self, gateway: str) -> None:
         self._revisions.pop(gateway, None)
