@@ -22,7 +22,7 @@ from server.gateway.config import GatewayConfig
 from server.gateway.fleet.scrape import Readiness, scrape_forever
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.history import Throughput, TrainingLog
-from server.gateway.observe.metrics import Pages, build_registry, render
+from server.gateway.observe.metrics import Counted, Pages, render
 from server.gateway.observe.stats import Stats
 from server.gateway.observe.tracing import open_watchers
 from server.gateway.openapi.document import PublicDocument
@@ -74,8 +74,7 @@ class Gateway:
         self.document = PublicDocument(self.fleet, keys)
         self.throughput = Throughput()
         self.training = TrainingLog(store, config.model)
-        self.registry = build_registry(self.stats, self.fleet, self.gate)
-        self.pages = Pages(config.worker, lambda: render(self.registry))
+        self.pages = Pages(config.worker, lambda: render(Counted(self.stats, self.fleet, self.gate)))
         self.readiness = Readiness()
         self.leaving = False  # it was told to stop: load balancers are to send nothing more
         self.outbox = Outbox()

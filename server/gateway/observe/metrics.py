@@ -19,13 +19,13 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
-from prometheus_client.registry import Collector
 
 from server.gateway.fleet.instance import STATES as CIRCUIT_STATES
 from server.gateway.fleet.instance import Instance
@@ -377,42 +377,20 @@ def table() -> str:
     return "\n".join(["| metric | kind | labels | what |", "|---|---|---|---|", *(metric.row() for metric in METRICS)])
 
 
-class GatewayCollector(Collector):  # type: ignore[misc]
-    """Makes families of plain counts at scrape time."""
-
-    def __init__(self, stats: Stats, fleet: Fleet, gate: Gate) -> None:
-        self._counted = Counted(stats, fleet, gate)
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in METRICS:
-            yield metric.family(self._counted)
+_OF_PROCESS = (ProcessCollector(registry=None), PlatformCollector(registry=None))
 
 
-def build_registry(stats: Stats, fleet: Fleet, gate: Gate) -> CollectorRegistry:
-    """A registry of this gateway alone (several may live in one process, in tests)."""
-    registry = CollectorRegistry()
-    registry.register(GatewayCollector(stats, fleet, gate))
-    ProcessCollector(registry=registry)
-    PlatformCollector(registry=registry)
-    return registry
+def families(counted: Counted) -> Iterator[Metric]:
+    """The metrics of one gateway as they stand, and those of its process."""
+    yield from (metric.family(counted) for metric in METRICS)
+    yield from (family for collector in _OF_PROCESS for family in collector.collect())
 
 
-class _Alone:
-    """One family as a registry of its own."""
-
-    def __init__(self, family: Metric) -> None:
-        self._family = family
-
-    def collect(self) -> Iterator[Metric]:
-        """The family."""
-        yield self._family
-
-
-async def render(registry: CollectorRegistry) -> bytes:
+async def render(counted: Counted) -> bytes:
     """The page. It takes tens of milliseconds where instances are many, so streams go on after each family."""
     parts: list[bytes] = []
-    for family in registry.collect():
-        parts.append(generate_latest(_Alone(family)))
+    for family in families(counted):
+        parts.append(generate_latest(SimpleNamespace(collect=[family].__iter__)))
         await asyncio.sleep(0)
     return b"".join(parts)
 
