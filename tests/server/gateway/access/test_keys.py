@@ -43,14 +43,14 @@ def code(answer: Answer) -> tuple[int, str]:
     return answer.status, orjson.loads(answer.body)["error"]["code"]
 
 
+async def answered(gateway: RunningGateway, headers: str, status: int) -> Answer | None:
+    answer = await gateway.ask(post(headers=headers))
+    return answer if answer.status == status else None
+
+
 async def becomes(gateway: RunningGateway, headers: str, status: int, expected: str) -> None:
     """A request with `headers` comes to be answered so: changes of keys are seen a moment later."""
-
-    async def answered() -> Answer | None:
-        answer = await gateway.ask(post(headers=headers))
-        return answer if answer.status == status else None
-
-    assert code(await eventually(answered)) == (status, expected)
+    assert code(await eventually(lambda: answered(gateway, headers, status))) == (status, expected)
 
 
 # when a key is asked for
@@ -195,9 +195,7 @@ async def test_a_rotated_key_keeps_its_prefix_cache_and_its_limits(gateway: Runn
         rotated = orjson.loads((await admin(gateway, "POST", f"/{key_id}/rotate", grace_s=3600)).body)
         new = f"Authorization: Bearer {rotated['key']}\r\n"
         assert rotated["old_key_until"] > time.time() + 3500
-        async with asyncio.timeout(10):
-            while (answer := await gateway.ask(post(headers=new))).status != 200:
-                pass
+        answer = await eventually(lambda: answered(gateway, new, 200))
         assert answer.headers["x-ratelimit-remaining-requests"] == "98"
         assert (await gateway.ask(post(headers=old))).status == 200  # beside the new one
         assert len({r.headers["x-hotswap-cache-scope"] for r in up.requests}) == 1
@@ -400,9 +398,11 @@ async def test_the_admin_key_file_is_read_again(tmp_path: Path) -> None:
         first = (tmp_path / "admin.key").read_text().strip()
         assert (await admin(gateway, "GET", "", key=first)).status == 200
         (tmp_path / "admin.key").write_text("another-key-for-the-admin\n")
-        async with asyncio.timeout(10):
-            while (await admin(gateway, "GET", "", key="another-key-for-the-admin")).status != 200:
-                pass
+
+        async def is_known() -> bool:
+            return (await admin(gateway, "GET", "", key="another-key-for-the-admin")).status == 200
+
+        await eventually(is_known)
         assert (await admin(gateway, "GET", "", key=first)).status == 401
 
 
