@@ -5,24 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.waiting import eventually, stays
-from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet
+from tests.weightsync.fleet import KEYS, Engine, Fleet
 from tests.weightsync.tensors import model
 from weightsync import Publisher, StageResult
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
 from weightsync.errors import DigestMismatch
-
-
-@pytest.fixture
-async def fleet(store_url: str) -> AsyncIterator[Fleet]:
-    async with running_fleet(store_url) as fleet:
-        yield fleet
 
 
 async def publish(publisher: Publisher) -> int:

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
 
 from tests.waiting import eventually, stays
-from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet
+from tests.weightsync.fleet import KEYS, Engine, Fleet
 from tests.weightsync.tensors import model
 from weightsync import CommitResult, Publisher, SwapReport
 from weightsync.control import activation
 from weightsync.control.records import ActiveRecord, SwapRecord, TargetRecord, VersionRecord
 from weightsync.errors import DigestMismatch, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
 from weightsync.store.protocol import Event
-
-
-@pytest.fixture
-async def fleet(store_url: str) -> AsyncIterator[Fleet]:
-    async with running_fleet(store_url) as fleet:
-        yield fleet
 
 
 async def publish(publisher: Publisher, value: float = 0.0) -> int:

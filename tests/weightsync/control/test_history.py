@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 
 from tests.waiting import eventually
-from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet
+from tests.weightsync.fleet import KEYS, Engine, Fleet
 from tests.weightsync.tensors import model
 from weightsync import Publisher
 from weightsync.control import activation, history
@@ -18,12 +18,6 @@ from weightsync.control.state import ProbeResult
 from weightsync.errors import DigestMismatch
 
 STORES = ("sqlite", "etcd")
-
-
-@pytest.fixture
-async def fleet(store_url: str) -> AsyncIterator[Fleet]:
-    async with running_fleet(store_url) as fleet:
-        yield fleet
 
 
 async def publish(publisher: Publisher, value: float = 0.0) -> int:

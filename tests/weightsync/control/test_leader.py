@@ -13,19 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import eventually
-from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet, running_fleet
+from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet
 from tests.weightsync.tensors import model
 from weightsync import Coordinator, Publisher
 from weightsync.control.records import LeaderRecord, SwapRecord
 
 ROOT = Path(__file__).parents[3]
 TTL_S = 1.0
-
-
-@pytest.fixture
-async def fleet(store_url: str) -> AsyncIterator[Fleet]:
-    async with running_fleet(store_url) as fleet:
-        yield fleet
 
 
 class Child:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ from weightsync import Publisher
 from weightsync.control.agent import Pauses
 from weightsync.control.records import InstanceRecord, PauseRecord
 from weightsync.store.protocol import KeyValue, Store
-
-
-@pytest.fixture
-async def fleet(store_url: str) -> AsyncIterator[Fleet]:
-    async with running_fleet(store_url) as fleet:
-        yield fleet
 
 
 async def hold(store: Store, name: str, ttl_s: float) -> int:

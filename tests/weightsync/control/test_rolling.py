@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
 from tests.waiting import eventually
-from tests.weightsync.fleet import KEYS, Engine, Fleet, running_fleet
+from tests.weightsync.fleet import KEYS, Engine, Fleet
 from tests.weightsync.tensors import model
 from weightsync import CommitResult, ProbeResult, Publisher
 from weightsync.control.records import ActiveRecord, InstanceRecord, SwapRecord, VersionRecord
 
 STORES = ["sqlite", "etcd"]
-
-
-@pytest.fixture
-async def fleet(store_url: str) -> AsyncIterator[Fleet]:
-    async with running_fleet(store_url) as fleet:
-        yield fleet
 
 
 async def publish(publisher: Publisher, value: float = 0.0) -> int:
