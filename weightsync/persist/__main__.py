@@ -185,7 +185,7 @@ class Persister:
 def yield_to_all() -> None:
     """Let every other process of this host go first, on its cores and its disks."""
     with contextlib.suppress(OSError):
-        os.nice(LOWEST)
+        os.setpriority(os.PRIO_PROCESS, 0, LOWEST)
 
 
 def _active(board: Board) -> VersionRecord | None:
