@@ -7,6 +7,9 @@ JOBS ?= 3
 PY := $(VENV)/bin/python
 LISTS := requirements/$(ACCEL).txt
 MORE := requirements/extras-$(ACCEL).txt requirements/bench.txt requirements/test.txt
+# Images often set this. Each of the hundreds of processes that a demo and the tests start would compile its sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # JOBS files at a time: half of them wait for something. An engine takes some 2 GB; JOBS=0 runs one test after the other,
 # in this process.
 PYTEST = $(PY) -m pytest tests$(if $(ROOM),/$(ROOM)) -n $(JOBS) --dist loadfile --no-loadscope-reorder
