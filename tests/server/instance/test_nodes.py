@@ -134,7 +134,7 @@ async def test_the_host_whose_peer_cannot_fetch_it_is_named_at_once(store: Store
 async def test_a_host_without_a_peer_is_named_when_the_time_is_up(store: Store) -> None:
     await say(store, "a")
     with pytest.raises(CopyUnavailable, match=r"not on host b: .* is `hotswap peer` running there\?"):
-        await located(store, KEYS, VERSION, ("a", "b"), 0.2)
+        await located(store, KEYS, VERSION, ("a", "b"), 1.0)  # enough to read what a says
 
 
 # the engine ----------------------------------------------------------------------------------------------------------

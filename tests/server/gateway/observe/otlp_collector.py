@@ -38,6 +38,10 @@ class Collector:
     answer: int = 200
     spans: list[Seen] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
+    free: threading.Event = field(default_factory=threading.Event)  # what it answers waits for this
+
+    def __post_init__(self) -> None:
+        self.free.set()
 
     @property
     def endpoint(self) -> str:
@@ -85,6 +89,7 @@ def collecting() -> Iterator[Collector]:
             body = self.rfile.read(int(self.headers["content-length"]))
             assert self.path == "/v1/traces"
             assert self.headers["content-type"] == "application/x-protobuf"
+            collector.free.wait(60)
             if collector.answer == 200:
                 collector.take(gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body)
             self.send_response(collector.answer)
