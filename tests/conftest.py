@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
+import httpx._transports.default
 import pytest
 from hypothesis import settings
 
@@ -25,6 +30,19 @@ from tests.tiers import pytest_collection_modifyitems, pytest_sessionfinish, pyt
 
 warm.install()
 
+
+@functools.cache
+def _default_context() -> ssl.SSLContext:
+    return httpx.create_ssl_context()
+
+
+def _ssl_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+    return _default_context() if verify is True and not cert else httpx.create_ssl_context(verify, cert, trust_env)
+
+
+# httpx makes a context for every client, also for plain HTTP: 20 ms, for some thousands of clients.
+httpx._transports.default.create_ssl_context = _ssl_context  # type: ignore[attr-defined]
+
 __all__ = ["pytest_collection_modifyitems", "pytest_sessionfinish", "pytest_terminal_summary"]
 
 settings.register_profile("shared machine", deadline=None)  # how long an example takes says nothing of the code
@@ -33,7 +51,8 @@ settings.load_profile("shared machine")
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
-        warm.shared()  # by all workers
+        for kind in warm.MODULES:
+            warm.shared(kind)  # by all workers
 
 
 @pytest.fixture(scope="session")

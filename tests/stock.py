@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from tests.warm import warm
+from tests.warm import ENGINES, warm
 
 SWITCHES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
 ROUNDING = 0.3  # nats; bf16 kernels round by the shape of a batch, and other weights are several nats off
@@ -31,7 +31,7 @@ def _asked(what: dict[str, Any]) -> Any:
     with tempfile.TemporaryDirectory() as directory:
         question, answer, log = (Path(directory) / name for name in ("question", "answer", "log"))
         question.write_bytes(orjson.dumps(what))
-        process = warm().start(["tests.stock", str(question), str(answer)], {**os.environ, **SWITCHES}, log, ())
+        process = warm(ENGINES).start(["tests.stock", str(question), str(answer)], {**os.environ, **SWITCHES}, log)
         assert process.wait(240) == 0, log.read_text()
         return orjson.loads(answer.read_bytes())
 

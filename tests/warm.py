@@ -1,9 +1,10 @@
-"""Instances forked from a process that has imported vLLM, torch and this project once, which saves each its imports.
+"""Processes forked from one that has imported their libraries once, which saves each its imports.
 
-`install()` has every `hotswap instance` that this process starts (server/cli/processes.py) made so, the first of them
-too. An instance is a process of its own as it is otherwise: a group, a log, an environment and descriptors of its own,
-killed with this process. Two things are not as they are otherwise: vLLM's engine core is forked, too (on CPUs vLLM
-starts a new Python for it), and OMP_NUM_THREADS is that of this process.
+There are two such warm processes, which all workers share: ENGINES has vLLM, TRAINERS has Megatron-Core. `install()`
+has every `hotswap instance` that this process starts (server/cli/processes.py) forked from the first. A forked process
+is a process of its own as it is otherwise: a group, a log, an environment and descriptors of its own, killed with this
+process. Two things are not as they are otherwise: vLLM's engine core is forked, too (on CPUs vLLM starts a new Python
+for it), and OMP_NUM_THREADS is that of this process.
 """
 
 from __future__ import annotations
@@ -34,22 +35,26 @@ import setproctitle
 
 from server.cli import processes
 
-MODULES = (
-    "server.cli.app", "server.instance.engine", "server.instance.generate", "server.instance.grammars.guard",
-    "server.instance.main", "server.instance.media", "server.instance.middleware", "server.instance.openapi",
-    "server.instance.replay", "server.instance.sidecar", "server.instance.hosts", "transformers",
-    "vllm.entrypoints.openai.api_server", "vllm.model_executor.models.llama", "vllm.model_executor.models.qwen2",
-    "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.executor.uniproc_executor", "vllm.v1.spec_decode.draft_model", "vllm.v1.worker.cpu_model_runner",
-    "vllm.v1.worker.cpu_worker", "weightsync.vllm_engine.backend", "weightsync.vllm_engine.core",
-    "weightsync.vllm_engine.stager",
-)  # fmt: skip
+ENGINES, TRAINERS = "engines", "trainers"
+MODULES = {
+    ENGINES: (
+        "server.cli.app", "server.instance.engine", "server.instance.generate", "server.instance.grammars.guard",
+        "server.instance.main", "server.instance.media", "server.instance.middleware", "server.instance.openapi",
+        "server.instance.replay", "server.instance.sidecar", "server.instance.hosts", "transformers",
+        "vllm.entrypoints.openai.api_server", "vllm.model_executor.models.llama", "vllm.model_executor.models.qwen2",
+        "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor",
+        "vllm.v1.executor.uniproc_executor", "vllm.v1.spec_decode.draft_model", "vllm.v1.worker.cpu_model_runner",
+        "vllm.v1.worker.cpu_worker", "weightsync.vllm_engine.backend", "weightsync.vllm_engine.core",
+        "weightsync.vllm_engine.stager",
+    ),
+    TRAINERS: ("trainer.faults.supervision", "trainer.loop", "trainer.main", "tests.trainer.cases"),
+}  # fmt: skip
 MOST = 1 << 20
-ADDRESS = "HOTSWAP_TEST_WARM"
+_ADDRESS = "HOTSWAP_TEST_WARM_"
 
 
 class WarmProcess:
-    """What `Child` and tests use of a subprocess.Popen, of a process that the warm one has forked."""
+    """What `Child` and tests use of a subprocess.Popen, of a process that a warm one has forked."""
 
     def __init__(self, warm: Warm, pid: int, args: list[str]) -> None:
         self._warm, self.pid, self.args, self.returncode = warm, pid, args, None
@@ -79,12 +84,12 @@ class WarmProcess:
 
 
 class Warm:
-    """A connection to the warm process, which kills what it forked for this one when the connection ends."""
+    """A connection to a warm process, which kills what it forked for this one when the connection ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.connect(shared())
+        self._socket.connect(shared(kind))
 
     def ask(self, what: dict[str, Any], descriptors: tuple[int, ...] = ()) -> Any:
         with self._lock:
@@ -94,29 +99,39 @@ class Warm:
             raise RuntimeError("the warm process has ended; its last words are above")
         return json.loads(answer)
 
-    def start(self, args: list[str], env: dict[str, str], log: Path, inherited: tuple[int, ...]) -> WarmProcess:
-        order = {"args": args, "env": env, "log": str(log), "cwd": os.getcwd(), "inherited": inherited}
+    def start(
+        self,
+        args: list[str],
+        env: dict[str, str],
+        log: Path,
+        inherited: tuple[int, ...] = (),
+        errors: Path | None = None,
+    ) -> WarmProcess:
+        """Starts `python -m ARGS`. Its errors go to the log as well, unless `errors` is given."""
+        files = {"log": str(log), "errors": str(errors or log)}
+        order = {"args": args, "env": env, "cwd": os.getcwd(), "inherited": inherited, **files}
         return WarmProcess(self, self.ask(order, inherited), args)
 
 
-def shared() -> str:
-    """Where the warm process listens. The first who asks starts it, and it ends with who did; the processes that one
-    starts from then on share it. It imports nothing before somebody connects."""
-    if ADDRESS not in os.environ:
+def shared(kind: str) -> str:
+    """Where the warm process of this kind listens. The first who asks starts it, and it ends with that process; all
+    processes that one starts from then on share it. It imports nothing before somebody connects."""
+    variable = _ADDRESS + kind.upper()
+    if variable not in os.environ:
         address = os.path.join(tempfile.mkdtemp(prefix="hotswap-warm-"), "socket")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(address)
             listener.listen()
-            command = [sys.executable, "-m", "tests.warm", str(listener.fileno())]
+            command = [sys.executable, "-m", "tests.warm", kind, str(listener.fileno())]
             subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL)
-        os.environ[ADDRESS] = address
+        os.environ[variable] = address
         atexit.register(shutil.rmtree, os.path.dirname(address), ignore_errors=True)
-    return os.environ[ADDRESS]
+    return os.environ[variable]
 
 
 @functools.cache
-def warm() -> Warm:
-    return Warm()
+def warm(kind: str) -> Warm:
+    return Warm(kind)
 
 
 def install() -> None:
@@ -125,18 +140,18 @@ def install() -> None:
 
     def start(self: Any) -> None:
         if self._args[:2] == ["server.cli", "instance"] and "--headless" not in self._args:
-            self.process = warm().start(self._args, self._env, self.log, self._inherited)
+            self.process = warm(ENGINES).start(self._args, self._env, self.log, self._inherited)
         else:
             cold(self)
 
     processes.Child.start = start  # type: ignore[method-assign]
 
 
-def _serve(listener: socket.socket) -> None:
-    """In the warm process: forks what is ordered until it is killed."""
+def _serve(kind: str, listener: socket.socket) -> None:
+    """In a warm process: forks what is ordered until it is killed."""
     connection, _ = listener.accept()
-    _fork_engines()
-    for name in MODULES:
+    _prepare_engines() if kind == ENGINES else _prepare_trainers()
+    for name in MODULES[kind]:
         importlib.import_module(name)
     gc.freeze()
     selector = selectors.DefaultSelector()
@@ -184,14 +199,18 @@ def _status(pid: int, known: int | None) -> int | None:
     return os.waitstatus_to_exitcode(status) if done else None
 
 
-def _fork_engines() -> None:
+def _prepare_engines() -> None:
     import multiprocessing
+
+    from server.instance.main import prepare_environment
+
+    prepare_environment()
 
     from vllm.utils import system_utils
 
     context = multiprocessing.get_context("fork")
     system_utils.get_mp_context = lambda: context
-    for name in MODULES:
+    for name in MODULES[ENGINES]:
         if name.startswith("vllm."):
             importlib.import_module(name)
     for module in [m for name, m in list(sys.modules.items()) if name.startswith("vllm")]:
@@ -199,13 +218,21 @@ def _fork_engines() -> None:
             module.get_mp_context = system_utils.get_mp_context  # type: ignore[attr-defined]
 
 
+def _prepare_trainers() -> None:
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # CUDA must not start before a fork
+    from trainer.main import _quiet
+    from trainer.megatron import shim
+
+    _quiet()
+    shim.install()
+
+
 def _become(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """In the fork: the process that was ordered."""
     processes.die_with_parent()
     os.setsid()
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    for descriptor, file in ((1, order["log"]), (2, order["errors"])):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
     for here, there in zip(descriptors, order["inherited"], strict=True):
         os.dup2(here, there, inheritable=True)
     os.environ.clear()
@@ -229,8 +256,5 @@ def _become(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
 
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
-    from server.instance.main import prepare_environment
-
     setproctitle.getproctitle()  # it finds the memory of the title only while the environment is what it was
-    prepare_environment()
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

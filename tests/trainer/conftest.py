@@ -119,7 +119,6 @@ def config(small_models: dict[str, str], tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
+def zygote() -> Zygote:
     """Starts runs that import nothing first."""
-    with Zygote() as running:
-        yield running
+    return Zygote()

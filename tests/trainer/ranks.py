@@ -1,7 +1,8 @@
 """Real ranks on gloo, asked for one case after another.
 
-One process imports Megatron; for every case it forks the ranks, which form a process group, run the case (a function of
-tests/trainer/cases), answer and end. Process groups leave threads behind that poll for ever: none outlives its case.
+A process that has Megatron (tests/warm.py) forks the ranks for every case. They form a process group, run the case (a
+function of tests/trainer/cases), answer and end. Process groups leave threads behind that poll for ever: none outlives
+its case.
 """
 
 from __future__ import annotations
@@ -11,29 +12,25 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
+import tempfile
 import traceback
+from pathlib import Path
 from typing import Any
 
+from tests.warm import TRAINERS, warm
+
 PATIENCE_S = 120.0
-# Asking for a GPU must not start CUDA in the process that ranks are forked from.
-_ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
 
 
 class Ranks:
     """Runs cases on `world` processes. Use as a context."""
 
-    def __init__(self, world: int, server: subprocess.Popen[str] | None = None) -> None:
+    def __init__(self, world: int, server: socket.socket | None = None) -> None:
         self._world = world
-        self._server = server or subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer.ranks"],
-            env=os.environ | _ENVIRONMENT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self._server = server or _started()
+        self._answers = self._server.makefile()
 
     def sharing(self, world: int) -> Ranks:
         """Another number of processes, forked from the same one; ends with this."""
@@ -42,11 +39,8 @@ class Ranks:
     def call(self, case: str, **arguments: Any) -> list[Any]:
         """Run a case on every rank; their results in rank order. Raises AssertionError with the traceback of the first
         rank that fails."""
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps({"world": self._world, "case": case, "arguments": arguments}) + "\n")
-        self._server.stdin.flush()
-        answer = json.loads(self._server.stdout.readline() or '{"error": "the server of the ranks died"}')
+        self._server.sendall(json.dumps({"world": self._world, "case": case, "arguments": arguments}).encode() + b"\n")
+        answer = json.loads(self._answers.readline() or '{"error": "the server of the ranks died"}')
         if "error" in answer:
             raise AssertionError(f"{case}: {answer['error']}")
         results: list[Any] = answer["results"]
@@ -56,33 +50,23 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        try:
-            self._server.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._server.pid, signal.SIGKILL)
-            self._server.wait()
+        self._server.close()
 
 
-def serve_cases() -> None:
-    """Import once, then run each case that comes in until the parent closes the pipe."""
-    from trainer.launch import die_with_parent
-    from trainer.main import _quiet
+def _started() -> socket.socket:
+    ours, theirs = socket.socketpair()
+    log = Path(tempfile.mkdtemp(prefix="hotswap-ranks-")) / "log"
+    with theirs:
+        inherited = (theirs.fileno(),)
+        warm(TRAINERS).start(["tests.trainer.ranks", str(*inherited)], os.environ | _ENVIRONMENT, log, inherited)
+    return ours
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not come between the answers
-    _quiet()
-    die_with_parent()
-    from tests.trainer import cases  # noqa: F401 - imported before the ranks are forked
-    from trainer.megatron import shim
 
-    shim.install()
-    for line in sys.stdin:
+def serve_cases(asked: socket.socket) -> None:
+    """Run each case that comes in until the parent closes the socket."""
+    for line in asked.makefile():
         request = json.loads(line)
-        answers.write(json.dumps(run_case(request["world"], request)) + "\n")
-        answers.flush()
-    os._exit(0)
+        asked.sendall(json.dumps(run_case(request["world"], request)).encode() + b"\n")
 
 
 def run_case(world: int, request: dict[str, Any]) -> dict[str, Any]:
@@ -154,4 +138,4 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    serve_cases()
+    serve_cases(socket.socket(fileno=int(sys.argv[1])))
