@@ -77,6 +77,7 @@ def test_baselines_send_what_their_shape_says() -> None:
     assert chain == [need] * SMALL.hosts + [0]
 
 
+@pytest.mark.broad
 def test_a_source_sends_less_when_it_is_told_what_its_readers_have() -> None:
     long = replace(
         SMALL, hosts=64, params=32e9, chunk_nbytes=128 * MIB
@@ -178,6 +179,7 @@ def test_a_follower_looks_at_every_instance_for_each_event() -> None:
     assert store.follower(400, 50).agent_us > store.follower(4, 50).agent_us > 0
 
 
+@pytest.mark.broad
 def test_the_command_simulates_what_it_is_asked(tmp_path: Path) -> None:
     asked = ["scale", "--hosts", "8", "--params", "1e9", "--chunk-mib", "64", "--json", str(tmp_path / "f.json")]
     result = CliRunner().invoke(app, asked)

@@ -134,6 +134,7 @@ def test_the_trial_is_what_vllm_does(backend: Backend, kit: dict[str, Any], aske
                 assert compilers.xgrammar(name, text_there).serialize_json() == compiled.ctx.serialize_json()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("text", "limits", "says"),
     [(SLOW, {"seconds": 0.3}, "more than 0.3 s"), (WIDE, {"mib": 32}, "more than 32 MiB")],

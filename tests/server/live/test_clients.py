@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import anthropic
 import orjson
 import pytest
 from pydantic import SecretStr
 
 from tests.lacking import program
 from tests.live import LiveServer
+
+if TYPE_CHECKING:  # slow to import, and all workers read this file
+    import anthropic
 
 pytestmark = pytest.mark.engine
 QUESTION = "What is 2 + 2?"
@@ -104,6 +107,8 @@ def test_langchain_completions_and_batches(live: LiveServer, version: int) -> No
 
 @pytest.fixture
 def claude(live: LiveServer) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=live.url, api_key="unused", max_retries=0)
 
 
@@ -122,6 +127,8 @@ def test_anthropic_messages(live: LiveServer, version: int, claude: anthropic.An
 
 
 def test_anthropic_errors_are_those_of_its_sdk(live: LiveServer, claude: anthropic.Anthropic) -> None:
+    import anthropic
+
     messages: list[anthropic.types.MessageParam] = [{"role": "user", "content": QUESTION}]
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.create(model="no-such-model", max_tokens=TOKENS, messages=messages)

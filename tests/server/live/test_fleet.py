@@ -201,6 +201,7 @@ def held_layouts(live: LiveServer, index: int) -> set[str]:
     return held - {""}
 
 
+@pytest.mark.broad  # the failure contract has it in the first tier
 def test_a_killed_instance_comes_back_from_shared_memory(fleet: Fleet) -> None:
     """Killed while it stages, with no weights left on disk: it ends up with the fleet's, and never answers before."""
     before, refused = fleet.live.active(), fleet.publish("say-2")

@@ -16,7 +16,7 @@ import pytest
 from tests.live import LiveServer
 from tests.waiting import comes_true, wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.broad]
 BURST, FRESH = "key-that-sends-in-bursts", "key-that-asks-now-and-then"
 QUEUED = 24
 

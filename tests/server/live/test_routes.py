@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import anthropic
 import openai
 import pytest
 
 from tests.live import LiveServer
+
+if TYPE_CHECKING:  # slow to import, and all workers read this file
+    import anthropic
 
 pytestmark = pytest.mark.engine
 
@@ -53,6 +56,8 @@ def test_header_names_the_version(live: LiveServer, client: openai.OpenAI) -> No
 
 
 def test_messages_are_counted_as_they_are_read(live: LiveServer, client: openai.OpenAI) -> None:
+    import anthropic
+
     claude = anthropic.Anthropic(base_url=live.url, api_key="unused", max_retries=0)
     messages: list[anthropic.types.MessageParam] = [{"role": "user", "content": "3+4="}]
     counted = claude.messages.count_tokens(model=live.name, messages=messages)

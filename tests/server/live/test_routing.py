@@ -17,7 +17,7 @@ import pytest
 from tests.live import LiveServer
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.broad]
 
 APPLICATIONS, ROUNDS = 7, 4  # an odd number, so that taking turns brings each prompt to both instances
 PREFIX = 512  # tokens, whole blocks of vLLM's prefix cache (16 on a GPU, 128 on a CPU)

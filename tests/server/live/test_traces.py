@@ -12,7 +12,7 @@ from tests.live import VLLM_ARGS, LiveServer
 from tests.server.gateway.observe.otlp_collector import Collector, Seen, collecting
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.broad]
 
 TRACE, CLIENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 BODIES: dict[str, dict[str, Any]] = {

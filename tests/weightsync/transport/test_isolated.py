@@ -20,13 +20,13 @@ from tests.weightsync.transport.peers import (
     whole,
 )
 from weightsync.errors import TransportUnavailable
-from weightsync.transport import ENGINES, Piece
+from weightsync.transport import Piece
 from weightsync.transport.addresses import Address
 from weightsync.transport.engine import Register, Request
 from weightsync.transport.isolated import EngineTransport, Shared, Worker
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=[pytest.param("nixl", marks=pytest.mark.broad), "mooncake"])
 def name(request: pytest.FixtureRequest) -> str:
     chosen: str = request.param
     require(chosen)
