@@ -1,4 +1,4 @@
-"""The list of checks: every function in `server.doctor.checks` that is marked with `@check`."""
+"""What a check says, and the list of checks: every function in `server.doctor.checks` that is marked with `@check`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,40 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
-from server.doctor.finding import Finding, fail
 from server.doctor.world import World
+
+Status = Literal["ok", "warn", "fail", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`mend` is empty for what is well. A skipped check says in `found` why."""
+
+    status: Status
+    found: str
+    mend: str = ""
+
+
+def ok(found: str) -> Finding:
+    return Finding("ok", found)
+
+
+def warn(found: str, mend: str) -> Finding:
+    """It runs, but slower or less safely than it could, or a part that may not be wanted does not."""
+    return Finding("warn", found, mend)
+
+
+def fail(found: str, mend: str) -> Finding:
+    """What was asked for cannot run so."""
+    return Finding("fail", found, mend)
+
+
+def skip(why: str) -> Finding:
+    """There is nothing here to check, or no way to."""
+    return Finding("skip", why)
+
 
 Function = Callable[[World], Iterable[Finding]]
 

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from server.doctor.finding import Finding, Status, fail
-from server.doctor.registry import Check, all_checks
+from server.doctor.registry import Check, Finding, Status, all_checks, fail
 from server.doctor.world import World
 
 COLOURS: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}

@@ -1,17 +1,29 @@
-"""What the checks look at. All of it can be another: a directory for `/`, a table for the environment, a runner."""
+"""What checks look at: this host, what is installed on it, its file systems, addresses and processes."""
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import contextlib
+import importlib.util
+import ipaddress
 import os
 import resource
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
+import psutil
+
 from server.options import ClusterTlsDirectory, Option
-from weightsync.memory.arena import DEFAULT_ROOT
+from weightsync import open_store
+from weightsync.control.hosts import HOST_ENV, arena_key
+from weightsync.control.records import ArenaRecord
+from weightsync.errors import StoreError
+from weightsync.memory.arena import DEFAULT_ROOT, default_directory
 
 RUN_TIMEOUT_S = 20.0
 
@@ -74,7 +86,7 @@ class World:
     @property
     def has_gpu_build(self) -> bool:
         """Whether the torch installed here computes on CUDA devices."""
-        from server.doctor.installed import torch_cuda
+        from server.doctor.world import torch_cuda
 
         return torch_cuda() is not None
 
@@ -86,3 +98,151 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}"
         nbytes /= 1024
     return f"{nbytes:,.1f} GiB"
+
+
+def version_of(package: str) -> str | None:
+    """Without the local part ("+cpu"); None if it is not installed."""
+    try:
+        return metadata.version(package).split("+")[0]
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def torch_cuda() -> str | None:
+    """The CUDA release that the installed torch was built with, such as "13.0"; None for a CPU build or no torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    return cuda_in(Path(spec.origin).with_name("version.py"))
+
+
+def cuda_in(version_file: Path) -> str | None:
+    """The value of `cuda` in torch's version.py."""
+    try:
+        tree = ast.parse(version_file.read_text())
+    except (OSError, SyntaxError):
+        return None
+    for node in tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Constant):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if any(isinstance(target, ast.Name) and target.id == "cuda" for target in targets):
+            return None if node.value.value is None else str(node.value.value)
+    return None
+
+
+def file_system(world: World, path: Path) -> str | None:
+    """Its type, such as "tmpfs" or "nfs4"; None if /proc/mounts cannot be read."""
+    place, best = path.resolve(), (0, None)
+    for line in (world.read("/proc/mounts") or "").splitlines():
+        _, point, kind, *_ = line.split()
+        where = Path(point.replace("\\040", " "))
+        if place.is_relative_to(where) and len(where.parts) >= best[0]:
+            best = (len(where.parts), kind)  # type: ignore[assignment]
+    return best[1]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host can reach it. A name other than localhost is taken for another host's."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+UNTOLD = "hotswap"  # no store is named: only where it would be matters
+
+
+def arena_directory(world: World) -> Path:
+    """As asked, as $HOTSWAP_ARENA says, as the store says, or where the default is: in that order."""
+    configured = world.arena or world.environ.get("HOTSWAP_ARENA")
+    if configured:
+        return Path(configured)
+    if world.store is None:
+        return world.shm / UNTOLD
+    with contextlib.suppress(StoreError):  # the check `store` says what is wrong with it
+        recorded = asyncio.run(_recorded(world.store, world.environ.get(HOST_ENV, "")))
+        if recorded is not None:
+            return recorded
+    return (
+        world.shm
+        / default_directory(world.store.partition("?")[0] if world.store.startswith("sqlite:") else world.store).name
+    )
+
+
+async def _recorded(url: str, host: str) -> Path | None:
+    store = open_store(url, create=False)
+    try:
+        found = await store.get(arena_key(host))
+        return Path(ArenaRecord.from_json(found.value).directory) if found is not None else None
+    finally:
+        await store.close()
+
+
+def held_nbytes(arena: Path) -> int:
+    """What the slots and layouts in an arena take."""
+    with contextlib.suppress(OSError):
+        return sum(path.stat().st_blocks * 512 for path in arena.iterdir() if path.is_file())
+    return 0
+
+
+OURS = ("server.gateway", "server.cli", "weightsync.peer", "weightsync.push", "trainer.main")
+
+
+def is_ours(command: list[str]) -> bool:
+    """Whether a command line is one of this project's processes."""
+    names = {word.removesuffix(".__main__") for word in command[:4]}
+    return bool(names & set(OURS)) or any(Path(word).name == "hotswap" for word in command[:2])
+
+
+def ours() -> list[psutil.Process]:
+    """The processes of this project that can be looked at, but for this one, and what they have started."""
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and is_ours(process.cmdline()):
+                found |= {p.pid: p for p in [process, *process.children(recursive=True)]}
+    return list(found.values())
+
+
+def listener_on(port: int) -> psutil.Process | None:
+    """Who listens on a TCP port; None if that is nobody's that can be looked at."""
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            place = connection.laddr
+            if connection.status == psutil.CONN_LISTEN and place and place.port == port and connection.pid:
+                return psutil.Process(connection.pid)
+    return None
+
+
+def mapped_below(world: World, directory: Path) -> set[Path]:
+    """The files below `directory` that some process has mapped."""
+    prefix, found = f"{directory}/", set()
+    for text in _of_each(world, "maps"):
+        found |= {Path(line[line.index(prefix) :].removesuffix(" (deleted)"))
+                  for line in text.splitlines() if prefix in line}  # fmt: skip
+    return found
+
+
+def arenas_in_environments(world: World) -> set[Path]:
+    """What HOTSWAP_ARENA is for the processes that can be looked at."""
+    name = "HOTSWAP_ARENA="
+    words = (word for text in _of_each(world, "environ") for word in text.split("\0"))
+    return {Path(word.removeprefix(name)) for word in words if word.startswith(name)}
+
+
+def locked_files(world: World) -> set[int]:
+    """The inodes that somebody holds a lock on. Reading the kernel's list disturbs nobody; trying a lock might."""
+    lines = (world.read("/proc/locks") or "").splitlines()
+    places = [word for line in lines for word in line.split() if word.count(":") == 2]
+    return {int(place.rpartition(":")[2]) for place in places}
+
+
+def _of_each(world: World, name: str) -> Iterator[str]:
+    for process in world.path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            yield (process / name).read_text(errors="replace")

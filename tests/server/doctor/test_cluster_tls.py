@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from server.doctor.finding import Status
+from server.doctor.registry import Status
 from server.doctor.world import World
 from tests.server.doctor.worlds import findings, only, statuses
 from weightsync.tls import ENVIRONMENT

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from server.doctor import installed
-from server.doctor.checks import compiled, gpu, numa, sandbox, transports
-from server.doctor.finding import Status
-from server.doctor.world import run_command
+from server.doctor.checks.memory import judge_numa
+from server.doctor.checks.network import judge_transports
+from server.doctor.checks.software import judge_compiled, judge_gpu, judge_sandbox
+from server.doctor.registry import Status
+from server.doctor.world import cuda_in, run_command
 from tests.server.doctor.worlds import checkpoint, findings, host, only, says, statuses
 
 H100 = "NVIDIA H100 80GB HBM3, 81559 MiB, {}"
@@ -32,12 +33,12 @@ H100 = "NVIDIA H100 80GB HBM3, 81559 MiB, {}"
 def test_a_driver_must_run_the_cuda_of_torch(
     tmp_path: Path, status: int | None, said: str, cuda: str | None, expected: Status, hint: str
 ) -> None:
-    assert hint in only(gpu.judge(host(tmp_path, run=says(status, said)), cuda), expected).mend
+    assert hint in only(judge_gpu(host(tmp_path, run=says(status, said)), cuda), expected).mend
 
 
 def test_a_driver_without_its_tools_is_told(tmp_path: Path) -> None:
     world = host(tmp_path, {"/proc/driver/nvidia/version": "NVRM version"})
-    assert "no nvidia-smi" in only(gpu.judge(world, None), "fail").found
+    assert "no nvidia-smi" in only(judge_gpu(world, None), "fail").found
 
 
 @pytest.mark.parametrize(
@@ -51,8 +52,8 @@ def test_a_driver_without_its_tools_is_told(tmp_path: Path) -> None:
 )
 def test_torchs_cuda_is_read_without_importing_it(tmp_path: Path, text: str, cuda: str | None) -> None:
     (tmp_path / "version.py").write_text(f"from typing import Optional\n__version__ = '2'\n{text}")
-    assert installed.cuda_in(tmp_path / "version.py") == cuda
-    assert installed.cuda_in(tmp_path / "absent.py") is None
+    assert cuda_in(tmp_path / "version.py") == cuda
+    assert cuda_in(tmp_path / "absent.py") is None
 
 
 MEMINFO = "MemTotal: 4096 kB\nHugePages_Free: {}\nHugepagesize: 2048 kB\n"
@@ -141,14 +142,14 @@ def test_huge_pages(tmp_path: Path) -> None:
 
 
 def test_numa(tmp_path: Path) -> None:
-    only(numa.judge(host(tmp_path / "none"), {0}), "skip")
+    only(judge_numa(host(tmp_path / "none"), {0}), "skip")
     nodes = {"online": "0-1", "node0/cpulist": "0-3", "node1/cpulist": "4-7"}
     files = {f"/sys/devices/system/node/{name}": text for name, text in nodes.items()}
-    only(numa.judge(host(tmp_path, files), {4, 7}), "ok")
+    only(judge_numa(host(tmp_path, files), {4, 7}), "ok")
     rdma_device(tmp_path)
-    assert "mlx5_0 is at node 1" in only(numa.judge(host(tmp_path), {0, 5}), "warn").found
+    assert "mlx5_0 is at node 1" in only(judge_numa(host(tmp_path), {0, 5}), "warn").found
     files = {"/proc/sys/vm/zone_reclaim_mode": "1"}
-    assert statuses(numa.judge(host(tmp_path, files), {0})) == ["ok", "warn"]
+    assert statuses(judge_numa(host(tmp_path, files), {0})) == ["ok", "warn"]
 
 
 @pytest.mark.parametrize(
@@ -161,24 +162,24 @@ def test_numa(tmp_path: Path) -> None:
     ],
 )
 def test_the_compiled_gateway(built: str, pure: str, compiler: str | None, expected: Status, hint: str) -> None:
-    assert hint in only([compiled.judge(built, "now", pure, compiler)], expected).mend
+    assert hint in only([judge_compiled(built, "now", pure, compiler)], expected).mend
 
 
 def test_the_sandbox_is_tried(tmp_path: Path) -> None:
-    assert "bubblewrap" in only([sandbox.judge(host(tmp_path), None, as_root=True)], "warn").mend
+    assert "bubblewrap" in only([judge_sandbox(host(tmp_path), None, as_root=True)], "warn").mend
     refuses = tmp_path / "bwrap"
     refuses.write_text("#!/bin/sh\necho setting up uid map: Permission denied >&2\nexit 1\n")
     refuses.chmod(0o755)
     files = {"/proc/sys/kernel/apparmor_restrict_unprivileged_userns": "1"}
     world = host(tmp_path, files, run=run_command)
-    found = only([sandbox.judge(world, str(refuses), as_root=False)], "warn")
+    found = only([judge_sandbox(world, str(refuses), as_root=False)], "warn")
     assert "AppArmor" in found.mend
     assert "uid map" in found.found
-    assert "seccomp" in only([sandbox.judge(world, str(refuses), as_root=True)], "warn").mend
-    only([sandbox.judge(host(tmp_path, run=says(0)), str(refuses), as_root=False)], "ok")
+    assert "seccomp" in only([judge_sandbox(world, str(refuses), as_root=True)], "warn").mend
+    only([judge_sandbox(host(tmp_path, run=says(0)), str(refuses), as_root=False)], "ok")
 
 
 def test_transports() -> None:
-    assert statuses(transports.judge({"tcp": "", "nixl": ""})) == ["ok"]
-    assert statuses(transports.judge({"tcp": "", "nixl": "not installed"})) == ["ok", "skip"]
-    assert "not installed" in only(transports.judge({"nixl": "not installed"}), "warn").found
+    assert statuses(judge_transports({"tcp": "", "nixl": ""})) == ["ok"]
+    assert statuses(judge_transports({"tcp": "", "nixl": "not installed"})) == ["ok", "skip"]
+    assert "not installed" in only(judge_transports({"nixl": "not installed"}), "warn").found

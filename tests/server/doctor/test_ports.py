@@ -14,10 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from server.doctor import processes
-from server.doctor.checks.ports import speaks_tls
-from server.doctor.network import is_loopback
-from server.doctor.world import World
+from server.doctor.checks.network import speaks_tls
+from server.doctor.world import World, is_loopback, is_ours
 from tests.etcd import Tls, free_ports
 from tests.server.doctor.worlds import findings, only, statuses
 
@@ -138,6 +136,6 @@ def test_a_tls_listener_is_known_by_its_answer(tmp_path: Path, ask: bool) -> Non
 def test_addresses_and_command_lines() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost", "::ffff:127.0.0.1")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "etcd-0.etcd", "fe80::1%eth0")))
-    assert processes.is_ours(["python", "-m", "server.cli", "instance"])
-    assert processes.is_ours(["/venv/bin/python", "/venv/bin/hotswap", "up"])
-    assert not processes.is_ours(["vi", "server/gateway/config.py"])
+    assert is_ours(["python", "-m", "server.cli", "instance"])
+    assert is_ours(["/venv/bin/python", "/venv/bin/hotswap", "up"])
+    assert not is_ours(["vi", "server/gateway/config.py"])

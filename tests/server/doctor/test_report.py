@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from server.cli.app import app
 from server.cli.errors import CliError
 from server.doctor import report
-from server.doctor.finding import Finding, fail, ok, skip, warn
-from server.doctor.registry import Check, all_checks
+from server.doctor.registry import Check, Finding, all_checks, fail, ok, skip, warn
 from server.doctor.world import World
 from tests.server.doctor.worlds import host
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from server.doctor.checks import clock
-from server.doctor.checks.clock import Sample
-from server.doctor.finding import Status
+from server.doctor.checks.store import NARROW_S, Sample, bounds, judge_clock
+from server.doctor.registry import Status
 from server.doctor.world import World
 from tests.etcd import Etcd, Tls, free_ports
 from tests.server.doctor.worlds import findings, host, only, statuses
@@ -144,18 +143,18 @@ def test_the_clocks_difference_is_bounded_by_what_every_answer_says(skew: float,
     for step in range(40):  # an answer every 30 ms, written in the middle of a round trip of 4 ms
         sent = 1000.5 + 0.03 * step
         samples.append(Sample(sent, sent + 0.004, float(int(sent + 0.002 + skew))))
-    low, high = clock.bounds(samples)
+    low, high = bounds(samples)
     assert low <= skew <= high
-    assert high - low < clock.NARROW_S
-    only([clock.judge("host", low, high)], expected)
+    assert high - low < NARROW_S
+    only([judge_clock("host", low, high)], expected)
 
 
 def test_a_slow_network_widens_the_bounds_and_never_accuses() -> None:
-    low, high = clock.bounds([Sample(1000.0, 1008.0, 1002.0)])
+    low, high = bounds([Sample(1000.0, 1008.0, 1002.0)])
     assert (low, high) == (-6.0, 3.0)
-    only([clock.judge("host", low, high)], "ok")
+    only([judge_clock("host", low, high)], "ok")
 
 
 def test_a_clock_that_was_set_meanwhile_is_told() -> None:
-    low, high = clock.bounds([Sample(1000.0, 1000.1, 1000.0), Sample(1001.0, 1001.1, 1009.0)])
-    assert "was set" in only([clock.judge("host", low, high)], "warn").found
+    low, high = bounds([Sample(1000.0, 1000.1, 1000.0), Sample(1001.0, 1001.1, 1009.0)])
+    assert "was set" in only([judge_clock("host", low, high)], "warn").found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.doctor.checks import versions
+from server.doctor.checks.software import judge_python, judge_versions, pins
 from server.doctor.world import World
 from tests.server.doctor.worlds import findings, only, statuses
 
@@ -12,17 +12,17 @@ def test_this_environment_is_the_pinned_one() -> None:
 
 
 def test_a_package_that_a_swap_reaches_into_must_be_the_tested_one() -> None:
-    wanted = versions.pins("# a list\ntorch==1.0.0+cpu\nPyYAML==1.2\nno-such_package==3.0\naetcd==1.0.0\n")
+    wanted = pins("# a list\ntorch==1.0.0+cpu\nPyYAML==1.2\nno-such_package==3.0\naetcd==1.0.0\n")
     assert list(wanted) == ["torch", "pyyaml", "no-such-package", "aetcd"]
-    found = list(versions.judge("cpu.txt", wanted))
+    found = list(judge_versions("cpu.txt", wanted))
     assert statuses(found) == ["fail", "warn"]
     assert "tested is 1.0.0" in found[0].found
     assert "no-such-package is not installed" in found[1].found
     assert all("requirements/cpu.txt" in finding.mend for finding in found)
-    only(versions.judge("cpu.txt", {"aetcd": "1.0.0"}), "ok")
+    only(judge_versions("cpu.txt", {"aetcd": "1.0.0"}), "ok")
 
 
 def test_pythons_release() -> None:
-    assert versions.judge_python((3, 12)).status == "ok"
-    assert only([versions.judge_python((3, 13))], "fail").found == "Python 3.13"
-    assert versions.judge_python((3, 9)).status == "fail"
+    assert judge_python((3, 12)).status == "ok"
+    assert only([judge_python((3, 13))], "fail").found == "Python 3.13"
+    assert judge_python((3, 9)).status == "fail"

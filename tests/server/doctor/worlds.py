@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from server.doctor.finding import Finding, Status
-from server.doctor.registry import all_checks
+from server.doctor.registry import Finding, Status, all_checks
 from server.doctor.world import Ran, World
 
 

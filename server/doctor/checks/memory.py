@@ -1,0 +1,313 @@
+"""Memory: the arena of slots, shared memory, the limits on both, huge pages, NUMA nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from server.doctor.checks.network import devices
+from server.doctor.registry import Finding, check, fail, ok, skip, warn
+from server.doctor.world import (
+    World,
+    arena_directory,
+    arenas_in_environments,
+    file_system,
+    held_nbytes,
+    locked_files,
+    mapped_below,
+    size,
+)
+from weightsync.errors import CheckpointError
+from weightsync.format.manifest import Layout
+from weightsync.publish.checkpoint import Checkpoint
+
+LAYOUTS_OF_ONE = 3  # live, previous and staged
+LAYOUTS_OF_MORE = 5  # instances that are not at the same version for a moment hold more
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes in shared memory on one host. `layouts` is 0 on GPUs, where they lie in device memory."""
+
+    slot_nbytes: int
+    slots: int
+    layout_nbytes: int
+    layouts: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.slot_nbytes * self.slots + self.layout_nbytes * self.layouts
+
+    def __str__(self) -> str:
+        text = f"{self.slots} slots of {size(self.slot_nbytes)}"
+        return text + (f" and {self.layouts} layouts of {size(self.layout_nbytes)}" if self.layouts else "")
+
+
+def need_of(world: World) -> Need | None:
+    """None without a model. Raises CheckpointError."""
+    if world.model_dir is None:
+        return None
+    schema = Checkpoint(world.model_dir).schema
+    layouts = 0 if world.has_gpu_build else LAYOUTS_OF_ONE if world.instances == 1 else LAYOUTS_OF_MORE
+    return Need(Layout.of(schema).total_nbytes, world.keep_versions + 1, schema.nbytes, layouts)
+
+
+IN_MEMORY = ("tmpfs", "ramfs")
+PREFIXES = ("psm_", "vllm_")  # shared memory of engines: Python's own names, and vLLM's
+
+
+@check("arena", "the slots' directory: owner, mode, file system")
+def arena(world: World) -> Iterator[Finding]:
+    directory = arena_directory(world)
+    place = next(path for path in (directory, *directory.parents) if path.exists())
+    kind = file_system(world, place)
+    if place != directory:
+        yield _can_be_made(directory, place)
+    else:
+        yield _private(directory)
+    if kind is not None and kind not in IN_MEMORY:
+        mend = "Choose a directory on a tmpfs, such as one in /dev/shm (HOTSWAP_ARENA)"
+        yield warn(f"{place} is on {kind}: slots would be written to a disk", mend)
+
+
+@check("leftovers", "arenas and engines' shared memory whose processes are dead")
+def leftovers(world: World) -> Iterator[Finding]:
+    dead = [*_dead_arenas(world), *_dead_segments(world)]
+    if not dead:
+        yield ok(f"nothing in {world.shm}")
+        return
+    nbytes = sum(held_nbytes(path) or path.stat().st_blocks * 512 for path in dead)
+    names = " ".join(str(path) for path in dead)
+    mend = (
+        "A `hotswap up` that was killed goes on with its arena: start it again, with its state directory. Else, if no "
+    )
+    mend += f"other container shares {world.shm}: rm -r {names}"
+    yield warn(f"{len(dead)} in {world.shm} that no process uses, {size(nbytes)}", mend)
+
+
+def _can_be_made(directory: Path, place: Path) -> Finding:
+    if os.access(place, os.W_OK | os.X_OK):
+        return ok(f"{directory} is made when it is needed")
+    return fail(f"{directory} cannot be made: {place} may not be written to", "Name another one in HOTSWAP_ARENA")
+
+
+def _private(directory: Path) -> Finding:
+    found = directory.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    text = f"{directory}: mode {mode:03o}, {size(held_nbytes(directory))}"
+    if not stat.S_ISDIR(found.st_mode):
+        return fail(f"{directory} is no directory", "Remove it, or name another one in HOTSWAP_ARENA")
+    if found.st_uid != os.geteuid():
+        return fail(f"{text}, of user {found.st_uid}", "Run as that user, or name another one in HOTSWAP_ARENA")
+    if mode & 0o022:
+        return fail(f"{text}: others may write to it", f"chmod 700 {directory}")
+    if mode & 0o077:
+        return warn(f"{text}: others may look into it", f"chmod 700 {directory}")
+    return ok(text)
+
+
+def _dead_arenas(world: World) -> list[Path]:
+    """Of this user's: without a lock, a map, or a process that was told of them; not the one asked about."""
+    used = {arena_directory(world), *arenas_in_environments(world)}
+    used |= {world.shm / path.relative_to(world.shm).parts[0] for path in mapped_below(world, world.shm)}
+    locked = locked_files(world)
+    return [
+        path
+        for path in sorted(world.shm.glob("hotswap-*"))
+        if path.is_dir() and path not in used and path.stat().st_uid == os.geteuid()
+        and not any(file.stat().st_ino in locked for file in path.iterdir())
+    ]  # fmt: skip
+
+
+def _dead_segments(world: World) -> list[Path]:
+    mapped = mapped_below(world, world.shm)
+    found = [path for prefix in PREFIXES for path in sorted(world.shm.glob(f"{prefix}*"))]
+    return [path for path in found if path not in mapped and path.stat().st_uid == os.geteuid()]
+
+
+ENLARGE = (
+    "Enlarge it: mount -o remount,size=..., --shm-size of a container, sizeLimit of a pod's emptyDir (medium: Memory)"
+)
+SMALL = 1 << 30  # Docker's default is 64 MiB
+
+
+@check("shared-memory", "size and free room of the slots' file system, against `--model`")
+def shared_memory(world: World) -> Iterator[Finding]:
+    arena = arena_directory(world)
+    place = next((path for path in (arena, *arena.parents) if path.exists()), world.shm)
+    try:
+        found = os.statvfs(place)
+        need = need_of(world)
+    except OSError as error:
+        yield fail(f"{place}: {error.strerror}", "Mount a tmpfs there, or name another directory in HOTSWAP_ARENA")
+    except CheckpointError as error:
+        yield fail(str(error), "Name a checkpoint directory with --model")
+    else:
+        held = held_nbytes(arena)
+        yield _judge(str(place), found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail, held, need)
+
+
+def _judge(place: str, total: int, free: int, held: int, need: Need | None) -> Finding:
+    """`held`: what the arena's own slots take already, which the same model uses again."""
+    text = f"{place}: {size(total)}, {size(free)} free" + (f", {size(held)} in slots" if held else "")
+    if need is None:
+        return warn(text, ENLARGE) if total < SMALL else ok(f"{text} (--model says whether a model fits)")
+    text += f"; {need} are {size(need.nbytes)}"
+    if total < need.nbytes:
+        return fail(text, f"{ENLARGE}; at least {size(need.nbytes)}")
+    if free + held < need.nbytes:
+        return fail(text, f"Free {size(need.nbytes - free - held)} there (see `arena` for leftovers), or enlarge it")
+    return ok(text)
+
+
+CGROUP = "/sys/fs/cgroup"
+NO_LIMIT = 1 << 60  # version 1 says "none" with a number of this order
+
+
+@check("memory-limit", "the host's memory and the control group's limit, against `--model`")
+def memory_limit(world: World) -> Iterator[Finding]:
+    limit, total = group_limit(world), _host_total(world)
+    if total is None:
+        yield skip("/proc/meminfo cannot be read")
+        return
+    have = min(total, limit) if limit is not None else total
+    text = f"{size(total)} in this host, " + (f"limit of the control group {size(limit)}" if limit else "no limit")
+    try:
+        need = need_of(world)
+    except CheckpointError as error:
+        yield skip(str(error))
+        return
+    if need is not None and have <= need.nbytes:
+        mend = "Raise the limit (memory of the container or pod): pages in shared memory count, and so do the processes"
+        yield fail(f"{text}; {need} alone are {size(need.nbytes)}", mend)
+    else:
+        yield ok(text)
+
+
+def group_limit(world: World) -> int | None:
+    """The smallest limit on this process's control group and those above it, bytes; None if there is none."""
+    found = []
+    for line in (world.read("/proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found += _limits(world, CGROUP, path, "memory.max")
+        elif "memory" in controllers.split(","):
+            found += _limits(world, f"{CGROUP}/memory", path, "memory.limit_in_bytes")
+    return min(found, default=None)
+
+
+def _limits(world: World, mount: str, path: str, name: str) -> list[int]:
+    """Of a group and all above. In a container the path may be the host's, which is not there: then the mount's own."""
+    parts = [part for part in path.split("/") if part]
+    texts = [world.read("/".join([mount, *parts[:depth], name])) for depth in range(len(parts) + 1)]
+    return [int(text) for text in texts if text and text.isdigit() and int(text) < NO_LIMIT]
+
+
+def _host_total(world: World) -> int | None:
+    for line in (world.read("/proc/meminfo") or "").splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) << 10
+    return None
+
+
+THP = "/sys/kernel/mm/transparent_hugepage"
+
+
+@check("huge-pages", "transparent huge pages, and memory set aside for others")
+def huge_pages(world: World) -> Iterator[Finding]:
+    processes, shared = _chosen(world.read(f"{THP}/enabled")), _chosen(world.read(f"{THP}/shmem_enabled"))
+    if processes is None:
+        yield skip("this kernel has no transparent huge pages")
+    elif processes == "never":
+        mend = f"echo madvise > {THP}/enabled"
+        yield warn("transparent huge pages are off: torch cannot ask for them for large tensors", mend)
+    else:
+        yield ok(f"transparent: {processes} for processes, {shared or 'unknown'} for shared memory")
+    yield from _set_aside(world)
+
+
+def _set_aside(world: World) -> Iterator[Finding]:
+    table = dict(re.findall(r"^(\w+):\s+(\d+)", world.read("/proc/meminfo") or "", re.MULTILINE))
+    free = int(table.get("HugePages_Free", 0)) * int(table.get("Hugepagesize", 0)) << 10
+    if free:
+        mend = "sysctl vm.nr_hugepages=0, unless another program needs them: slots lie in ordinary pages"
+        yield warn(f"{size(free)} are set aside as huge pages that nobody uses", mend)
+
+
+def _chosen(text: str | None) -> str | None:
+    """`always [madvise] never` as `madvise`."""
+    found = re.search(r"\[(\w+)\]", text or "")
+    return found.group(1) if found else None
+
+
+NODES = "/sys/devices/system/node"
+
+
+@check("numa", "NUMA nodes, which of them this process may use, and where the RDMA devices are")
+def numa(world: World) -> Iterator[Finding]:
+    yield from judge_numa(world, os.sched_getaffinity(0))
+
+
+def judge_numa(world: World, cores: set[int]) -> Iterator[Finding]:
+    """`cores`: those this process may run on."""
+    online = world.read(f"{NODES}/online")
+    if online is None:
+        yield skip("this kernel tells nothing of NUMA nodes")
+        return
+    nodes = {n: parse_list(world.read(f"{NODES}/node{n}/cpulist") or "") for n in sorted(parse_list(online))}
+    used = [n for n, theirs in nodes.items() if theirs & cores]
+    text = f"{len(nodes)} node(s); this process may run on {', '.join(map(str, used)) or 'none'}"
+    text += "".join(f"; {d.name} is at node {world.read(f'/sys/class/infiniband/{d.name}/device/numa_node')}"
+                    for d in devices(world))  # fmt: skip
+    if len(used) > 1:
+        mend = "Start each instance on one node: numactl --cpunodebind=N --membind=N, or VLLM_CPU_OMP_THREADS_BIND"
+        yield warn(text, mend)
+    else:
+        yield ok(text)
+    if (world.read("/proc/sys/vm/zone_reclaim_mode") or "0") != "0":
+        yield warn(
+            "zone_reclaim_mode is on: a full node evicts pages instead of taking another's",
+            "sysctl vm.zone_reclaim_mode=0",
+        )
+
+
+def parse_list(text: str) -> set[int]:
+    """`0-3,8` as {0, 1, 2, 3, 8}."""
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+FILES_WANTED = 16_384  # a gateway holds two for each stream, and takes 10,000 connections by default
+FILES_NEEDED = 1024
+
+
+@check("open-files", "how many files and connections a process may hold open")
+def open_files(world: World) -> Iterator[Finding]:
+    have = world.limit(resource.RLIMIT_NOFILE)
+    mend = f"ulimit -n {FILES_WANTED} (LimitNOFILE= of a systemd unit, --ulimit nofile= of a container)"
+    if have == resource.RLIM_INFINITY or have >= FILES_WANTED:
+        yield ok("no limit" if have == resource.RLIM_INFINITY else f"{have:,}")
+    elif have >= FILES_NEEDED:
+        yield warn(f"{have:,}: a gateway refuses connections beyond about {have // 2:,}", mend)
+    else:
+        yield fail(f"{have:,}: too few even for the engine's own files", mend)
+
+
+@check("locked-memory", "how much memory may be pinned, which RDMA does with whole slots")
+def locked_memory(world: World) -> Iterator[Finding]:
+    have = world.limit(resource.RLIMIT_MEMLOCK)
+    if have == resource.RLIM_INFINITY:
+        yield ok("no limit")
+    elif devices(world):
+        mend = "ulimit -l unlimited (LimitMEMLOCK=infinity; in a container --ulimit memlock=-1 or CAP_IPC_LOCK)"
+        yield fail(f"{size(have)}: slots cannot be registered with the RDMA devices here", mend)
+    else:
+        yield ok(f"{size(have)}; nothing here pins memory")

