@@ -378,7 +378,7 @@ class Participant:
 
         There is one staging at a time: after one that was given up it begins when that has ended.
         """
-        if self._staging is None or self._staging.task.cancelled():
+        if self._staging is None or (self._staging.task.cancelled() and not self._staging.unwanted):
             task = asyncio.create_task(self._build(_ready(board, number)), name=f"staging {self._record.id}")
             self._staging = _Staging(number, task)
         return self._staging.task.done() and not self._staging.unwanted

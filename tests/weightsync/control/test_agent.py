@@ -172,10 +172,11 @@ async def test_a_staging_begins_when_the_one_before_it_has_stopped(fleet: Fleet,
     assert engine.calls == [("stage", 1), ("cancelled", 1), ("drop", 1), ("stage", 2)]
 
 
+@pytest.mark.parametrize("obeys", [False, True], ids=["with a result", "cancelled"])
 async def test_a_staging_that_ends_in_spite_of_all_is_not_taken_for_the_next_one(
-    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, obeys: bool
 ) -> None:
-    """It was through just when it was cancelled, and ends while the instance says that it stages the next."""
+    """It ends while the instance says that it stages the next: cancelled, or through just when it was cancelled."""
     engine, stopping = Engine(), asyncio.Event()
 
     async def stage(version: VersionRecord) -> StageResult:
@@ -185,6 +186,8 @@ async def test_a_staging_that_ends_in_spite_of_all_is_not_taken_for_the_next_one
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
         await stopping.wait()
+        if obeys:
+            raise asyncio.CancelledError
         return StageResult("of version 1")
 
     monkeypatch.setattr(engine, "stage", stage)
