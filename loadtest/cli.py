@@ -206,7 +206,7 @@ def scale(
 ) -> None:
     """Simulated clusters with the real planner: fan-out of a version, bytes per NIC, writes and events of the store."""
     from loadtest.scale.bench import run
-    from loadtest.scale.scenario import Scenario, ScenarioError
+    from loadtest.scale.network import Scenario, ScenarioError
 
     try:
         asked = Scenario(

@@ -23,11 +23,22 @@ import orjson
 from rich.console import Console
 
 from loadtest.gateway_bench.cancel import STATES, disconnect_ms, observing
-from loadtest.gateway_bench.contenders import CONTENDERS, CannotStart, Running, started
-from loadtest.gateway_bench.loads import LOADS, Load
+from loadtest.gateway_bench.contenders import (
+    CONTENDERS,
+    LOADS,
+    CannotStart,
+    Cores,
+    Load,
+    Running,
+    compiled,
+    free_port,
+    machine_cpu_s,
+    pinned,
+    rss_mb,
+    running,
+    started,
+)
 from loadtest.gateway_bench.measure import figures, run_load
-from loadtest.gateway_bench.native import compiled
-from loadtest.gateway_bench.processes import Cores, free_port, machine_cpu_s, pinned, rss_mb, running
 from loadtest.gateway_bench.report import Result, as_json, print_report
 from loadtest.machine import machine
 

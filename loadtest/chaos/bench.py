@@ -19,12 +19,10 @@ import orjson
 from rich.console import Console
 
 from loadtest.chaos import report
+from loadtest.chaos.fleet import COUNT, MODEL, PUBLISHER, Layout, Watch
 from loadtest.chaos.hostile import complaints
-from loadtest.chaos.layout import COUNT, MODEL, PUBLISHER, Layout
 from loadtest.chaos.run import START_S, Run, windows
-from loadtest.chaos.schedule import schedule
-from loadtest.chaos.verdict import verdict
-from loadtest.chaos.watch import Watch
+from loadtest.chaos.verdict import schedule, verdict
 from loadtest.checkpoints import TINY_SHAPE
 from loadtest.hosts import etcd
 from loadtest.hosts.namespaces import CannotShape, Hosts, obstacle, until

@@ -1,8 +1,4 @@
-"""The load: clients that ask one question after the other, and repeat each until it is answered.
-
-`python -m loadtest.chaos.clients MODEL SEED CLIENTS FILE URL...` asks until a line comes on standard input. Every
-attempt becomes a line of FILE. A client whose connection breaks goes on at the next gateway, as behind a load balancer.
-"""
+"""Clients of the fleet that ask all the time, what they got, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -10,13 +6,295 @@ import asyncio
 import random
 import sys
 import time
-from dataclasses import dataclass, field, replace
-from typing import BinaryIO
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, BinaryIO, Literal
 
 import httpx
+import orjson
 
-from loadtest.chaos.answers import Wish
-from loadtest.chaos.attempts import Attempt, Question, attempt, drawn
+FIRST_TOKEN, CHECKPOINTS = 100, 4
+BAD_EVERY = 8
+Bad = Literal["nan", "inf", "overflow"]
+REFUSED: tuple[Bad, ...] = ("nan", "inf")  # what staging must refuse; the third kind shows only while it runs
+Problem = Literal["wrong", "mixed", "mislabelled"]
+
+
+def token_of(version: int) -> int:
+    """What a good version answers, whatever it is asked."""
+    return FIRST_TOKEN + version % CHECKPOINTS
+
+
+def badness(version: int) -> Bad | None:
+    """What is wrong with the weights of a version, by its number. What a bad one answers is anybody's guess."""
+    kinds: tuple[Bad, ...] = (*REFUSED, "overflow")
+    return kinds[version // BAD_EVERY % len(kinds)] if version % BAD_EVERY == BAD_EVERY - 1 else None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a request asks of swaps, in the words of the API."""
+
+    policy: str = "keep"
+    version: int | None = None
+    min_version: int | None = None
+
+    @property
+    def of_one_version(self) -> bool:
+        return self.policy in ("finish", "abort") or self.version is not None
+
+    def body(self, finish_s: float, wait_s: float) -> dict[str, Any]:
+        """The field `hotswap` of a request."""
+        asked: dict[str, Any] = {} if self.policy == "keep" else {"policy": self.policy}
+        asked |= {"finish_s": finish_s} if self.policy == "finish" else {}
+        asked |= {"version": self.version} if self.version is not None else {}
+        asked |= {"min_version": self.min_version} if self.min_version is not None else {}
+        return asked | ({"wait_s": wait_s} if self.version is not None or self.min_version is not None else {})
+
+
+@dataclass
+class Answer:
+    """As much of an answer as arrived. `pieces` are its events: the version of the last token, and the tokens.
+
+    `spans` and `prompt_spans` are those at its end; without them it is not complete.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[tuple[int, int]] = field(default_factory=list)
+    spans: list[dict[str, int]] | None = None
+    prompt_spans: list[dict[str, int]] | None = None
+    resumed: int = 0
+
+    def take(self, tokens: Iterable[int], version: int | None) -> None:
+        """An event of a stream."""
+        before = len(self.tokens)
+        self.tokens += tokens
+        if version is not None and len(self.tokens) > before:
+            self.pieces.append((version, len(self.tokens) - before))
+
+    def take_end(self, choice: Mapping[str, Any]) -> None:
+        """The choice that says which versions wrote it all."""
+        self.spans = choice["weight_versions"]
+        self.prompt_spans = choice.get("prompt_weight_versions", self.prompt_spans)
+        self.resumed = len(choice.get("resumed_at", ()))
+
+    @property
+    def versions(self) -> list[int]:
+        """In the order of their tokens."""
+        return [v["version"] for v in self.spans] if self.spans is not None else [v for v, _ in self.pieces]
+
+
+def problems(answer: Answer, length: int, wish: Wish) -> list[tuple[Problem, str]]:
+    """What is wrong with the whole of it if it is complete, or with the part that arrived."""
+    return [*_wrong(answer, wish), *_mixed(answer, wish), *_mislabelled(answer, length)]
+
+
+def _wrong(answer: Answer, wish: Wish) -> Iterable[tuple[Problem, str]]:
+    """Tokens that the weights they are labelled with do not answer.
+
+    After a bad version's, those of a newer one are anybody's guess, too: the KV cache of the answer is the bad one's
+    still. It is computed anew on the way back to an older version, and on any way with the policy `recompute`.
+    """
+    prompt = (span["version"] for span in answer.prompt_spans or ())
+    spoilt = max((version for version in prompt if badness(version)), default=None)
+    for version, token in _labelled(answer):
+        if badness(version):
+            spoilt = version
+            continue
+        if spoilt is not None and (version < spoilt or wish.policy == "recompute"):
+            spoilt = None
+        if spoilt is None and token != token_of(version):
+            yield "wrong", f"token {token} under version {version}, which answers {token_of(version)}"
+
+
+def _labelled(answer: Answer) -> Iterable[tuple[int, int]]:
+    """(version, token), as far as it is known: of an event with several tokens it is the last one's version."""
+    if answer.spans is not None:
+        for span in answer.spans:
+            for token in answer.tokens[span["start"] : span["end"]]:
+                yield span["version"], token
+        return
+    at = 0
+    for version, count in answer.pieces:
+        at += count
+        yield version, answer.tokens[at - 1]
+
+
+def _mixed(answer: Answer, wish: Wish) -> Iterable[tuple[Problem, str]]:
+    found = set(answer.versions)
+    if wish.of_one_version:
+        found |= {span["version"] for span in answer.prompt_spans or ()}
+        found |= {wish.version} if wish.version is not None else set()
+        if len(found) > 1:
+            yield "mixed", f"versions {sorted(found)} in an answer to a request with {wish}"
+    elif wish.min_version is not None and found and min(found) < wish.min_version:
+        yield "mixed", f"version {min(found)} in an answer to a request with {wish}"
+
+
+def _mislabelled(answer: Answer, length: int) -> Iterable[tuple[Problem, str]]:
+    """A complete answer is as long as it was asked to be, and its spans cover it."""
+    if answer.spans is None:
+        return
+    edges = [0, *(span["end"] for span in answer.spans)]
+    contiguous = all(edge == span["start"] for edge, span in zip(edges, answer.spans, strict=False))
+    if len(answer.tokens) != length or edges[-1] != length or not contiguous:
+        yield "mislabelled", f"{len(answer.tokens)} tokens of {length}, labelled {answer.spans}"
+
+
+FINISH_S, WAIT_S = 5.0, 5.0
+LONGEST = 300  # tokens: some answers last over a swap
+Outcome = Literal["answered", "refused", "untyped", "cut"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request, whoever is asked."""
+
+    route: str
+    stream: bool
+    length: int
+    prompt: tuple[int, ...]
+    wish: Wish
+
+    def body(self, model: str) -> dict[str, Any]:
+        shared = {"model": model, "max_tokens": self.length, "temperature": 0, "ignore_eos": True}
+        shared |= {"stream": self.stream, "hotswap": self.wish.body(FINISH_S, WAIT_S)}
+        if self.route == "/generate":
+            return shared | {"prompt_token_ids": self.prompt}
+        return shared | {"prompt": self.prompt, "return_token_ids": True}
+
+
+@dataclass
+class Attempt:
+    """What came of it; times are monotonic seconds of this machine. `asked`: when its question was asked first.
+
+    `code` is the error's, or the class of what broke the connection.
+    """
+
+    gateway: int
+    began: float
+    route: str
+    stream: bool
+    policy: str
+    bound: bool
+    asked: float
+    ended: float = 0.0
+    outcome: Outcome = "answered"
+    status: int = 0
+    code: str = ""
+    retry_after: float | None = None
+    message: str = ""
+    tokens: int = 0
+    crossed: bool = False
+    resumed: int = 0
+    version: int | None = None
+    problems: list[tuple[str, str]] = field(default_factory=list)
+
+    def line(self) -> bytes:
+        return orjson.dumps(asdict(self)) + b"\n"
+
+
+class Refused(Exception):
+    """The server's own word for why there is no answer, whole or from here on."""
+
+    def __init__(self, status: int, error: object, retry_after: float | None = None) -> None:
+        self.status, self.error, self.retry_after = status, error, retry_after
+        super().__init__(str(error)[:300])
+
+
+class Incomplete(Exception):
+    """A body ended in order, before the answer did."""
+
+
+async def attempt(http: httpx.AsyncClient, gateway: int, model: str, question: Question, asked: float) -> Attempt:
+    """Asks once; `asked`: when this question was asked first."""
+    wish = question.wish
+    bound = wish.version is not None or wish.min_version is not None
+    made = Attempt(gateway, time.monotonic(), question.route, question.stream, wish.policy, bound, asked)
+    answer = Answer()
+    try:
+        await _ask(http, question, model, answer)
+    except Refused as refusal:
+        _note_refusal(made, refusal)
+    except (httpx.TransportError, Incomplete) as error:
+        made.outcome, made.code, made.message = "cut", type(error).__name__, str(error)
+    except (ValueError, TypeError, LookupError) as error:  # neither an answer nor an error of the API
+        made.outcome, made.code, made.message = "untyped", type(error).__name__, f"not an answer: {error}"
+    made.ended = time.monotonic()
+    made.tokens, made.resumed = len(answer.tokens), answer.resumed
+    made.crossed = len(set(answer.versions)) > 1
+    made.version = answer.versions[-1] if answer.versions else None
+    made.problems = [(kind, said) for kind, said in problems(answer, question.length, wish)]
+    return made
+
+
+def _note_refusal(made: Attempt, refusal: Refused) -> None:
+    error = refusal.error
+    typed = isinstance(error, dict) and all(isinstance(error.get(k), str) for k in ("message", "type", "code"))
+    made.status, made.message = refusal.status, str(refusal)
+    made.outcome = "refused" if typed else "untyped"
+    made.code = error["code"] if typed and isinstance(error, dict) else ""
+    made.retry_after = refusal.retry_after
+
+
+async def _ask(http: httpx.AsyncClient, question: Question, model: str, answer: Answer) -> None:
+    async with http.stream("POST", question.route, json=question.body(model)) as response:
+        if response.status_code != 200:
+            body = _parsed(await response.aread())
+            error = body.get("error") if isinstance(body, dict) else body
+            after = response.headers.get("retry-after")
+            raise Refused(response.status_code, error, float(after) if after else None)
+        if not question.stream:
+            choice = orjson.loads(await response.aread())["choices"][0]
+            answer.take(choice["token_ids"], None)
+            answer.take_end(choice)
+            return
+        event = ""
+        async for line in response.aiter_lines():
+            if line.startswith("event: "):
+                event = line.removeprefix("event: ")
+            elif line.startswith("data: ") and line != "data: [DONE]":
+                _take(event, orjson.loads(line.removeprefix("data: ")), answer)
+                event = ""
+    if answer.spans is None:
+        raise Incomplete("the stream ended without its last event")
+
+
+def _take(event: str, data: Mapping[str, Any], answer: Answer) -> None:
+    """One event of a stream of either route."""
+    if event == "error" or "error" in data:
+        raise Refused(200, data.get("error"))
+    if event == "token":
+        answer.take(data["token_ids"], data["weight_version"])
+        return
+    for choice in data["choices"]:
+        answer.take(choice.get("token_ids") or (), data.get("weight_version"))
+        if "weight_versions" in choice:
+            answer.take_end(choice)
+
+
+def _parsed(body: bytes) -> object:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body.decode(errors="replace")
+
+
+def drawn(chance: random.Random, newest: int | None) -> Question:
+    """A question at random; `newest` is the last version that was seen in an answer."""
+    wish = Wish(chance.choices(("keep", "recompute", "finish", "abort"), (50, 15, 20, 15))[0])
+    if newest is not None and wish.policy == "keep" and chance.random() < 0.4:
+        wish = Wish(min_version=newest)
+    elif newest is not None and wish.policy in ("finish", "abort") and chance.random() < 0.4:
+        wish = Wish(wish.policy, version=newest)
+    return Question(
+        route=chance.choice(("/generate", "/v1/completions")),
+        stream=chance.random() < 0.7,
+        length=chance.randint(8, LONGEST),
+        prompt=tuple(chance.randint(3, 90) for _ in range(chance.randint(4, 40))),
+        wish=wish,
+    )
+
 
 TIMEOUT = httpx.Timeout(45.0, connect=3.0)  # longer than a gateway lets an instance be silent
 THINK_S = (0.05, 0.4)

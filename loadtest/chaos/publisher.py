@@ -19,7 +19,7 @@ import orjson
 import torch
 from safetensors.torch import load_file
 
-from loadtest.chaos.answers import CHECKPOINTS, REFUSED, Bad, badness
+from loadtest.chaos.clients import CHECKPOINTS, REFUSED, Bad, badness
 from weightsync import Publisher
 from weightsync.control.records import OnLost, SwapMode
 from weightsync.errors import SwapAborted, SwapTimeout, WeightSyncError

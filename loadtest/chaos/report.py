@@ -16,7 +16,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.chaos.answers import REFUSED
+from loadtest.chaos.clients import REFUSED
 from loadtest.chaos.run import Broken
 from loadtest.chaos.verdict import VIOLATIONS, Verdict
 from weightsync.control.records import PastSwapRecord

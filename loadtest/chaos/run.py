@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 import httpx
 
-from loadtest.chaos.layout import COUNT, Layout
-from loadtest.chaos.schedule import LINK, Fault
-from loadtest.chaos.verdict import Window, breaks_gateways
-from loadtest.chaos.watch import Watch
+from loadtest.chaos.fleet import COUNT, Layout, Watch
+from loadtest.chaos.verdict import LINK, Fault, Window, breaks_gateways
 
 HEAL_S = 240.0  # on two busy cores a vLLM instance alone takes a minute to start
 START_S = 420.0

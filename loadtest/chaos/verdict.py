@@ -1,18 +1,70 @@
-"""What counts against the promise: wrong tokens, mixed answers, and failures that are not typed, or not to be repeated.
-
-The failure contract lets a gateway that dies take its connections along: a connection that breaks while the gateway
-at its other end, or that one's host, is the one that was broken is counted and held against nobody.
-"""
+"""What breaks when, and what it must not cost."""
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from loadtest.chaos.schedule import LINK
+Kind = Literal["kill", "freeze", "cut", "loss"]
+ON_EACH = ("instance", "engine", "peer", "gateway", "etcd")
+PUBLISHER = "publisher"
+LINK = "link"
+FREEZE_S, CUT_S, LOSS_S = (2.0, 12.0), (3.0, 15.0), (5.0, 15.0)
+LOSS = (0.02, 0.15)
+PAUSE_S = (2.0, 8.0)
+OVERLAPPING = 0.2
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`what` on `host` is broken for `seconds` (0: it is killed), `pause_s` after the fleet was whole again.
+
+    `overlaps`: it comes while the fleet is not whole yet after the fault before. `loss` is a share of frames.
+    """
+
+    kind: Kind
+    what: str
+    host: int
+    seconds: float
+    pause_s: float
+    overlaps: bool = False
+    loss: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.what}"
+
+
+def schedule(seed: int, hosts: int, publisher: int = 0) -> Iterator[Fault]:
+    """Faults without end. `publisher`: the host where it runs."""
+    chance = random.Random(seed)
+    while True:
+        deck = _deck(hosts, publisher)
+        chance.shuffle(deck)
+        for kind, what, host in deck:
+            yield _drawn(chance, kind, what, host)
+
+
+def _deck(hosts: int, publisher: int) -> list[tuple[Kind, str, int]]:
+    places = [(what, host) for what in ON_EACH for host in range(hosts)] + [(PUBLISHER, publisher)]
+    ends: list[tuple[Kind, str, int]] = [("kill", what, host) for what, host in places]
+    stops: list[tuple[Kind, str, int]] = [("freeze", what, host) for what, host in places]
+    links: list[tuple[Kind, str, int]] = [(kind, LINK, host) for host in range(hosts) for kind in ("cut", "loss")]
+    return ends + stops + links
+
+
+def _drawn(chance: random.Random, kind: Kind, what: str, host: int) -> Fault:
+    """All chances are drawn for every fault, so that a change of one range does not move the rest."""
+    seconds = {bounds: chance.uniform(*bounds) for bounds in (FREEZE_S, CUT_S, LOSS_S)}
+    loss, pause_s, overlaps = chance.uniform(*LOSS), chance.uniform(*PAUSE_S), chance.random() < OVERLAPPING
+    bounds = {"kill": None, "freeze": FREEZE_S, "cut": CUT_S, "loss": LOSS_S}[kind]
+    lasts = seconds[bounds] if bounds is not None else 0.0
+    return Fault(kind, what, host, lasts, pause_s, overlaps, loss if kind == "loss" else 0.0)
+
 
 # Repeating the request is right. docs/api.md says of each when it is sent; version_unavailable names the version to ask
 # for instead.
@@ -61,7 +113,7 @@ def breaks_gateways(what: str) -> bool:
 
 
 def judge(attempt: Mapping[str, Any], windows: Iterable[Window]) -> Judgement:
-    """What one attempt (a line of loadtest.chaos.attempts) counts as."""
+    """What one attempt (a line of loadtest.chaos.clients) counts as."""
     if attempt["outcome"] in ("answered", "untyped"):
         found: Judgement = attempt["outcome"]
         return found

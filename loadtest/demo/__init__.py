@@ -10,8 +10,7 @@ scene.py       what is known at this moment: written by all of the above, read b
 display.py     the scene as a live picture, and the summary at the end
 """
 
-from loadtest.demo.recipe import Recipe
-from loadtest.demo.scene import Scene
+from loadtest.demo.scene import Recipe, Scene
 from loadtest.demo.stage import Demo, DemoFailed
 
 __all__ = ["Demo", "DemoFailed", "Recipe", "Scene"]

@@ -13,8 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from loadtest.demo.display import Lines, Recorder, live, summary
-from loadtest.demo.recipe import ENGINE_ARGS, Recipe, prepare_environment
-from loadtest.demo.scene import Scene
+from loadtest.demo.scene import ENGINE_ARGS, Recipe, Scene, prepare_environment
 from loadtest.demo.stage import Demo, DemoFailed
 from server.cli import interrupts
 

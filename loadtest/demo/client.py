@@ -1,9 +1,4 @@
-"""Two clients that never pause: one streams long answers from the OpenAI route, one asks `/generate` for sums.
-
-They run on an event loop in a thread of their own. Each checks what it gets: the stream must come to its proper end,
-with as many tokens as were asked for or as the end says, and the version spans in that end must agree with the version
-that every single event came with.
-"""
+"""A client that streams all the time, by each of the protocols that the gateway speaks."""
 
 from __future__ import annotations
 
@@ -11,13 +6,87 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import orjson
 
-from loadtest.demo import protocols
-from loadtest.demo.protocols import Delta, End, Refused, Spans
-from loadtest.demo.scene import Answer, ClientStats
+from loadtest.demo.scene import MODEL, Answer, ClientStats
+
+SILENT = {"0": -100, "1": -100, "2": -100}  # logit bias against the special tokens, which have no text
+Spans = list[dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Tokens that came in one event; `version` wrote the last of them."""
+
+    text: str
+    tokens: int
+    version: int
+
+
+@dataclass(frozen=True)
+class End:
+    """The stream's own account of itself: tokens in all, and which version wrote which of them."""
+
+    tokens: int
+    spans: Spans
+
+
+class Refused(Exception):
+    """The answer is not a stream, or the stream ends in an error."""
+
+
+def generate_request(prompt: str, max_tokens: int) -> dict[str, Any]:
+    """A greedy answer."""
+    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
+
+
+async def generate_events(response: httpx.Response) -> AsyncIterator[Delta | End]:
+    """Of POST /generate. Raises Refused."""
+    event = ""
+    async for line in response.aiter_lines():
+        if line.startswith("event: "):
+            event = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            data = orjson.loads(line.removeprefix("data: "))
+            if event == "token":
+                yield Delta(data["text"], len(data["token_ids"]), data["weight_version"])
+            elif event == "done":
+                yield End(data["usage"]["completion_tokens"], data["choices"][0]["weight_versions"])
+            else:
+                raise Refused(str(data))
+
+
+def completion_request(prompt: str, max_tokens: int) -> dict[str, Any]:
+    """A sampled answer of exactly `max_tokens` tokens, all of which can be seen."""
+    return {
+        "model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 1.0, "stream": True,
+        "ignore_eos": True, "logit_bias": SILENT, "return_token_ids": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+
+
+async def completion_events(response: httpx.Response) -> AsyncIterator[Delta | End]:
+    """Of POST /v1/completions with usage. Raises Refused."""
+    spans: Spans = []
+    tokens = -1
+    async for line in response.aiter_lines():
+        if line == "data: [DONE]":
+            yield End(tokens, spans)
+        elif line.startswith("data: "):
+            data = orjson.loads(line.removeprefix("data: "))
+            if "error" in data:
+                raise Refused(str(data["error"]))
+            for choice in data["choices"]:
+                if choice.get("token_ids"):
+                    yield Delta(choice["text"], len(choice["token_ids"]), data["weight_version"])
+                if choice["finish_reason"]:
+                    spans = choice["weight_versions"]
+            tokens = data["usage"]["completion_tokens"] if data.get("usage") else tokens
+
 
 LONG_TOKENS = 240
 SUM_TOKENS = 4
@@ -49,16 +118,16 @@ class Clients:
     async def _stream_long(self, http: httpx.AsyncClient) -> None:
         for prompt, _ in itertools.cycle(self._questions):
             answer = self._stats.live = Answer(prompt)
-            body = protocols.completion_request(prompt, LONG_TOKENS)
-            request = self._ask(http, answer, "/v1/completions", body, protocols.completion_events, LONG_TOKENS)
+            body = completion_request(prompt, LONG_TOKENS)
+            request = self._ask(http, answer, "/v1/completions", body, completion_events, LONG_TOKENS)
             if await self._guard(request) and len(answer.pieces) > 1:
                 self._stats.crossed_swap(answer)
 
     async def _ask_sums(self, http: httpx.AsyncClient) -> None:
         for prompt, expected in itertools.cycle(self._questions):
             answer = Answer(prompt)
-            body = protocols.generate_request(prompt, SUM_TOKENS)
-            if await self._guard(self._ask(http, answer, "/generate", body, protocols.generate_events)):
+            body = generate_request(prompt, SUM_TOKENS)
+            if await self._guard(self._ask(http, answer, "/generate", body, generate_events)):
                 answer.right = answer.text.strip() == expected
                 self._stats.answered(answer)
             await asyncio.sleep(PAUSE_S)

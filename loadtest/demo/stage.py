@@ -1,33 +1,97 @@
-"""The demo from an empty directory to a trained model, phase by phase, with real processes throughout.
-
-DemoFailed    a phase could not be completed; says which, and shows the end of the log that tells why
-"""
+"""The processes behind the demo: server, trainer, clients, and the swaps that they see."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 import yaml
 
-from loadtest.demo.background import Background
 from loadtest.demo.client import Clients
-from loadtest.demo.recipe import ENGINE_ARGS, KV_CACHE_GIB, MODEL, Recipe
-from loadtest.demo.scene import Scene
-from loadtest.demo.swaps import follow_swaps
+from loadtest.demo.scene import ENGINE_ARGS, KV_CACHE_GIB, MODEL, Recipe, Scene, Swap, SwapStats
 from server.cli.config import UpConfig
 from server.cli.errors import CliError
 from server.cli.interrupts import held
 from server.cli.processes import Child
 from server.cli.up import Server
+from weightsync import open_store
+from weightsync.control.records import InstanceRecord, Keys, SwapRecord
+from weightsync.store import KeyValue
+
+
+class Background:
+    """Runs coroutines that have no end until `stop`; the first error of one stops all and is raised by `check`."""
+
+    def __init__(self, *coroutines: Coroutine[Any, Any, None]) -> None:
+        self._coroutines = coroutines
+        self._error: BaseException | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="demo-clients", daemon=True)
+        self._thread.start()
+        self._started.wait()
+
+    def check(self) -> None:
+        """Raise what ended the thread early, if anything did."""
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Cancel everything and wait for it; safe to call twice."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join()
+
+    async def _main(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        self._started.set()
+        tasks = [asyncio.create_task(c) for c in self._coroutines]
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+        for task in [*tasks, stopping]:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                self._error = outcome
+
+
+async def follow_swaps(store_url: str, model: str, stats: SwapStats) -> None:
+    """Append to `stats` until cancelled; the store's watch has no gaps, so no swap is missed."""
+    store, keys = open_store(store_url, create=False), Keys(model)
+    try:
+        found, revision = await store.list(keys.root)
+        for kv in found:
+            _read(kv, keys, stats)
+        async with contextlib.aclosing(store.watch(keys.root, revision + 1)) as events:
+            async for event in events:
+                if event.kind == "put":
+                    _read(event.kv, keys, stats)
+    finally:
+        await store.close()
+
+
+def _read(kv: KeyValue, keys: Keys, stats: SwapStats) -> None:
+    if kv.key.startswith(keys.instances):
+        record = InstanceRecord.from_json(kv.value)
+        known = stats.last.epoch if stats.last else 0
+        if record.state == "SERVING" and record.active_version is not None and record.active_epoch > known:
+            times = (record.stage_ms or 0.0, record.commit_ms or 0.0)
+            stats.done.append(Swap(record.active_version, record.active_epoch, *times))
+    elif kv.key == keys.swap:
+        swap = SwapRecord.from_json(kv.value)
+        if swap.phase == "aborted":
+            stats.aborted.append(f"version {swap.target}: {swap.reason}")
+
 
 POLL_S = 0.1
 QUESTIONS = 6

@@ -18,11 +18,24 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.gateway_bench.contenders import FULL, CannotStart, Contender, Running, hotswap_full, started
-from loadtest.gateway_bench.loads import LARGE, MANY, PACED, Load
+from loadtest.gateway_bench.contenders import (
+    FULL,
+    LARGE,
+    MANY,
+    PACED,
+    CannotStart,
+    Contender,
+    Cores,
+    Load,
+    Running,
+    compiled,
+    free_port,
+    hotswap_full,
+    pinned,
+    running,
+    started,
+)
 from loadtest.gateway_bench.measure import figures, run_load
-from loadtest.gateway_bench.native import compiled
-from loadtest.gateway_bench.processes import Cores, free_port, pinned, running
 from loadtest.machine import machine
 
 LOADS = (replace(MANY, seconds=1.0), replace(PACED, seconds=1.5), replace(LARGE, seconds=0.6))

@@ -20,9 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from loadtest.gateway_bench.contenders import Running
-from loadtest.gateway_bench.loads import KEY, body
-from loadtest.gateway_bench.processes import tree
+from loadtest.gateway_bench.contenders import KEY, Running, body, tree
 
 STATES = ("connecting", "waiting", "streaming", "whole")
 GIVE_UP_S = 2.0

@@ -10,10 +10,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from loadtest.gateway_bench.contenders import Running
-from loadtest.gateway_bench.loads import KEY, Load
-from loadtest.gateway_bench.native import compiled
-from loadtest.gateway_bench.processes import Cores, cpu_s, machine_cpu_s, pinned
+from loadtest.gateway_bench.contenders import KEY, Cores, Load, Running, compiled, cpu_s, machine_cpu_s, pinned
 
 Figures = dict[str, float]
 

@@ -1,20 +1,17 @@
-"""Hosts: network namespaces, each with an Ethernet cable to a switch (a bridge in a namespace of its own), into which
-this process is plugged too.
-
-    host 0   eth0 --- port0 |
-    host 1   eth0 --- port1 | br0, the switch | uplink --- 198.18.N.254 here
-    host 2   eth0 --- port2 |
-
-Cables are veth pairs, shaped by `tc netem`. Where the kernel has no netem they are pairs of TAP devices with a process
-between them that holds frames back and loses them (wire.py), if the hosts are to be `shaped`.
-"""
+"""Hosts made of network namespaces, with links to cut and to shape."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import random
+import re
 import shutil
+import signal
 import socket
+import string
 import subprocess
 import sys
 import time
@@ -22,7 +19,63 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from loadtest.hosts.iproute import free_network, has_netem, ip, new_prefix, remove, remove_leftovers
+NAMED = Path("/run/netns")
+OURS = re.compile(r"ht(\d+)[a-z](\d+|s)")
+_LETTERS = itertools.cycle(string.ascii_lowercase)
+
+
+def ip(*words: str, check: bool = True) -> str:
+    """Runs `ip`; what it printed."""
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def new_prefix() -> str:
+    """What the names of one set of hosts begin with."""
+    return f"ht{os.getpid()}{next(_LETTERS)}"
+
+
+def has_netem() -> bool:
+    """Whether `tc` and this kernel can delay and lose packets. Asked of a namespace that is made for it."""
+    if shutil.which("tc") is None:
+        return False
+    name = f"{new_prefix()}s"
+    ip("netns", "add", name)
+    try:
+        trial = ["tc", "-n", name, "qdisc", "replace", "dev", "lo", "root", "netem", "delay", "1ms"]
+        return subprocess.run(trial, capture_output=True, check=False).returncode == 0
+    finally:
+        ip("netns", "del", name)
+
+
+def remove_leftovers() -> None:
+    """Removes the hosts of processes that are dead."""
+    for path in NAMED.glob("ht*"):
+        found = OURS.fullmatch(path.name)
+        if found is not None and not Path(f"/proc/{found[1]}").exists():
+            remove(path.name.removesuffix(found[2]))
+
+
+def remove(prefix: str) -> None:
+    """The namespaces whose names begin so: their processes are ended first, since they would keep them."""
+    names = [path.name for path in NAMED.glob(f"{prefix}*")]
+    for pid in [int(pid) for name in names for pid in ip("netns", "pids", name, check=False).split()]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for name in names:
+        ip("netns", "del", name, check=False)
+    ip("link", "del", prefix, check=False)  # its other end has gone with the switch, usually
+
+
+def free_network() -> str:
+    """The first three numbers of a /24 that nobody here has a route to, of those set aside for tests of networks."""
+    for number in random.sample(range(256), 256):
+        if not ip("route", "show", f"198.18.{number}.0/24").strip():
+            return f"198.18.{number}"
+    raise RuntimeError("every network in 198.18.0.0/16 is in use")
+
 
 ROOT = Path(__file__).parents[2]
 TUN = Path("/dev/net/tun")
@@ -179,3 +232,24 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {timeout_s:g} s in vain")
         time.sleep(0.02)
+
+
+class Program:
+    """A `python -m MODULE` on a host, that prints lines and may be asked."""
+
+    def __init__(self, hosts: Hosts, host: int, module: str, *arguments: object) -> None:
+        command = [sys.executable, "-m", module, *map(str, arguments)]
+        self.process = hosts.run(host, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def line(self) -> str:
+        """What it says next, "" when it has ended."""
+        assert self.process.stdout is not None
+        return str(self.process.stdout.readline()).strip()
+
+    def ask(self, question: str) -> Any:
+        print(question, file=self.process.stdin, flush=True)
+        return json.loads(self.line())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()

@@ -1,14 +1,95 @@
-"""NICs and uplinks as first-come, first-served stations.
-
-A chunk passes the NIC of its source, the uplinks of both racks if they differ and are limited, and the NIC of its
-reader. It leaves a station when that has had the time for all its bytes, and not before its last byte came in
-(cut-through, not store-and-forward); so no station ever carries more than its rate, and who has several reads open at
-one station gets a fair share of it over a few chunks.
-"""
+"""The simulated network: scenario, NICs and uplinks, what a host has and knows, links with the product's planner."""
 
 from __future__ import annotations
 
-from loadtest.scale.scenario import Scenario
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weightsync.peer.chunks import Bitmap
+from weightsync.peer.holders import BUSY_S, IDLE_S, Patience
+from weightsync.peer.plan import Assignment, Holder, Planner, choose
+
+MIB = 1 << 20
+Way = Literal["swarm", "star", "tree", "chain"]
+
+
+class ScenarioError(ValueError):
+    """A scenario that makes no sense; the message says which figure to change."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`hosts` receive a version that `sources` hold at first, each an equal part of it (1: a publisher holds all).
+
+    An instance spans `hosts_per_instance` hosts. Of the bytes of a version every host needs the part `shared`
+    (what is not divided between them) and its share of the rest; hosts with the same place in their instances need the
+    same, and read it from each other. `rack` hosts have an uplink of rack x NIC / `oversubscription`; 0: links between
+    racks are no limit.
+
+    `informed` receivers, as peers are, tell holders what they have and read (`Holder.lent`), know of hosts they have
+    not opened which racks they are in and who is only fetching, and leave holders that offer nothing new. The figures
+    below are the peers'. What several sources have in parts is found by the informed only; peers have no such sources.
+    """
+
+    hosts: int
+    params: float
+    bytes_per_param: float = 2.0
+    hosts_per_instance: int = 1
+    shared: float = 0.05
+    sources: int = 1
+    chunk_nbytes: int = 32 * MIB
+    nic_gbit: float = 400.0
+    latency_s: float = 50e-6
+    rack: int = 16
+    oversubscription: float = 0.0
+    readers: int = 8  # at most, of one slot of a host, at a time
+    holders: int = 6  # that a receiver has open at a time
+    per_holder: int = 2
+    total: int = 8
+    poll_s: float = 0.2  # how often a receiver asks what a holder has by now; 0: it is told at once
+    informed: bool = True
+    seed: int = 0
+    way: Way = "swarm"
+
+    def __post_init__(self) -> None:
+        if self.hosts < 1 or self.hosts % self.hosts_per_instance:
+            raise ScenarioError(f"{self.hosts} hosts are no instances of {self.hosts_per_instance}: choose a multiple")
+        if self.sources < 1 or (self.way != "swarm" and self.sources > 1):
+            raise ScenarioError("the baselines have one source; choose --sources 1, or more for the planner")
+        if self.sources > 1 and not self.informed:
+            raise ScenarioError("parts of a version are found by informed receivers only; choose those, or one source")
+
+    @property
+    def version_nbytes(self) -> int:
+        return int(self.params * self.bytes_per_param)
+
+    @property
+    def host_nbytes(self) -> int:
+        """What one host needs of a version."""
+        divided = (1 - self.shared) / self.hosts_per_instance
+        share = 1.0 if self.hosts_per_instance == 1 else self.shared + divided
+        return int(self.version_nbytes * share)
+
+    @property
+    def nic(self) -> float:
+        """Bytes per second, in each direction."""
+        return self.nic_gbit * 1e9 / 8
+
+    @property
+    def chunks(self) -> int:
+        """Of what one host needs."""
+        return -(-self.host_nbytes // self.chunk_nbytes)
+
+    def chunk_size(self, chunk: int) -> int:
+        return min(self.chunk_nbytes, self.host_nbytes - chunk * self.chunk_nbytes)
+
+    @property
+    def lower_bound_s(self) -> float:
+        """No plan is faster: every NIC once, the sources' for what only they have, and all that is sent by somebody."""
+        need, kinds = self.host_nbytes, self.hosts_per_instance
+        received, out = self.hosts * need, self.hosts + self.sources
+        return max(need, need * kinds / self.sources, received / out) / self.nic + self.latency_s
 
 
 class Station:
@@ -51,3 +132,164 @@ class Network:
         if not self._limited or not self.distance(source, reader):
             return ends
         return ends[0], self.up[self.racks[source]], self.down[self.racks[reader]], ends[1]
+
+
+@dataclass
+class Outcome:
+    """`done_s`: when each receiver had its bytes, ascending. `crossed_nbytes` went from rack to rack."""
+
+    done_s: list[float] = field(default_factory=list)
+    out_nbytes: list[int] = field(default_factory=list)  # the sources first, then the receivers
+    in_nbytes: list[int] = field(default_factory=list)  # of the receivers
+    source_nbytes: int = 0
+    crossed_nbytes: int = 0
+    reads: int = 0
+    opened: int = 0
+    refused: int = 0
+    asked: int = 0  # questions to holders what they have by now
+    planned: int = 0
+    planner_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Host:
+    """A receiver of shard `shard`. `links`: the holders it has open."""
+
+    number: int
+    shard: int
+    planner: Planner
+    done: Bitmap
+    reading: int = 0  # bits of the chunks in flight
+    in_flight: dict[int, Assignment] = field(default_factory=dict)
+    links: dict[int, None] = field(default_factory=dict)  # in the order in which they were opened
+    refused: dict[int, float] = field(default_factory=dict)  # until when not to ask
+    holders: list[Holder] = field(default_factory=list)
+    patience: Patience = field(default_factory=Patience)
+    turn: int = 0
+    done_at: float | None = None
+
+    def begin(self, read: Assignment) -> None:
+        self.in_flight[read.chunk] = read
+        self.reading |= 1 << read.chunk
+
+    def end(self, chunk: int) -> None:
+        del self.in_flight[chunk]
+        self.reading &= ~(1 << chunk)
+        self.done.add(chunk)
+
+
+@dataclass(slots=True)
+class Read:
+    """A chunk under way; `stage` counts the stations it has passed."""
+
+    reader: Host
+    chunk: int
+    nbytes: int
+    path: tuple[Station, ...]
+    stage: int = 0
+
+
+class Links:
+    """Sources are numbered from 0, `hosts` after them."""
+
+    def __init__(self, scenario: Scenario, network: Network, hosts: Mapping[int, Host], outcome: Outcome) -> None:
+        self._scenario, self._network, self._hosts, self._outcome = scenario, network, hosts, outcome
+        kinds = range(scenario.hosts_per_instance)
+        self._shards = [[h for h in hosts.values() if h.shard == shard] for shard in kinds]
+        self._sources = [{n: _part(scenario, n, s) for n in range(scenario.sources)} for s in kinds]
+        self._readers: dict[tuple[int, int], set[int]] = {}  # by holder and shard
+        self._lent: dict[tuple[int, int], int] = {}
+
+    def readers(self, number: int, shard: int) -> set[int]:
+        return self._readers.setdefault((number, shard), set())
+
+    def refresh(self, host: Host, now: float) -> None:
+        """Ask every open holder what it has, and look for others where there is room, or nothing to be had."""
+        if self._scenario.way == "swarm":
+            self._open_more(host, now)
+        host.holders = [self._ask(host, number) for number in host.links]
+        for holder in host.holders:
+            offers = holder.have is None or bool(holder.have.bits & ~host.done.bits)
+            host.patience.saw(holder.host, offers=offers, grows=int(holder.host) in self._hosts)
+
+    def close(self, host: Host) -> None:
+        for number in list(host.links):
+            self._leave(host, number)
+
+    def open_parent(self, host: Host) -> None:
+        """The one holder of a receiver in a baseline; a swarm has none."""
+        place = self._shards[host.shard].index(host) if self._scenario.way != "swarm" else 0
+        parents = {"star": -1, "chain": place - 1, "tree": (place + 1) // 2 - 1}
+        if (before := parents.get(self._scenario.way)) is not None:
+            self._enter(host, self._shards[host.shard][before].number if before >= 0 else 0)
+
+    def _ask(self, host: Host, number: int) -> Holder:
+        """What a holder has by now; it is told in turn what its reader has and reads."""
+        self._outcome.asked += 1
+        key, chunks = (number, host.shard), self._scenario.chunks
+        lent = None
+        if self._scenario.informed:
+            self._lent[key] = self._lent.get(key, 0) | host.done.bits | host.reading
+            lent = Bitmap(chunks, self._lent[key])
+        have = self._have(number, host.shard)
+        active = len(self.readers(*key)) - 1
+        return Holder(str(number), self._network.distance(number, host.number), have, active, lent)
+
+    def _have(self, number: int, shard: int) -> Bitmap | None:
+        """A copy, as of now; None: everything."""
+        if number not in self._hosts:
+            return self._sources[shard][number]
+        host = self._hosts[number]
+        return None if host.done_at is not None else Bitmap(self._scenario.chunks, host.done.bits)
+
+    def _open_more(self, host: Host, now: float) -> None:
+        known, room = self._known(host, now), self._scenario.holders - len(host.links)
+        if known and room <= 0 and self._scenario.informed:
+            idle = host.patience.exhausted({read.host for read in host.in_flight.values()})
+            if idle is not None:
+                self._leave(host, int(idle))
+                host.refused[int(idle)] = now + IDLE_S
+                room = 1
+        if not known or room <= 0:
+            return
+        for holder in choose(known, f"{self._scenario.seed}/{host.number}", room, host.turn):
+            number = int(holder.host)
+            if len(self.readers(number, host.shard)) < self._scenario.readers:
+                self._enter(host, number)
+            else:
+                host.refused[number] = now + BUSY_S
+                self._outcome.refused += 1
+        host.turn += 1
+
+    def _known(self, host: Host, now: float) -> list[Holder]:
+        """Whom it might open; the informed know who is only fetching, and how far each is."""
+        host.refused = {number: until for number, until in host.refused.items() if until > now}
+        apart = {host.number, *host.links, *host.refused}
+        nothing = Bitmap(self._scenario.chunks)
+        known = {h.number: nothing if h.done_at is None else None for h in self._shards[host.shard]}
+        known |= {n: have for n, have in self._sources[host.shard].items() if have is None or have.bits}
+        others = ((number, have) for number, have in known.items() if number not in apart)
+        if not self._scenario.informed:
+            return [Holder(str(number)) for number, _ in others]
+        return [Holder(str(n), self._network.distance(n, host.number), have) for n, have in others]
+
+    def _enter(self, host: Host, number: int) -> None:
+        self.readers(number, host.shard).add(host.number)
+        host.links[number] = None
+        self._outcome.opened += 1
+
+    def _leave(self, host: Host, number: int) -> None:
+        self.readers(number, host.shard).discard(host.number)
+        del host.links[number]
+        host.patience.forget(str(number))
+
+
+def _part(scenario: Scenario, source: int, shard: int) -> Bitmap | None:
+    """What a source has of a shard: of all chunks of all shards, each source has as many, side by side."""
+    if scenario.sources == 1:
+        return None
+    chunks = scenario.chunks
+    every = chunks * scenario.hosts_per_instance
+    ends = (-(-every * n // scenario.sources) - shard * chunks for n in (source, source + 1))
+    first, last = (min(max(end, 0), chunks) for end in ends)
+    return Bitmap(chunks, (1 << last) - (1 << first))

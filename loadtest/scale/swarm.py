@@ -10,10 +10,7 @@ import heapq
 import random
 import time
 
-from loadtest.scale.host import Host, Outcome, Read
-from loadtest.scale.links import Links
-from loadtest.scale.network import Network
-from loadtest.scale.scenario import Scenario
+from loadtest.scale.network import Host, Links, Network, Outcome, Read, Scenario
 from weightsync.peer.chunks import Bitmap
 from weightsync.peer.plan import Assignment, Planner
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.hosts.etcd import Etcd
-from loadtest.hosts.programs import Program
+from loadtest.hosts.namespaces import Program
 from tests.etcd import require as require_etcd
 from tests.hosts.require import Hosts, require
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.hosts.iproute import NAMED, ip, remove_leftovers
-from loadtest.hosts.namespaces import ROOT, Hosts, reaches, until
+from loadtest.hosts.namespaces import NAMED, ROOT, Hosts, ip, reaches, remove_leftovers, until
 
 PORT = 5000
 TAKES = """

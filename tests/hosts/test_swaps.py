@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from loadtest.hosts.etcd import Etcd
-from loadtest.hosts.namespaces import Hosts
-from loadtest.hosts.programs import Program
+from loadtest.hosts.namespaces import Hosts, Program
 from tests.waiting import eventually
 from tests.weightsync.fleet import KEYS, MODEL, Engine, Fleet, running_fleet
 from tests.weightsync.tensors import model

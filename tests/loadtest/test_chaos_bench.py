@@ -12,13 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtest.chaos.answers import Answer, Wish, badness, problems, token_of
-from loadtest.chaos.attempts import Attempt, Question, attempt
+from loadtest.chaos.clients import Answer, Attempt, Question, Wish, attempt, badness, problems, token_of
+from loadtest.chaos.fleet import Snapshot, Watch, must_end
 from loadtest.chaos.hostile import Attack, bodies, complaints, told
 from loadtest.chaos.report import Wrongs, let_in, pushes, swaps, violations
-from loadtest.chaos.schedule import schedule
-from loadtest.chaos.verdict import AFTER_S, Verdict, Window, judge, verdict
-from loadtest.chaos.watch import Snapshot, Watch, must_end
+from loadtest.chaos.verdict import AFTER_S, Verdict, Window, judge, schedule, verdict
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
 from weightsync.control.state import CONFIRM_S
 from weightsync.store import SyncStore

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from loadtest.demo import Demo, DemoFailed, Recipe, Scene
-from loadtest.demo.recipe import ENVIRONMENT, MODEL
+from loadtest.demo.scene import ENVIRONMENT, MODEL
 from tests.waiting import wait_until
 from trainer.config import ArithmeticData, strict
 from trainer.data.problems import Arithmetic

@@ -16,9 +16,7 @@ import xxhash
 from loadtest import cli as bench
 from loadtest import transfer
 from loadtest.cpu import pin
-from loadtest.feeding.bench import PARTS, with_instances
-from loadtest.feeding.joiner import LOADED, forget, split
-from loadtest.feeding.loss import GENERATED, figures_of
+from loadtest.feeding.bench import GENERATED, LOADED, PARTS, figures_of, forget, split, with_instances
 from loadtest.feeding.reader import Reader
 from server.cli.errors import CliError
 from tests.waiting import eventually

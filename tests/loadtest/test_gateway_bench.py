@@ -13,12 +13,27 @@ import pytest
 from loadtest.gateway import DIRECT, run
 from loadtest.gateway_bench import against
 from loadtest.gateway_bench.cancel import STATES, disconnect_ms, observing
-from loadtest.gateway_bench.contenders import CONTENDERS, FULL, ROUTER, CannotStart, Contender, Running, started
-from loadtest.gateway_bench.loads import CHUNKS, KEY, Load, body
+from loadtest.gateway_bench.contenders import (
+    CHUNKS,
+    CONTENDERS,
+    FULL,
+    KEY,
+    ROUTER,
+    CannotBuild,
+    CannotStart,
+    Contender,
+    Cores,
+    Load,
+    Running,
+    body,
+    compiled,
+    cpu_s,
+    free_port,
+    running,
+    started,
+)
 from loadtest.gateway_bench.markdown import tables
 from loadtest.gateway_bench.measure import figures, run_load
-from loadtest.gateway_bench.native import CannotBuild, compiled
-from loadtest.gateway_bench.processes import Cores, cpu_s, free_port, running
 from loadtest.gateway_bench.report import Result, as_json, targets
 
 CORES = Cores.available()

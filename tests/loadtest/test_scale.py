@@ -11,10 +11,8 @@ from typer.testing import CliRunner
 
 from loadtest.cli import app
 from loadtest.scale import records, store
-from loadtest.scale.bench import simulated
-from loadtest.scale.cases import BASELINES, standard
-from loadtest.scale.network import Network, Station
-from loadtest.scale.scenario import MIB, Scenario, ScenarioError
+from loadtest.scale.bench import BASELINES, simulated, standard
+from loadtest.scale.network import MIB, Network, Scenario, ScenarioError, Station
 from loadtest.scale.swarm import SwarmStuck, distribute
 from tests.etcd import require
 from weightsync.peer.holders import OPEN_AT_ONCE, REFRESH_S

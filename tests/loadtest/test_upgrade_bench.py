@@ -11,11 +11,9 @@ import orjson
 import pytest
 import yaml
 
-from loadtest.upgrade import pods, service
-from loadtest.upgrade.bench import Step, Upgrade, failures, summed_up
-from loadtest.upgrade.clients import KINDS, Answer, Client, Failed, Seen
-from loadtest.upgrade.service import Endpoint, Service
-from loadtest.upgrade.swaps import Swap
+from loadtest.upgrade import bench, clients
+from loadtest.upgrade.bench import Step, Swap, Upgrade, failures, summed_up
+from loadtest.upgrade.clients import KINDS, Answer, Client, Endpoint, Failed, Seen, Service
 from tests.server.gateway.upstream import Link, Received, upstream
 from tests.waiting import eventually
 
@@ -23,19 +21,19 @@ PROBE = r"readinessProbe:\n.*\n\s*periodSeconds: (\d+)\n\s*timeoutSeconds: (\d+)
 
 
 def test_the_times_are_those_of_the_chart() -> None:
-    values = yaml.safe_load((pods.CHART / "values.yaml").read_text())
-    assert values["gateway"]["leave"] == pods.LEAVE_S
-    gateway = (pods.CHART / "templates" / "gateway.yaml").read_text()
+    values = yaml.safe_load((bench.CHART / "values.yaml").read_text())
+    assert values["gateway"]["leave"] == bench.LEAVE_S
+    gateway = (bench.CHART / "templates" / "gateway.yaml").read_text()
     probe = re.search(PROBE, gateway)
     assert probe is not None
-    assert [float(n) for n in probe.groups()] == [service.PERIOD_S, service.TIMEOUT_S, service.FAILURES]
-    assert f"minReadySeconds: {pods.SETTLED_S['gateway']:g}\n" in gateway
+    assert [float(n) for n in probe.groups()] == [clients.PERIOD_S, clients.TIMEOUT_S, clients.FAILURES]
+    assert f"minReadySeconds: {bench.SETTLED_S['gateway']:g}\n" in gateway
     grace = re.search(r"terminationGracePeriodSeconds: {{ add \$g.leave (\d+) (\d+) }}", gateway)
     assert grace is not None
-    assert pods.LEAVE_S + sum(map(float, grace.groups())) == pods.GRACE_S["gateway"]
-    assert f"minReadySeconds: {pods.SETTLED_S['instance']:g} " in (pods.CHART / "templates/rollout.yaml").read_text()
-    rollout = (pods.CHART / "templates" / "_rollout.tpl").read_text()
-    assert re.search(rf"terminationGracePeriodSeconds: .* {pods.GRACE_S['instance']:g} \$colocated", rollout)
+    assert bench.LEAVE_S + sum(map(float, grace.groups())) == bench.GRACE_S["gateway"]
+    assert f"minReadySeconds: {bench.SETTLED_S['instance']:g} " in (bench.CHART / "templates/rollout.yaml").read_text()
+    rollout = (bench.CHART / "templates" / "_rollout.tpl").read_text()
+    assert re.search(rf"terminationGracePeriodSeconds: .* {bench.GRACE_S['instance']:g} \$colocated", rollout)
 
 
 def test_a_gateway_is_ready_after_one_probe_and_unready_after_two() -> None:

@@ -21,11 +21,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from loadtest.gateway_bench.contenders import KEY, answers, body, compiled, free_port, hotswap, running, tree
 from loadtest.gateway_bench.contenders import Place as BenchPlace
-from loadtest.gateway_bench.contenders import answers, hotswap
-from loadtest.gateway_bench.loads import KEY, body
-from loadtest.gateway_bench.native import compiled
-from loadtest.gateway_bench.processes import free_port, running, tree
 from server.gateway.__main__ import configured
 from server.gateway.access.records import INFER, KEYS_PREFIX, KeyRecord, digest_of
 from server.gateway.observe.metrics import Pages, merged

@@ -1,0 +1,337 @@
+"""Three hosts with their processes: where each runs, who starts it again, and who watches it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from loadtest.certificates import self_signed
+from loadtest.chaos.clients import CHECKPOINTS, FIRST_TOKEN
+from loadtest.checkpoints import make_constant_checkpoint
+from loadtest.hosts.etcd import Members
+from loadtest.hosts.namespaces import Hosts
+from server.cli import interrupts
+from server.cli.processes import die_with_parent, share_of_cores
+from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
+from weightsync.control.state import confirm_within_s, in_flight
+from weightsync.errors import RecordError, StoreError
+from weightsync.store import SyncStore
+
+RESTART_S = 1.0
+STOP_S = 10.0
+
+
+class Supervised:
+    """One process in a group of its own. `own_ends` counts how often it ended though nobody had broken it."""
+
+    def __init__(
+        self, name: str, hosts: Hosts, host: int, argv: Sequence[str], env: Mapping[str, str], log: Path
+    ) -> None:
+        self.name, self.host, self.log, self.own_ends = name, host, log, 0
+        self._hosts, self._argv, self._env = hosts, list(argv), dict(env)
+        self._broken = False
+        self._frozen: list[int] = []
+        self._restart_at: float | None = None
+        self.start()
+
+    def start(self) -> None:
+        with interrupts.held(), self.log.open("ab") as log:
+            said = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            how: dict[str, Any] = {"start_new_session": True, "preexec_fn": die_with_parent}
+            self._process = self._hosts.run(self.host, self._argv, env=self._env, **said, **how)
+        self._broken = False
+
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None and not self._frozen
+
+    def tend(self) -> None:
+        """Start it again when it has ended; to be called again and again."""
+        if self._process.poll() is None:
+            return
+        if self._restart_at is None:
+            self.own_ends += not self._broken
+            self._restart_at = time.monotonic() + RESTART_S
+        elif time.monotonic() >= self._restart_at:
+            self._end_group()
+            self._frozen.clear()
+            self._restart_at = None
+            self.start()
+
+    def kill(self, part: str = "") -> None:
+        """SIGKILL; `part`: only its child with that in its name."""
+        self._broken = True
+        with contextlib.suppress(ProcessLookupError):  # it ended already, and is about to be started again
+            os.kill(self._victim(part), signal.SIGKILL)
+
+    def freeze(self, part: str = "") -> None:
+        """SIGSTOP, until `thaw`."""
+        self._broken = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim := self._victim(part), signal.SIGSTOP)
+            self._frozen.append(victim)
+
+    def thaw(self) -> None:
+        for victim in self._frozen:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGCONT)
+        self._frozen.clear()
+        self._broken = False
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL to what is left of its group."""
+        self.thaw()
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_S)
+        self._end_group()
+        self._process.wait()
+
+    def _end_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _victim(self, part: str) -> int:
+        """The process itself, where it has no such child (any more)."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self._process.pid).children(recursive=True) if part else ():
+                if part in child.name() or part in " ".join(child.cmdline()):
+                    return int(child.pid)
+        return self._process.pid
+
+
+MODEL = "chaos"
+COUNT = 3
+PUBLISHER = 0  # its host
+PUBLIC, INSTANCE, ADMIN, PEER = 8000, 8001, 8002, 8003
+CHUNK = 64 << 10  # so that a version of a tiny model is several chunks
+READ_TIMEOUT_S = 20.0  # how long a gateway lets an instance be silent
+VLLM_ARGS = ("--max-model-len", "512", "--max-num-seqs", "16")
+ARENAS = Path("/dev/shm")  # noqa: S108 - as arenas are
+PREFIX = "hotswap-chaos-"
+
+
+class Layout:
+    """All processes, running. `work` gets logs and keys; what is in memory goes with `close`."""
+
+    def __init__(self, hosts: Hosts, etcd: str, work: Path, seed: int) -> None:
+        self.hosts, self.processes = hosts, dict[str, Supervised]()
+        self._work, self._seed = work, seed
+        remove_leftovers()
+        self._memory = ARENAS / f"{PREFIX}{os.getpid()}"
+        self._memory.mkdir(mode=0o700)
+        self.etcd = Members(hosts, etcd, self._memory / "etcd", range(COUNT))
+        self.checkpoints = [_checkpoint(work.parent / f"say-{i}", FIRST_TOKEN + i) for i in range(CHECKPOINTS)]
+        self._prepare()
+
+    @property
+    def gateways(self) -> list[str]:
+        return [f"http://{self.hosts.address(host)}:{PUBLIC}" for host in range(COUNT)]
+
+    @property
+    def peers(self) -> list[str]:
+        return [f"https://{self.hosts.address(host)}:{PEER}" for host in range(COUNT)]
+
+    @property
+    def tls(self) -> Path:
+        """The certificates of all members."""
+        return self._work / "tls"
+
+    @property
+    def store(self) -> str:
+        return self.etcd.url(MODEL)
+
+    def start_stores(self) -> None:
+        for host in range(COUNT):
+            self._start("etcd", host, self.etcd.command(host))
+
+    def start_rest(self) -> None:
+        for host in range(COUNT):
+            self._start("peer", host, [*_hotswap("peer"), *self._peer(host)])
+            self._start("gateway", host, [*_hotswap("gateway"), *self._gateway(host)])
+        self._start("publisher", PUBLISHER, [sys.executable, "-m", "loadtest.chaos.publisher", *self._publisher()])
+        for host in range(COUNT):
+            self._start("instance", host, [*_hotswap("instance"), *self._instance(host)])
+
+    def tend(self) -> None:
+        for process in self.processes.values():
+            process.tend()
+
+    def close(self) -> None:
+        """Ends everything, the stores last; safe after half a start."""
+        for process in reversed(list(self.processes.values())):
+            process.stop()
+        shutil.rmtree(self._memory, ignore_errors=True)
+
+    def _start(self, what: str, host: int, argv: list[str]) -> None:
+        name = f"{what}-{host}"
+        log = self._work / "logs" / f"{name}.log"
+        self.processes[name] = Supervised(name, self.hosts, host, argv, self._environment(host), log)
+
+    def _environment(self, host: int) -> dict[str, str]:
+        """As on a host of its own. vLLM's engine core meets its API server on loopback."""
+        return {
+            "HOTSWAP_HOST": f"h{host}",
+            "HOTSWAP_STORE": self.etcd.url(MODEL, first=host),
+            "HOTSWAP_ARENA": str(self._memory / f"arena{host}"),
+            "HOTSWAP_CLUSTER_TLS": str(self.tls),
+            "VLLM_HOST_IP": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            **share_of_cores(host, COUNT, VLLM_ARGS, os.environ),
+        }
+
+    def _peer(self, host: int) -> list[str]:
+        listen = f"{self.hosts.address(host)}:{PEER}"
+        return ["--model", MODEL, "--listen", listen, "--transport", "tcp", "--chunk", str(CHUNK)]
+
+    def _gateway(self, host: int) -> list[str]:
+        words = ["--model", MODEL, "--host", self.hosts.address(host), "--port", str(PUBLIC)]
+        words += ["--admin-port", str(ADMIN), "--admin-key-file", str(self._work / "admin.key")]
+        return [*words, "--read-timeout", str(READ_TIMEOUT_S), "--log-format", "json"]
+
+    def _instance(self, host: int) -> list[str]:
+        words = ["--model", str(self.checkpoints[0]), "--name", MODEL, "--instance-id", f"instance-{host}"]
+        words += ["--host", self.hosts.address(host), "--port", str(INSTANCE), "--kv-cache-gib", "0.06"]
+        return [*words, *VLLM_ARGS]
+
+    def _publisher(self) -> list[str]:
+        return [self.etcd.url(MODEL, first=PUBLISHER), MODEL, str(self._seed), *map(str, self.checkpoints)]
+
+    def _prepare(self) -> None:
+        (self._work / "logs").mkdir(parents=True)
+        self_signed(self.tls)
+        key = self._work / "admin.key"
+        key.touch(mode=0o600)
+        key.write_text(secrets.token_urlsafe(32))
+        for directory in ("etcd", *(f"arena{host}" for host in range(COUNT))):
+            (self._memory / directory).mkdir(mode=0o700)
+
+
+def remove_leftovers() -> None:
+    """What runs that were killed left in memory."""
+    for path in _leftovers():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _leftovers() -> Iterator[Path]:
+    for path in ARENAS.glob(f"{PREFIX}*"):
+        pid = path.name.removeprefix(PREFIX)
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            yield path
+
+
+def _hotswap(command: str) -> list[str]:
+    return [sys.executable, "-m", "server.cli", command]
+
+
+def _checkpoint(path: Path, token: int) -> Path:
+    return path if (path / "config.json").exists() else make_constant_checkpoint(path, token=token)
+
+
+EVERY_S, HISTORY_EVERY_S = 0.4, 1.0
+SERVES = frozenset({"SERVING", "STAGING", "STAGED", "COMMITTING"})
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Records of one moment; `at` is monotonic, None while the store has not been read."""
+
+    at: float | None = None
+    active: ActiveRecord | None = None
+    swap: SwapRecord | None = None
+    instances: dict[str, InstanceRecord] = field(default_factory=dict)
+
+    def behind(self, names: list[str]) -> list[str]:
+        """Which of these instances do not run what is committed, and how they stand."""
+        return [f"{name} {self._state(name)}" for name in names if not self._follows(self.instances.get(name))]
+
+    def _follows(self, instance: InstanceRecord | None) -> bool:
+        if instance is None or self.active is None or instance.state not in SERVES:
+            return False
+        return (instance.active_version, instance.active_epoch) == (self.active.version, self.active.epoch)
+
+    def _state(self, name: str) -> str:
+        found = self.instances.get(name)
+        return "is gone" if found is None else f"is {found.state} with version {found.active_version}"
+
+
+class Watch:
+    """Use as a context. `late`: by how much a phase of each swap exceeded its time, at worst, seconds; 0: none did."""
+
+    def __init__(self, store: str, model: str) -> None:
+        self.now = Snapshot()
+        self.past: dict[str, PastSwapRecord] = {}
+        self.late: dict[str, float] = {}
+        self._url, self._keys = store, Keys(model)
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def whole_swaps(self, participants: int, since: float) -> int:
+        """Swaps done by so many instances, all of which follow, that were opened after the time `since` (unix)."""
+        return sum(
+            past.outcome == "done" and past.opened_at > since and _followed(past) >= participants
+            for past in list(self.past.values())
+        )
+
+    def _run(self) -> None:
+        store, read_at = None, 0.0
+        while not self._ends.wait(EVERY_S):
+            try:
+                store = store or SyncStore(self._url, create=False)
+                self._look(store)
+                if time.monotonic() - read_at > HISTORY_EVERY_S:
+                    self._read_history(store)
+                    read_at = time.monotonic()
+            except (StoreError, RecordError):
+                continue  # the fleet is not whole while it cannot be read
+        if store is not None:
+            store.close()
+
+    def _look(self, store: SyncStore) -> None:
+        keys, at = self._keys, time.monotonic()
+        found = {kv.key: kv.value for kv in store.list(keys.root)[0]}
+        instances = [InstanceRecord.from_json(v) for k, v in found.items() if k.startswith(keys.instances)]
+        active = ActiveRecord.from_json(found[keys.active]) if keys.active in found else None
+        swap = SwapRecord.from_json(found[keys.swap]) if keys.swap in found else None
+        self.now = Snapshot(at, active, swap, {record.id: record for record in instances})
+        if swap is not None and in_flight(swap):
+            self.late[swap.id] = max(self.late.get(swap.id, 0.0), time.time() - must_end(swap, active))
+
+    def _read_history(self, store: SyncStore) -> None:
+        for kv in store.list(self._keys.history)[0]:
+            record = PastSwapRecord.from_json(kv.value)
+            self.past[record.id] = record
+
+
+def must_end(swap: SwapRecord, active: ActiveRecord | None) -> float:
+    """When a swap in flight must have ended, or left its phase, unix seconds."""
+    if swap.phase == "commit" and active is not None and active.swap_id == swap.id:
+        return active.committed_at + confirm_within_s(swap)
+    return swap.deadline
+
+
+def _followed(past: PastSwapRecord) -> int:
+    return sum(flip.version == past.version for flip in past.flips)
