@@ -1,1 +1,1 @@
-"""What clients reach: the gateway (public port) and the instances it stands in front of."""
+"""The gateway, which clients reach on the public port, and the instances behind it."""

@@ -1,4 +1,4 @@
-"""What passes between a gateway and an instance that goes on with a stream another instance left unfinished.
+"""The message between a gateway and an instance that continues a stream of another instance.
 
 A gateway says in every request that may stream that it would like to be able to have the answer continued
 (`RESUMABLE`). An instance that can promise it says so in the answer's head, and stamps the ids of the tokens into every

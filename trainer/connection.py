@@ -1,5 +1,5 @@
-"""How the trainer speaks to a gateway: keys and certificates from files, which may be replaced while it runs; and the
-request that makes the fleet serve an older version again.
+"""The trainer's connection to a gateway, with keys and certificates from files that may be replaced while it runs, and
+the request that makes the fleet serve an older version again.
 """
 
 from __future__ import annotations

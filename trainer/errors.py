@@ -1,4 +1,4 @@
-"""What the trainer raises.
+"""The errors of the trainer.
 
 TrainerError                 base: message says what to do, `exit_code` is what the process ends with
 ├── ConfigError              a key of the configuration is unknown, missing or impossible

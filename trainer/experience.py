@@ -1,4 +1,4 @@
-"""What a run learns from, step by step: records, what was sampled for them, and the tensors that they become.
+"""The experience of a run, step by step: records, their samples, and the tensors that these become.
 
 `Sampling.step` runs on every rank: rank 0 has an `Experience` and samples, and all ranks get the same tensors from it.
 

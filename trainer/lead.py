@@ -1,4 +1,4 @@
-"""What rank 0 alone has of a run: the data set, the rewards, the rollouts, and what is made of them."""
+"""The parts of a run that only rank 0 has: the data set, the rewards, the rollouts, and the batches made of them."""
 
 from __future__ import annotations
 

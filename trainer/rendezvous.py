@@ -1,4 +1,4 @@
-"""Where the ranks of one host find each other: a store that listens on loopback alone.
+"""The ranks of one host meet at a store that listens on loopback alone.
 
 torchrun's own listens on every address, and whoever reaches it may read and write what ranks tell each other. It takes
 a listening socket instead of making one, though, and agents of one host have nobody to wait for.

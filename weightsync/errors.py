@@ -1,4 +1,4 @@
-"""What `weightsync` raises.
+"""The errors of `weightsync`.
 
 WeightSyncError               base: `code` for machines, a message that says what to do, `tensor` when one is to blame
 ├── StoreError

@@ -1,4 +1,4 @@
-"""What `hotswap up` can be told; importable without what it starts."""
+"""The settings of `hotswap up`, importable without what it starts."""
 
 from __future__ import annotations
 

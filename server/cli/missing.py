@@ -1,4 +1,4 @@
-"""What a command says where a package that it needs is not installed."""
+"""The message of a command whose package is not installed."""
 
 from __future__ import annotations
 

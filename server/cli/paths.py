@@ -1,4 +1,4 @@
-"""Where `hotswap up` keeps its state, and how other commands find a running server."""
+"""The directory in which `hotswap up` keeps its state, and how other commands find a running server."""
 
 from __future__ import annotations
 

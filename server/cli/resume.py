@@ -1,4 +1,4 @@
-"""What `hotswap up` finds of the run before, and what it goes on with: settled before any process starts.
+"""The state that `hotswap up` finds of the last run and goes on with, settled before any process starts.
 
     nothing was ever committed     the checkpoint becomes the first version
     the version committed last     is served again, under its number: from shared memory, else from its copy on disk

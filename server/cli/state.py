@@ -204,7 +204,7 @@ class StateDir:
 
 
 def owner(copies: Path) -> str | None:
-    """Whose copies are there: a store's id, or its URL; None if nobody has said so. Raises CliError."""
+    """The store that the copies belong to: its id, or its URL; None if no copy says so. Raises CliError."""
     try:
         return (copies / OWNER).read_text()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a check says, and the list of checks: every function in `server.doctor.checks` that is marked with `@check`."""
+"""A check's findings, and the list of checks: every function in `server.doctor.checks` marked with `@check`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checks look at: this host, what is installed on it, its file systems, addresses and processes."""
+"""The world that checks look at: the host, its packages, file systems, addresses and processes."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def ours() -> list[psutil.Process]:
 
 
 def listener_on(port: int) -> psutil.Process | None:
-    """Who listens on a TCP port; None if that is nobody's that can be looked at."""
+    """The process that listens on a TCP port; None if there is none that this user can look at."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             place = connection.laddr

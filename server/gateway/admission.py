@@ -106,7 +106,7 @@ class Admission:
         return targets if targets and (admin_port or not targets[0].route.admin) else ()
 
     def principal(self, head: RequestHead, targets: tuple[Target, ...]) -> Principal:
-        """Whose request it is."""
+        """The owner of the request's key."""
         return self._keys.authorize(head.key, ADMIN if targets[0].route.admin else INFER)
 
     def check_head(self, head: RequestHead, headers: Headers, principal: Principal, listening_on: str) -> None:

@@ -59,7 +59,7 @@ Failover = Literal["same", "any", "off"]
 
 @dataclass(frozen=True)
 class FailoverSettings:
-    """Who goes on with a stream whose instance dies (fleet/retries.py), and what may be kept for it, in bytes."""
+    """Whether another instance continues a stream whose instance dies (fleet/retries.py), and the bytes kept for it."""
 
     mode: Annotated[
         Failover,

@@ -1,4 +1,4 @@
-"""What routes ask FastAPI for."""
+"""The dependencies that routes ask FastAPI for."""
 
 from __future__ import annotations
 

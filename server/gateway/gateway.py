@@ -1,4 +1,4 @@
-"""What one gateway process holds, and the tasks that keep it current. A restart loses nothing of it."""
+"""The state of one gateway process, and the tasks that keep it current. A restart loses nothing of it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FIRST_VIEW_TIMEOUT_S = 2.0
 
 
 class Client(Protocol):
-    """Who is served now: a connection (connection.py), or a request of the ASGI app (asgi.py)."""
+    """A client that is served now: a connection (connection.py), or a request of the ASGI app (asgi.py)."""
 
     def sweep(self, now: float) -> None:
         """Ends what is over its time. Monotonic seconds."""

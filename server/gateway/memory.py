@@ -1,4 +1,4 @@
-"""What a gateway process tells Python's and C's memory management, once, before it serves."""
+"""Settings of Python's and C's memory management, made once, before a gateway serves."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a request asks about the weights that answer it, and about its place in the queue: read, checked, and put into
-words for the instance.
+"""The terms of a request: the weights that may answer it, and its place in the queue. The gateway reads and checks
+them, and tells them to the instance.
 
 By header (`x-hotswap-policy`, `-finish-s`, `-version`, `-min-version`, `-wait-s`, `-priority`, `-deadline-s`) or by the
 body's field `hotswap` with the same names. Neither is passed on as it came: the field is taken out of the body, and the
@@ -61,7 +61,7 @@ class Asked:
     uncrossed: bool
 
     def failover_or(self, mode: Failover) -> Failover:
-        """Who may go on with its stream, where the gateway is set to `mode`."""
+        """The instances that may continue its stream, where the gateway is set to `mode`."""
         chosen = self.failover or mode
         return "same" if chosen == "any" and self.uncrossed else chosen
 

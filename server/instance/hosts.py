@@ -159,7 +159,7 @@ HELLO_S = 10.0  # for a worker to say who it is, from the connection on
 
 
 class Tethers:
-    """Who is connected. `lost` says who was and is not any more; it stays the first one."""
+    """The connected hosts. `lost` names the first one that was connected and is not any more."""
 
     def __init__(self) -> None:
         self.lost: str | None = None
@@ -228,7 +228,7 @@ class Tethers:
             writer.close()
 
     def _name(self, line: bytes) -> str | None:
-        """Who says `line`; None if it is nobody that was given the token. Raises ValueError."""
+        """The host that says `line`; None if it does not have the token. Raises ValueError."""
         said = json.loads(line or b"{}")
         if not isinstance(said, dict) or not hmac.compare_digest(str(said.get("token")).encode(), self._token.encode()):
             return None

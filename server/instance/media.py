@@ -1,4 +1,4 @@
-"""What a request names by URL (images, sound, video) is fetched from the public network alone.
+"""Media that a request names by URL (images, sound, video) is fetched from the public network alone.
 
 An instance stands where clients may not look: beside other services of its host, and of the cluster. vLLM fetches from
 any address unless the operator lists domains. Here every connection is checked when its address is known, so neither a

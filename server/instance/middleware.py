@@ -1,4 +1,4 @@
-"""What stands before vLLM's routes, outermost first: who may ask (`Admission`), what weights answered
+"""The middleware before vLLM's routes, outermost first: who may ask (`Admission`), what weights answered
 (`ProvenanceMiddleware`), and what a fault of vLLM's means (`answer_faults`).
 
 Members of the cluster may ask, with the key that this instance has written into its record in the store. Whoever else

@@ -1,4 +1,4 @@
-"""Which weights wrote which token: collected from the engine's outputs, written into every answer.
+"""Provenance: which weights wrote which token, collected from the engine's outputs and written into every answer.
 
 The engine marks each output with spans (version, first token, end). A `Trace` follows one HTTP request; the engine
 wrapper feeds it, and an ASGI middleware writes what it knows into the answer, as fields that OpenAI SDKs keep as

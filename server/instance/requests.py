@@ -1,4 +1,4 @@
-"""What one request may bring, before vLLM makes tokens and requests of it, and before the engine gets them.
+"""The bounds of one request, before vLLM makes tokens and requests of it, and before the engine gets them.
 
 Text and prompts: a body of 16 MiB may be one text, for which the tokenizer takes minutes and gigabytes where nothing
 bounds it by the context (`/tokenize`, `truncate_prompt_tokens`), or millions of prompts, each of which takes kilobytes.

@@ -1,4 +1,4 @@
-"""What is learned: one class per algorithm, by the name of its config entry.
+"""The algorithms: one class each, by the name of its config entry.
 
 base.py     what an algorithm is to the loop and to the engine    advantages.py   what an action is worth
 policy.py   GRPO, RLOO, REINFORCE++, PPO                          correction.py   weights for tokens of other policies

@@ -1,4 +1,4 @@
-"""What an action is worth: group baselines on rank 0, estimators over the whole batch on every rank.
+"""Advantages: group baselines on rank 0, estimators over the whole batch on every rank.
 
 Tensors are [B, T], over rows that may hold several sequences; their trained tokens are never adjacent across
 sequences, since a prompt lies between.

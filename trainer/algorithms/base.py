@@ -1,4 +1,4 @@
-"""What an algorithm is to the loop and to the engine."""
+"""The interface of an algorithm to the loop and to the engine."""
 
 from __future__ import annotations
 

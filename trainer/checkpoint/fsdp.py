@@ -1,4 +1,4 @@
-"""What a checkpoint has of a fully sharded role: its DTensors, by name.
+"""The DTensors of a fully sharded role in a checkpoint, by name.
 
     model/NAME                          a weight
     main/NAME                           its fp32 main weight, in half precision

@@ -1,4 +1,4 @@
-"""What one rank wrote of a checkpoint, and the thread that writes it while training goes on.
+"""One rank's share of a checkpoint, and the thread that writes it while training goes on.
 
 A thread, not a process: a killed rank leaves nothing behind. Each rank tells rank 0 what it wrote through a file beside
 it, because the threads that write must not take part in collectives while the main threads train with them.

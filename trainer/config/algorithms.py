@@ -1,4 +1,4 @@
-"""What is learned: one dataclass per algorithm; its first field, `name`, chooses it.
+"""The configuration of algorithms: one dataclass each; its first field, `name`, chooses it.
 
 Those that sample share `PolicyConfig`: the clipped policy gradient of trainer/algorithms/policy.py.
 """

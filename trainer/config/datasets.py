@@ -1,4 +1,4 @@
-"""What it is learned from: one dataclass per kind of data set; its first field, `kind`, chooses it."""
+"""The configuration of data sets: one dataclass per kind; its first field, `kind`, chooses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run is kept going and watched: checkpoints, faults, evaluation, where its numbers go, and device memory."""
+"""The configuration of operation: checkpoints, faults, evaluation, metrics, and device memory."""
 
 from __future__ import annotations
 

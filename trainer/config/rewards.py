@@ -1,4 +1,4 @@
-"""What an answer is worth: one dataclass per kind of reward; its first field, `kind`, chooses it."""
+"""The configuration of rewards: one dataclass per kind; its first field, `kind`, chooses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step is made with: model, parallel layout, packing, optimizer, gateway, rollouts, schedule and publishing."""
+"""The configuration of a step: model, layout, packing, optimizer, gateway, rollouts, schedule and publishing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a step's numbers are sane: finite, and no leap above what the last steps were like."""
+"""A guard for a step's numbers: finite, and no leap above those of the last steps."""
 
 from __future__ import annotations
 

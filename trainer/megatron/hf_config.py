@@ -1,4 +1,4 @@
-"""What a Hugging Face `config.json` says about a model, reduced to what Megatron-Core needs. No torch.
+"""A model's Hugging Face `config.json`, reduced to what Megatron-Core needs. No torch.
 
 An option that would change the numbers and is not converted is refused by name: a model is trained exactly or not.
 """

@@ -1,4 +1,4 @@
-"""Who holds the device's memory now, through one ledger with a byte budget.
+"""The device's memory, shared by phases through one ledger with a byte budget.
 
 ledger.py   components, their states, and the account of what they hold    build.py    the components of a run
 phases.py   what each phase needs, what makes room, and the switches        serving.py  the fleet as a component

@@ -1,4 +1,4 @@
-"""Which components each phase needs, what must make room for them, and the switch, on all ranks together.
+"""Phases: the components that each needs, what must make room for them, and the switch on all ranks together.
 
 A training step goes round `CYCLE`. Belady's rule (A study of replacement algorithms, 1966) makes room: evict the
 component needed latest, and evict nothing needlessly. All ranks decide alike, from the same numbers: without GPUs they

@@ -1,4 +1,4 @@
-"""What a run reports: events, each with numbers, written to whoever wants them.
+"""The metrics of a run: events, each with numbers, for any number of writers.
 
 writers.py     JSON lines, and several writers at once    rollouts.py    rewards, lengths, ages of tokens
 terminal.py    a progress bar, or lines                   throughput.py  tokens per second, MFU, time by phase

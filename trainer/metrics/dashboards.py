@@ -1,4 +1,4 @@
-"""Where a run's numbers are drawn: the gateway's console, TensorBoard, Weights & Biases.
+"""Dashboards that draw a run's numbers: the gateway's console, TensorBoard, Weights & Biases.
 
 Whatever becomes of the gateway, training goes on: a thread of its own posts to its admin port and leaves out what it
 cannot keep up with (the newest are kept); the first failure in a row is logged. TensorBoard and W&B share the names of

@@ -1,4 +1,4 @@
-"""What rollouts were like: rewards, lengths, and which weights wrote them; for a step and for an evaluation."""
+"""Numbers about rollouts: rewards, lengths, and which weights wrote them; for a step and for an evaluation."""
 
 from __future__ import annotations
 

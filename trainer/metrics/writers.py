@@ -1,4 +1,4 @@
-"""Where events go: the interface, the file of JSON lines, and several at once."""
+"""Writers of events: the interface, the file of JSON lines, and several at once."""
 
 from __future__ import annotations
 

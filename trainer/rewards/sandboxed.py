@@ -1,4 +1,4 @@
-"""What runs inside the sandbox: model-written programs, one process for each test case. Standard library only.
+"""The code inside the sandbox: model-written programs, one process for each test case. Standard library only.
 
 `python -I -S sandboxed.py` reads a job, one line of JSON on standard input, and writes a line of JSON for each case:
 `{"value": TEXT}` as `canonical` spells it, `{"output": TEXT}` or `{"error": TEXT}`. It knows no expected results:

@@ -1,4 +1,4 @@
-"""Which host a slot lies on, and where the ranks of one host meet.
+"""Hosts: the one that a slot lies on, and where the ranks of one host meet.
 
 A slot's name in a record is the plain path on the one host, `//HOST/PATH` among several. HOTSWAP_HOST names the host
 of a process. Without it there is one host, whose slots and arena need no name.

@@ -63,7 +63,7 @@ class Keys:
 
     @property
     def leader(self) -> str:
-        """Who coordinates swaps now; under a lease."""
+        """The coordinator that leads swaps now, under a lease."""
         return f"{self.root}leader"
 
     @property
@@ -365,7 +365,7 @@ class PastSwapRecord(Record):
 
 @dataclass(frozen=True)
 class PublisherRecord(Record):
-    """Who may publish in a lineage: the holder of the highest token."""
+    """The publisher of a lineage: the holder of the highest token."""
 
     token: int
     pid: int

@@ -1,1 +1,1 @@
-"""What a version is in bytes: manifest and slot, digests and fingerprint, deltas, and comparing versions."""
+"""A version in bytes: manifest and slot, digests and fingerprint, deltas, and comparing versions."""

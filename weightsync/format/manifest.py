@@ -1,4 +1,4 @@
-"""What a version is: for every Hugging Face tensor name its dtype, shape, place in the slot and digest.
+"""The manifest: dtype, shape, place in the slot and digest of every tensor, by Hugging Face name.
 
 A `Schema` says which tensors a model has; a `Layout` (a pure function of the schema) says where each lies, so that
 every trainer rank computes the same offsets without talking; a `Manifest` adds what was written there.

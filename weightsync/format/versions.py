@@ -1,4 +1,4 @@
-"""What a version holds: finds it, opens its slots on this host, verifies it, and compares it with another.
+"""A version's contents: finds it, opens its slots on this host, verifies it, and compares it with another.
 
 `verify` reads every byte again and looks whether each instance runs what was published. It finds bytes that changed in
 a slot (memory faults, a stray writer), a manifest that differs from the record, and instances that built something

@@ -1,4 +1,4 @@
-"""What the store says of copies: which hosts have which slots, which slots a host should have, and where they are here.
+"""Copies in the store: which hosts have which slots, which slots a host should have, and where they are here.
 
 Whoever is about to open a version's slots calls `wait_for_slots`, which waits while the host's peer fetches them.
 """

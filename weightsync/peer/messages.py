@@ -1,4 +1,4 @@
-"""What peers say to each other over the control channel: small JSON bodies, refused unless they are just these.
+"""The messages of peers on the control channel: small JSON bodies, refused unless they are just these.
 
 POST /v1/open              Open -> Opened        a ticket: the slot is held for the reader until it is closed
 POST /v1/have/{ticket}     Ask -> Have           what can be read by now; also keeps the ticket

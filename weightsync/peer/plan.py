@@ -1,4 +1,4 @@
-"""Which chunk is read from which host next, decided by each receiver alone from what it knows of the holders.
+"""The plan of a receiver: which chunk it reads from which host next, from what it knows of the holders.
 
 Nothing is done here and nothing remembered: the same arguments give the same answer. Nobody coordinates the receivers;
 they spread because each takes what is rarest first, and begins at another chunk (Cohen, "Incentives Build Robustness

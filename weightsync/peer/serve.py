@@ -1,4 +1,4 @@
-"""What this host serves to others: what is published here is prepared and offered, and a ticket admits each reader.
+"""Serving: this host offers what was published here, and a ticket admits each reader.
 
 A ticket holds a slot for its reader and ends by itself when it is not used.
 """
@@ -126,7 +126,7 @@ class Ticket:
 
 
 class Tickets:
-    """Who reads what here now: at most `most` readers at a time. Belongs to the event loop."""
+    """The readers of slots here: at most `most` at a time. Belongs to the event loop."""
 
     def __init__(
         self,

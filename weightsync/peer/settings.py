@@ -1,4 +1,4 @@
-"""What a peer is told on its command line."""
+"""The settings of a peer's command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this host has to offer: slots that were published here, and copies (slots and deltas) that were fetched.
+"""The shelf: slots that were published here, and copies (slots and deltas) that were fetched.
 
 The peer keeps a copy's slot locked for as long as the copy is here. It locks a published slot only while somebody reads
 it, so a publisher finds its slots as free as if there were no peer.

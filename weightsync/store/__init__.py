@@ -1,4 +1,4 @@
-"""Where records live: one protocol, chosen by URL.
+"""The store of records: one protocol, chosen by URL.
 
 sqlite:///absolute/path.db[?id=HEX]                  one host, nothing to install; with an id this very store
 etcd://host:port[,host2:port2][/namespace][?ca=...]   several hosts (etcd_url.py has the options)

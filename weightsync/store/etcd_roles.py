@@ -1,4 +1,4 @@
-"""Who may read and write which keys in etcd: one role for each kind of process, no wider than its work.
+"""Roles in etcd: one for each kind of process, with no more rights to keys than its work needs.
 
     gateway     coordinates swaps, publishes what is uploaded, keeps API keys; writes no instance's record. Who copies
                 versions to disk and restores them has this role, too

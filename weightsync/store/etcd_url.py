@@ -1,4 +1,4 @@
-"""What an etcd URL says: where the members are, under which prefix the keys live, and how to be let in.
+"""An etcd URL: the members, the prefix of the keys, and the credentials.
 
 etcd://host:port[,host2:port2,...][/namespace][?ca=PATH&cert=PATH&key=PATH&user=NAME&password_file=PATH]
 

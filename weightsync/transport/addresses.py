@@ -1,4 +1,4 @@
-"""Where a transport listens, and how others reach it."""
+"""The address at which a transport listens, and the one at which others reach it."""
 
 from __future__ import annotations
 

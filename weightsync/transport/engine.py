@@ -1,4 +1,4 @@
-"""What a library must do to carry a transport, and what its process (child.py) and the transport (isolated.py) say.
+"""The interface of a library that carries a transport, and the messages of its process (child.py) and of isolated.py.
 
 The messages are MessagePack on a SOCK_SEQPACKET pair.
 """

@@ -1,4 +1,4 @@
-"""What moves the bytes of a slot from one host to another: reads out of memory that its owner has registered.
+"""A transport moves the bytes of a slot between hosts: it reads memory that its owner has registered.
 
 An owner registers a buffer and hands out two opaque byte strings, the `endpoint` of its transport and the `descriptor`
 of the region, over a channel of the caller's. A reader connects to the endpoint and reads pieces of the region into a

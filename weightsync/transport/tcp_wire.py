@@ -1,4 +1,4 @@
-"""What goes over a connection of the TCP transport.
+"""The wire format of the TCP transport.
 
     reader: HELLO, then the 32 bytes of the token            owner: HELLO, or it hangs up
     reader: up to WINDOW requests (region, offset, nbytes)   owner: for each, OK and the bytes, or REFUSED and nothing

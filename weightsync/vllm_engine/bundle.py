@@ -1,4 +1,4 @@
-"""What one version is in a worker: the base model and its parts (draft model, LoRA adapters), flipped all or none.
+"""One version in a worker: the base model and its parts (draft model, LoRA adapters), flipped all or none.
 
 A part whose published bytes a version shares with one that is still held is the same piece: it is neither staged nor
 flipped again. A part that a version does not name stays as it is.

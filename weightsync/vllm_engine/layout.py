@@ -1,4 +1,4 @@
-"""Which kernel runs each linear layer, and where each kernel tensor of a version lies in a layout slot.
+"""The kernel of each linear layer, and the offset of each kernel tensor of a version in a layout slot.
 
 The kernels:
 

@@ -1,4 +1,4 @@
-"""Which rectangle of which published tensor each parameter receives: learnt once from vLLM's own loaders.
+"""Placement: the rectangle of a published tensor that each parameter receives, learnt from vLLM's own loaders.
 
 A skeleton is a second copy of the model that never runs: its own `load_weights` places checkpoint tensors where we
 point it. Using vLLM's loaders keeps every architecture's naming, fusing (qkv, gate_up) and tensor-parallel slicing its

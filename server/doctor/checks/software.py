@@ -1,4 +1,4 @@
-"""What is installed: versions, the compiled gateway, GPUs and their driver, the sandbox of rewards."""
+"""The software: versions, the compiled gateway, GPUs and their driver, the sandbox of rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may ask for what: keys, and whose prefix cache a key may hit."""
+"""Access: API keys, their limits, and the prefix cache that each key may hit."""
 
 from server.gateway.compiled import search_path
 

@@ -1,4 +1,4 @@
-"""Where keys come from: files, read again when they change, and the records in the store.
+"""The sources of keys: files, which are read again when they change, and records in the store.
 
 **Files** hold inference keys one a line, and the admin key. They are read without a restart. A file that cannot be used
 when it changes leaves the keys as they were, which the log says: an editor that empties a file before it writes it

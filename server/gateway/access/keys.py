@@ -20,7 +20,7 @@ from server.key_limits import KeyLimits
 
 @dataclass(frozen=True)
 class Principal:
-    """Who a key belongs to and what it may do.
+    """The owner of a key, and what the key may do.
 
     `digest` tells owners apart: a hash of the key, or of the record's id, which a rotated key keeps; empty for
     nobody's. `priority` is the most urgent class its requests may have (lower goes first, as in vLLM), `weight` its

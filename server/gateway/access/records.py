@@ -1,4 +1,4 @@
-"""What the store keeps of keys, for all gateways: never a key, only the SHA-256 of one.
+"""The records of keys in the store, for all gateways: never a key, only the SHA-256 of one.
 
     gateway/keys/{id}       KeyRecord
     gateway/keys/.door      DoorRecord; beside the keys, so that whoever lists or watches them sees it too

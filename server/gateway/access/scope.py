@@ -1,4 +1,4 @@
-"""Whose prefix cache a request may hit: a name per API key that says nothing of the key, the same in every gateway.
+"""Cache scopes: a name per API key that reveals nothing of the key and is the same in every gateway.
 
 The name is an HMAC of the key's digest under a secret in the store, made by the first gateway that asks. Until the
 store has answered, a secret of this process alone is used: blocks are then found by fewer requests, never by more.

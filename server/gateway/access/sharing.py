@@ -1,4 +1,4 @@
-"""How several gateways divide a limit among them, without asking anybody while requests come in.
+"""Several gateways divide a limit among them, without asking anybody while requests come in.
 
 No request waits for anything here. A gateway that is alone writes nothing but its lease; where there are several, each
 writes one small record under a lease: once a second while limited keys are in use, and sooner when one is short of what

@@ -130,7 +130,8 @@ class Wake(BaseModel):
 
 @router.get("/sleep")
 async def sleeping(gateway: GatewayDep) -> dict[str, Any]:
-    """Who is ordered to sleep, and who does; an order without a sleeper is being followed, or its process is gone."""
+    """The instances that are ordered to sleep, and those that do. An order without a sleeper is being followed, or its
+    process is gone."""
     keys = Keys(gateway.config.model)
     ordered = [asdict(SleepOrder.from_json(kv.value)) for kv in (await gateway.store.list(orders(keys)))[0]]
     asleep = [asdict(SleeperRecord.from_json(kv.value)) for kv in (await gateway.store.list(sleepers(keys)))[0]]
@@ -259,7 +260,7 @@ def _over(pause_id: str) -> NotFound:
 
 
 class Pause(BaseModel):
-    """Who pauses, and for how long at most without a renewal."""
+    """The name of the pauser, and for how long it pauses at most without a renewal."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     ttl_s: float = Field(default=DEFAULT_TTL_S, ge=1, le=MAX_TTL_S)

@@ -1,4 +1,4 @@
-"""Which instance has the beginning of a prompt in its prefix cache, judged by the bytes of the request.
+"""An index of which instance has the beginning of a prompt in its prefix cache, by the bytes of the request.
 
 vLLM's cache finds blocks of 16 tokens by a chain of hashes. Here the same is done with bytes, and without reading the
 JSON: from the field that holds the prompt on, the body is cut at SIZES, and the hash of each piece begins from that of

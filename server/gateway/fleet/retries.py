@@ -1,4 +1,4 @@
-"""What becomes of a request that no instance answers: it is sent to another one, held for a while, or gone on with.
+"""A request that no instance answers is sent to another one, held for a while, or continued elsewhere.
 
 **Retries**, while nothing of an answer has come: a client must never get the beginning of one answer and the end of
 another.

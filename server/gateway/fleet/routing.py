@@ -59,7 +59,7 @@ class Candidate(Protocol):
         ...
 
     def tie_break(self, hint: Hint) -> int:
-        """Whose turn it is for this prompt or session: the highest one's."""
+        """The weight of an instance for this prompt or session; the highest is chosen."""
         ...
 
 

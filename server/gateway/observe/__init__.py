@@ -1,4 +1,4 @@
-"""What this gateway counts, and how it is read."""
+"""Counts, logs, traces and histories of this gateway."""
 
 from server.gateway.compiled import search_path
 

@@ -1,4 +1,4 @@
-"""Where in a trace a request is: W3C Trace Context, taken over from the client or begun here.
+"""A request's place in a trace: W3C Trace Context, taken over from the client or begun here.
 
 https://www.w3.org/TR/trace-context/ (traceparent and tracestate), and OpenTelemetry's parent-based sampling: what the
 client decided holds, and of the traces begun here a share is recorded, chosen by the trace id as its

@@ -1,4 +1,4 @@
-"""What the console draws: throughput over the last ten minutes, and what a trainer reported of its last steps.
+"""The console's data: throughput over the last ten minutes, and what a trainer reported of its last steps.
 
 Throughput comes from the counters that the engines keep: it is the fleet's, whichever gateway asks. Training points are
 in the store: all gateways know them, after restarts too. A point supersedes those of the same and of later steps that

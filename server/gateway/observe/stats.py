@@ -1,4 +1,4 @@
-"""What this gateway counts: plain numbers, cheap enough for every chunk of every stream (metrics.py shows them).
+"""The counts of this gateway: plain numbers, cheap enough for every chunk of a stream (metrics.py shows them).
 
 Whoever wants to know of single requests, the access log and traces, is told of each when it is over (`Finished`).
 """
@@ -100,7 +100,7 @@ def of_refusal(request_id: bytes, method: bytes, route: str, key: str, error: Ht
 
 
 class Watcher(Protocol):
-    """Who wants to know of requests. Called on the event loop, so it does little there and never waits."""
+    """A watcher hears of requests. It is called on the event loop, so it does little there and never waits."""
 
     def begin(self, head: RequestHead) -> TraceContext | None:
         """A request with this head is about to be forwarded; the trace it is in from here on, if it is in one."""

@@ -1,4 +1,4 @@
-"""What the routes of a document have in common: errors, headers, keys. Values are OpenAPI 3.1 objects."""
+"""The parts that routes of a document share: errors, headers, keys. Values are OpenAPI 3.1 objects."""
 
 from __future__ import annotations
 

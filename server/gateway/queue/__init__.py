@@ -1,4 +1,4 @@
-"""Who goes next when there is more work than the instances can run: a bounded, fair line in front of routing."""
+"""A bounded, fair queue in front of routing, for more work than the instances can run."""
 
 from server.gateway.compiled import search_path
 

@@ -26,7 +26,7 @@ from server.gateway.queue.line import AdmissionQueue, Ticket
 
 
 class Waiter(Protocol):
-    """Who waits. `ticket` is set while it does, `queued_s` is how long it has."""
+    """A waiting request. `ticket` is set while it does, `queued_s` is how long it has."""
 
     ticket: Ticket[Waiter] | None
     queued_s: float
@@ -117,7 +117,7 @@ class Gate:
         return _any_room(able) or (need is not None and not able)
 
     def _able(self, need: Need | None) -> list[Instance]:
-        """Who may be asked, by what `Fleet.pick` goes by; those that are unwell only if all are."""
+        """The instances that may be asked, by what `Fleet.pick` goes by; those that are unwell only if all are."""
         able = self._fleet.serving
         if need is not None:
             able = [i for i in able if need.met_by(i.record.active_version)]

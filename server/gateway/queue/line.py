@@ -139,7 +139,7 @@ class AdmissionQueue(Generic[W]):
         return list(self._aside)
 
     def first_aside(self, need: Need | None) -> Ticket[W] | None:
-        """Who was put aside first for `need`."""
+        """The request that was put aside first for `need`."""
         return next(iter(self._aside.get(need, ())), None)
 
     def settle(self, key: bytes, priority: int, more: int) -> None:

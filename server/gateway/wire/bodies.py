@@ -1,4 +1,4 @@
-"""What the gateway reads in JSON bodies: a few fields of a request, the events of a stream, the tokens of an answer.
+"""The parts of JSON bodies that the gateway reads: fields of a request, events of a stream, tokens of an answer.
 
 Whether a request's body is one JSON object is checked without building it: a body of empty lists would cost seconds of
 the loop and 20 times its size in memory, and a long prompt 20 times the time, if it were turned into Python objects

@@ -1,4 +1,4 @@
-"""What a client has of a stream that another instance could go on with.
+"""The journal of a stream: what a client has of it, from which another instance could go on.
 
 The pieces that went out are kept as they are: bytes in a list. They are read in bundles of some kilobytes, or when the
 instance has died; then only what a continuation needs is left of them: token ids, which version wrote them, and a few

@@ -26,7 +26,7 @@ MANY: Final = 16 * 2**10  # bytes that are better written at once, for the trans
 
 
 class Owner(Protocol):
-    """Who a connection works for."""
+    """The exchange that a connection works for."""
 
     def upstream_data(self, data: bytes) -> None: ...
 

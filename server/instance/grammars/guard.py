@@ -1,4 +1,4 @@
-"""Where structured output is stopped: before vLLM's parsers read a schema, and before the engine's client takes one.
+"""The guard stops structured output before vLLM's parsers read a schema and before the engine's client takes one.
 
 `Backend` is the one place that asks vLLM what it would compile for a request, with which library, tokenizer and
 options. With `auto`, vLLM validates a request with one library after the other
