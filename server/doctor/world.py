@@ -1,4 +1,4 @@
-"""The world that checks look at: the host, its packages, file systems, addresses and processes."""
+"""The world that checks look at: the host, its packages, file systems and addresses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import ipaddress
 import os
 import resource
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
-
-import psutil
 
 from server.options import ClusterTlsDirectory, Option
 from weightsync import open_store
@@ -188,61 +186,3 @@ def held_nbytes(arena: Path) -> int:
     with contextlib.suppress(OSError):
         return sum(path.stat().st_blocks * 512 for path in arena.iterdir() if path.is_file())
     return 0
-
-
-OURS = ("server.gateway", "server.cli", "weightsync.peer", "weightsync.push", "trainer.main")
-
-
-def is_ours(command: list[str]) -> bool:
-    """Whether a command line is one of this project's processes."""
-    names = {word.removesuffix(".__main__") for word in command[:4]}
-    return bool(names & set(OURS)) or any(Path(word).name == "hotswap" for word in command[:2])
-
-
-def ours() -> list[psutil.Process]:
-    """The processes of this project that can be looked at, but for this one, and what they have started."""
-    found: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and is_ours(process.cmdline()):
-                found |= {p.pid: p for p in [process, *process.children(recursive=True)]}
-    return list(found.values())
-
-
-def listener_on(port: int) -> psutil.Process | None:
-    """The process that listens on a TCP port; None if there is none that this user can look at."""
-    with contextlib.suppress(psutil.Error):
-        for connection in psutil.net_connections("tcp"):
-            place = connection.laddr
-            if connection.status == psutil.CONN_LISTEN and place and place.port == port and connection.pid:
-                return psutil.Process(connection.pid)
-    return None
-
-
-def mapped_below(world: World, directory: Path) -> set[Path]:
-    """The files below `directory` that some process has mapped."""
-    prefix, found = f"{directory}/", set()
-    for text in _of_each(world, "maps"):
-        found |= {Path(line[line.index(prefix) :].removesuffix(" (deleted)"))
-                  for line in text.splitlines() if prefix in line}  # fmt: skip
-    return found
-
-
-def arenas_in_environments(world: World) -> set[Path]:
-    """What HOTSWAP_ARENA is for the processes that can be looked at."""
-    name = "HOTSWAP_ARENA="
-    words = (word for text in _of_each(world, "environ") for word in text.split("\0"))
-    return {Path(word.removeprefix(name)) for word in words if word.startswith(name)}
-
-
-def locked_files(world: World) -> set[int]:
-    """The inodes that somebody holds a lock on. Reading the kernel's list disturbs nobody; trying a lock might."""
-    lines = (world.read("/proc/locks") or "").splitlines()
-    places = [word for line in lines for word in line.split() if word.count(":") == 2]
-    return {int(place.rpartition(":")[2]) for place in places}
-
-
-def _of_each(world: World, name: str) -> Iterator[str]:
-    for process in world.path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            yield (process / name).read_text(errors="replace")

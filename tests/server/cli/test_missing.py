@@ -55,11 +55,12 @@ def test_a_command_names_the_package_that_is_missing(without: str, command: list
     assert "pip install" in line
 
 
-def test_doctor_finds_what_is_missing_and_goes_on() -> None:
-    done = hotswap("cryptography", "doctor", "--json", "--only", "cluster-tls", "--only", "open-files")
+@pytest.mark.parametrize(("without", "check"), [("cryptography", "cluster-tls"), ("psutil", "ports")])
+def test_doctor_finds_what_is_missing_and_goes_on(without: str, check: str) -> None:
+    done = hotswap(without, "doctor", "--json", "--only", check, "--only", "open-files")
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
-    assert "the package cryptography is not installed" in done.stdout
+    assert f"the package {without} is not installed" in done.stdout
     assert "open-files" in done.stdout
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from server.doctor.checks.network import speaks_tls
-from server.doctor.world import World, is_loopback, is_ours
+from server.doctor.checks.ports import speaks_tls
+from server.doctor.processes import is_ours
+from server.doctor.world import World, is_loopback
 from tests.etcd import Tls, free_ports
 from tests.server.doctor.worlds import findings, only, statuses
 

@@ -1,0 +1,84 @@
+"""The directory of the slots, and what dead processes have left in shared memory."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from server.doctor.processes import arenas_in_environments, locked_files, mapped_below
+from server.doctor.registry import Finding, check, fail, ok, warn
+from server.doctor.world import World, arena_directory, file_system, held_nbytes, size
+
+IN_MEMORY = ("tmpfs", "ramfs")
+PREFIXES = ("psm_", "vllm_")  # shared memory of engines: Python's own names, and vLLM's
+
+
+@check("arena", "the slots' directory: owner, mode, file system")
+def arena(world: World) -> Iterator[Finding]:
+    directory = arena_directory(world)
+    place = next(path for path in (directory, *directory.parents) if path.exists())
+    kind = file_system(world, place)
+    if place != directory:
+        yield _can_be_made(directory, place)
+    else:
+        yield _private(directory)
+    if kind is not None and kind not in IN_MEMORY:
+        mend = "Choose a directory on a tmpfs, such as one in /dev/shm (HOTSWAP_ARENA)"
+        yield warn(f"{place} is on {kind}: slots would be written to a disk", mend)
+
+
+@check("leftovers", "arenas and engines' shared memory whose processes are dead")
+def leftovers(world: World) -> Iterator[Finding]:
+    dead = [*_dead_arenas(world), *_dead_segments(world)]
+    if not dead:
+        yield ok(f"nothing in {world.shm}")
+        return
+    nbytes = sum(held_nbytes(path) or path.stat().st_blocks * 512 for path in dead)
+    names = " ".join(str(path) for path in dead)
+    mend = (
+        "A `hotswap up` that was killed goes on with its arena: start it again, with its state directory. Else, if no "
+    )
+    mend += f"other container shares {world.shm}: rm -r {names}"
+    yield warn(f"{len(dead)} in {world.shm} that no process uses, {size(nbytes)}", mend)
+
+
+def _can_be_made(directory: Path, place: Path) -> Finding:
+    if os.access(place, os.W_OK | os.X_OK):
+        return ok(f"{directory} is made when it is needed")
+    return fail(f"{directory} cannot be made: {place} may not be written to", "Name another one in HOTSWAP_ARENA")
+
+
+def _private(directory: Path) -> Finding:
+    found = directory.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    text = f"{directory}: mode {mode:03o}, {size(held_nbytes(directory))}"
+    if not stat.S_ISDIR(found.st_mode):
+        return fail(f"{directory} is no directory", "Remove it, or name another one in HOTSWAP_ARENA")
+    if found.st_uid != os.geteuid():
+        return fail(f"{text}, of user {found.st_uid}", "Run as that user, or name another one in HOTSWAP_ARENA")
+    if mode & 0o022:
+        return fail(f"{text}: others may write to it", f"chmod 700 {directory}")
+    if mode & 0o077:
+        return warn(f"{text}: others may look into it", f"chmod 700 {directory}")
+    return ok(text)
+
+
+def _dead_arenas(world: World) -> list[Path]:
+    """Of this user's: without a lock, a map, or a process that was told of them; not the one asked about."""
+    used = {arena_directory(world), *arenas_in_environments(world)}
+    used |= {world.shm / path.relative_to(world.shm).parts[0] for path in mapped_below(world, world.shm)}
+    locked = locked_files(world)
+    return [
+        path
+        for path in sorted(world.shm.glob("hotswap-*"))
+        if path.is_dir() and path not in used and path.stat().st_uid == os.geteuid()
+        and not any(file.stat().st_ino in locked for file in path.iterdir())
+    ]  # fmt: skip
+
+
+def _dead_segments(world: World) -> list[Path]:
+    mapped = mapped_below(world, world.shm)
+    found = [path for prefix in PREFIXES for path in sorted(world.shm.glob(f"{prefix}*"))]
+    return [path for path in found if path not in mapped and path.stat().st_uid == os.geteuid()]
