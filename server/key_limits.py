@@ -39,7 +39,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class KeyLimits(Record):
-    """What a key may use; None: as much as there is."""
+    """The limits of a key; None: no limit."""
 
     requests_per_min: Annotated[
         int | None,

@@ -24,7 +24,7 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the client has of the answer: whole events, and nothing of the next one."""
+    """The part of the answer that the client has: whole events, and nothing of the next one."""
 
     tokens: list[int]
     spans: list[Span]  # over `tokens`

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run stands: steps done, records drawn, the last version published (0: none)."""
+    """The progress of a run: steps done, records drawn, the last version published (0: none)."""
 
     step: int = 0
     consumed: int = 0

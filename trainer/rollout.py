@@ -198,7 +198,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of `/generate` for one prompt. `on_swap` says what a swap in the middle of the answer does to it
+    """A request to `/generate` for one prompt. `on_swap` says what a swap in the middle of the answer does to it
     (docs/api.md, policies)."""
 
     prompt_ids: tuple[int, ...]

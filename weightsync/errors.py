@@ -95,7 +95,7 @@ class StoreRefused(StoreUnavailable):
 
 
 class StoreLost(StoreUnavailable):
-    """What is there is another store than the one this process was using, or an older copy of it.
+    """There is another store than the one this process was using, or an older copy of it.
 
     It is never taken for that one: its version numbers would begin again under engines that run some, and its keys
     would be none.
@@ -268,7 +268,7 @@ class NotFinite(TensorError):
 
 
 class ChecksumMismatch(TensorError):
-    """What was built from a tensor, or one of two copies of it, does not have the checksum it must have."""
+    """A built tensor, or one of two copies of a tensor, does not have the checksum it must have."""
 
     code = "checksum_mismatch"
 

@@ -38,7 +38,7 @@ INSTANCE = options.settings("instance", InstanceConfig)
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What `hotswap doctor` is asked for, beside the host that it looks at."""
+    """The options of `hotswap doctor`, beside those of the host that it looks at."""
 
     only: Annotated[tuple[str, ...], Option("run this check alone; may be given again")] = ()
     skip: Annotated[tuple[str, ...], Option("leave this check out; may be given again")] = ()

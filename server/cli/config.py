@@ -18,7 +18,7 @@ def _copies(text: str) -> Path | Literal["off"]:
 
 @dataclass(frozen=True)
 class UpConfig:
-    """What `hotswap up` was asked for. Raises CliError."""
+    """The options of `hotswap up`. Raises CliError."""
 
     model: Annotated[str, Option("checkpoint directory, or the name of a model in the local cache or hub")]
     name: Annotated[str | None, Option("name clients ask for; default: the directory's name")] = None

@@ -30,7 +30,7 @@ class PortTaken(CliError):
 
 
 class StateLost(CliError):
-    """What belongs to a state directory, its store or the disk with copies, is not there; none is made anew unasked."""
+    """A state directory, its store or its disk with copies is missing; Hotswap makes none anew unasked."""
 
 
 class StateTaken(CliError):

@@ -25,7 +25,7 @@ NO_LIMIT = "none"
 
 
 class Scope(StrEnum):
-    """What a key may be used for."""
+    """The use that a key allows."""
 
     infer = "infer"
     admin = "admin"

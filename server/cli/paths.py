@@ -15,7 +15,8 @@ STATE_ENV = "HOTSWAP_STATE_DIR"
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What `up` writes to server.json: where the gateway listens, its store, and which file holds the admin key."""
+    """The content of server.json, which `up` writes: where the gateway listens, its store, and which file holds the
+    admin key."""
 
     url: str
     admin_url: str

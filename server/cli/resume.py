@@ -52,7 +52,8 @@ SLOT = "slot-"  # what the names of slots begin with in an arena
 
 @dataclass(frozen=True)
 class OriginRecord(Record):
-    """Which checkpoint the store of a state directory began with. `digest` is `Checkpoint.glance` ("": no weights)."""
+    """The checkpoint that the store of a state directory began with. `digest` is `Checkpoint.glance` ("": no
+    weights)."""
 
     model: str
     path: str
@@ -61,7 +62,7 @@ class OriginRecord(Record):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What `up` was asked to serve: a checkpoint under a name, and what goes with it.
+    """The model that `up` was asked to serve: a checkpoint under a name, and what goes with it.
 
     `copies`: where versions are copied to, None if nowhere; `kept`: where else there may be some. `arena`: where the
     slots go; of a shared store, unless it says where.
@@ -78,7 +79,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Begun:
-    """What there is to go on with.
+    """The state of the last run, to go on with.
 
     `url` opens this very store. `publish`: the arguments of `weightsync.push` for what must be published first, None
     if nothing. `said` is for the operator.

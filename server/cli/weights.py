@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SwapMode(StrEnum):
-    """How a fleet takes a version."""
+    """The way in which a fleet takes a version."""
 
     together = "together"
     rolling = "rolling"
@@ -33,7 +33,7 @@ app = typer.Typer(no_args_is_help=True)
 
 
 class OnLost(StrEnum):
-    """What an instance that dies before the commit does to the swap."""
+    """The effect on the swap of an instance that dies before the commit."""
 
     abort = "abort"
     go_on = "continue"

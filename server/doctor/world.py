@@ -28,7 +28,8 @@ RUN_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """How a command ended. `status` is None if it could not be started or did not end in time; `said` then says why."""
+    """The outcome of a command. `status` is None if it could not be started or did not end in time; `said` then says
+    why."""
 
     status: int | None
     said: str

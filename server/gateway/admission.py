@@ -85,7 +85,7 @@ def streamed(url: bytes, method: bytes) -> bool:
 
 
 class Admission:
-    """What one gateway asks of every request before it is forwarded. Every method may raise HttpError."""
+    """The checks that one gateway makes before it forwards a request. Every method may raise HttpError."""
 
     def __init__(self, config: GatewayConfig, keys: KeyRing, scopes: CacheScopes, limits: Limits) -> None:
         self._config = config

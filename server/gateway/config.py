@@ -16,7 +16,7 @@ from weightsync.tls import is_loopback
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may cost, one and all together. Sizes in bytes, times in seconds."""
+    """The bounds on the cost of clients, one and all together. Sizes in bytes, times in seconds."""
 
     max_body: Annotated[int, Option("largest request body, bytes")] = 16 * 2**20
     max_head: Annotated[int, Option("largest request line with headers, bytes")] = 32 * 2**10
@@ -78,7 +78,7 @@ class FailoverSettings:
 
 @dataclass(frozen=True)
 class UpstreamSettings:
-    """How instances are spoken to."""
+    """The settings of connections to instances."""
 
     connect_timeout_s: Annotated[float, Option("seconds to connect to an instance")] = 2.0
     # Covers a queued non-streaming request, which is silent until it is done.
@@ -106,7 +106,7 @@ class UpstreamSettings:
 
 @dataclass(frozen=True)
 class QueueSettings:
-    """How many requests wait for room at an instance, and for how long."""
+    """The number of requests that wait for room at an instance, and their longest wait."""
 
     max_entries: Annotated[int, Option("requests that wait for room, at most", "--max-queued", up=True)] = 1024
     max_bytes: Annotated[int, Option("bytes of their bodies, at most", "--max-queued-bytes")] = 64 * 2**20
@@ -121,7 +121,7 @@ class QueueSettings:
 
 @dataclass(frozen=True)
 class ObserveSettings:
-    """What is told of requests, beside metrics."""
+    """The reports on requests, beside metrics."""
 
     log_format: Annotated[Literal["text", "json"], Option("format of the gateway's log lines", up=True)] = "text"
     access_log: Annotated[

@@ -56,7 +56,7 @@ VERSION_HEADER: Final = b"x-hotswap-weight-version"
 
 
 class State(Enum):
-    """Where a request is. The names are those of metrics."""
+    """The state of a request. The names are those of metrics."""
 
     QUEUED = "queued"
     HELD = "held"

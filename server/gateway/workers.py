@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a worker is told beyond the options, which it reads like any gateway.
+    """The place of a worker among the others, beyond the options, which it reads like any gateway.
 
     It is one of `count` workers. `admin` is the inherited descriptor of that listener, `directory` is where they meet.
     """

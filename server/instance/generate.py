@@ -60,7 +60,7 @@ class RequestProblem(Exception):
 
 
 class Choice:
-    """What one sample has produced so far."""
+    """The output of one sample so far."""
 
     def __init__(self, index: int) -> None:
         self.index = index

@@ -47,7 +47,7 @@ class VersionMismatch(Problem):
 
 @dataclass(frozen=True)
 class Wish:
-    """What a request asked for, by the headers that the gateway sets. `finish_s` in seconds.
+    """The wish of a request, by the headers that the gateway sets. `finish_s` in seconds.
 
     `priority` is its class, which its key allows; the lowest goes first.
     """

@@ -20,7 +20,7 @@ MAX_RESUME = 16 * 2**20
 
 
 class BadResume(ValueError):
-    """What stands before the body is not what a gateway writes there."""
+    """The bytes before the body are not those that a gateway writes there."""
 
 
 class Replaying:

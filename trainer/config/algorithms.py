@@ -44,7 +44,7 @@ class DpoConfig:
 
 @dataclass(frozen=True)
 class CorrectionConfig:
-    """What is done about tokens that other weights, or another engine's arithmetic, sampled.
+    """The correction for tokens that other weights, or another engine's arithmetic, sampled.
 
     With w = trainer's probability at the start of the step / engine's, of a token, of the whole answer (`sequence`, a
     product) or its geometric mean (`geometric`): `truncated` weighs the loss by clamp(w, low, high) (TIS), `masked` by

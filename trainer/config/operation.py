@@ -90,7 +90,7 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class TelemetryConfig:
-    """Where the run's numbers are shown: the gateway's admin port. The key is in the environment variable
+    """The console that shows the run's numbers: the gateway's admin port. The key is in the environment variable
     `admin_key_env`, or in `admin_key_file` (0600), never in this file. `ca_file` and `cluster_tls` are as in
     `gateway`."""
 

@@ -12,7 +12,7 @@ from trainer.errors import ConfigError
 
 @dataclass(frozen=True)
 class RewardOptions:
-    """What every reward has.
+    """The options of every reward.
 
     `weight` is its factor in the sum, `name` what metrics call it (default: its kind, numbered when used twice).
     A reward that raises, hangs or dies counts as `on_failure` (before the weight), and the step goes on. `timeout_s` is

@@ -154,7 +154,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class PublishConfig:
-    """Where versions go and how often. `store` defaults to the environment variable HOTSWAP_STORE.
+    """The store of versions, and how often to publish. `store` defaults to the environment variable HOTSWAP_STORE.
 
     `dtype` is the published one: it must be what the serving engine was started with. `max_failures` is how many
     publishes in a row may fail (the old version goes on serving) before the run stops. `transport` brings shares of
@@ -192,7 +192,7 @@ class PackingConfig:
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    """Where `/generate` answers. `api_key_env` names the environment variable that holds the inference key, or
+    """The gateway of `/generate`. `api_key_env` names the environment variable that holds the inference key, or
     `api_key_file` the file it is in, which is read again for every request. For https, `ca_file` is the authority that
     signed the gateway's certificate (default: those of the system), or `cluster_tls` a member's directory with tls.crt,
     tls.key and ca.crt."""

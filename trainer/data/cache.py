@@ -120,8 +120,8 @@ class FileDataset:
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What an entry holds: (records, bytes) of each segment; the digest of all records, however they were cut; which
-    were left out, the first of them by name."""
+    """The content of an entry: (records, bytes) of each segment; the digest of all records, however they were cut;
+    which were left out, the first of them by name."""
 
     segments: list[tuple[int, int]]
     digest: str

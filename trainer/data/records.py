@@ -75,8 +75,8 @@ def take(size: int, seed: int, start: int, count: int) -> list[int]:
 
 
 class Contents:
-    """What a cursor points into: the number of records, and their digest where the data set has one (generated records
-    are a function of the configuration). Kept with the cursor."""
+    """The contents that a cursor points into: the number of records, and their digest where the data set has one
+    (generated records are a function of the configuration). Kept with the cursor."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._mine = {"records": len(dataset), "digest": getattr(dataset, "digest", "")}

@@ -43,7 +43,7 @@ _INT64_MAX = (1 << 63) - 1
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a worker is told first."""
+    """The first message to a worker."""
 
     model: str
     directory: str
@@ -59,7 +59,7 @@ class Task(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """What a unit gave. `places` counts its lines, for naming those of the next unit; `bad` are the first few."""
+    """The result of a unit. `places` counts its lines, for naming those of the next unit; `bad` are the first few."""
 
     records: int
     size: int

@@ -26,7 +26,7 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 
 
 class ExpertNames(NamedTuple):
-    """Where a family keeps its router and its experts, below `model.layers.N.`."""
+    """The names of a family's router and experts, below `model.layers.N.`."""
 
     router: str
     experts: str

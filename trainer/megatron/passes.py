@@ -27,7 +27,7 @@ FP8_TOKENS = 16  # what 8-bit matrix products want the number of tokens to be a 
 
 
 class Inputs(NamedTuple):
-    """What this rank feeds the model: its part [B, T / N] of the sequences, and the segments of all of them."""
+    """The inputs of this rank: its part [B, T / N] of the sequences, and the segments of all of them."""
 
     tokens: Tensor
     labels: Tensor

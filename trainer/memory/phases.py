@@ -33,7 +33,7 @@ OF_THE_DEVICE = frozenset({"engine", "kv_cache", "reward_model"})  # counted onc
 
 @dataclass(frozen=True)
 class Moves:
-    """What makes room, in this order, and then what comes."""
+    """The components that make room, in this order, and then those that come."""
 
     away: tuple[str, ...]
     bring: tuple[str, ...]
@@ -92,7 +92,7 @@ def _until_needed(phase: Phase, name: str) -> int:
 
 
 class Memory(Protocol):
-    """What a schedule tells which phase comes next. Collective."""
+    """A schedule tells it which phase comes next. Collective."""
 
     def enter(self, phase: Phase) -> dict[str, float]:
         """Have the phase's components in memory; {} if this is the phase already, else what the switch took (ms):

@@ -22,7 +22,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained with: `length` in tokens a sequence, at most `micro_batch` sequences a forward pass, `sequences`
+    """The work of a step: `length` in tokens a sequence, at most `micro_batch` sequences a forward pass, `sequences`
     an optimizer step, over all data-parallel ranks (0: more than any layout has under way at a time); `critics` models
     are trained besides the actor, `references` only evaluated."""
 

@@ -61,7 +61,7 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Economy:
-    """What is given up for memory; each costs more of the speed than the one before."""
+    """A saving of memory; each costs more of the speed than the one before."""
 
     shard: Shard
     recompute: Recompute

@@ -22,7 +22,8 @@ LONGEST = 4096  # tokens, unless the model takes fewer or --length says otherwis
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line adds to the configuration; None: the layout's number of GPUs, and a length of our own."""
+    """The additions of the command line to the configuration; None: the layout's number of GPUs, and a length of our
+    own."""
 
     gpus: int | None = None
     memory_gib: float = 80.0

@@ -28,7 +28,7 @@ _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Case:
-    """What the sandbox is asked, and what must come of it: a value, or a text for `{"input": ...}`."""
+    """A question to the sandbox and the expected outcome: a value, or a text for `{"input": ...}`."""
 
     asked: dict[str, Any]
     expected: Any

@@ -36,7 +36,8 @@ A_MOMENT_S, LEAVE_S = 0.05, 1.0  # for a sandbox to end by itself: after its las
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one sandbox. `disk_bytes`: its `/tmp`, and the longest file; `output_bytes`: what a case may say."""
+    """The limits of one sandbox. `disk_bytes`: its `/tmp`, and the longest file; `output_bytes`: what a case may
+    say."""
 
     case_timeout_s: float = 4.0
     timeout_s: float = 10.0

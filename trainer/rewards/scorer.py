@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """What is scored: the prompt's and the answer's text, the record's answer, and the record's `extra`."""
+    """A sample to score: the prompt's and the answer's text, the record's answer, and the record's `extra`."""
 
     prompt: str
     answer: str

@@ -138,7 +138,7 @@ DRAIN_GRACE_S = 1.0  # over the time that `drain` was given
 
 @dataclass(frozen=True)
 class StageResult:
-    """What was built: its fingerprint, how fast (bytes of the version per second, in 1e9), and which way.
+    """The result of a staging: its fingerprint, how fast (bytes of the version per second, in 1e9), and which way.
 
     `stage_ms` and, if the callback does not say it, `staging_gbps` are measured around the callback.
     """
@@ -160,7 +160,7 @@ class _Staging:
 
 @dataclass(frozen=True)
 class CommitResult:
-    """How long the flip itself took; None: as long as the callback did.
+    """The time that the flip itself took; None: as long as the callback did.
 
     `fingerprint` is that of what runs, if it was read again after the flip; it must be the staged one.
     """

@@ -42,7 +42,8 @@ REPORT_GRACE_S = 10.0  # over what the phases of a swap may take: a new leader m
 
 @dataclass(frozen=True)
 class SwapReport:
-    """How a swap ended. `prepare_ms` is from open to commit, `commit_ms` from commit until every instance confirmed."""
+    """The outcome of a swap. `prepare_ms` is from open to commit, `commit_ms` from commit until every instance
+    confirmed."""
 
     id: str
     version: int

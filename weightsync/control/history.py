@@ -22,7 +22,7 @@ ENDS = ("finish", "abort", "refuse")  # the steps that end a swap
 
 
 class History:
-    """Where the leader's next entry goes, and which ones make way for it."""
+    """The place of the leader's next entry, and the entries that make way for it."""
 
     def __init__(self, keys: Keys, numbers: Iterable[int]) -> None:
         self._keys, self._numbers = keys, sorted(numbers)

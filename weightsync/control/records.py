@@ -25,7 +25,7 @@ MODELS_PREFIX = "models/"
 
 @dataclass(frozen=True)
 class Keys:
-    """Where the records of one served model live."""
+    """The keys of one served model's records."""
 
     model: str
 
@@ -149,7 +149,7 @@ class Record:
 
 @dataclass(frozen=True)
 class ArenaRecord(Record):
-    """Where the shared-memory slots of a host are."""
+    """The directory of a host's shared-memory slots."""
 
     directory: str
 
@@ -276,7 +276,8 @@ class CopyRecord(Record):
 
 @dataclass(frozen=True)
 class DiskRecord(Record):
-    """What a host has on disk in `directory`: whole `versions`, which take `nbytes`. `since` is unix seconds.
+    """The copies that a host has on disk in `directory`: whole `versions`, which take `nbytes`. `since` is unix
+    seconds.
 
     `wanted` is the version that was active when this was written; `error` says why it is not among them, if it failed.
     `failures` counts copies that could not be written since the process began.

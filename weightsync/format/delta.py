@@ -73,7 +73,8 @@ class Base:
 
 @dataclass(frozen=True)
 class DeltaHeader:
-    """What a delta says before its blocks: the target's tensors (name: spec, digest), and the base, if it has one."""
+    """The header of a delta, before its blocks: the target's tensors (name: spec, digest), and the base, if it has
+    one."""
 
     model: str
     tensors: Mapping[str, tuple[TensorSpec, str]]
@@ -266,7 +267,8 @@ __all__ = ["Base", "DeltaHeader", "DeltaReader", "DeltaWriter", "apply_delta", "
 
 @dataclass
 class DeltaStats:
-    """What a writer wrote: bytes, elements changed in SPARSE blocks, blocks of each kind (of `delta_codec`)."""
+    """The statistics of a written delta: bytes, elements changed in SPARSE blocks, blocks of each kind (of
+    `delta_codec`)."""
 
     nbytes: int = 0
     changed: int = 0

@@ -57,7 +57,7 @@ _tools = _Tools()
 
 @dataclass(frozen=True, slots=True)
 class BlockHead:
-    """What stands before a block. `nbytes` follow it."""
+    """The head of a block. `nbytes` follow it."""
 
     kind: int
     gap_size: int

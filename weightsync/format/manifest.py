@@ -60,7 +60,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Schema:
-    """Which tensors a model has, by name, sorted. Raises UnsupportedDtype."""
+    """The tensors of a model, by name, sorted. Raises UnsupportedDtype."""
 
     tensors: Mapping[str, TensorSpec]
 
@@ -96,7 +96,7 @@ class Schema:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor lies in a slot, in bytes from its start. `room` is what the manifest may take in the header."""
+    """The offset of each tensor in a slot, in bytes. `room` is what the manifest may take in the header."""
 
     offsets: Mapping[str, int]
     header_nbytes: int

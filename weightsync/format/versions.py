@@ -116,7 +116,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was read, and what was found. `instances` are those that run the version."""
+    """The bytes that were read, and the findings. `instances` are those that run the version."""
 
     version: int
     tensors: int

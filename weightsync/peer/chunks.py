@@ -134,7 +134,7 @@ def manifest_of(view: memoryview, digest: str) -> bytes:
 
 
 class BadBitmap(TransferError):
-    """What a peer sent as its list of chunks is none, or is of a slot of another size; do not read from that peer."""
+    """A peer sent no list of chunks, or one of a slot of another size; do not read from that peer."""
 
     code = "bad_bitmap"
 

@@ -158,7 +158,7 @@ class Speed:
 
 @dataclass
 class Speeds:
-    """How fast this host reads, makes and applies, and whether a difference is therefore worth it.
+    """The speed at which this host reads, makes and applies differences, and whether one is worth it.
 
     Until something was made or applied here, `apply` and `make` count as the constants, in bytes of the version per
     second: those of a slow core, so that the first difference that is tried pays by a clear margin.

@@ -19,7 +19,7 @@ ALL = "all"  # instead of a bitmap
 
 
 class Key(NamedTuple):
-    """What is served: the slot with that manifest digest, or its difference from the slot `delta_of`."""
+    """The key of a served object: the slot with that manifest digest, or its difference from the slot `delta_of`."""
 
     digest: str
     delta_of: str = ""

@@ -314,7 +314,7 @@ def _is_host(name: str) -> bool:
 
 
 class Lent:
-    """What the readers of this host have or are reading, by slot, so that others ask for something else.
+    """The chunks that readers of this host have or are reading, by slot, so that others ask for different ones.
 
     Belongs to the event loop.
     """

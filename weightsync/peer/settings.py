@@ -13,7 +13,7 @@ Deltas = Literal["always", "auto", "never"]
 
 @dataclass(frozen=True)
 class Pace:
-    """How much is read at once, and how long a read may take."""
+    """The size of a read, and the time it may take."""
 
     per_holder: int = 2
     total: int = 8

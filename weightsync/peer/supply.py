@@ -126,7 +126,7 @@ class Supply:
 
 
 class Turns:
-    """Which missing slot is fetched next, and what holds up the others. Times are of the monotonic clock."""
+    """The order of missing slots to fetch, and what holds up the others. Times are of the monotonic clock."""
 
     def __init__(self) -> None:
         self.problems: dict[Key, ErrorInfo] = {}  # the latest error of each fetch

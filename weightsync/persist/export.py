@@ -32,7 +32,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written where. `nbytes` counts the tensors' bytes."""
+    """An exported version. `nbytes` counts the tensors' bytes."""
 
     version: int
     part: str

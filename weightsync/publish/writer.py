@@ -42,7 +42,8 @@ CHUNK = 512 << 10
 
 
 class Sums(NamedTuple):
-    """Of one tensor's bytes: xxh3_128 in hex, and the checksum that `weightsync.format.fingerprint` is made of."""
+    """The digests of one tensor's bytes: xxh3_128 in hex, and the checksum that `weightsync.format.fingerprint` is made
+    of."""
 
     digest: str
     checksum: int

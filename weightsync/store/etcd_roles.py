@@ -24,7 +24,7 @@ GATEWAYS = "gateway/"  # API keys, their use, and the secret of cache scopes (se
 
 @dataclass(frozen=True)
 class Role:
-    """What one kind of process may do: keys, and prefixes that end in "/". What may be written may be read."""
+    """The rights of one kind of process: keys, and prefixes that end in "/". What may be written may be read."""
 
     name: str
     reads: frozenset[str]

@@ -43,7 +43,7 @@ class Engine(Protocol):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What a process is told when it starts. `serve`: it serves regions; else it reads."""
+    """The settings of a process at its start. `serve`: it serves regions; else it reads."""
 
     engine: str
     host: str

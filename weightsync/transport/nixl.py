@@ -19,7 +19,7 @@ MODULES = ("nixl_cu13", "nixl_cu12")  # `nixl` itself is only the choice between
 
 
 class Remote(msgspec.Struct, frozen=True):
-    """What NIXL tells of one region and the way to it, and where the region begins."""
+    """NIXL's description of one region and the way to it, and the address where the region begins."""
 
     agent: str
     metadata: bytes

@@ -294,7 +294,7 @@ def _exchange(connection: socket.socket, view: memoryview, key: bytes, part: lis
 
 @dataclass(frozen=True)
 class Dialer:
-    """How to reach a peer."""
+    """A dialer reaches a peer."""
 
     host: str
     port: int

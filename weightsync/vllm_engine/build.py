@@ -164,7 +164,7 @@ Sum: TypeAlias = "int | torch.Tensor"  # on a device it stays there until the en
 
 @dataclass
 class Built:
-    """What a version consists of besides the bytes in the layout slot."""
+    """The parts of a version besides the bytes in the layout slot."""
 
     private: dict[str, LinearFn] = field(default_factory=dict)
     parts: list[tuple[str, Tile, Sum]] = field(default_factory=list)

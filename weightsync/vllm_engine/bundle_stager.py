@@ -43,7 +43,8 @@ def draft_stager(runner: Any, device: torch.device, *, allow_non_finite: bool = 
 
 @dataclass(frozen=True)
 class BundleReport:
-    """How a staging went: the base's report (StageReport's fields), with the times of all, and those of the parts."""
+    """The report of a staging: the base's report (StageReport's fields), with the times of all, and those of the
+    parts."""
 
     version: int
     running: bool = False

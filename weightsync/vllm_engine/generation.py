@@ -18,7 +18,7 @@ from weightsync.vllm_engine.placement import Pair
 
 
 class Memory(Protocol):
-    """What a generation's tensors lie in: a layout slot in shared memory, or a buffer on the device."""
+    """The memory of a generation's tensors: a layout slot in shared memory, or a buffer on the device."""
 
     data: torch.Tensor
     built: bool

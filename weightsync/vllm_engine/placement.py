@@ -183,7 +183,7 @@ class Rect:
 
 @dataclass(frozen=True)
 class Placement:
-    """What every parameter receives, by the name it is loaded under. `zeros` are parts set to a constant, as padding.
+    """The source of every parameter, by the name it is loaded under. `zeros` are parts set to a constant, as padding.
 
     `opaque` parameters are filled by the loader from the tensors `loaded`; nothing reads the tensors `unused`.
     """

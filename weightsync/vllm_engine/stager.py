@@ -89,7 +89,7 @@ VERSIONS_HELD = 3  # live, previous and staged: one layout slot each, shared by 
 
 @dataclass(frozen=True)
 class StageOrder:
-    """What to stage: a published slot, its manifest digest, and where layout slots live."""
+    """A version to stage: a published slot, its manifest digest, and where layout slots live."""
 
     version: int
     slot: str
@@ -99,7 +99,8 @@ class StageOrder:
 
 @dataclass(frozen=True)
 class StageReport:
-    """How a staging went. `error`: None or {"code", "message", "tensor"}; times in ms, rate in GB/s of tensor bytes.
+    """The report of a staging. `error`: None or {"code", "message", "tensor"}; times in ms, rate in GB/s of tensor
+    bytes.
 
     `sums` goes to `format.fingerprint.combine`: {tensor: [Tile.to_row(), ...]} of what this worker will run.
     """
@@ -119,7 +120,8 @@ class StageReport:
 
 @dataclass
 class Garbage:
-    """What nobody will run again: generations, and references that commits replaced. Freed on the staging thread."""
+    """Memory that nobody will use again: generations, and references that commits replaced. Freed on the staging
+    thread."""
 
     generations: list[Generation]
     replaced: list[Any]

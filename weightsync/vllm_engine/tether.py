@@ -44,7 +44,7 @@ class TetherFailed(WeightSyncError):
 
 @dataclass(frozen=True)
 class Tether:
-    """Where the leader's end is. `host`: the leader's; `tls`: members alone are let in."""
+    """The address of the leader's end. `host`: the leader's; `tls`: members alone are let in."""
 
     host: str
     address: str

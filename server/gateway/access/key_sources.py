@@ -163,7 +163,7 @@ ATTEMPTS = 8  # at a change, while others change the same record
 
 @dataclass(frozen=True)
 class NewKey:
-    """What a key is made with. `expires_at` is unix seconds."""
+    """The properties of a new key. `expires_at` is unix seconds."""
 
     name: str
     scopes: tuple[Scope, ...]

@@ -284,14 +284,14 @@ class RateLimited(TooManyRequests):
 
 
 class Counts(Protocol):
-    """Where refusals are counted."""
+    """The counters of refusals."""
 
     def __setitem__(self, limit: str, count: int) -> None: ...
     def __getitem__(self, limit: str) -> int: ...
 
 
 class Meter:
-    """What one key uses of its limits in this gateway."""
+    """The use of one key's limits in this gateway."""
 
     __slots__ = ("counted", "key", "limits")
 

@@ -63,7 +63,7 @@ class Share(Record):
 
 @dataclass(frozen=True)
 class UsageRecord(Record):
-    """What one gateway says. Only while it is active does it hold a part of what it does not name."""
+    """The record of one gateway. Only while it is active does it hold a part of what it does not name."""
 
     gateway: str
     state: State
@@ -73,7 +73,7 @@ class UsageRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What this gateway knows of a resource: its limit, units in use here, units asked for a second."""
+    """This gateway's knowledge of a resource: its limit, units in use here, units asked for a second."""
 
     limit: int
     used: int
@@ -98,7 +98,7 @@ class Other:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to write next. `grows`: it makes this gateway hold more, so it needs the transaction to be true."""
+    """The next record to write. `grows`: it makes this gateway hold more, so it needs the transaction to be true."""
 
     state: State
     allows_for: frozenset[str]

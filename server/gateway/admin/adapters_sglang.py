@@ -62,7 +62,8 @@ router = APIRouter(tags=["sglang"], route_class=SGLangRoute)
 
 
 class TrainerRequest(BaseModel):
-    """What every request of SGLang may carry. Unknown fields are refused; those without a meaning here are named."""
+    """The fields that every request of SGLang may carry. Unknown fields are refused; those without a meaning here are
+    named."""
 
     model_config = ConfigDict(extra="forbid")
     rid: Any = None

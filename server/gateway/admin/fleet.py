@@ -110,8 +110,8 @@ Wait = Annotated[float, Field(ge=0, le=600, description="seconds to wait for it,
 
 
 class Sleep(BaseModel):
-    """How deep, and how: requests in flight get `drain_s` to end; after `ttl_s` it wakes unless the order was renewed
-    by giving it again."""
+    """How deep an instance sleeps: requests in flight get `drain_s` to end; after `ttl_s` it wakes unless the order was
+    renewed by giving it again."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     level: Level = 2
@@ -122,7 +122,7 @@ class Sleep(BaseModel):
 
 
 class Wake(BaseModel):
-    """How long to wait until it serves."""
+    """The time to wait until the instance serves."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     wait_s: Wait = 0.0

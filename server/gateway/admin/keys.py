@@ -33,7 +33,7 @@ _Declared: Any = create_model("_Declared", __config__=ConfigDict(extra="forbid",
 
 
 class Limits(_Declared):  # type: ignore[misc]
-    """What the key may use; null: as much as there is."""
+    """The limits of the key; null: none."""
 
     def on(self, before: KeyLimits) -> KeyLimits:
         """`before`, changed in what was sent."""
@@ -65,7 +65,7 @@ class Create(Expiry):
 
 
 class Update(Expiry):
-    """What is to change; what is left out stays. A null takes a limit, or the expiry, away."""
+    """The changes; fields that are left out stay. A null takes a limit, or the expiry, away."""
 
     name: Name | None = None
     scopes: Scopes | None = None
@@ -84,7 +84,7 @@ class Update(Expiry):
 
 
 class Rotate(BaseModel):
-    """How long the key of before works beside the new one."""
+    """The time in which the former key works beside the new one."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     grace_s: Annotated[float, Field(ge=0, le=MAX_GRACE_S)] = 0.0

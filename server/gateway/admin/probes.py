@@ -46,7 +46,7 @@ class ProbeFailed(ServerError):
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """What is asked of a canary. Times in seconds, `max_logprob_drift` in nats a token (None: not measured)."""
+    """The questions to a canary. Times in seconds, `max_logprob_drift` in nats a token (None: not measured)."""
 
     model: str
     prompts: tuple[ProbePrompt, ...]
@@ -90,7 +90,7 @@ def build_probe(
 
 @dataclass(frozen=True)
 class Answer:
-    """What an instance generated."""
+    """The answer that an instance generated."""
 
     text: str
     token_ids: list[int]

@@ -55,7 +55,8 @@ Version = Annotated[int, Field(ge=1, lt=2**63)]
 
 
 class SwapOptions(BaseModel):
-    """How the fleet is to take a version: all at once, or one instance after the other behind a probed canary."""
+    """The way in which the fleet takes a version: all at once, or one instance after the other behind a probed
+    canary."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     mode: SwapMode = "together"
@@ -83,7 +84,7 @@ class Activate(SwapOptions):
 
 
 class Rollback(SwapOptions):
-    """Where to go back to: any version that is still ready; by default the one before the active one."""
+    """The version to go back to: any version that is still ready; by default the one before the active one."""
 
     version: Version | None = None
 

@@ -30,7 +30,7 @@ PROMPT_FIELDS: Final = {route.path: route.prompt for route in api.ROUTES if rout
 
 @dataclass
 class Hint:
-    """What is known of a request when it is routed. Made once, and only if there is a choice.
+    """A request as routing sees it. Made once, and only if there is a choice.
 
     `prefixes[k]` stands for the first SIZES[k] bytes of the prompt, of which `size` are looked at; `session` for the
     client's session id, 0 without one. `home` is the instance that answered that session last, as far as is known.

@@ -35,7 +35,7 @@ _FULL_COST: Final = 8.0  # requests that a full KV cache counts for
 
 
 class Instance:
-    """What a gateway holds of one instance. A new address is a new `Instance`."""
+    """One instance, as a gateway knows it. A new address is a new `Instance`."""
 
     def __init__(self, record: InstanceRecord, settings: UpstreamSettings, tls: ClusterTls | None = None) -> None:
         """Raises RecordError for an address that is none, TlsUnavailable for one that must not be spoken to."""
@@ -195,7 +195,8 @@ def pressure(signals: Signals | None) -> float:
 
 
 class Window:
-    """How many requests this gateway may have at one instance. `limit`: now; infinity where there is no limit.
+    """The number of requests that this gateway may have at one instance. `limit`: now; infinity where there is no
+    limit.
 
     The most is what the engine runs at once (`max_num_seqs`, which the instance says in its record) plus a little
     headroom, so that a place that falls free is filled in the engine's next step and not after a round trip. Below that

@@ -68,7 +68,7 @@ WANTED: Final = b"%b: 1\r\n" % RESUMABLE
 
 
 class RetryBudget:
-    """Of one gateway process: a bucket of retries. `requests` is counted up by who begins one.
+    """A bucket of retries for one gateway process. `requests` is counted up by who begins one.
 
     Each request puts `share` of a retry in, each second MIN_PER_S; what the last WINDOW_S would have put in is the most
     it holds. It is looked at only when something fails, so that a request costs one addition.
@@ -128,7 +128,7 @@ class Waiter(Protocol):
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a request is held, counted from its beginning, and the answer after that.
+    """The time for which a request is held, counted from its beginning, and the answer after that.
 
     `kind`: "fleet" if there is nobody to ask, "version" if nobody runs the version asked for.
     """
@@ -179,7 +179,7 @@ class WaitingRoom:
 
 @dataclass
 class Continuation:
-    """What is left to do of a broken stream. `since` in monotonic seconds; `prefix` goes before the request's body."""
+    """The rest of a broken stream. `since` in monotonic seconds; `prefix` goes before the request's body."""
 
     error: HttpError
     since: float

@@ -31,7 +31,7 @@ SPREAD: Final = 0.25
 
 
 class Candidate(Protocol):
-    """What is known of an instance when a request is routed."""
+    """An instance as routing sees it."""
 
     @property
     def id(self) -> str: ...
@@ -65,7 +65,7 @@ class Candidate(Protocol):
 
 @dataclass(frozen=True)
 class Need:
-    """Which versions may answer; `wait_s`: how long the client waits for one of them."""
+    """The versions that may answer; `wait_s`: how long the client waits for one of them."""
 
     version: int | None
     min_version: int | None

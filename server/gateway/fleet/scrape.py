@@ -76,7 +76,7 @@ async def answering(instance: Instance, timeout_s: float) -> bool:
 
 
 class Readiness:
-    """Which instance answers its health check, asked once for all who want to know at a time.
+    """The health checks of instances, asked once for all callers at a time.
 
     All instances are asked at once, up to `MOST_ASKED` of them, and the first good answer is enough. It holds for
     `HOLDS_S`, and as long as the same instances serve: anybody may ask, and an instance is not asked as often.

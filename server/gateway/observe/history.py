@@ -32,7 +32,7 @@ KEPT_SAMPLES = 300
 
 
 class Scraped(Protocol):
-    """What is looked at of an instance."""
+    """The values that are read from an instance."""
 
     signals: Signals | None
     inflight: int

@@ -52,7 +52,7 @@ def release() -> str:
 
 @dataclass(frozen=True)
 class Counted:
-    """Where values come from: what one gateway counts and knows."""
+    """The source of values: what one gateway counts and knows."""
 
     stats: Stats
     fleet: Fleet

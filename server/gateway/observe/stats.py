@@ -58,7 +58,7 @@ class Histogram:
 
 @dataclass
 class Finished:
-    """What is told of a request when it is over.
+    """A finished request.
 
     These are ids, counts and times: never a key, a header that a client made up, or a word of a prompt or an answer.
 

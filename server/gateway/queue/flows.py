@@ -24,7 +24,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Item(Protocol):
-    """What waits. `cost` is in tokens, `weight` at least 1."""
+    """A waiting request. `cost` is in tokens, `weight` at least 1."""
 
     @property
     def key(self) -> bytes: ...

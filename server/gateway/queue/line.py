@@ -243,7 +243,7 @@ class AdmissionQueue(Generic[W]):
 
 
 class DrainRate:
-    """How fast the line moves, as measured: departures per second of the time in which somebody waits.
+    """The measured speed of the line: departures per second of the time in which somebody waits.
 
     Waiting times and Retry-After are computed from it. Times are monotonic seconds.
     """

@@ -82,7 +82,7 @@ def check_object(body: bytes) -> Fields:
 
 
 class Said(msgspec.Struct):
-    """What an event says of its tokens: a choice of it, or the whole event on /generate."""
+    """The tokens of an event: a choice of it, or the whole event on /generate."""
 
     token_ids: list[int] = []
     weight_versions: list[Span] = []

@@ -51,7 +51,7 @@ STATUS_LINES: Final = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encod
 
 @dataclass
 class RequestHead:
-    """What the gateway needs of a request's headers."""
+    """The parts of a request's headers that the gateway needs."""
 
     request_id: bytes
     forward: bytes  # header lines for the instance

@@ -42,7 +42,7 @@ class ReplayMemory:
 
 
 class Journal:
-    """Of one stream. `take` is on the hot path."""
+    """The journal of one stream. `take` is on the hot path."""
 
     __slots__ = (
         "_charged", "_ids", "_lead", "_memory", "_names", "_partial", "_pieces", "_prompt", "_request_bytes", "_seams",

@@ -201,7 +201,7 @@ class Pool:
 
 
 class Outbox:
-    """What is to be written before the loop waits again. A transport that is closing by then takes no more.
+    """The bytes to write before the loop waits again. A transport that is closing by then takes no more.
 
     A turn of a busy gateway reads from many connections, and each read makes a write. Written at once, every write
     wakes the other side, which has gone to sleep again by the next; written together, the first finds it asleep and

@@ -97,7 +97,7 @@ def _refuse(problem: Problem) -> NoReturn:
 
 
 class Backend:
-    """How the engine with this configuration does structured output. `backend` of vLLM's options decides."""
+    """The engine's way to do structured output with this configuration. `backend` of vLLM's options decides."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._config = vllm_config

@@ -58,7 +58,8 @@ class GrammarsBusy(Problem):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one trial: `seconds` of CPU and `mib` of memory. `at_once` run and `waiting` wait; `verdicts` are kept.
+    """The limits of one trial: `seconds` of CPU and `mib` of memory. `at_once` run and `waiting` wait; `verdicts` are
+    kept.
 
     Raises ConfigError.
     """
@@ -81,7 +82,8 @@ DEFAULT = Limits()
 
 @dataclass(frozen=True)
 class Grammar:
-    """What vLLM would compile. `attempts` are (library, kind, text); of those in `chosen`, one has to succeed."""
+    """A grammar that vLLM would compile. `attempts` are (library, kind, text); of those in `chosen`, one has to
+    succeed."""
 
     attempts: tuple[tuple[str, str, str], ...]
     chosen: frozenset[int]
