@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,10 +47,13 @@ def worker(
 
     args = EngineArgs(model=str(checkpoint), dtype=dtype, enforce_eager=True, load_format="dummy", max_model_len=256)
     config = args.create_engine_config()
+    with set_current_vllm_config(config):
+        _be_alone()
     group = SimpleNamespace(world_size=world, rank_in_group=rank, rank=rank, is_first_rank=True, is_last_rank=True)
     saved = (parallel_state._TP, parallel_state._PP)
-    parallel_state._TP = group
-    parallel_state._PP = SimpleNamespace(world_size=1, rank_in_group=0, rank=0, is_first_rank=True, is_last_rank=True)
+    if world > 1:
+        alone = SimpleNamespace(world_size=1, rank_in_group=0, rank=0, is_first_rank=True, is_last_rank=True)
+        parallel_state._TP, parallel_state._PP = group, alone
     cpu = torch.device("cpu")
     try:
         with set_current_vllm_config(config):
@@ -64,3 +68,14 @@ def worker(
             yield Worker(model, config, stager)
     finally:
         parallel_state._TP, parallel_state._PP = saved
+
+
+def _be_alone() -> None:
+    """Give vLLM the process groups of a single rank, once per process: experts ask for theirs."""
+    from vllm.distributed import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        store = tempfile.NamedTemporaryFile(prefix="hotswap-groups-")  # noqa: SIM115 - its name is what is needed
+        parallel_state.init_distributed_environment(1, 0, f"file://{store.name}", 0, "gloo")
+        parallel_state.initialize_model_parallel()
+        parallel_state._EP = parallel_state._EP or parallel_state._TP  # vLLM makes one only if this model has experts

@@ -17,9 +17,9 @@ ROUNDING = 0.3  # nats; bf16 kernels round by the shape of a batch, and other we
 Ids = list[int]
 
 
-def answers(model: Path, prompts: list[Ids], tokens: int) -> list[Ids]:
-    """Its greedy answers, after it has loaded `model` from disk itself."""
-    return list(_asked({"model": str(model), "prompts": prompts, "tokens": tokens}))
+def answers(model: Path, prompts: list[Ids], tokens: int, **options: Any) -> list[Ids]:
+    """Its greedy answers, after it has loaded `model` from disk itself. `options` are vLLM's."""
+    return list(_asked({"model": str(model), "prompts": prompts, "tokens": tokens, "options": options}))
 
 
 def behind(model: Path, asked: list[tuple[Ids, Ids]]) -> list[float]:
@@ -41,7 +41,9 @@ def main(question: Path, answer: Path) -> None:
     from vllm.v1.engine.core import EngineCore
 
     what = orjson.loads(question.read_bytes())
-    llm = LLM(what["model"], enforce_eager=True, max_model_len=1024, kv_cache_memory_bytes=64 << 20)
+    llm = LLM(
+        what["model"], enforce_eager=True, max_model_len=1024, kv_cache_memory_bytes=64 << 20, **what.get("options", {})
+    )
     assert not hasattr(EngineCore, "hotswap_commit"), "this engine is not a stock one"
 
     def generated(prompts: list[Ids], **sampling: Any) -> Any:

@@ -151,15 +151,24 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def report(self) -> BundleReport:
         return self._stager.report
 
-    def commit(self, version: int) -> float:
-        """Flip to `version`; returns the flip's time in ms. Raises NotStagedError, and then nothing has changed."""
+    def commit(self, version: int) -> tuple[float, bool]:
+        """Flip to `version`. Raises NotStagedError, and then nothing has changed.
+
+        Returns (the flip's time in ms, whether the scales of the KV cache changed). What is in a quantised cache can
+        only be read with the scales that it was written with.
+        """
         started = time.perf_counter()
         if self._held.live is not None and self._held.live.version == version:
-            return 0.0
+            return 0.0, False
         target = self._find(version)
+        before = self._kv_scales()
         staged, self._stager.bundle = self._stager.bundle, None
         self._held.commit(target, staged)
-        return (time.perf_counter() - started) * 1e3
+        return (time.perf_counter() - started) * 1e3, before != self._kv_scales()
+
+    def _kv_scales(self) -> dict[str, Any]:
+        pieces = self._held.live.pieces.values() if self._held.live is not None else ()
+        return {k: v for piece in pieces for k, v in getattr(piece.generation, "kv_scales", {}).items()}
 
     def _find(self, version: int) -> Bundle:
         for bundle in (self._held.previous, self._stager.bundle):
@@ -196,5 +205,5 @@ class WorkerMethods:
     def hotswap_drop(self, version: int, previous: bool) -> None:
         self.weight_transfer_engine.drop(version, previous=previous)
 
-    def hotswap_commit(self, version: int) -> float:
+    def hotswap_commit(self, version: int) -> tuple[float, bool]:
         return self.weight_transfer_engine.commit(version)

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -38,18 +38,31 @@ from weightsync.format.fingerprint import (
 )
 from weightsync.format.manifest import Schema, TensorEntry
 from weightsync.memory.receiver import SlotReader
-from weightsync.vllm_engine.layout import BLOCK_ROWS, Entry, Layout, LinearFn, onednn_linear, pack_into
+from weightsync.vllm_engine.layout import (
+    BLOCK_ROWS,
+    Entry,
+    Layout,
+    LinearFn,
+    View,
+    onednn_linear,
+    pack_into,
+    place_views,
+    plan_layout,
+)
 from weightsync.vllm_engine.placement import (
     Box,
     Pair,
     Placement,
     Rect,
+    UnsupportedModelError,
     as_matrix,
     group_by_layer,
+    layer_of,
     learn,
     load_group,
     matrix,
 )
+from weightsync.vllm_engine.processing import Change, NotInPlace, Processing, in_place, same
 
 Pace = Callable[[int], None]
 
@@ -163,10 +176,26 @@ Sum: TypeAlias = "int | torch.Tensor"  # on a device it stays there until the en
 
 
 @dataclass
+class Plan:
+    """What processing makes of a model, learnt by doing it once.
+
+    `live` are the running tensors that get the contents of the slot's `views`, `scalars` where processing's numbers go,
+    both by path. Modules in `private` are replaced as a whole in each instance, for the reason given.
+    """
+
+    views: dict[str, View] = field(default_factory=dict)
+    live: dict[str, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, Change] = field(default_factory=dict)
+    private: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
 class Built:
     """The parts of a version besides the bytes in the layout slot."""
 
     private: dict[str, LinearFn] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+    scalars: dict[str, Any] = field(default_factory=dict)
     parts: list[tuple[str, Tile, Sum]] = field(default_factory=list)
 
     def sums(self) -> TileSums:
@@ -178,28 +207,74 @@ class Built:
 
 
 class Builder:
-    """Replays the placement of one model. The twin's own memory is touched for opaque parameters only."""
+    """Replays the placement of one model. The twin's own memory is touched for opaque and processed parameters only.
+
+    `rank` and `world` are the worker's place among those that share the model.
+    """
 
     def __init__(
         self,
         twin: torch.nn.Module,
         pairs: list[Pair],
-        layout: Layout,
         device: torch.device,
         *,
+        processing: Processing | None = None,
+        rank: int = 0,
+        world: int = 1,
         allow_non_finite: bool = False,
     ) -> None:
-        self._twin, self._pairs, self._layout, self._device = twin, pairs, layout, device
+        self._twin, self._pairs, self._device, self._processing = twin, pairs, device, processing
+        self._rank, self._world = rank, world
         self._allow_non_finite = allow_non_finite
         self._own = {s.name: s for s in pairs if s.name == s.source}
+        self._processed = {name for name, pair in self._own.items() if pair.role == "processed"}
         self._shapes = {name: s.parameter.shape for name, s in self._own.items()}
-        self._onednn = {s.source for s in pairs if s.role == "linear" and layout.kernels[s.name] == "onednn"}
         self._learnt: tuple[str, Placement] | None = None
+        self.plan = Plan()
         self._scratch: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     @property
     def has_private(self) -> bool:
-        return bool(self._onednn)
+        """Whether a version has parts that each instance builds for itself."""
+        return bool(self._onednn or self.plan.private)
+
+    def prepare(self, reader: SlotReader, pace: Pace) -> Layout:
+        """Learn where the tensors of this published slot go, unless the last one had the same names, shapes, dtypes.
+
+        Raises MissingTensor, UnsupportedModelError, NotFinite.
+        """
+        published = Published(reader, pace, allow_non_finite=self._allow_non_finite)
+        digest = published.schema.digest
+        if self._learnt is None or self._learnt[0] != digest:
+            placement = self._learn(published)
+            filled = {n for n, found in [*placement.rects.items(), *placement.constants.items()] if found}
+            filled |= placement.opaque.keys()
+            self.plan = self._rehearse(placement, published)
+            self.layout = plan_layout(
+                self._pairs, self._device, self._rank, self._world, filled=filled, views=self.plan.views
+            )
+            kernels = self.layout.kernels
+            self._onednn = {s.source for s in self._pairs if s.role == "linear" and kernels[s.name] == "onednn"}
+            self._learnt = (digest, placement)
+        return self.layout
+
+    def _learn(self, published: Published) -> Placement:
+        for name, pair in self._own.items():
+            if pair.parameter.shape != self._shapes[name]:
+                pair.parameter.data = pair.parameter.data.new_empty(self._shapes[name])
+        layers = self._processing.layers if self._processing is not None else ()
+        if self._processing is not None:
+            self._processing.begin(layers)
+        try:
+            groups = group_by_layer(published.schema.tensors)
+            placement = learn(self._twin, self._pairs, published.tensors(), groups)
+        finally:
+            if self._processing is not None:
+                self._processing.drop(layers)
+        if self._device.type != "cpu":  # there, memory that is never touched is taken all the same
+            for name in self._own.keys() - placement.opaque.keys() - self._processed:
+                self._own[name].parameter.data = self._own[name].parameter.data.new_empty(0)
+        return placement
 
     def build(self, reader: SlotReader, data: torch.Tensor | None, pace: Pace) -> Built:
         """Fill `data`, the layout slot's bytes (None: they are there already), and make the private kernels.
@@ -208,16 +283,19 @@ class Builder:
         in the type they are served in, ChecksumMismatch when what was built is not what was published, MissingTensor,
         UnsupportedModelError.
         """
+        self.prepare(reader, pace)
         published, built = Published(reader, pace, allow_non_finite=self._allow_non_finite), Built()
-        placement = self._placement(published)
+        placement = self._placement
         for entry in self._entries(placement) if data is not None else ():
             assert data is not None
             self._fill(entry, placement, published, data, built)
-        for source in sorted(self._onednn - placement.opaque):
+        for source in sorted(self._onednn - placement.opaque.keys()):
             raw = self._raw(source, placement, published)
             self._sum_plain(raw, source, placement, published, built)
             built.private[source] = onednn_linear(raw)
         self._load_opaque(placement, published, data, built)
+        for layer in self._layers if data is not None else self._private_layers():
+            self._process(layer, placement, published, data, built)
         self._sum_unused(placement, published, built)
         published.finish()
         compare(built.sums(), reader.manifest.tensors)
@@ -225,33 +303,26 @@ class Builder:
 
     def check(self, reader: SlotReader, data: torch.Tensor) -> TileSums:
         """Read `data` again: the sums of what lies there now, as `build` reported them if nothing changed since."""
+        self.prepare(reader, lambda _: None)
         published, built = Published(reader, lambda _: None, allow_non_finite=True), Built()
-        placement = self._placement(published)
+        placement = self._placement
         for entry in self._entries(placement):
             if entry.packed:
                 self._sum_packed(entry, placement, published, data, built)
             else:
                 self._sum_plain(entry.view(data), entry.source, placement, published, built)
+        for rect in (rect for name in sorted(self._processed) for rect in placement.rects.get(name, ())):
+            built.parts.append((rect.name, published.part(rect, 0), published.sum(rect)))
         self._sum_unused(placement, published, built)
         return built.sums()
 
-    def _placement(self, published: Published) -> Placement:
-        """Learnt once, and again only when names, shapes or dtypes change."""
-        digest = published.schema.digest
-        if self._learnt is None or self._learnt[0] != digest:
-            for name, pair in self._own.items():
-                if pair.parameter.shape != self._shapes[name]:
-                    pair.parameter.data = pair.parameter.data.new_empty(self._shapes[name])
-            groups = group_by_layer(published.schema.tensors)
-            placement = learn(self._twin, self._pairs, published.tensors(), groups)
-            if self._device.type != "cpu":  # there, memory that is never touched is taken all the same
-                for name in self._own.keys() - placement.opaque:
-                    self._own[name].parameter.data = self._own[name].parameter.data.new_empty(0)
-            self._learnt = (digest, placement)
+    @property
+    def _placement(self) -> Placement:
+        assert self._learnt is not None
         return self._learnt[1]
 
     def _entries(self, placement: Placement) -> Iterator[Entry]:
-        return (entry for entry in self._layout.entries if entry.source not in placement.opaque)
+        return (entry for entry in self.layout.entries if entry.source not in placement.opaque)
 
     # filling ----------------------------------------------------------------------------------------------------------
 
@@ -274,7 +345,7 @@ class Builder:
                 total = total + (
                     self._pack(entry, piece, published, data)
                     if entry.packed
-                    else self._copy(target, entry, piece, published)
+                    else self._copy(target, entry.source, piece, published)
                 )
             built.parts.append((rect.name, published.part(rect, 0), total))
         return None
@@ -283,15 +354,15 @@ class Builder:
         words, first = published.words(piece.name, piece.source), published.first_word(piece.name, piece.source)
         return pack_rectangle(words, packed_words(entry, piece.target, data), piece.source.row, first)
 
-    def _copy(self, target: torch.Tensor, entry: Entry, piece: Rect, published: Published) -> Sum:
-        view, served = crop(target, piece.target), self._own[entry.source].parameter.dtype
+    def _copy(self, target: torch.Tensor, parameter: str, piece: Rect, published: Published) -> Sum:
+        view, served = crop(target, piece.target), self._own[parameter].parameter.dtype
         if view.device.type == "cpu" and view.dtype is served is published.dtype(piece.name):
             words = words_of(view).numpy()
             np.copyto(words, published.words(piece.name, piece.source))
             return rectangle(words, piece.source.row, published.first_word(piece.name, piece.source))
         source = crop(as_matrix(published.tensor(piece.name)), piece.source)
         view.copy_(published.cast(piece.name, source, served))  # by way of the type the model has: a bias is wider here
-        return self._sum(view, piece, entry.source, published)
+        return self._sum(view, piece, parameter, published)
 
     def _raw(self, source: str, placement: Placement, published: Published) -> torch.Tensor:
         """The parameter as vLLM's loader would have filled it: in the published slot itself if it lies there so."""
@@ -313,21 +384,100 @@ class Builder:
         return raw
 
     def _load_opaque(self, placement: Placement, published: Published, data: torch.Tensor | None, built: Built) -> None:
-        if not placement.opaque:
-            return
-        for name in placement.loaded:
-            published.read(name, published.whole(name))
-        load_group(self._twin, ((name, published.tensor(name)) for name in placement.loaded))
-        for source in sorted(placement.opaque):
+        opaque = placement.opaque.keys() - self._processed
+        self._load(sorted(opaque), placement, published)
+        for source in sorted(opaque):
             raw = self._own[source].parameter.data
             if raw.is_floating_point() and not (published.allow_non_finite or bool(torch.isfinite(raw).all())):
                 raise NotFinite(source, str(raw.dtype).removeprefix("torch."))
-            for entry in self._layout.entries if data is not None else ():
+            for entry in self.layout.entries if data is not None else ():
                 if entry.source == source:
                     assert data is not None
                     (pack_into if entry.packed else torch.Tensor.copy_)(entry.view(data), raw)
             if source in self._onednn:
                 built.private[source] = onednn_linear(raw)
+
+    def _load(self, opaque: list[str], placement: Placement, published: Published) -> None:
+        """Have vLLM's loader fill these parameters of the twin."""
+        names = dict.fromkeys(name for source in opaque for name in placement.opaque[source])
+        for name in names:
+            published.read(name, published.whole(name))
+        if names:
+            load_group(self._twin, ((name, published.tensor(name)) for name in names))
+
+    # processing -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _layers(self) -> Iterable[str]:
+        return self._processing.layers if self._processing is not None else ()
+
+    def _private_layers(self) -> list[str]:
+        return [layer for layer in self._layers if any(layer_of(root) == layer for root in self.plan.private)]
+
+    def _rehearse(self, placement: Placement, published: Published) -> Plan:
+        """Process every layer once, to see what comes of it. Nothing is kept but the shapes."""
+        plan, end = Plan(), 0
+        for layer in self._layers:
+            made: dict[str, torch.Tensor] = {}
+            for root, changes in self._made(layer, placement, published, Built()).items():
+                try:
+                    leaves, scalars = in_place(changes)
+                except NotInPlace as error:
+                    self._refuse_private(root, error)
+                    plan.private[root] = str(error)
+                    continue
+                made |= {leaf.path: leaf.made for leaf in leaves}
+                plan.live |= {leaf.path: leaf.live for leaf in leaves}
+                plan.scalars |= {scalar.path: scalar for scalar in scalars}
+            views, end = place_views(made, end)
+            plan.views |= views
+        return plan
+
+    def _refuse_private(self, root: str, error: Exception) -> None:
+        """Captured graphs hold the addresses of an accelerator's weights: nothing there can be replaced."""
+        if self._device.type != "cpu":
+            raise UnsupportedModelError(f"layer {root!r} cannot be swapped under captured graphs: {error}")
+
+    def _process(
+        self, layer: str, placement: Placement, published: Published, data: torch.Tensor | None, built: Built
+    ) -> None:
+        """Have vLLM load and process a layer; what other instances can map goes into the slot."""
+        for root, changes in self._made(layer, placement, published, built).items():
+            if root in self.plan.private:
+                built.changes += changes
+                continue
+            try:
+                leaves, scalars = in_place(changes)
+            except NotInPlace as error:
+                raise UnsupportedModelError(f"version differs from the one that runs: {error}; restart on it") from None
+            for leaf in leaves if data is not None else ():
+                view = self.layout.views.get(leaf.path)
+                if view is None or self.plan.live[leaf.path] is not leaf.live:
+                    raise UnsupportedModelError(f"{leaf.path} was not there in the first version; restart on this one")
+                view.of(data).copy_(leaf.made)
+            for scalar in scalars if self._device.type != "cpu" else ():
+                if not same(scalar.holder[scalar.key], scalar.value):
+                    raise UnsupportedModelError(f"{scalar.path} changes, and captured graphs hold it; restart on it")
+            built.scalars |= {scalar.path: scalar.value for scalar in scalars}
+
+    def _made(self, layer: str, placement: Placement, published: Published, built: Built) -> dict[str, list[Change]]:
+        """Load a layer of the twin, have vLLM process it, and return what came of it by module."""
+        assert self._processing is not None
+        self._processing.begin([layer])
+        names = [name for name in self._own if name in self._processed and layer_of(name) == layer]
+        for name in names:
+            target = self._own[name].parameter.data
+            for box, value in placement.constants.get(name, ()):
+                crop(as_matrix(target), box).fill_(value)
+            for rect in placement.rects.get(name, ()):
+                total: Sum = 0
+                for piece in pieces(rect, published.row_nbytes(rect.name)):
+                    published.read(piece.name, piece.source)
+                    total = total + self._copy(as_matrix(target), name, piece, published)
+                built.parts.append((rect.name, published.part(rect, 0), total))
+        self._load([name for name in names if name in placement.opaque], placement, published)
+        self._processing.process(layer)
+        return self._processing.harvest(layer)
 
     # summing ----------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@
   to the new version; one that has begun goes on with the blocks it has, and shares none from then on.
 * A request that asked for it (`extra_args["hotswap"]["policy"] == "recompute"`) is preempted in the commit, and its KV
   rebuilt under the new weights. When a version is withdrawn (a commit goes back to an older one), that is done with
-  every request: what a bad version computed does not live on under a good one's label.
+  every request: what a bad version computed does not live on under a good one's label. The same holds when the scales
+  of a quantised KV cache change: what lies there was written with the old ones.
 * Blocks of the KV cache that hold what other weights wrote are zeroed before the next request gets them (below).
 * A request that must see no token of the new version is ended by the commit, or not let in (requests.py).
 * Version spans are attached to every partial output, not to the last one only; those over a prompt that a commit fell
@@ -68,14 +69,14 @@ def commit(self: Any, version: int) -> dict[str, Any]:
     several the caller must treat the instance as torn.
     """
     started = time.perf_counter()
-    flips = self.collective_rpc("hotswap_commit", args=(version,))
+    flips, rescaled = zip(*self.collective_rpc("hotswap_commit", args=(version,)), strict=True)
     computed = len(self.batch_queue or ())
     _labels(self).extend([self._weight_version] * (computed - len(_labels(self))))
     changed = _version(self) != str(version)
     if changed:
         requests.end_barred(self, str(version))
     self.set_weight_version(str(version))
-    crossed = _move_requests(self.scheduler, str(version)) if changed else {}
+    crossed = _move_requests(self.scheduler, str(version), anew=any(rescaled)) if changed else {}
     return {"flip_ms": max(flips), "commit_ms": (time.perf_counter() - started) * 1e3, "crossed": crossed}
 
 
@@ -97,14 +98,17 @@ def _with_prompts(scheduler: Any, outputs: list[Any], version: str) -> str:
     return f"{version}|{orjson.dumps(crossed).decode()}" if crossed else version
 
 
-def _move_requests(scheduler: Any, version: str) -> dict[str, int]:
-    """Settle what every request's blocks belong to from this commit on; what is not through with its prompt."""
+def _move_requests(scheduler: Any, version: str, *, anew: bool) -> dict[str, int]:
+    """Settle what every request's blocks belong to from this commit on; what is not through with its prompt.
+
+    `anew`: no request can go on with the blocks that it has.
+    """
     before, scheduler._hotswap_version = getattr(scheduler, "_hotswap_version", ""), version
     crossed: dict[str, int] = {}
     mark_stale(scheduler)
     withdrawn = before.isdecimal() and int(version) < int(before)
     for request in reversed(list(scheduler.running)):  # the last one first: each is put before those that wait
-        if withdrawn or requests.wish_of(request).get("policy") == "recompute":
+        if withdrawn or anew or requests.wish_of(request).get("policy") == "recompute":
             _start_over(scheduler, request)
             continue
         go_private(request, scheduler.hash_block_size)

@@ -1,8 +1,11 @@
 """One version, ready to run: what a commit flips the live model to, and what a rollback flips it back to.
 
-On an accelerator captured graphs hold the addresses of the live weights, so their contents change: a version is staged
-into a buffer on the device; a commit exchanges it with the live tensors, on the device, between two batches. What the
-buffer holds afterwards is the version before, so a rollback is the same exchange again.
+A flip has two parts. `tensors`: a live tensor and the staged one whose contents it gets; every holder of the live
+tensor follows. `changes`: attributes of live objects that are replaced as a whole, kernels above all.
+
+On a CPU a live tensor is pointed at the memory of the staged one. On an accelerator captured graphs hold the addresses
+of the live weights, so the staged bytes are copied into them, on the device, between two batches. The staged buffer
+itself never changes: a rollback copies the buffer of the version before, and so does a flip that failed halfway.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from weightsync.vllm_engine.layout import Layout, LinearFn, packed_linear, plain_linear
-from weightsync.vllm_engine.placement import Pair
+from weightsync.vllm_engine.placement import Pair, held
+from weightsync.vllm_engine.pool import Notes
+from weightsync.vllm_engine.processing import GONE, Change
 
 
 class Memory(Protocol):
@@ -24,49 +28,59 @@ class Memory(Protocol):
     built: bool
 
     @property
-    def sums(self) -> dict[str, list[list[int]]]:
+    def notes(self) -> Notes:
         """Those that `seal` was given, by whoever built it."""
 
-    def seal(self, key: str, sums: dict[str, list[list[int]]], /) -> None:
-        """The version `key` is complete; `sums` are those of its parts."""
+    def seal(self, key: str, notes: Notes, /) -> None:
+        """The version `key` is complete."""
 
     def release(self) -> None:
         """Nobody runs on it any more."""
 
 
-@dataclass(frozen=True)
-class Flip:
-    """New state of one live module: the parameters to place and the kernel that runs it (None: leave as it is)."""
+KV_SCALES = ("_k_scale_float", "_v_scale_float")  # of vLLM's attention: what a quantised KV cache was written with
 
-    module: nn.Module
-    parameters: dict[str, nn.Parameter]
-    linear: LinearFn | None
+
+@dataclass
+class Flips:
+    """What a commit does: (live tensor, staged tensor) pairs, no live tensor twice, and changes of attributes."""
+
+    tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
 
 
 @dataclass
 class Generation:
-    """Every flip of one version, and the memory that must outlive them."""
+    """The flips of one version, and the memory that must outlive them."""
 
     version: int
     digest: str
-    flips: list[Flip]
+    flips: Flips
     slot: Memory | None = None
-    private: dict[str, LinearFn] = field(default_factory=dict)
     sums: dict[str, list[list[int]]] = field(default_factory=dict)
+    kv_scales: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kv_scales = {c.path: c.value for c in self.flips.changes if c.key in KV_SCALES}
 
     def commit(self) -> list[Any]:
         """Point the live model at this version. Runs between two batches; only references change.
 
         Returns what was replaced: freeing it can take tens of milliseconds, so the caller drops it elsewhere.
         """
-        replaced: list[Any] = []
-        for flip in self.flips:
-            state = flip.module.__dict__
-            replaced += [state["_parameters"].get(name) for name in flip.parameters]
-            state["_parameters"].update(flip.parameters)
-            if flip.linear is not None:
-                replaced.append(state.get("cpu_linear"))
-                state["cpu_linear"] = flip.linear
+        replaced: list[Any] = [live.data for live, _ in self.flips.tensors]
+        for live, staged in self.flips.tensors:
+            live.data = staged
+        return replaced + self._change()
+
+    def _change(self) -> list[Any]:
+        replaced = []
+        for change in self.flips.changes:
+            if change.value is GONE:
+                replaced.append(change.holder.pop(change.key, None))
+            else:
+                replaced.append(change.holder.get(change.key))
+                change.holder[change.key] = change.value
         return replaced
 
     def displaced(self, live: Generation | None) -> Generation | None:
@@ -75,37 +89,39 @@ class Generation:
 
     def release(self) -> None:
         """Drop the memory; call it on a thread that decodes nothing, unmapping takes tens of milliseconds."""
-        self.flips.clear()
-        self.private.clear()
+        self.flips = Flips()
         if self.slot is not None:
             self.slot.release()
             self.slot = None
 
 
-def build_flips(pairs: list[Pair], layout: Layout, data: torch.Tensor, private: dict[str, LinearFn]) -> list[Flip]:
-    """Flips onto the tensors in `data` (the layout slot's bytes) and the `private` kernels (oneDNN), by module."""
+class CopyGeneration(Generation):
+    """A generation whose commit copies its contents into the live tensors, whose addresses stay."""
+
+    def commit(self) -> list[Any]:
+        if self.flips.tensors:
+            lives, staged = zip(*self.flips.tensors, strict=True)
+            with torch.no_grad():
+                torch._foreach_copy_([live.data for live in lives], list(staged))
+        return self._change()
+
+
+def build_flips(pairs: list[Pair], layout: Layout, data: torch.Tensor, private: dict[str, LinearFn]) -> Flips:
+    """Flips onto the tensors in `data` (the layout slot's bytes) and the `private` kernels (oneDNN)."""
     plain, packed = layout.plain, layout.packed
-    parameters: dict[str, dict[str, nn.Parameter]] = {}
-    linears: dict[str, LinearFn] = {}
-    modules = {pair.module_name: pair.live for pair in pairs}
+    tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # two modules may hold one tensor
+    kernels: dict[str, Change] = {}
     for pair in pairs:
+        path, state = f"{pair.module_name}.cpu_linear", pair.live.__dict__
         if pair.role == "linear" and layout.kernels[pair.name] == "packed":
-            linears[pair.module_name] = packed_linear(packed[pair.source].view(data))
-        elif pair.role != "plain":
-            linears[pair.module_name] = private.get(pair.source, plain_linear)
-        if pair.source in plain:
-            tensor = plain[pair.source].view(data)
-            parameters.setdefault(pair.module_name, {})[pair.leaf] = _like(tensor, pair.live._parameters[pair.leaf])
-    return [Flip(modules[n], parameters.get(n, {}), linears.get(n)) for n in modules]
-
-
-def _like(tensor: torch.Tensor, old: nn.Parameter | None) -> nn.Parameter:
-    """`tensor` as a parameter of `old`'s class, keeping the attributes vLLM's loaders hung on it."""
-    if old is None:
-        return nn.Parameter(tensor, requires_grad=False)
-    new: nn.Parameter = torch.Tensor._make_subclass(type(old), tensor, False)  # type: ignore[assignment]
-    new.__dict__.update(old.__dict__)
-    return new
+            kernels[path] = Change(path, state, "cpu_linear", packed_linear(packed[pair.source].view(data)))
+        elif pair.role in ("linear", "table"):
+            kernels[path] = Change(path, state, "cpu_linear", private.get(pair.source, plain_linear))
+        if pair.role != "processed" and pair.source in plain:
+            live = held(pair.live, pair.leaf)
+            assert live is not None
+            tensors[id(live)] = live, plain[pair.source].view(data)
+    return Flips(list(tensors.values()), list(kernels.values()))
 
 
 @dataclass
@@ -114,9 +130,9 @@ class DeviceBuffer:
 
     data: torch.Tensor
     built: bool = False
-    sums: dict[str, list[list[int]]] = field(default_factory=dict)
+    notes: Notes = field(default_factory=Notes)
 
-    def seal(self, _key: str, _sums: dict[str, list[list[int]]]) -> None:
+    def seal(self, _key: str, _notes: Notes) -> None:
         """The copies were queued by the staging thread; the commit must find them done."""
         if self.data.is_cuda:
             torch.cuda.synchronize(self.data.device)
@@ -129,30 +145,8 @@ class DeviceBuffer:
 class DevicePool:
     """Hands out one buffer per staging; the allocator reuses what is released."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._nbytes, self._device = nbytes, device
+    def __init__(self, fingerprint: str, nbytes: int, device: torch.device) -> None:
+        self.fingerprint, self._nbytes, self._device = fingerprint, nbytes, device
 
     def acquire(self, _key: str) -> DeviceBuffer:
         return DeviceBuffer(torch.empty(self._nbytes, dtype=torch.uint8, device=self._device))
-
-
-@dataclass
-class ExchangeGeneration(Generation):
-    """A generation whose commit exchanges contents; the object then holds the weights it displaced."""
-
-    def commit(self) -> list[Any]:
-        with torch.no_grad():
-            for flip in self.flips:
-                for name, staged in flip.parameters.items():
-                    live = flip.module._parameters[name]
-                    assert live is not None
-                    before = live.data.clone()
-                    live.data.copy_(staged.data)
-                    staged.data.copy_(before)
-        return []
-
-    def displaced(self, live: Generation | None) -> Generation | None:
-        if live is None:
-            self.release()  # the weights the model was started with are nobody's version
-            return None
-        return ExchangeGeneration(live.version, live.digest, self.flips, self.slot, self.private, live.sums)

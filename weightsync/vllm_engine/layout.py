@@ -19,9 +19,10 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import astuple, dataclass, replace
 from importlib import metadata
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -113,11 +114,35 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class View:
+    """A tensor in the slot that vLLM's processing made: `offset` in bytes; views of one storage overlap here too."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def end(self) -> int:
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return self.offset + (last + 1) * getattr(torch, self.dtype).itemsize
+
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        """This tensor in `data`, the slot's bytes as uint8."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        begin = (data.storage_offset() + self.offset) // dtype.itemsize
+        return torch.empty(0, dtype=dtype, device=data.device).set_(
+            data.untyped_storage(), begin, self.shape, self.stride
+        )
+
+
+@dataclass(frozen=True)
 class Layout:
-    """All entries of one model on one rank. `plain[name]`, `packed[name]` by parameter name."""
+    """All entries of one model on one rank. `plain[name]`, `packed[name]` by parameter name; `views` by path."""
 
     entries: tuple[Entry, ...]
     kernels: dict[str, Kernel]
+    views: dict[str, View]
     nbytes: int
     fingerprint: str
 
@@ -130,12 +155,26 @@ class Layout:
         return {e.source: e for e in self.entries if e.packed}
 
 
-def plan_layout(pairs: list[Pair], device: torch.device, rank: int, world: int) -> Layout:
-    """Give every parameter its place; a weight may need two (a tied embedding: a table to look up, a GEMM to run)."""
+def plan_layout(
+    pairs: list[Pair],
+    device: torch.device,
+    rank: int,
+    world: int,
+    *,
+    filled: Container[str] = frozenset(),
+    views: Mapping[str, View] = MappingProxyType({}),
+) -> Layout:
+    """Give every parameter its place; a weight may need two (a tied embedding: a table to look up, a GEMM to run).
+
+    `filled` are the sources of buffers that the loader fills; the others stay as the model made them. `views` are
+    the tensors of processed layers, with offsets from where theirs begin.
+    """
     kernels = {s.name: _kernel(s, device) for s in pairs}
     packed_modules = {s.module_name for s in pairs if kernels[s.name] == "packed"}
     wanted: dict[tuple[str, bool], tuple[Pair, torch.dtype]] = {}
     for pair in pairs:
+        if pair.role == "processed" or not (pair.required or pair.source in filled):
+            continue
         dtype = pair.parameter.dtype
         if pair.leaf == "bias" and pair.module_name in packed_modules:
             dtype = torch.float32  # the packed GEMM adds its bias in fp32
@@ -143,9 +182,41 @@ def plan_layout(pairs: list[Pair], device: torch.device, rank: int, world: int) 
             wanted.setdefault((pair.source, True), (pair, dtype))
         if kernels[pair.name] == "plain" or hasattr(pair.live, "org_vocab_size"):
             wanted.setdefault((pair.source, False), (pair, dtype))
-    entries, nbytes = _place(wanted)
-    key = json.dumps([_origin(), [[e.source, e.packed, e.dtype, e.shape] for e in entries], rank, world])
-    return Layout(entries, kernels, nbytes, hashlib.sha256(key.encode()).hexdigest()[:12])
+    entries, end = _place(wanted)
+    nbytes = max([end, *(end + view.end for view in views.values())])
+    views = {path: replace(view, offset=end + view.offset) for path, view in views.items()}
+    shapes = [[e.source, e.packed, e.dtype, e.shape] for e in entries]
+    key = json.dumps([_origin(), shapes, {path: astuple(view) for path, view in views.items()}, rank, world])
+    return Layout(entries, kernels, dict(views), nbytes, hashlib.sha256(key.encode()).hexdigest()[:12])
+
+
+def place_views(made: Mapping[str, torch.Tensor], end: int) -> tuple[dict[str, View], int]:
+    """Place tensors from `end` on, those of one storage as they lie in it; returns their views and the new end."""
+    spans: dict[int, list[int]] = {}
+    for tensor in made.values():
+        begin, stop = _span(tensor)
+        span = spans.setdefault(tensor.untyped_storage()._cdata, [begin, stop])
+        span[:] = min(span[0], begin), max(span[1], stop)
+    offsets: dict[int, int] = {}
+    for storage, (begin, stop) in spans.items():
+        begin -= begin % ALIGN
+        offsets[storage] = end - begin
+        end += -(-(stop - begin) // ALIGN) * ALIGN
+    views = {}
+    for path, tensor in made.items():
+        offset = offsets[tensor.untyped_storage()._cdata] + _span(tensor)[0]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        views[path] = View(dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
+    return views, end
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage from its first element to the end of its last one."""
+    begin = tensor.storage_offset() * tensor.element_size()
+    if not tensor.numel():
+        return begin, begin
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def _origin() -> list[object]:

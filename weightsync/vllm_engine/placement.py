@@ -17,18 +17,22 @@ from __future__ import annotations
 import bisect
 import contextlib
 import copy
+import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.errors import MissingTensor
+
+if TYPE_CHECKING:
+    from weightsync.vllm_engine.processing import Processing
 
 LAYER = re.compile(r"(?:^|\.)\w+\.\d+(?=\.|$)")
 
@@ -39,10 +43,11 @@ class UnsupportedModelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Pair:
-    """One parameter to fill: the live module it belongs to and its twin in the skeleton.
+    """One parameter or buffer to fill: the live module it belongs to and its twin in the skeleton.
 
     `source` is the name under which its bytes are loaded (another pair's name where weights are tied); `role` says
-    what runs on it: a "linear" GEMM, an embedding "table" (looked up, never multiplied), or "plain" code.
+    what runs on it: a "linear" GEMM, an embedding "table" (looked up, never multiplied), "plain" code, or a layer that
+    is "processed" once it is loaded. `required` ones must be in every version.
     """
 
     name: str
@@ -51,13 +56,20 @@ class Pair:
     live: nn.Module
     twin: nn.Module
     leaf: str
-    role: Literal["linear", "table", "plain"]
+    role: Literal["linear", "table", "plain", "processed"]
+    required: bool = True
 
     @property
-    def parameter(self) -> nn.Parameter:
-        parameter = self.twin._parameters[self.leaf]
-        assert parameter is not None
-        return parameter
+    def parameter(self) -> torch.Tensor:
+        tensor = held(self.twin, self.leaf)
+        assert tensor is not None
+        return tensor
+
+
+def held(module: nn.Module, leaf: str) -> torch.Tensor | None:
+    """The parameter or buffer of this name."""
+    found = module._parameters.get(leaf)
+    return found if found is not None else module._buffers.get(leaf)
 
 
 @contextlib.contextmanager
@@ -89,23 +101,29 @@ def build_skeleton(vllm_config: Any, model_config: Any, device: torch.device) ->
     return twin.eval().requires_grad_(False)
 
 
-def pair_parameters(live: nn.Module, twin: nn.Module) -> list[Pair]:
-    """Every parameter of the twin with its live counterpart, in module order; tied ones share a `source`."""
+def pair_parameters(live: nn.Module, twin: nn.Module, processing: Processing | None = None) -> list[Pair]:
+    """Every parameter and buffer of the twin with its live counterpart, in module order; tied ones share a `source`.
+
+    Loaders fill some buffers, and leave most as they were made: those are paired, but not required.
+    """
     modules = {n: getattr(m, "base_layer", m) for n, m in live.named_modules()}  # LoRA wraps the layers it may change
     heads = {id(m) for n, m in live.named_modules(remove_duplicate=False) if n.rsplit(".", 1)[-1] == "lm_head"}
+    processed = {name: own for name, *own in processing.parameters()} if processing is not None else {}
+    shared = processing.shared if processing is not None else ()
     pairs: list[Pair] = []
     first: dict[int, str] = {}
     for module_name, twin_module in twin.named_modules():
-        for leaf, parameter in twin_module._parameters.items():
-            if parameter is None:
-                continue
-            _check_supported(module_name, twin_module)
+        module = modules[module_name]
+        for leaf, tensor in [*twin_module._parameters.items(), *twin_module._buffers.items()]:
             name = f"{module_name}.{leaf}" if module_name else leaf
-            module = modules[module_name]
+            if tensor is None or name in processed or id(module) in shared or first.get(id(tensor)) in processed:
+                continue
+            source = first.setdefault(id(tensor), name)
             role = _role(module, leaf, id(module) in heads)
-            pairs.append(
-                Pair(name, first.setdefault(id(parameter), name), module_name, module, twin_module, leaf, role)
-            )
+            required = leaf in twin_module._parameters
+            pairs.append(Pair(name, source, module_name, module, twin_module, leaf, role, required))
+    for name, (twin_module, leaf, required) in processed.items():
+        pairs.append(Pair(name, name, name.rpartition(".")[0], twin_module, twin_module, leaf, "processed", required))
     return pairs
 
 
@@ -113,17 +131,6 @@ def _role(module: nn.Module, leaf: str, is_head: bool) -> Literal["linear", "tab
     if leaf != "weight" or not hasattr(module, "cpu_linear"):
         return "plain"
     return "table" if hasattr(module, "org_vocab_size") and not is_head else "linear"
-
-
-def _check_supported(name: str, module: nn.Module) -> None:
-    """Refuse layers whose weights vLLM transforms after loading in a way this backend does not build."""
-    method = getattr(module, "quant_method", None)
-    known = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-    if method is not None and type(method).__name__ not in known:
-        raise UnsupportedModelError(
-            f"layer {name!r} uses {type(method).__name__}, whose processed weights cannot be staged beside the "
-            "running ones yet; serve an unquantized dense checkpoint"
-        )
 
 
 def group_by_layer(names: Iterable[str]) -> list[list[str]]:
@@ -142,8 +149,10 @@ def layer_of(name: str) -> str:
 
 
 def load_group(twin: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Run the model's own loader on `tensors` and return the names of the parameters it filled."""
-    with torch.no_grad():
+    """Run the model's own loader on `tensors` and return the names of the parameters it filled, if it says."""
+    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+    with torch.no_grad(), disable_mtp_completeness_check():  # that check wants all tensors in one call
         return set(twin.load_weights(tensors) or ())
 
 
@@ -183,15 +192,14 @@ class Rect:
 
 @dataclass(frozen=True)
 class Placement:
-    """The source of every parameter, by the name it is loaded under. `zeros` are parts set to a constant, as padding.
+    """The source of every parameter, by the name it is loaded under. `constants` are parts set to one value: padding.
 
-    `opaque` parameters are filled by the loader from the tensors `loaded`; nothing reads the tensors `unused`.
+    vLLM's loader fills `opaque` parameters, each from the tensors named. Nothing replays the tensors `unused`.
     """
 
     rects: dict[str, tuple[Rect, ...]]
     constants: dict[str, tuple[tuple[Box, float], ...]]
-    opaque: frozenset[str]
-    loaded: tuple[str, ...]
+    opaque: Mapping[str, tuple[str, ...]]
     unused: tuple[str, ...]
 
 
@@ -212,11 +220,11 @@ def learn(
     Raises MissingTensor, and UnsupportedModelError for loaders that do what cannot be staged beside a running model.
     """
     own = {s.name: s.parameter for s in pairs if s.name == s.source}
-    watch = Watch(own, tensors)
+    watch = Watch(own, tensors, {s.name for s in pairs if s.role == "processed"})
     for names in groups:
         with watch.group(names):
             watch.filled |= load_group(twin, watch.feed(names))
-    if missing := sorted({s.source for s in pairs} - watch.filled):
+    if missing := sorted({s.source for s in pairs if s.required} - watch.filled - watch.touched()):
         raise MissingTensor(missing[0])
     return watch.placement()
 
@@ -224,14 +232,19 @@ def learn(
 class Watch(TorchDispatchMode):
     """Notes what is written into parameters, and skips it."""
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        tensors: dict[str, torch.Tensor],
+        processed: Collection[str] = (),
+    ) -> None:
         super().__init__()
         self.filled: set[str] = set()
-        self._parameters, self._tensors = parameters, tensors
+        self._parameters, self._tensors, self._processed = parameters, tensors, processed
         self._addresses = {name: p.data_ptr() for name, p in parameters.items()}
         self._targets = _Ranges(parameters)
         self._sources = _Ranges(tensors)
-        self._rects: dict[str, list[Rect]] = {name: [] for name in parameters}
+        self._rects: dict[str, dict[Box, Rect]] = {name: {} for name in parameters}
         self._constants: dict[str, list[tuple[Box, float]]] = {name: [] for name in parameters}
         self._opaque: set[str] = set()
         self._touched: dict[str, set[int]] = {name: set() for name in parameters}
@@ -244,6 +257,10 @@ class Watch(TorchDispatchMode):
             yield
         for name, parameter in self._parameters.items():
             if parameter.data_ptr() != self._addresses[name]:
+                if name in self._processed:
+                    self._addresses[name] = parameter.data_ptr()
+                    self._note_opaque(name)
+                    continue
                 raise UnsupportedModelError(
                     f"the loader of {name!r} replaces the parameter's memory, so that versions cannot be staged beside "
                     "the running one; serve another architecture"
@@ -270,17 +287,23 @@ class Watch(TorchDispatchMode):
         self._note(names[0], func, args)
         return written[0]
 
+    def touched(self) -> set[str]:
+        """The parameters that were written to; loaders of drafts do not say."""
+        return {name for name, groups in self._touched.items() if groups}
+
     def placement(self) -> Placement:
         for name in self._parameters:
-            if name not in self._opaque:
+            if name not in self._opaque and (self._touched[name] or name in self.filled):
                 self._require_coverage(name)
-        groups = sorted({index for name in self._opaque for index in self._touched[name]})
-        loaded = tuple(tensor for index in groups for tensor in self._groups[index])
-        rects = {n: tuple(r) for n, r in self._rects.items() if n not in self._opaque}
+        opaque = {
+            name: tuple(tensor for index in sorted(self._touched[name]) for tensor in self._groups[index])
+            for name in sorted(self._opaque)
+        }
+        rects = {n: tuple(r.values()) for n, r in self._rects.items() if n not in opaque}
         used = {rect.name for found in rects.values() for rect in found}
         unused = tuple(name for name in self._tensors if name not in used)
-        constants = {n: tuple(c) for n, c in self._constants.items() if c and n not in self._opaque}
-        return Placement(rects, constants, frozenset(self._opaque), loaded, unused)
+        constants = {n: tuple(c) for n, c in self._constants.items() if c and n not in opaque}
+        return Placement(rects, constants, opaque, unused)
 
     def _note(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
         target = args[0]
@@ -292,12 +315,12 @@ class Watch(TorchDispatchMode):
             self._opaque.add(name)
         elif func in (aten.fill_.Scalar, aten.zero_.default):
             value = float(args[1]) if len(args) > 1 else 0.0
-            if any(box.meets(rect.target) for rect in self._rects[name]):
+            if any(box.meets(target) for target in self._rects[name]):
                 self._opaque.add(name)
             self._constants[name].append((box, value))
         elif func is aten.copy_.default and (rect := self._rect(target, box, args[1])) is not None:
-            self._rects[name] = [r for r in self._rects[name] if r.target != box]
-            self._rects[name].append(rect)
+            self._rects[name].pop(box, None)  # a later copy to the same place replaces it
+            self._rects[name][box] = rect
         else:
             self._opaque.add(name)
 
@@ -316,21 +339,42 @@ class Watch(TorchDispatchMode):
 
     def _require_coverage(self, name: str) -> None:
         """Every element must be written, and by one copy: of two copies of one place nobody knows which one counts."""
-        boxes = [rect.target for rect in self._rects[name]]
-        if any(a.meets(b) for i, a in enumerate(boxes) for b in boxes[i + 1 :]):
+        boxes = sorted(self._rects[name], key=lambda box: box.row)
+        if any(a.meets(b) for i, a in enumerate(boxes) for b in _below(boxes, i)):
             self._opaque.add(name)
             return
+        parameter = self._parameters[name]
         constants = dict.fromkeys(box for box, _ in self._constants[name])
-        size = self._parameters[name].numel()
         bare = [box for box in constants if not any(box.meets(b) for b in boxes)]
-        if all(box.area != size for box in constants) and sum(b.area for b in [*boxes, *bare]) != size:
+        if any(box.area == parameter.numel() for box in constants):
+            return
+        if sum(b.area for b in [*boxes, *bare]) == parameter.numel():
+            return
+        if name not in self._processed or not self._evenly_padded(parameter, boxes):
             raise MissingTensor(name)
+        self._opaque.add(name)
+
+    def _evenly_padded(self, parameter: torch.Tensor, boxes: list[Box]) -> bool:
+        """Whether each expert of (experts, rows, columns) is as full as the others: then the rest is padding."""
+        if parameter.ndim < 3:
+            return bool(boxes)
+        rows = matrix(parameter.shape[1:])[0]
+        filled = [0] * parameter.shape[0]
+        for box in boxes:
+            filled[box.row // rows] += box.area
+        return len(set(filled)) == 1 and filled[0] > 0
+
+
+def _below(boxes: list[Box], index: int) -> Iterator[Box]:
+    """Those behind `index`, sorted by row, that begin before it ends."""
+    end = boxes[index].row + boxes[index].rows
+    return itertools.takewhile(lambda box: box.row < end, itertools.islice(boxes, index + 1, None))
 
 
 class _Ranges:
     """Finds the tensor of a set in whose memory another one begins."""
 
-    def __init__(self, tensors: dict[str, Any]) -> None:
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
         spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), n) for n, t in tensors.items())
         self._spans = [span for span in spans if span[1] > span[0]]
         self._starts = [span[0] for span in self._spans]

@@ -1,6 +1,6 @@
 """Layout slots: files in shared memory that hold one version in kernel layout, built once per host and mapped by all.
 
-A slot is a header page, the data, and notes: the sums of its parts, for the fingerprint of whoever maps it. Who builds
+A slot is a header page, the data, and notes for whoever maps it: the sums of its parts, and scalars. Who builds
 it holds an exclusive `flock`, who runs on it a shared one; the kernel drops both when a process dies, so a slot whose
 builder or users were killed is simply free again. Mappings are kept for the life of the process: a page is faulted in
 once, not once per version.
@@ -16,8 +16,9 @@ import os
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +37,18 @@ class LayoutPoolError(ArenaError):
 
 
 @dataclass
+class Notes:
+    """What a version has besides its bytes: the sums of its parts, and scalars that vLLM's processing made, by path."""
+
+    sums: TileSums = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+
+
+def _pack(notes: Notes) -> bytes:
+    return zlib.compress(json.dumps(asdict(notes)).encode(), 1)
+
+
+@dataclass
 class LayoutSlot:
     """A held slot. `data` is uint8 [nbytes]; `built` says whether it already holds the version asked for."""
 
@@ -46,20 +59,26 @@ class LayoutSlot:
     _mapping: mmap.mmap
 
     @property
-    def sums(self) -> TileSums:
-        """As they were when the slot was sealed; empty if there was no room for them."""
+    def notes(self) -> Notes:
+        """As they were when the slot was sealed."""
         header = _read_header(self._mapping[:HEADER])
         begin, size = HEADER + len(self.data), header.get("notes", 0)
         assert isinstance(size, int)
-        return dict(json.loads(zlib.decompress(self._mapping[begin : begin + size]))) if size else {}
+        return Notes(**json.loads(zlib.decompress(self._mapping[begin : begin + size]))) if size else Notes()
 
-    def seal(self, key: str, sums: TileSums) -> None:
-        """Mark the slot as holding `key`, whose parts have `sums`, and let other instances map it."""
-        notes = zlib.compress(json.dumps(sums).encode(), 1)
-        notes = notes if len(notes) <= NOTES else b""
+    def seal(self, key: str, notes: Notes) -> None:
+        """Mark the slot as holding `key`, described by `notes`, and let other instances map it.
+
+        Sums that have no room are left out. Raises LayoutPoolError where the scalars have none.
+        """
+        written = _pack(notes)
+        if len(written) > NOTES:
+            written = _pack(Notes(scalars=notes.scalars))
+        if len(written) > NOTES:
+            raise LayoutPoolError(f"the {len(notes.scalars)} scalars of {key} do not fit into the notes of a slot")
         begin = HEADER + len(self.data)
-        self._mapping[begin : begin + len(notes)] = notes
-        _write_header(self._mapping, {"key": key, "complete": True, "notes": len(notes)})
+        self._mapping[begin : begin + len(written)] = written
+        _write_header(self._mapping, {"key": key, "complete": True, "notes": len(written)})
         fcntl.flock(self.fd, fcntl.LOCK_SH)
         self.built = True
 
@@ -75,6 +94,7 @@ class LayoutPool:
 
     def __init__(self, directory: Path, fingerprint: str, nbytes: int) -> None:
         self._directory = directory
+        self.fingerprint = fingerprint
         self._prefix = f"layout-{fingerprint}-"
         self._nbytes = nbytes
         self._file_nbytes = HEADER + nbytes + NOTES

@@ -12,8 +12,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ from weightsync.format import fingerprint
 from weightsync.format.fingerprint import TileSums
 from weightsync.format.manifest import Schema, require_same_schema
 from weightsync.memory.receiver import SlotReader
-from weightsync.vllm_engine.build import Builder, Built
-from weightsync.vllm_engine.generation import DevicePool, ExchangeGeneration, Generation, Memory, build_flips
-from weightsync.vllm_engine.layout import plan_layout
+from weightsync.vllm_engine.build import Builder, Built, Pace
+from weightsync.vllm_engine.generation import CopyGeneration, DevicePool, Generation, Memory, build_flips
+from weightsync.vllm_engine.layout import Layout
 from weightsync.vllm_engine.placement import build_skeleton, pair_parameters
-from weightsync.vllm_engine.pool import LayoutPool
+from weightsync.vllm_engine.pool import LayoutPool, Notes
+from weightsync.vllm_engine.processing import Processing
 
 # Decoding goes first. The stager gives the memory bus and the interpreter back for a moment with every piece (1 MB).
 # The work takes 0.16 s of a core for 0.8 GB, the pauses about 0.5 s: staging goes at 1 GB/s beside 16 streams
@@ -83,6 +84,7 @@ class Pacer:
 
 # The decode thread need not wait Python's usual 5 ms for a lock that the stager holds.
 SWITCH_INTERVAL_S = 0.0002
+RUN = ("linear", "processed")
 LOOK_S = 0.01  # for whether to go on, while there is nothing to do but wait
 VERSIONS_HELD = 3  # live, previous and staged: one layout slot each, shared by all instances of the host
 
@@ -143,14 +145,24 @@ class Stager:
         model_config: Any,
         device: torch.device,
         *,
+        shared: Collection[int] = (),
         allow_non_finite: bool = False,
     ) -> None:
+        """`shared`: ids of modules of `model` whose weights the versions of another model carry."""
         fingerprint.warm()
-        self._twin = build_skeleton(vllm_config, model_config, device)
-        self._pairs = pair_parameters(model, self._twin)
+        twin = build_skeleton(vllm_config, model_config, device)
+        processing = Processing(model, twin, model_config.dtype, device, shared)
+        self._pairs = pair_parameters(model, twin, processing)
         parallel = vllm_config.parallel_config
-        self._layout = plan_layout(self._pairs, device, parallel.rank, parallel.world_size)
-        self._builder = Builder(self._twin, self._pairs, self._layout, device, allow_non_finite=allow_non_finite)
+        self._builder = Builder(
+            twin,
+            self._pairs,
+            device,
+            processing=processing,
+            rank=parallel.rank,
+            world=parallel.world_size,
+            allow_non_finite=allow_non_finite,
+        )
         self._pace = Pacer(model, device)
         self._key_suffix = "-unchecked" if allow_non_finite else ""  # who looks for NaN builds a slot of its own
         self._pool: LayoutPool | DevicePool | None = None
@@ -200,7 +212,7 @@ class Stager:
         self.report = StageReport(
             order.version,
             digest=order.manifest_digest,
-            path="+".join(sorted({k for s, k in self._layout.kernels.items() if self._is_linear(s)})) or "plain",
+            path="+".join(sorted(self._kernels())) or "plain",
             stage_ms=seconds * 1e3,
             staging_gbps=nbytes / 1e9 / seconds,
             sums=self.generation.sums,
@@ -216,8 +228,10 @@ class Stager:
             with contextlib.suppress(OSError):  # the directory went: so does this process
                 self._pool.reserve(VERSIONS_HELD)
 
-    def _is_linear(self, name: str) -> bool:
-        return any(s.name == name and s.role == "linear" for s in self._pairs)
+    def _kernels(self) -> set[str]:
+        """The kinds of kernel that run this model's matrices."""
+        kernels = self._builder.layout.kernels
+        return {"processed" if s.role == "processed" else kernels[s.name] for s in self._pairs if s.role in RUN}
 
     def _build(self, order: StageOrder, stop: threading.Event) -> tuple[Generation, int]:
         reader = SlotReader.open(
@@ -227,43 +241,48 @@ class Stager:
             if order.schema is not None:
                 require_same_schema(order.schema, reader.manifest.schema)
             key = order.manifest_digest + self._key_suffix
-            slot = self._acquire(Path(order.slot).parent, key)
+
+            def pace(nbytes: int) -> None:
+                go_on(stop)
+                self._pace(nbytes)
+
+            layout = self._builder.prepare(reader, pace)
+            slot = self._acquire(Path(order.slot).parent, layout, key)
             try:
-                built, sums = self._complete(reader, slot, stop)
+                built, notes = self._complete(reader, slot, pace)
                 if not slot.built:
-                    slot.seal(key, sums)
+                    slot.seal(key, notes)
             except BaseException:
                 slot.release()
                 raise
-            flips = build_flips(self._pairs, self._layout, slot.data, built.private)
-            kind = Generation if self._device.type == "cpu" else ExchangeGeneration
-            return kind(order.version, order.manifest_digest, flips, slot, built.private, sums), reader.nbytes
+            flips = build_flips(self._pairs, layout, slot.data, built.private)
+            plan = self._builder.plan
+            flips.tensors += [(plan.live[path], view.of(slot.data)) for path, view in layout.views.items()]
+            flips.changes += built.changes
+            flips.changes += [replace(plan.scalars[path], value=value) for path, value in notes.scalars.items()]
+            kind = Generation if self._device.type == "cpu" else CopyGeneration
+            return kind(order.version, order.manifest_digest, flips, slot, notes.sums), reader.nbytes
         finally:
             reader.close()
 
-    def _complete(self, reader: SlotReader, slot: Memory, stop: threading.Event) -> tuple[Built, TileSums]:
-        """Build what is not there yet; what another instance built is taken with the sums it noted."""
+    def _complete(self, reader: SlotReader, slot: Memory, pace: Pace) -> tuple[Built, Notes]:
+        """Build what is not there yet; what another instance built is taken with the sums and scalars it noted."""
+        found = slot.notes if slot.built else Notes()
+        if slot.built and not found.sums:
+            found.sums = self._builder.check(reader, slot.data)
         if slot.built and not self._builder.has_private:
-            return Built(), slot.sums or self._builder.check(reader, slot.data)
-
-        def pace(nbytes: int) -> None:
-            go_on(stop)
-            self._pace(nbytes)
-
+            return Built(), found
         reader.populate()
         built = self._builder.build(reader, None if slot.built else slot.data, pace)
-        if slot.built:
-            return built, joined(slot.sums or self._builder.check(reader, slot.data), built.sums())
-        return built, built.sums()
+        return built, Notes(joined(found.sums, built.sums()), found.scalars | built.scalars)
 
-    def _acquire(self, directory: Path, key: str) -> Memory:
-        if self._pool is None:
-            layout = self._layout
+    def _acquire(self, directory: Path, layout: Layout, key: str) -> Memory:
+        if self._pool is None or self._pool.fingerprint != layout.fingerprint:
             host = self._device.type == "cpu"
             self._pool = (
                 LayoutPool(directory, layout.fingerprint, layout.nbytes)
                 if host
-                else DevicePool(layout.nbytes, self._device)
+                else DevicePool(layout.fingerprint, layout.nbytes, self._device)
             )
         return self._pool.acquire(key)
 

@@ -19,7 +19,7 @@ from weightsync.vllm_engine.build import Builder, Published, compare
 from weightsync.vllm_engine.generation import DevicePool
 from weightsync.vllm_engine.layout import plan_layout
 from weightsync.vllm_engine.placement import pair_parameters
-from weightsync.vllm_engine.pool import LayoutPool
+from weightsync.vllm_engine.pool import LayoutPool, Notes
 
 TENSORS = {
     "layers.0.q": torch.randn(5, 8),
@@ -70,11 +70,10 @@ def record(publisher: Publisher) -> VersionRecord:
 def test_every_kind_of_parameter(record: VersionRecord, device: str) -> None:
     where = torch.device(device)
     live, twin = Model().to(where), Model().to(where)
-    slots = pair_parameters(live, twin)
-    layout = plan_layout(slots, where, 0, 1)
-    builder = Builder(twin, slots, layout, where)
-    data = DevicePool(layout.nbytes, where).acquire("v").data.fill_(0xAA)
+    builder = Builder(twin, pair_parameters(live, twin), where)
     with SlotReader.open(record.slot) as reader:
+        layout = builder.prepare(reader, lambda _: None)
+        data = DevicePool("f", layout.nbytes, where).acquire("v").data.fill_(0xAA)
         for _ in range(2):
             built = builder.build(reader, data, lambda _: None)
             assert combine([built.sums()]) == record.fingerprint
@@ -91,14 +90,14 @@ def test_every_kind_of_parameter(record: VersionRecord, device: str) -> None:
 
 def test_what_cannot_be_told_from_the_slot_is_summed_as_published(record: VersionRecord) -> None:
     live, twin = Model(), Model()
-    slots = pair_parameters(live, twin)
-    builder = Builder(twin, slots, plan_layout(slots, torch.device("cpu"), 0, 1), torch.device("cpu"))
+    builder = Builder(twin, pair_parameters(live, twin), torch.device("cpu"))
     with SlotReader.open(record.slot) as reader:
-        builder.build(reader, torch.zeros(builder._layout.nbytes, dtype=torch.uint8), lambda _: None)
+        layout = builder.prepare(reader, lambda _: None)
+        builder.build(reader, torch.zeros(layout.nbytes, dtype=torch.uint8), lambda _: None)
         assert builder._learnt is not None
         placement = builder._learnt[1]
-    assert placement.opaque == {"layers.1.scaled"}
-    assert set(placement.loaded) == {"layers.1.scaled", "layers.1.plain"}
+    assert placement.opaque.keys() == {"layers.1.scaled"}
+    assert set(placement.opaque["layers.1.scaled"]) == {"layers.1.scaled", "layers.1.plain"}
     assert set(placement.unused) == {"layers.1.scaled", "spare"}
 
 
@@ -112,9 +111,9 @@ def test_weights_that_are_not_finite_are_named(publisher: Publisher, name: str, 
     with SlotReader.open(publisher.versions()[-1].slot) as reader:
         for allowed in (False, True):
             twin = Model()
-            slots = pair_parameters(Model(), twin)
-            layout = plan_layout(slots, torch.device("cpu"), 0, 1)
-            builder = Builder(twin, slots, layout, torch.device("cpu"), allow_non_finite=allowed)
+            pairs = pair_parameters(Model(), twin)
+            builder = Builder(twin, pairs, torch.device("cpu"), allow_non_finite=allowed)
+            layout = builder.prepare(reader, lambda _: None)
             data = torch.zeros(layout.nbytes, dtype=torch.uint8)
             if allowed:
                 builder.build(reader, data, lambda _: None)
@@ -163,7 +162,7 @@ def pool_of(directory: Path) -> LayoutPool:
 def test_releases_do_not_share_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upgrade: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
-    pool_of(tmp_path).acquire("v1").seal("v1", {})
+    pool_of(tmp_path).acquire("v1").seal("v1", Notes())
     assert pool_of(tmp_path).acquire("v1").built
     upgrade(monkeypatch)
     assert not pool_of(tmp_path).acquire("v1").built
@@ -176,10 +175,10 @@ def test_spare_slots(tmp_path: Path) -> None:
     files = sorted(tmp_path.glob("layout-f-[0-9]*"))
     assert len(files) == 3
     assert len(pool._maps) == 3
-    first.seal("v1", {})
+    first.seal("v1", Notes())
     slots = [pool.acquire(f"v{n}") for n in (2, 3)]
     assert sorted(s.path for s in [first, *slots]) == files
     pool.reserve(2)
     assert sorted(tmp_path.glob("layout-f-[0-9]*")) == files
     assert not slots[0].built
-    assert first.sums == {}
+    assert first.notes == Notes()

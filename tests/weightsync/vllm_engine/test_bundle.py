@@ -1,4 +1,4 @@
-"""Base, draft model and adapters as one: random swaps of random parts, with flips by reference and by exchange."""
+"""Base, draft model and adapters as one: random swaps of random parts, with flips by reference and by copy."""
 
 from __future__ import annotations
 
@@ -37,30 +37,14 @@ class Pointed:
 
 
 @dataclass
-class Exchanged:
-    """As on accelerators: a commit exchanges contents, and the buffer then holds the weights before."""
-
-    digest: str
-    model: dict[str, str]
-    part: str
-    data: list[str] = field(default_factory=list)
-
-    def commit(self) -> list[Any]:
-        assert self.data, "a released buffer was exchanged"
-        self.model[self.part], self.data[0] = self.data[0], self.model[self.part]
-        return []
-
-    def displaced(self, live: Exchanged | None) -> Exchanged | None:
-        if live is None:
-            self.release()
-            return None
-        return Exchanged(live.digest, self.model, self.part, self.data)
+class Copied(Pointed):
+    """As on accelerators: a commit copies contents, so memory may go while its copy runs."""
 
     def release(self) -> None:
         self.data.clear()
 
 
-Kind = type[Pointed] | type[Exchanged]
+Kind = type[Pointed] | type[Copied]
 
 
 class Worker:
@@ -94,7 +78,7 @@ class Worker:
         self.held.commit(target, staged)
 
 
-@pytest.mark.parametrize("kind", [Pointed, Exchanged])
+@pytest.mark.parametrize("kind", [Pointed, Copied])
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_swaps_and_rollbacks_runs_what_was_committed(kind: Kind, seed: int) -> None:
     choose = random.Random(seed)
@@ -120,7 +104,7 @@ def test_any_order_of_swaps_and_rollbacks_runs_what_was_committed(kind: Kind, se
             assert worker.model == contents[worker.held.live.version]
 
 
-@pytest.mark.parametrize("kind", [Pointed, Exchanged])
+@pytest.mark.parametrize("kind", [Pointed, Copied])
 def test_only_what_changed_is_built_and_flipped(kind: Kind) -> None:
     worker = Worker(kind)
     worker.stage(1, {"": "a", "draft": "d"})
@@ -159,7 +143,7 @@ def test_a_flip_that_fails_is_undone() -> None:
     assert worker.model == {"": "a", "draft": "d", "lora/x": "l"}
 
 
-@pytest.mark.parametrize("kind", [Pointed, Exchanged])
+@pytest.mark.parametrize("kind", [Pointed, Copied])
 def test_a_version_that_is_forgotten_is_built_anew_and_nothing_that_runs_is_freed(kind: Kind) -> None:
     """As after a canary's trial: it flipped ahead, went back, and must not go there again without building."""
     worker = Worker(kind)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from weightsync.vllm_engine.generation import DevicePool, ExchangeGeneration, Flip, Generation
-from weightsync.vllm_engine.placement import UnsupportedModelError, pair_parameters
+from weightsync.vllm_engine.generation import CopyGeneration, Flips, Generation, build_flips
+from weightsync.vllm_engine.layout import plan_layout
+from weightsync.vllm_engine.placement import pair_parameters
+from weightsync.vllm_engine.processing import GONE, Change
+
+KINDS = [Generation, CopyGeneration]
 
 
-def flips(module: nn.Module, value: float) -> list[Flip]:
-    weight = nn.Parameter(torch.full((2, 3), value), requires_grad=False)
-    return [Flip(module, {"weight": weight}, None)]
+def flips(module: nn.Linear, value: float) -> Flips:
+    return Flips([(module.weight, torch.full((2, 3), value))])
 
 
 def value(module: nn.Linear) -> float:
@@ -20,51 +25,67 @@ def value(module: nn.Linear) -> float:
     return float(module.weight[0, 0])
 
 
-def test_reference_commit_and_back() -> None:
-    module = nn.Linear(3, 2, bias=False)
-    one, two = (Generation(v, f"d{v}", flips(module, float(v))) for v in (1, 2))
-    one.commit()
-    assert value(module) == 1
+@pytest.mark.parametrize("kind", KINDS)
+def test_commit_and_back(kind: type[Generation]) -> None:
+    module = nn.Linear(3, 2, bias=False).requires_grad_(False)
+    address, holder = module.weight.data_ptr(), module.weight
+    one, two = (kind(v, f"d{v}", flips(module, float(v))) for v in (1, 2))
+    for version in (one, two, one, two):
+        version.commit()
+        assert value(module) == version.version
+        assert holder is module.weight, "whoever holds the tensor follows"
     assert two.displaced(one) is one
-    (replaced,) = two.commit()
+    assert (module.weight.data_ptr() == address) == (kind is CopyGeneration)
+
+
+def test_what_a_flip_replaced_is_handed_to_the_caller() -> None:
+    module = nn.Linear(3, 2, bias=False).requires_grad_(False)
+    kernel = object()
+    module.__dict__["kernel"] = "before"
+    one = Generation(1, "d1", Flips(flips(module, 1.0).tensors, [Change("kernel", module.__dict__, "kernel", kernel)]))
+    two = Generation(2, "d2", Flips([], [Change("kernel", module.__dict__, "kernel", GONE)]))
+    before, former = one.commit()
+    assert before.shape == (2, 3)
+    assert former == "before"
+    assert module.__dict__["kernel"] is kernel
+    assert two.commit() == [kernel]
+    assert "kernel" not in module.__dict__
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flip_that_failed_halfway_is_undone_by_the_version_before(kind: type[Generation]) -> None:
+    """What is staged never changes, so committing the old version again puts all of it back."""
+
+    class Refuses(dict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            raise RuntimeError("out of memory")
+
+    module = nn.Linear(3, 2, bias=False).requires_grad_(False)
+    one, two = (kind(v, f"d{v}", flips(module, float(v))) for v in (1, 2))
+    two.flips.changes.append(Change("broken", Refuses(), "broken", 1))
+    one.commit()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        two.commit()
     assert value(module) == 2
-    assert float(replaced[0, 0]) == 1
     one.commit()
     assert value(module) == 1
 
 
-def test_exchange_keeps_addresses_and_can_be_undone() -> None:
-    module = nn.Linear(3, 2, bias=False)
-    address = module.weight.data_ptr()
-    one = ExchangeGeneration(1, "d1", flips(module, 1.0), DevicePool(64, torch.device("cpu")).acquire("d1"))
-    one.commit()
-    assert one.displaced(None) is None
-    two = ExchangeGeneration(2, "d2", flips(module, 2.0), DevicePool(64, torch.device("cpu")).acquire("d2"))
-    two.commit()
-    assert value(module) == 2
-    back = two.displaced(one)
-    assert back is not None
-    assert (back.version, back.digest) == (1, "d1")
-    back.commit()
-    assert value(module) == 1
-    forward = back.displaced(two)
-    assert forward is not None
-    forward.commit()
-    assert value(module) == 2
-    assert module.weight.data_ptr() == address
-
-
-def test_a_layer_with_processed_weights_is_refused_by_name() -> None:
-    """Quantized layers keep what vLLM made of the checkpoint, which staging would not build."""
-
-    class Fp8LinearMethod:
-        """Stands for any quantization method of vLLM."""
-
-    live, twin = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
-    assert [s.name for s in pair_parameters(live, twin)] == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    twin[1].quant_method = Fp8LinearMethod()
-    with pytest.raises(UnsupportedModelError, match=r"layer '1' uses Fp8LinearMethod.*unquantized"):
-        pair_parameters(live, twin)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tied_weight_is_flipped_once_for_both_of_its_modules(kind: type[Generation]) -> None:
+    live, twin = (nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)) for _ in range(2))
+    for model in (live, twin):
+        model[1].weight = model[0].weight
+        model.requires_grad_(False)
+    pairs = pair_parameters(live, twin)
+    layout = plan_layout(pairs, torch.device("cpu"), 0, 1)
+    for version in (1, 2, 1):
+        data = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        layout.plain["0.weight"].view(data).fill_(version)
+        found = build_flips(pairs, layout, data, {})
+        assert len(found.tensors) == 1
+        kind(version, "d", found).commit()
+        assert value(live[0]) == value(live[1]) == version
 
 
 def test_tied_weights_share_a_source() -> None:

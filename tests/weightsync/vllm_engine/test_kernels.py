@@ -14,7 +14,7 @@ import torch
 from tests.lacking import bf16_only
 from tests.weightsync.memory.test_arena import small_file_system
 from weightsync.vllm_engine.placement import group_by_layer, layer_of
-from weightsync.vllm_engine.pool import HEADER, LayoutPool, LayoutPoolError
+from weightsync.vllm_engine.pool import HEADER, LayoutPool, LayoutPoolError, Notes
 
 
 @bf16_only
@@ -103,11 +103,12 @@ def test_slot_is_built_once_and_shared(tmp_path: Path) -> None:
     slot = pool.acquire("v1")
     assert not slot.built
     slot.data.fill_(7)
-    slot.seal("v1", {"w": [[1, 2, 0, 1, 0, 2, 7]]})
+    notes = Notes({"w": [[1, 2, 0, 1, 0, 2, 7]]}, {"attn._k_scale_float": 0.5})
+    slot.seal("v1", notes)
     again = other.acquire("v1")
     assert again.built
     assert int(again.data.sum()) == 7000
-    assert again.sums == {"w": [[1, 2, 0, 1, 0, 2, 7]]}
+    assert again.notes == notes
     assert len(list(tmp_path.glob("layout-f-[0-9]*"))) == 1
 
 
@@ -116,7 +117,7 @@ def test_slots_in_use_are_kept_and_released_ones_reused(tmp_path: Path) -> None:
     slots = []
     for key in ("v1", "v2", "v3"):
         slots.append(pool.acquire(key))
-        slots[-1].seal(key, {})
+        slots[-1].seal(key, Notes())
     assert len({s.path for s in slots}) == 3
     slots[0].release()
     fourth = pool.acquire("v4")

@@ -1,0 +1,193 @@
+"""Layers that vLLM processes after loading: every kind of model, after flips and rollbacks, against a fresh load."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from loadtest.model_kinds import KINDS, make_kind
+from loadtest.vllm_worker import Worker, worker
+from weightsync import Publisher
+from weightsync.control.records import VersionRecord
+from weightsync.format.fingerprint import combine
+from weightsync.vllm_engine.processing import Change, NotInPlace, in_place
+
+EMPTIED = "processing has emptied it"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(kind) -> two versions of it, made once."""
+    made: dict[str, list[Path]] = {}
+
+    def of(kind: str) -> list[Path]:
+        if kind not in made:
+            path = tmp_path_factory.mktemp(kind)
+            made[kind] = [make_kind(path / str(seed), kind, seed=seed) for seed in (0, 1)]
+        return made[kind]
+
+    return of
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = load_file(checkpoint / "model.safetensors")
+    return found
+
+
+def publish(publisher: Publisher, tensors: dict[str, torch.Tensor]) -> VersionRecord:
+    publisher.publish(tensors, activate=False)
+    return max(publisher.versions(), key=lambda record: record.version)
+
+
+def fresh(w: Worker, tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """The model as stock vLLM loads it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = copy.copy(w.vllm_config)
+    config.compilation_config = copy.copy(config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), torch.no_grad():
+        model = initialize_model(vllm_config=config, model_config=config.model_config)
+        model.load_weights(tensors.items())
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    return model
+
+
+def state(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Its parameters, buffers, tensors and scalars by name."""
+    for kind in ("_parameters", "_buffers"):
+        yield from ((name, tensor) for name, tensor in module.__dict__[kind].items() if tensor is not None)
+    for name, value in module.__dict__.items():
+        if isinstance(value, (torch.Tensor, int, float, str)):
+            yield name, value
+
+
+def differences(live: nn.Module, reference: nn.Module, dtype: torch.dtype) -> list[str]:
+    """What a model that was swapped has otherwise than one that was loaded, and which of its layers compute otherwise.
+
+    A layer of which `layout.py` chooses the kernel keeps its weights elsewhere: there the outputs count.
+    """
+    found = []
+    modules = dict(live.named_modules(remove_duplicate=False))
+    for path, theirs in reference.named_modules(remove_duplicate=False):
+        ours = modules[path]
+        values = dict(state(ours))
+        for name, value in () if hasattr(theirs, "cpu_linear") else state(theirs):
+            if isinstance(value, torch.Tensor):
+                same = value.numel() == 0 or (name in values and torch.equal(bits(values[name]), bits(value)))
+            else:
+                same = values.get(name) == value
+            found += [] if same else [f"{path}.{name}"]
+        if computes(theirs):
+            x = torch.randn(5, theirs.input_size_per_partition).to(dtype)
+            expected, got = (m.quant_method.apply(m, x, m.bias).float() for m in (theirs, ours))
+            exact = not hasattr(ours, "cpu_linear") or dtype is torch.float32
+            close = torch.equal(got, expected) if exact else torch.allclose(got, expected, rtol=2e-2, atol=0.2)
+            found += [] if close else [f"{path} computes otherwise"]
+    return found
+
+
+def computes(module: nn.Module) -> bool:
+    """Whether it is a linear layer; an absorbed one has no weight any more."""
+    absorbed = module.__dict__.get("cpu_linear") is nn.functional.linear and not module.weight.numel()
+    return hasattr(module, "input_size_per_partition") and hasattr(module, "bias") and not absorbed
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+@pytest.mark.engine
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("kind", ["moe", "mla-v3", "w8a8-kv", "gpt-oss", "w4a16", *sorted(KINDS)])
+def test_a_swapped_model_equals_a_loaded_one(kind: str, checkpoints: Any, publisher: Publisher) -> None:
+    """After each flip, a rollback, and a third version; and what every worker reports is what was published."""
+    dtype = getattr(torch, KINDS[kind].dtype)
+    versions = [tensors_of(path) for path in checkpoints(kind)]
+    with worker(checkpoints(kind)[0], dtype=KINDS[kind].dtype) as w:
+        references = [fresh(w, tensors) for tensors in versions]
+        generations = []
+        for index in (0, 1, 0):
+            record = publish(publisher, versions[index])
+            generations.append(w.stage(record))
+            assert combine([w.stager.report.sums]) == record.fingerprint
+            w.stager.take()
+        assert differences(w.model, references[0], dtype), "the model began with dummy weights"
+        for generation, index in ((0, 0), (1, 1), (0, 0), (1, 1), (2, 0)):
+            generations[generation].commit()
+            assert not differences(w.model, references[index], dtype)
+        assert differences(w.model, references[1], dtype)
+
+
+@pytest.mark.engine
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("kind", ["moe", "w8a8-kv", *sorted(KINDS)])
+def test_a_second_instance_maps_what_the_first_one_built(
+    kind: str, checkpoints: Any, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes tensors and scalars from the slot; it neither loads nor processes a layer that can lie there."""
+    checkpoint = checkpoints(kind)[1]
+    tensors = tensors_of(checkpoint)
+    dtype = getattr(torch, KINDS[kind].dtype)
+    with worker(checkpoint, dtype=KINDS[kind].dtype) as first, worker(checkpoint, dtype=KINDS[kind].dtype) as second:
+        reference = fresh(second, tensors)
+        one = first.stage(publish(publisher, tensors))
+        second.stage(publish(publisher, {n: t + 1 if "norm" in n else t for n, t in tensors.items()}))
+        second.stager.take()
+        if not second.stager._builder.has_private:
+            monkeypatch.setattr(second.stager._builder, "build", None)  # it is not called
+        two = second.stage(publisher.versions()[0])
+        assert one.slot.path == two.slot.path
+        assert combine([second.stager.report.sums]) == combine([first.stager.report.sums])
+        two.commit()
+        assert not differences(second.model, reference, dtype)
+
+
+def changes(old: Any, new: Any) -> tuple[list[Any], list[Change]]:
+    holder = {"x": old}
+    return in_place([Change("layer.x", holder, "x", new)])
+
+
+def test_what_can_be_copied_into_what_runs() -> None:
+    weight, made = torch.zeros(2, 3), torch.ones(2, 3)
+    leaves, scalars = changes([weight, 1], [made, 1])
+    assert [(leaf.path, leaf.live is weight, leaf.made is made) for leaf in leaves] == [("layer.x[0]", True, True)]
+    assert not scalars
+    leaves, scalars = changes(0.5, 0.25)
+    assert (leaves, [c.value for c in scalars]) == ([], [0.25])
+
+    def kernel(tensor: torch.Tensor) -> Any:
+        return lambda x: x @ tensor
+
+    leaves, _ = changes(kernel(weight), kernel(made))
+    assert [leaf.live is weight for leaf in leaves] == [True]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (torch.zeros(2), torch.zeros(3), r"layer.x is float32 \(3,\)"),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int8), "layer.x is int8"),
+        (torch.zeros(2, 2), torch.zeros(2, 2).t(), "with strides"),
+        ([torch.zeros(2)] * 2, [torch.zeros(2), torch.ones(2)], "the same tensor as"),
+        ((1, 2), (1, 3), r"layer.x\[1\] is 3, and 2 runs"),
+        (lambda x: x, lambda x: x + 1, "contents are its own"),
+        ([], {}, "is a dict, and a list runs"),
+        (SimpleNamespace(a=1), SimpleNamespace(a=2), "contents are its own"),
+    ],
+)
+def test_what_cannot_is_named(old: Any, new: Any, reason: str) -> None:
+    with pytest.raises(NotInPlace, match=reason):
+        changes(old, new)
