@@ -58,7 +58,7 @@ def main(question: Path, answer: Path) -> None:
 
     found: list[Any]
     if "prompts" in what:
-        outputs = generated(what["prompts"], max_tokens=what["tokens"], ignore_eos=True)
+        outputs = [o for p in what["prompts"] for o in generated([p], max_tokens=what["tokens"], ignore_eos=True)]
         found = [list(output.outputs[0].token_ids) for output in outputs]
     else:
         outputs = generated([p + said for p, said in what["asked"]], max_tokens=1, prompt_logprobs=1)

@@ -27,8 +27,19 @@ def register() -> None:
             BACKEND, "weightsync.vllm_engine.backend", "HotswapWeightTransferEngine"
         )
     install()
+    if OWNER_ENV in os.environ:
+        _begin_with_placeholders()
     _allow_amx()
     _die_with_owner()
+
+
+def _begin_with_placeholders() -> None:
+    """In an instance, `--load-format dummy` is ours. vLLM looks at that name elsewhere: a new one would not do."""
+    from vllm.model_executor import model_loader
+
+    from weightsync.vllm_engine.loader import PlaceholderLoader
+
+    model_loader._LOAD_FORMAT_TO_MODEL_LOADER["dummy"] = PlaceholderLoader
 
 
 def _allow_amx() -> None:

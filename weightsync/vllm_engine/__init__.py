@@ -4,7 +4,9 @@
     bundle.py         one version in a worker: the base model and its parts, and where their slots are on this host
     bundle_stager.py  stages the parts of a version, one after the other
     stager.py         one background thread: verify, load, build; never touches the live model
-    placement.py      a second, weightless copy of the model, and what its loaders put where
+    loader.py         what an instance runs until it has its first version
+    placement.py      a second, weightless copy of the model (the twin), and what its loaders put where
+    processing.py     layers that vLLM processes after loading: what that makes, and how the running ones get it
     layout.py         which linear kernel runs a layer, and where each kernel tensor lies in a layout slot
     build.py          reads a published slot, and fills a layout slot from it
     pool.py           layout slots in shared memory: built once per host, mapped by every instance

@@ -34,6 +34,35 @@ def test_plugin_is_found_by_vllm() -> None:
     assert "hotswap" in WeightTransferEngineFactory._registry
 
 
+def test_loading_and_processing() -> None:
+    """What processing.py, placement.py and loader.py call or imitate."""
+    from vllm.model_executor import model_loader
+    from vllm.model_executor.layers import attention, linear, vocab_parallel_embedding
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.model_loader import mtp_validation, utils
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    assert model_loader._LOAD_FORMAT_TO_MODEL_LOADER["dummy"].__name__ in ("DummyModelLoader", "PlaceholderLoader")
+    assert parameters(DummyModelLoader.load_weights) == ["self", "model", "model_config"]
+    assert parameters(QuantizeMethodBase.process_weights_after_loading) == ["self", "layer"]
+    assert parameters(attention.is_deferred_attention_layer) == ["layer"]
+    assert attention.Attention.__dict__["process_weights_after_loading"]
+    assert linear.UnquantizedLinearMethod.__bases__ == (linear.LinearMethodBase,)
+    assert issubclass(vocab_parallel_embedding.UnquantizedEmbeddingMethod, QuantizeMethodBase)
+    assert parameters(layerwise._get_original_loader) == ["tensor"]
+    assert hasattr(layerwise.LAYERWISE_INFO, "get")
+    assert not parameters(mtp_validation.disable_mtp_completeness_check)
+    source = inspect.getsource(utils.process_weights_after_loading)
+    for step in (
+        "quant_method.process_weights_after_loading(module)",
+        "module.update_param_tp_status()",
+        "is_deferred_attention_layer(module)",
+        "module.process_weights_after_loading(model_config.dtype)",
+    ):
+        assert step in source, "Processing.process does these steps for one layer"
+
+
 def test_engine_core() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
