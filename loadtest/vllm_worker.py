@@ -35,9 +35,18 @@ class Worker:
 
 @contextlib.contextmanager
 def worker(
-    checkpoint: Path, *, dtype: str = "bfloat16", rank: int = 0, world: int = 1, allow_non_finite: bool = False
+    checkpoint: Path,
+    *,
+    dtype: str = "bfloat16",
+    rank: int = 0,
+    world: int = 1,
+    allow_non_finite: bool = False,
+    **options: Any,
 ) -> Iterator[Worker]:
-    """A model with dummy weights and its stager. With `world` > 1 the ranks only believe that the others exist."""
+    """A model with dummy weights and its stager. With `world` > 1 the ranks only believe that the others exist.
+
+    `options` are vLLM's.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
@@ -45,7 +54,8 @@ def worker(
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    args = EngineArgs(model=str(checkpoint), dtype=dtype, enforce_eager=True, load_format="dummy", max_model_len=256)
+    common: dict[str, Any] = {"enforce_eager": True, "load_format": "dummy", "max_model_len": 256}
+    args = EngineArgs(model=str(checkpoint), dtype=dtype, **common, **options)
     config = args.create_engine_config()
     with set_current_vllm_config(config):
         _be_alone()

@@ -16,7 +16,7 @@ from weightsync.errors import ChecksumMismatch, NotFinite
 from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine import layout as layouts
 from weightsync.vllm_engine.build import Builder, Published, compare
-from weightsync.vllm_engine.generation import DevicePool
+from weightsync.vllm_engine.generation import DevicePool, Generation, build_flips
 from weightsync.vllm_engine.layout import plan_layout
 from weightsync.vllm_engine.placement import pair_parameters
 from weightsync.vllm_engine.pool import LayoutPool, Notes
@@ -86,6 +86,39 @@ def test_every_kind_of_parameter(record: VersionRecord, device: str) -> None:
     assert torch.equal(found["layers.0.norm"], norm.float())
     assert torch.equal(found["layers.1.scaled"], scaled * 2)
     assert torch.equal(found["layers.1.plain"], plain)
+
+
+class WithBuffers(Model):
+    """One buffer that the checkpoint fills, and one that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].register_buffer("scalar", torch.zeros(3))
+        self.layers[0].register_buffer("table", torch.ones(3), persistent=False)
+
+    def load_weights(self, tensors: Any) -> set[str]:
+        found = dict(tensors)
+        if "layers.0.scalar" in found:
+            self.layers[0].scalar.copy_(found.pop("layers.0.scalar"))
+        return super().load_weights(found.items())
+
+
+def test_buffers_that_loaders_fill_swap_and_others_stay(publisher: Publisher) -> None:
+    publisher.publish({**TENSORS, "layers.0.scalar": torch.tensor([1.0, 2.0, 3.0])}, activate=False)
+    live, twin = WithBuffers(), WithBuffers()
+    live.layers[0].table.fill_(7)
+    pairs = pair_parameters(live, twin)
+    builder = Builder(twin, pairs, torch.device("cpu"))
+    with SlotReader.open(publisher.versions()[-1].slot) as reader:
+        layout = builder.prepare(reader, lambda _: None)
+        data = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        built = builder.build(reader, data, lambda _: None)
+        assert combine([built.sums()]) == publisher.versions()[-1].fingerprint
+    holder = live.layers[0].scalar
+    Generation(1, "d", build_flips(pairs, layout, data, {})).commit()
+    assert holder is live.layers[0].scalar
+    assert holder.tolist() == [1.0, 2.0, 3.0]
+    assert live.layers[0].table.tolist() == [7.0, 7.0, 7.0]
 
 
 def test_what_cannot_be_told_from_the_slot_is_summed_as_published(record: VersionRecord) -> None:

@@ -155,6 +155,107 @@ def test_a_second_instance_maps_what_the_first_one_built(
         assert not differences(second.model, reference, dtype)
 
 
+def online_int8() -> str:
+    """Registers, as a package of its own would, a method that takes bf16 and serves int8. Its kernel is private."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+    from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+    from vllm.model_executor.parameter import ModelWeightParameter
+    from vllm.model_executor.utils import replace_parameter
+
+    name = "hotswap_test_int8"
+    if name in QUANTIZATION_METHODS:
+        return name
+
+    class Method(LinearMethodBase):  # type: ignore[misc]
+        uses_meta_device = True
+
+        def create_weights(
+            self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], **more: Any
+        ) -> None:
+            rows = sum(output_partition_sizes)
+            data = torch.empty(rows, input_size_per_partition, device="meta", dtype=torch.bfloat16)
+            loader = more["weight_loader"]
+            weight = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
+            layer.register_parameter("weight", weight)
+            initialize_online_processing(layer)
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            if getattr(layer, "_already_called_process_weights_after_loading", False):
+                return
+            wide = layer.weight.data.float()
+            scale = (wide.abs().amax(1, keepdim=True) / 127).clamp(min=1e-8)
+            narrow = (wide / scale).round().clamp(-127, 127).to(torch.int8)
+            replace_parameter(layer, "weight_scale", scale)
+            self.rows = narrow.shape[0]
+            self.handler = ops.create_onednn_scaled_mm(narrow.t(), scale, torch.get_default_dtype(), True, False, 32)
+            replace_parameter(layer, "weight", torch.empty(0))
+            layer._already_called_process_weights_after_loading = True
+
+        def apply(self, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
+            flat = x.reshape(-1, x.shape[-1])
+            quantized, scales, zero = ops.onednn_scaled_int8_quant(flat, None, None, True)
+            out = torch.empty((flat.shape[0], self.rows), dtype=x.dtype)
+            ops.onednn_scaled_mm(self.handler, quantized, out, scales, zero, None, bias)
+            return out.reshape(*x.shape[:-1], self.rows)
+
+    @register_quantization_config(name)
+    class Config(QuantizationConfig):  # type: ignore[misc]
+        def get_name(self) -> str:
+            return name
+
+        def get_supported_act_dtypes(self) -> list[torch.dtype]:
+            return [torch.bfloat16]
+
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return 0
+
+        @staticmethod
+        def get_config_filenames() -> list[str]:
+            return []
+
+        @classmethod
+        def from_config(cls, _config: dict[str, Any]) -> Config:
+            return cls()
+
+        def get_quant_method(self, layer: Any, prefix: str) -> Any:
+            return Method() if isinstance(layer, LinearBase) and not prefix.endswith("lm_head") else None
+
+    return name
+
+
+@pytest.mark.engine
+def test_a_method_of_another_package_that_quantizes_what_it_is_given(checkpoints: Any, publisher: Publisher) -> None:
+    """bf16 is published and int8 served, by kernels that keep raw pointers: they are replaced as a whole."""
+    versions = [tensors_of(path) for path in checkpoints("dense")]
+    with worker(checkpoints("dense")[0], quantization=online_int8()) as w:
+        x = torch.randn(5, 128).bfloat16()
+
+        def outputs() -> list[torch.Tensor]:
+            layers = [m for m in w.model.modules() if getattr(m, "input_size_per_partition", 0) == 128]
+            return [m.quant_method.apply(m, x, m.bias) for m in layers if hasattr(m.quant_method, "handler")]
+
+        def expected(version: dict[str, torch.Tensor]) -> torch.Tensor:
+            return x.float() @ version["model.layers.0.self_attn.o_proj.weight"].float().t()
+
+        generations = []
+        for tensors in versions:
+            generations.append(w.stage(publish(publisher, tensors)))
+            w.stager.take()
+        assert w.stager._builder.plan.private
+        seen = []
+        for index in (0, 1, 0, 1):
+            generations[index].commit()
+            seen.append(outputs())
+            torch.testing.assert_close(seen[-1][1].float(), expected(versions[index]), rtol=0.1, atol=0.5)
+        for first, again in ((0, 2), (1, 3)):
+            assert all(torch.equal(a, b) for a, b in zip(seen[first], seen[again], strict=True))
+        assert not any(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
+
+
 def changes(old: Any, new: Any) -> tuple[list[Any], list[Change]]:
     holder = {"x": old}
     return in_place([Change("layer.x", holder, "x", new)])
