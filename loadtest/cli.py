@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 app = typer.Typer(no_args_is_help=True, help="Benchmarks; each prints a table and writes JSON.")
 Json = Annotated[Path | None, typer.Option("--json", help="write the figures here as JSON")]
+ModelKind = Annotated[Literal["dense", "moe", "w8a8", "awq", "mla"], typer.Option(help="what is swapped")]
 Small = Annotated[bool, typer.Option(help="a tiny model: checks the benchmark, says nothing of speed")]
 
 
@@ -25,12 +26,13 @@ def swap(
     json: Json = None,
     streams: Annotated[int, typer.Option(help="concurrent streams")] = 16,
     swaps: Annotated[int, typer.Option(help="swaps measured per way")] = 6,
+    model_kind: ModelKind = "dense",
     small: Small = False,
 ) -> None:
     """Client-visible token gaps with no swap, with hotswap, and with vLLM's own pause, update and resume."""
     from loadtest.swap_stall import run
 
-    run(json, streams=streams, swaps=swaps, small=small)
+    run(json, streams=streams, swaps=swaps, small=small, kind=model_kind)
 
 
 @app.command()
@@ -116,11 +118,11 @@ def gateway(
 
 
 @app.command()
-def staging(json: Json = None, small: Small = False) -> None:
+def staging(json: Json = None, model_kind: ModelKind = "dense", small: Small = False) -> None:
     """Staging while nothing decodes: GB/s, what verifying takes of it, and mapping what is built already."""
     from loadtest.staging import run
 
-    run(json, small=small)
+    run(json, small=small, kind=model_kind)
 
 
 @app.command()

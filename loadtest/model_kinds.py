@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtest.checkpoints import TINY_SHAPE, write_tokenizer
+from loadtest.checkpoints import BENCH_SHAPE, TINY_SHAPE, write_tokenizer
 
 GROUP = 64
 Tensors = Iterable[tuple[str, Any]]
@@ -153,7 +153,8 @@ GPT_OSS = {
 }
 
 KINDS = {
-    "dense": Kind("LlamaConfig"),
+    "dense": Kind("Qwen2Config"),
+    "llama": Kind("LlamaConfig"),
     "dense-tied": Kind("Qwen3Config", {"tie_word_embeddings": True, "head_dim": 32}),
     "moe": Kind("Qwen3MoeConfig", MOE),
     "moe-fp32": Kind("Qwen3MoeConfig", MOE, "float32"),
@@ -168,6 +169,40 @@ KINDS = {
     "gptq": Kind("LlamaConfig", {}, edit=_gptq, quantization=_gptq_config),
     "w4a16": Kind("LlamaConfig", {}, edit=_w4a16, quantization=_w4a16_config),
 }
+
+
+BENCH_MOE = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "num_experts": 16,
+    "moe_intermediate_size": 512,
+    "head_dim": 64,
+}
+"""About 0.3 B parameters, most of them in experts."""
+BENCH_MLA = {
+    **{key: value for key, value in BENCH_MOE.items() if key not in ("num_experts", "head_dim")},
+    "n_routed_experts": 16,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
+BENCHED = {"dense": BENCH_SHAPE, "moe": BENCH_MOE, "w8a8": BENCH_SHAPE, "awq": BENCH_SHAPE, "mla": BENCH_MLA}
+"""The kinds that benchmarks take, and their shapes there."""
+
+
+def bench_checkpoints(work: Path, kind: str, *, small: bool, count: int = 2) -> list[Path]:
+    """The checkpoints that a benchmark swaps, made once in `work`. Raises ValueError for a kind that has no shape."""
+    if kind not in BENCHED:
+        raise ValueError(f"no model kind {kind!r}; choose one of {', '.join(BENCHED)}")
+    paths = [work / f"{'small-' if small else ''}{kind}-{i}" for i in range(count)]
+    for seed, path in enumerate(paths):
+        if not (path / "config.json").exists():
+            make_kind(path, kind, seed=seed, scale=1.0, **({} if small else BENCHED[kind]))
+    return paths
 
 
 def make_kind(path: Path, kind: str, *, seed: int = 0, scale: float = 4.0, **shape: Any) -> Path:

@@ -1,6 +1,7 @@
 """Staging without an engine around it: what an idle instance needs for a version, and what verifying takes of that.
 
-One real vLLM model (0.4 B, or tiny) with its stager, in this process. In turns, so that all meet the same machine:
+One real vLLM model (0.3 to 0.4 B, of a kind that is chosen, or tiny) with its stager, in this process. In turns, so that
+all meet the same machine:
 
     staged     as it is: every published byte digested, every built word summed
     unchecked  the same with digests and sums taken out (the kernels that copy and pack are kept)
@@ -27,8 +28,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.checkpoints import BENCH_SHAPE, TINY_SHAPE, make_checkpoint
 from loadtest.machine import machine, memcpy_gbps
+from loadtest.model_kinds import BENCHED, bench_checkpoints
 from loadtest.vllm_worker import Worker, worker
 from weightsync import Publisher
 from weightsync.control.records import VersionRecord
@@ -39,11 +40,11 @@ WAYS = ("staged", "unchecked", "mapped")
 WORKER_SLOTS = 3
 
 
-def run(json: Path | None = None, *, rounds: int = 5, small: bool = False) -> dict[str, Any]:
+def run(json: Path | None = None, *, rounds: int = 5, small: bool = False, kind: str = "dense") -> dict[str, Any]:
     """Measure, print a table, and write the figures to `json`; returns them."""
     from safetensors.torch import load_file
 
-    checkpoint = _checkpoint(Path("runs") / ("staging-small" if small else "staging"), small)
+    (checkpoint,) = bench_checkpoints(Path("runs") / "bench", kind, small=small, count=1)
     tensors = load_file(checkpoint / "model.safetensors")
     nbytes = sum(t.nbytes for t in tensors.values())
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -67,7 +68,7 @@ def run(json: Path | None = None, *, rounds: int = 5, small: bool = False) -> di
                     seconds[way].append(elapsed)
                     seconds["mapped"].append(mapped)
         memcpy = memcpy_gbps(nbytes)
-    return _report(json, nbytes, memcpy, seconds)
+    return _report(json, kind, nbytes, memcpy, seconds)
 
 
 @contextlib.contextmanager
@@ -127,11 +128,6 @@ def _pack(flat: Any, stride: Any, target: Any) -> None:
                     tile[i, 0], tile[i, 1], tile[i, 2], tile[i, 3] = row0[i], row1[i], row2[i], row3[i]
 
 
-def _checkpoint(path: Path, small: bool) -> Path:
-    shape: dict[str, Any] = dict(TINY_SHAPE if small else BENCH_SHAPE)
-    return path if (path / "config.json").exists() else make_checkpoint(path, **shape)
-
-
 def _publish(publisher: Publisher, tensors: dict[str, Any]) -> VersionRecord:
     version = publisher.publish(tensors.items(), activate=False)
     return next(record for record in publisher.versions() if record.version == version)
@@ -145,10 +141,13 @@ def _stage(side: Worker, record: VersionRecord) -> float:
     return elapsed
 
 
-def _report(json: Path | None, nbytes: int, memcpy: float, seconds: dict[str, list[float]]) -> dict[str, Any]:
+def _report(
+    json: Path | None, kind: str, nbytes: int, memcpy: float, seconds: dict[str, list[float]]
+) -> dict[str, Any]:
     typical = {way: statistics.median(values) for way, values in seconds.items()}
     figures: dict[str, Any] = {
         "machine": machine(),
+        "kind": kind,
         "bytes": nbytes,
         "rounds": len(seconds["staged"]),
         "memcpy_gbps": memcpy,
@@ -173,5 +172,6 @@ if __name__ == "__main__":
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--model-kind", choices=sorted(BENCHED), default="dense")
     options = parser.parse_args()
-    run(options.json, rounds=options.rounds, small=options.small)
+    run(options.json, rounds=options.rounds, small=options.small, kind=options.model_kind)

@@ -26,6 +26,7 @@ class StockVllm:
     def running(self) -> Iterator[StockVllm]:
         switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         child = Child("stock vLLM", self._args, self._log, switches | {"VLLM_PLUGINS": ""})
+        self.pid = child.process.pid
         try:
             transport = httpx.HTTPTransport(retries=0)
             with httpx.Client(base_url=self.url, timeout=300, transport=transport) as self._http:

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.checkpoints import BENCH_SHAPE, TINY_SHAPE, make_checkpoint
 from loadtest.children import publishing, streaming
 from loadtest.gaps import Gaps, Window, summary
 from loadtest.machine import machine, memcpy_gbps
+from loadtest.model_kinds import BENCHED, bench_checkpoints
 from loadtest.stock_vllm import StockVllm
 from server.cli import interrupts
 from server.cli.admin import AdminClient
@@ -45,32 +46,26 @@ class Windows:
     staging_gbps: list[float] = field(default_factory=list)
     stage_ms: list[float] = field(default_factory=list)
     publish_ms: list[float] = field(default_factory=list)
+    private_mb: list[float] = field(default_factory=list)
     kernels: str = ""
 
 
-def run(json: Path | None, *, streams: int = 16, swaps: int = 6, small: bool = False) -> dict[str, Any]:
-    """Measure, print the table, and write the figures to `json`; returns them."""
+def run(
+    json: Path | None, *, streams: int = 16, swaps: int = 6, small: bool = False, kind: str = "dense"
+) -> dict[str, Any]:
+    """Measure a model of `kind` (`model_kinds.BENCHED`), print the table, and write the figures to `json`."""
     work = Path("runs") / ("bench-small" if small else "bench")
-    models = _checkpoints(work, small)
+    models = bench_checkpoints(work, kind, small=small)
     memcpy = memcpy_gbps()
     ours = _hotswap(models, work, streams, swaps)
     stock = _stock(models, work, streams, max(2, swaps // 2))
     figures = _figures(ours, stock, memcpy) | {"machine": machine(), "streams": streams, "swaps": swaps}
-    figures["model"] = {"parameters": _parameters(models[0]), "dtype": "bfloat16"}
+    figures["model"] = {"kind": kind, "parameters": _parameters(models[0]), "bytes": _nbytes(models[0])}
     _print(figures)
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
         json.write_text(jsonlib.dumps(figures, indent=1))
     return figures
-
-
-def _checkpoints(work: Path, small: bool) -> list[Path]:
-    shape: dict[str, Any] = {**(TINY_SHAPE if small else BENCH_SHAPE), "max_position_embeddings": 4096}
-    paths = [work / f"model-{i}" for i in range(2)]
-    for seed, path in enumerate(paths):
-        if not (path / "config.json").exists():
-            make_checkpoint(path, seed=seed, **shape)
-    return paths
 
 
 def _hotswap(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[Gaps, Windows, dict[str, int]]:
@@ -96,8 +91,17 @@ def _hotswap(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[
                 swap(number)
             for figures in (windows.publish_ms, windows.commit_ms, windows.staging_gbps, windows.stage_ms):
                 figures.clear()
+            instance = server.children["instance-0"].process.pid
+            windows.private_mb.append(private_mb(instance))
             gaps, lost = _drive(server.url, "bench", streams, swaps, swap, windows)
+            windows.private_mb.append(private_mb(instance))
     return gaps, windows, lost
+
+
+def private_mb(pid: int) -> float:
+    """The memory that a process and its children share with nobody, in MB."""
+    root = psutil.Process(pid)
+    return sum(p.memory_full_info().uss for p in [root, *root.children(recursive=True)]) / 1e6
 
 
 def _stock(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[Gaps, Windows, dict[str, int]]:
@@ -105,11 +109,13 @@ def _stock(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[Ga
     server = StockVllm(models[0], "bench", work / "stock.log", VLLM_ARGS)
     with server.running():
         server.swap(models[1].resolve())
+        windows.private_mb.append(private_mb(server.pid))
 
         def swap(number: int) -> None:
             server.swap(models[number % 2].resolve())
 
         gaps, lost = _drive(server.url, "bench", streams, swaps, swap, windows)
+        windows.private_mb.append(private_mb(server.pid))
     return gaps, windows, lost
 
 
@@ -166,6 +172,7 @@ def _figures(ours: Any, stock: Any, memcpy: float) -> dict[str, Any]:
             "none": gaps.tokens_per_s(windows.quiet),
             "none_stock": stock_gaps.tokens_per_s(stock_windows.quiet),
         },
+        "private_mb": {"hotswap": windows.private_mb, "vllm": stock_windows.private_mb},
         "kernels": windows.kernels,
         "lost": {"hotswap": lost, "vllm": stock_lost},
     }
@@ -186,6 +193,10 @@ def _parameters(path: Path) -> int:
     return sum(int(np.prod(s.shape)) for s in Checkpoint(path).schema.tensors.values())
 
 
+def _nbytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
 def _print(figures: dict[str, Any]) -> None:
     table = Table("inter-token gap, ms", "p50", "p99", "max", "longest per swap", title="what 16 streams see of a swap")
     names = {"none": "no swap", "hotswap": "hotswap", "none_stock": "no swap (stock vLLM)", "vllm": "vLLM pause/reload"}
@@ -196,7 +207,8 @@ def _print(figures: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     for key in ("stall_ms", "stall_ratio", "commit_ms", "commit_ms_max", "stage_ms", "staging_gbps", "memcpy_gbps",
-                "publish_ms", "goodput_kept", "goodput_kept_vllm", "tokens_per_s", "kernels", "lost"):  # fmt: skip
+                "publish_ms", "goodput_kept", "goodput_kept_vllm", "tokens_per_s", "private_mb", "kernels",
+                "lost"):  # fmt: skip
         console.print(f"{key}: {figures[key]}")
 
 
@@ -207,5 +219,6 @@ if __name__ == "__main__":
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--swaps", type=int, default=6)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--model-kind", choices=sorted(BENCHED), default="dense")
     options = parser.parse_args()
-    run(options.json, streams=options.streams, swaps=options.swaps, small=options.small)
+    run(options.json, streams=options.streams, swaps=options.swaps, small=options.small, kind=options.model_kind)

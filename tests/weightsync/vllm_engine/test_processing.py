@@ -230,8 +230,8 @@ def online_int8() -> str:
 @pytest.mark.engine
 def test_a_method_of_another_package_that_quantizes_what_it_is_given(checkpoints: Any, publisher: Publisher) -> None:
     """bf16 is published and int8 served, by kernels that keep raw pointers: they are replaced as a whole."""
-    versions = [tensors_of(path) for path in checkpoints("dense")]
-    with worker(checkpoints("dense")[0], quantization=online_int8()) as w:
+    versions = [tensors_of(path) for path in checkpoints("llama")]
+    with worker(checkpoints("llama")[0], quantization=online_int8()) as w:
         x = torch.randn(5, 128).bfloat16()
 
         def outputs() -> list[torch.Tensor]:
