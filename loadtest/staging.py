@@ -1,7 +1,7 @@
 """Staging without an engine around it: what an idle instance needs for a version, and what verifying takes of that.
 
-One real vLLM model (0.3 to 0.4 B, of a kind that is chosen, or tiny) with its stager, in this process. In turns, so that
-all meet the same machine:
+One real vLLM model (0.3 to 0.4 B, of a kind that is chosen, or tiny) with its stager, in this process. In turns, so
+that all meet the same machine:
 
     staged     as it is: every published byte digested, every built word summed
     unchecked  the same with digests and sums taken out (the kernels that copy and pack are kept)

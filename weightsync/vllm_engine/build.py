@@ -228,6 +228,10 @@ class Builder:
         self._allow_non_finite = allow_non_finite
         self._own = {s.name: s for s in pairs if s.name == s.source}
         self._processed = {name for name, pair in self._own.items() if pair.role == "processed"}
+        self._processed_in: dict[str, list[str]] = {}
+        for name in self._own:
+            if name in self._processed:
+                self._processed_in.setdefault(layer_of(name), []).append(name)
         self._shapes = {name: s.parameter.shape for name, s in self._own.items()}
         self._learnt: tuple[str, Placement] | None = None
         self.plan = Plan()
@@ -412,7 +416,8 @@ class Builder:
         return self._processing.layers if self._processing is not None else ()
 
     def _private_layers(self) -> list[str]:
-        return [layer for layer in self._layers if any(layer_of(root) == layer for root in self.plan.private)]
+        private = {layer_of(root) for root in self.plan.private}
+        return [layer for layer in self._layers if layer in private]
 
     def _rehearse(self, placement: Placement, published: Published) -> Plan:
         """Process every layer once, to see what comes of it. Nothing is kept but the shapes."""
@@ -464,7 +469,7 @@ class Builder:
         """Load a layer of the twin, have vLLM process it, and return what came of it by module."""
         assert self._processing is not None
         self._processing.begin([layer])
-        names = [name for name in self._own if name in self._processed and layer_of(name) == layer]
+        names = self._processed_in.get(layer, [])
         for name in names:
             target = self._own[name].parameter.data
             for box, value in placement.constants.get(name, ()):
