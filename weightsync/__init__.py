@@ -3,6 +3,7 @@
     Publisher, Draft, join       write a version              SlotReader         read and verify one
     RemotePublisher              the same over HTTP
     Share, Collector             a rank on another host
+    Quantizer                    quantised tensors, as checkpoints hold them
     Coordinator, Participant     the two sides of a swap      open_store, Store  where the records live
 
 Importing this package imports neither torch nor vLLM; each name is loaded when it is first used.
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from weightsync.memory.parts import Adapter
     from weightsync.memory.receiver import SlotReader
     from weightsync.publish.publisher import Draft, Publisher, as_schema
+    from weightsync.publish.quantize import Quantizer
     from weightsync.publish.remote import RemotePublisher
     from weightsync.publish.shares import Collector, Share
     from weightsync.publish.writer import SlotWriter, join
@@ -42,6 +44,7 @@ _HOME = {
     "Probe": "control.state",
     "ProbeResult": "control.state",
     "Publisher": "publish.publisher",
+    "Quantizer": "publish.quantize",
     "RemotePublisher": "publish.remote",
     "Schema": "format.manifest",
     "Share": "publish.shares",
@@ -74,6 +77,7 @@ __all__ = [
     "Probe",
     "ProbeResult",
     "Publisher",
+    "Quantizer",
     "RemotePublisher",
     "Schema",
     "Share",
