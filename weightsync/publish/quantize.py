@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Scheme = Literal["int8", "fp8", "w4a16"]
 FP8_MAX = 448.0  # of float8_e4m3fn
@@ -73,6 +74,8 @@ class Quantizer:
 
 
 def _int8(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
     wide = weight.float()
     scale = (wide.abs().amax(1, keepdim=True) / 127).clamp(min=_TINY)
     yield name, (wide / scale).round().clamp(-127, 127).to(torch.int8)
@@ -80,6 +83,8 @@ def _int8(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _fp8(name: str, weight: torch.Tensor, block: int) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
     rows, cols = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -cols % block, 0, -rows % block))
     blocks = padded.view(padded.shape[0] // block, block, padded.shape[1] // block, block)
@@ -90,6 +95,8 @@ def _fp8(name: str, weight: torch.Tensor, block: int) -> Iterator[tuple[str, tor
 
 
 def _w4a16(name: str, weight: torch.Tensor, group: int) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
     rows, cols = weight.shape
     if cols % group or cols % 8:
         raise ValueError(f"{name}: its {cols} columns do not divide into groups of {group}; choose another group size")
@@ -103,6 +110,8 @@ def _w4a16(name: str, weight: torch.Tensor, group: int) -> Iterator[tuple[str, t
 
 def pack_nibbles(values: torch.Tensor, order: Iterable[int] = range(8)) -> torch.Tensor:
     """Pack [rows, columns] of 0..15 into int32 [rows, columns / 8], the first of `order` in the lowest bits."""
+    import torch
+
     parts = values.view(values.shape[0], -1, 8)
     packed = torch.zeros(parts.shape[:2], dtype=torch.int64)
     for shift, column in enumerate(order):
