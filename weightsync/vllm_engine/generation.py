@@ -68,7 +68,7 @@ class Generation:
 
         Returns what was replaced: freeing it can take tens of milliseconds, so the caller drops it elsewhere.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are a subclass: that doubles a flip's time
+        with torch._C.DisableTorchFunctionSubclass():  # else Python runs for each of vLLM's parameters
             replaced: list[Any] = [live.data for live, _ in self.flips.tensors]
             for live, staged in self.flips.tensors:
                 live.data = staged
