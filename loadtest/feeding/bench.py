@@ -26,7 +26,7 @@ from loadtest.feeding.site import MODEL, SOURCE, VLLM_ARGS, Host, Serving, Site,
 from loadtest.stock_vllm import StockVllm
 from server.cli.errors import CliError
 from server.cli.up import free_port
-from weightsync.vllm_engine.layout import onednn_takes
+from weightsync.vllm_engine.linear import onednn_takes
 
 FETCHED = re.compile(r"is here after ([\d.]+) s")
 LOADED = re.compile(r"Loading weights took ([\d.]+) seconds")

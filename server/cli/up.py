@@ -42,6 +42,7 @@ READY_TIMEOUT_S = 600.0
 RESTART_PAUSE_S = 2.0
 LEAVES_S, TRAINER_LEAVES_S = 10.0, 130.0  # after SIGTERM; a trainer saves first, within its faults.grace_s (120 s)
 PERSIST_S = 600.0  # for the copy of the active version at a stop
+OWN_DRAFTS = ("draft_model", "eagle", "eagle3")  # ways to speculate whose weights are a checkpoint of their own
 USERS = ".users"  # the file in an arena that its servers hold a shared lock on
 LOOK_S = 1.0  # between two looks at the store's file
 
@@ -363,7 +364,7 @@ def draft_dir(vllm_args: Sequence[str]) -> Path | None:
         config = json.loads(joined[joined.index("--speculative-config") + 1])
     except json.JSONDecodeError as error:
         raise CliError(f"--speculative-config is not JSON ({error})") from error
-    own = isinstance(config, dict) and "model" in config and config.get("method", "draft_model") == "draft_model"
+    own = isinstance(config, dict) and "model" in config and config.get("method", "draft_model") in OWN_DRAFTS
     return resolve_model(config["model"]) if own else None
 
 

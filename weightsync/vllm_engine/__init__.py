@@ -7,7 +7,9 @@
     loader.py         what an instance runs until it has its first version
     placement.py      a second, weightless copy of the model (the twin), and what its loaders put where
     processing.py     layers that vLLM processes after loading: what that makes, and how the running ones get it
-    layout.py         which linear kernel runs a layer, and where each kernel tensor lies in a layout slot
+    moves.py          of those, layers whose words are only put into another order: filled without vLLM
+    linear.py         which kernel multiplies by an unquantised matrix, and in which order it reads that
+    layout.py         where each kernel tensor lies in a layout slot
     build.py          reads a published slot, and fills a layout slot from it
     pool.py           layout slots in shared memory: built once per host, mapped by every instance
     generation.py     one version, ready to run: what a commit flips to, and back

@@ -22,7 +22,7 @@ from weightsync.control.hosts import this_host
 from weightsync.format.manifest import schema_of
 from weightsync.vllm_engine import core
 from weightsync.vllm_engine.bundle import BASE, Bundle, HeldBundles, PartOrder
-from weightsync.vllm_engine.bundle_stager import BundleReport, BundleStager
+from weightsync.vllm_engine.bundle_stager import BundleReport, BundleStager, prediction_head
 from weightsync.vllm_engine.stager import Garbage, Stager
 from weightsync.vllm_engine.tether import Tether, hold
 
@@ -81,10 +81,11 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def attach(self, runner: Any) -> None:
         """`runner`: vLLM's model runner, which holds what else can be swapped here: a draft model, LoRA adapters."""
-        if not hasattr(self, "_base"):
-            allow = self._allow_non_finite
-            self._base = Stager(self.model, self.vllm_config, self.model_config, self.device, allow_non_finite=allow)
-        self._stager = BundleStager(self._base, runner, self.device, allow_non_finite=self._allow_non_finite)
+        allow, head = self._allow_non_finite, prediction_head(runner)
+        if head is not None or not hasattr(self, "_base"):
+            model = self.model, self.vllm_config, self.model_config, self.device
+            self._base = Stager(*model, head=head, allow_non_finite=allow)
+        self._stager = BundleStager(self._base, runner, self.device, allow_non_finite=allow)
 
     # vLLM's four-phase protocol -------------------------------------------------------------------------------
 

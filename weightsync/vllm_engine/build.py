@@ -38,17 +38,9 @@ from weightsync.format.fingerprint import (
 )
 from weightsync.format.manifest import Schema, TensorEntry
 from weightsync.memory.receiver import SlotReader
-from weightsync.vllm_engine.layout import (
-    BLOCK_ROWS,
-    Entry,
-    Layout,
-    LinearFn,
-    View,
-    onednn_linear,
-    pack_into,
-    place_views,
-    plan_layout,
-)
+from weightsync.vllm_engine.layout import Entry, Layout, View, place_views, plan_layout
+from weightsync.vllm_engine.linear import WORD, LinearFn, pack_into, private_linear
+from weightsync.vllm_engine.moves import Moved, random_words, recognise
 from weightsync.vllm_engine.placement import (
     Box,
     Pair,
@@ -61,6 +53,7 @@ from weightsync.vllm_engine.placement import (
     learn,
     load_group,
     matrix,
+    pair_made,
 )
 from weightsync.vllm_engine.processing import Change, NotInPlace, Processing, in_place, same
 
@@ -187,6 +180,7 @@ class Plan:
     live: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Change] = field(default_factory=dict)
     private: dict[str, str] = field(default_factory=dict)
+    moved: dict[str, Moved] = field(default_factory=dict)
 
 
 @dataclass
@@ -240,7 +234,7 @@ class Builder:
     @property
     def has_private(self) -> bool:
         """Whether a version has parts that each instance builds for itself."""
-        return bool(self._onednn or self.plan.private)
+        return bool(self._private or self.plan.private)
 
     def prepare(self, reader: SlotReader, pace: Pace) -> Layout:
         """Learn where the tensors of this published slot go, unless the last one had the same names, shapes, dtypes.
@@ -258,7 +252,7 @@ class Builder:
                 self._pairs, self._device, self._rank, self._world, filled=filled, views=self.plan.views
             )
             kernels = self.layout.kernels
-            self._onednn = {s.source for s in self._pairs if s.role == "linear" and kernels[s.name] == "onednn"}
+            self._private = {s.source for s in self._pairs if s.role == "linear" and kernels[s.name] == "private"}
             self._learnt = (digest, placement)
         return self.layout
 
@@ -272,6 +266,9 @@ class Builder:
         try:
             groups = group_by_layer(published.schema.tensors)
             placement = learn(self._twin, self._pairs, published.tensors(), groups)
+            if made := pair_made(self._pairs):
+                self._adopt(made)
+                placement = learn(self._twin, self._pairs, published.tensors(), groups)
         finally:
             if self._processing is not None:
                 self._processing.drop(layers)
@@ -279,6 +276,14 @@ class Builder:
             for name in self._own.keys() - placement.opaque.keys() - self._processed:
                 self._own[name].parameter.data = self._own[name].parameter.data.new_empty(0)
         return placement
+
+    def _adopt(self, made: list[Pair]) -> None:
+        """Parameters that this version brought into being; the model that runs gets them when it is committed."""
+        if self._device.type != "cpu":
+            raise UnsupportedModelError(f"{made[0].name!r} is new, and captured graphs lack it; restart on it")
+        self._pairs += made  # which the stager reads, too
+        self._own |= {pair.name: pair for pair in made}
+        self._shapes |= {pair.name: pair.parameter.shape for pair in made}
 
     def build(self, reader: SlotReader, data: torch.Tensor | None, pace: Pace) -> Built:
         """Fill `data`, the layout slot's bytes (None: they are there already), and make the private kernels.
@@ -293,13 +298,15 @@ class Builder:
         for entry in self._entries(placement) if data is not None else ():
             assert data is not None
             self._fill(entry, placement, published, data, built)
-        for source in sorted(self._onednn - placement.opaque.keys()):
+        for source in sorted(self._private - placement.opaque.keys()):
             raw = self._raw(source, placement, published)
             self._sum_plain(raw, source, placement, published, built)
-            built.private[source] = onednn_linear(raw)
+            built.private[source] = private_linear(raw)
         self._load_opaque(placement, published, data, built)
+        built.scalars |= {p: value for moved in self.plan.moved.values() for p, value in moved.scalars.items()}
         for layer in self._layers if data is not None else self._private_layers():
-            self._process(layer, placement, published, data, built)
+            if layer not in self.plan.moved:
+                self._process(layer, placement, published, data, built)
         self._sum_unused(placement, published, built)
         published.finish()
         compare(built.sums(), reader.manifest.tensors)
@@ -315,7 +322,7 @@ class Builder:
                 self._sum_packed(entry, placement, published, data, built)
             else:
                 self._sum_plain(entry.view(data), entry.source, placement, published, built)
-        for rect in (rect for name in sorted(self._processed) for rect in placement.rects.get(name, ())):
+        for rect in (rect for name in self._unmoved for rect in placement.rects.get(name, ())):
             built.parts.append((rect.name, published.part(rect, 0), published.sum(rect)))
         self._sum_unused(placement, published, built)
         return built.sums()
@@ -326,7 +333,17 @@ class Builder:
         return self._learnt[1]
 
     def _entries(self, placement: Placement) -> Iterator[Entry]:
-        return (entry for entry in self.layout.entries if entry.source not in placement.opaque)
+        """What is filled from published words alone."""
+        yield from (entry for entry in self.layout.entries if entry.source not in placement.opaque)
+        for moved in self.plan.moved.values():
+            for path, move in moved.moves.items():
+                yield move.entry(self._shapes[move.source], self.layout.views[path])
+
+    @property
+    def _unmoved(self) -> list[str]:
+        """The processed parameters whose words do not lie in the slot."""
+        moved = {move.source for layer in self.plan.moved.values() for move in layer.moves.values()}
+        return sorted(self._processed - moved)
 
     # filling ----------------------------------------------------------------------------------------------------------
 
@@ -338,13 +355,13 @@ class Builder:
             all(in_blocks(box, entry) for box in boxes)
             and all(published.dtype(rect.name) is target.dtype for rect in rects)
         ):
-            pack_into(target, self._raw(entry.source, placement, published))
+            pack_into(target, as_matrix(self._raw(entry.source, placement, published)), entry.lanes)
             return self._sum_packed(entry, placement, published, data, built)
         for box, value in constants:
             crop(target, box).fill_(value)
         for rect in rects:
             total: Sum = 0
-            for piece in pieces(rect, published.row_nbytes(rect.name)):
+            for piece in pieces(rect, published.row_nbytes(rect.name), entry.lanes or 1):
                 published.read(piece.name, piece.source)
                 total = total + (
                     self._pack(entry, piece, published, data)
@@ -397,9 +414,10 @@ class Builder:
             for entry in self.layout.entries if data is not None else ():
                 if entry.source == source:
                     assert data is not None
-                    (pack_into if entry.packed else torch.Tensor.copy_)(entry.view(data), raw)
-            if source in self._onednn:
-                built.private[source] = onednn_linear(raw)
+                    target = entry.view(data)
+                    pack_into(target, raw, entry.lanes) if entry.packed else target.copy_(raw)
+            if source in self._private:
+                built.private[source] = private_linear(raw)
 
     def _load(self, opaque: list[str], placement: Placement, published: Published) -> None:
         """Have vLLM's loader fill these parameters of the twin."""
@@ -422,21 +440,76 @@ class Builder:
     def _rehearse(self, placement: Placement, published: Published) -> Plan:
         """Process every layer once, to see what comes of it. Nothing is kept but the shapes."""
         plan, end = Plan(), 0
+        first: dict[Any, tuple[str, Moved | None]] = {}  # layers of one form are processed alike
         for layer in self._layers:
-            made: dict[str, torch.Tensor] = {}
-            for root, changes in self._made(layer, placement, published, Built()).items():
-                try:
-                    leaves, scalars = in_place(changes)
-                except NotInPlace as error:
-                    self._refuse_private(root, error)
-                    plan.private[root] = str(error)
-                    continue
-                made |= {leaf.path: leaf.made for leaf in leaves}
-                plan.live |= {leaf.path: leaf.live for leaf in leaves}
-                plan.scalars |= {scalar.path: scalar for scalar in scalars}
+            form = self._form(layer, placement)
+            known = first.get(form, (layer, None))
+            expected = None if known[1] is None else known[1].at(known[0], layer)
+            made = self._rehearse_layer(layer, placement, None if expected is not None else published, plan)
+            moved = expected
+            if form not in first:
+                moved = self._watch_words(layer, placement)
+                first[form] = layer, moved
+            scalars = {path: scalar.value for path, scalar in plan.scalars.items() if layer_of(path) == layer}
+            if moved is not None and moved.moves.keys() == made.keys() and moved.scalars == scalars:
+                plan.moved[layer] = moved
+            elif expected is not None:
+                made = self._rehearse_layer(layer, placement, published, plan)
             views, end = place_views(made, end)
             plan.views |= views
         return plan
+
+    def _rehearse_layer(
+        self, layer: str, placement: Placement, published: Published | None, plan: Plan
+    ) -> dict[str, torch.Tensor]:
+        """Process one layer, with its weights or with whatever lies in the memory; returns the tensors made."""
+        assert self._processing is not None
+        if published is None:
+            self._processing.begin([layer])
+        else:
+            self._load_layer(layer, placement, published, Built())
+        made: dict[str, torch.Tensor] = {}
+        for root, changes in self._processing_of(layer).items():
+            try:
+                leaves, scalars = in_place(changes)
+            except NotInPlace as error:
+                self._refuse_private(root, error)
+                plan.private[root] = str(error)
+                continue
+            made |= {leaf.path: leaf.made for leaf in leaves}
+            plan.live |= {leaf.path: leaf.live for leaf in leaves}
+            plan.scalars |= {scalar.path: scalar for scalar in scalars}
+        return made
+
+    def _form(self, layer: str, placement: Placement) -> tuple[Any, ...]:
+        """What decides how a layer is processed, but for its weights."""
+        assert self._processing is not None
+        modules = {name: self._processing.modules[name] for name in self._processing.layers[layer]}
+        kinds = [(n.removeprefix(layer), type(m), type(getattr(m, "quant_method", None))) for n, m in modules.items()]
+        names = self._processed_in.get(layer, [])
+        parameters = [
+            (n.removeprefix(layer), self._shapes[n], self._own[n].parameter.dtype, bool(placement.rects.get(n)))
+            for n in names
+        ]
+        return tuple(kinds), tuple(parameters)
+
+    def _watch_words(self, layer: str, placement: Placement) -> Moved | None:
+        """Have random words processed. None where that makes anything else of them than another order."""
+        names = self._processed_in.get(layer, [])
+        if not all(placement.rects.get(name) for name in names):
+            return None
+        assert self._processing is not None
+        self._processing.begin([layer])
+        loaded = random_words({name: self._own[name].parameter.data for name in names})
+        try:
+            made = [in_place(changes) for changes in self._processing_of(layer).values()]
+        except Exception:  # of vLLM's, about values that no checkpoint has
+            self._processing.drop([layer])
+            return None
+        moves = recognise(loaded, [leaf for leaves, _ in made for leaf in leaves])
+        if moves is None or {move.source for move in moves.values()} != set(names):
+            return None
+        return Moved(moves, {s.path: s.value for _, scalars in made for s in scalars})
 
     def _refuse_private(self, root: str, error: Exception) -> None:
         """Captured graphs hold the addresses of an accelerator's weights: nothing there can be replaced."""
@@ -447,7 +520,8 @@ class Builder:
         self, layer: str, placement: Placement, published: Published, data: torch.Tensor | None, built: Built
     ) -> None:
         """Have vLLM load and process a layer; what other instances can map goes into the slot."""
-        for root, changes in self._made(layer, placement, published, built).items():
+        self._load_layer(layer, placement, published, built)
+        for root, changes in self._processing_of(layer).items():
             if root in self.plan.private:
                 built.changes += changes
                 continue
@@ -465,8 +539,8 @@ class Builder:
                     raise UnsupportedModelError(f"{scalar.path} changes, and captured graphs hold it; restart on it")
             built.scalars |= {scalar.path: scalar.value for scalar in scalars}
 
-    def _made(self, layer: str, placement: Placement, published: Published, built: Built) -> dict[str, list[Change]]:
-        """Load a layer of the twin, have vLLM process it, and return what came of it by module."""
+    def _load_layer(self, layer: str, placement: Placement, published: Published, built: Built) -> None:
+        """Fill a layer of the twin as vLLM's loader would."""
         assert self._processing is not None
         self._processing.begin([layer])
         names = self._processed_in.get(layer, [])
@@ -481,6 +555,10 @@ class Builder:
                     total = total + self._copy(as_matrix(target), name, piece, published)
                 built.parts.append((rect.name, published.part(rect, 0), total))
         self._load([name for name in names if name in placement.opaque], placement, published)
+
+    def _processing_of(self, layer: str) -> dict[str, list[Change]]:
+        """Have vLLM process a filled layer, and return what came of it by module."""
+        assert self._processing is not None
         self._processing.process(layer)
         return self._processing.harvest(layer)
 
@@ -505,9 +583,9 @@ class Builder:
         self, entry: Entry, placement: Placement, published: Published, data: torch.Tensor, built: Built
     ) -> None:
         for rect in placement.rects[entry.source]:
-            if published.dtype(rect.name) is torch.bfloat16 and in_blocks(rect.target, entry):
+            if published.dtype(rect.name) is self._own[entry.source].parameter.dtype and in_blocks(rect.target, entry):
                 total: Sum = 0
-                for piece in pieces(rect, published.row_nbytes(rect.name)):
+                for piece in pieces(rect, published.row_nbytes(rect.name), entry.lanes):
                     first = published.first_word(piece.name, piece.source)
                     total += packed_rectangle(packed_words(entry, piece.target, data), piece.source.row, first)
             else:
@@ -537,10 +615,10 @@ def crop(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[box.row : box.row + box.rows, box.col : box.col + box.cols]
 
 
-def pieces(rect: Rect, row_nbytes: int) -> Iterator[Rect]:
-    """`rect` in rows that fit into the cache: whole blocks of the packed layout, then what is left."""
-    step = max(BLOCK_ROWS, PIECE_BYTES // row_nbytes // BLOCK_ROWS * BLOCK_ROWS)
-    whole = rect.target.rows // BLOCK_ROWS * BLOCK_ROWS
+def pieces(rect: Rect, row_nbytes: int, lanes: int = 1) -> Iterator[Rect]:
+    """`rect` in rows that fit into the cache: whole blocks of `lanes` rows, then what is left."""
+    step = max(lanes, PIECE_BYTES // row_nbytes // lanes * lanes)
+    whole = rect.target.rows // lanes * lanes
     for start in [*range(0, whole, step), *([whole] if whole < rect.target.rows else [])]:
         rows = min(step, (whole if start < whole else rect.target.rows) - start)
         target, source = (replace(box, row=box.row + start, rows=rows) for box in (rect.target, rect.source))
@@ -548,27 +626,29 @@ def pieces(rect: Rect, row_nbytes: int) -> Iterator[Rect]:
 
 
 def in_blocks(box: Box, entry: Entry) -> bool:
-    """Whether `box` is made of whole blocks of the packed weight: whole rows, by 32 but for the last ones."""
+    """Whether `box` is made of whole blocks of the packed weight: whole rows, by `lanes` but for the last ones."""
     rows, cols = entry.shape
-    return box.cols == cols and box.row % BLOCK_ROWS == 0 and (box.rows % BLOCK_ROWS == 0 or box.row + box.rows == rows)
+    by_blocks = box.row % entry.lanes == 0 and (box.rows % entry.lanes == 0 or box.row + box.rows == rows)
+    return box.cols == cols and by_blocks
 
 
 def packed_words(entry: Entry, box: Box, data: torch.Tensor) -> Words:
-    """The blocks of a packed weight that hold `box`: int32 [blocks, pairs of columns, rows per block], in place."""
+    """The blocks of a packed weight that hold `box`: int32 [blocks, words of a row, rows per block], in place."""
     row_nbytes = entry.nbytes // entry.shape[0]
-    lanes = BLOCK_ROWS if box.rows % BLOCK_ROWS == 0 else box.rows
+    lanes = entry.lanes if box.rows % entry.lanes == 0 else box.rows
     begin = entry.offset + box.row * row_nbytes
     words: Words = data[begin : begin + box.rows * row_nbytes].numpy().view(np.int32)
-    return words.reshape(box.rows // lanes, entry.shape[1] // 2, lanes)
+    return words.reshape(box.rows // lanes, row_nbytes // WORD, lanes)
 
 
 def unpacked(entry: Entry, data: torch.Tensor) -> torch.Tensor:
     """A packed weight (out, in) in its usual order; a copy."""
     rows, cols = entry.shape
-    whole = rows // BLOCK_ROWS * BLOCK_ROWS
+    whole = rows // entry.lanes * entry.lanes
     boxes = [Box(0, 0, whole, cols), Box(whole, 0, rows - whole, cols)]
-    blocks = [packed_words(entry, box, data).transpose(0, 2, 1).reshape(-1, cols // 2) for box in boxes if box.rows]
-    return torch.from_numpy(np.ascontiguousarray(np.concatenate(blocks))).view(torch.bfloat16)
+    packed = [packed_words(entry, box, data) for box in boxes if box.rows]
+    blocks = [words.transpose(0, 2, 1).reshape(-1, words.shape[1]) for words in packed]
+    return torch.from_numpy(np.ascontiguousarray(np.concatenate(blocks))).view(getattr(torch, entry.dtype))
 
 
 def words_of(view: torch.Tensor) -> torch.Tensor:

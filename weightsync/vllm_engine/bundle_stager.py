@@ -1,8 +1,8 @@
 """Stages all parts of a version, one after the other on one background thread, into a `Bundle`.
 
-The speculative draft model of a worker is a model beside the target's, with a stager of its own. Only
-`method: draft_model` has weights that are all its own. EAGLE, MTP and their like share the target's embedding or head
-as the same modules, so staging one would flip the other; n-gram and suffix speculation have no weights.
+The speculative draft model of a worker is a model beside the target's, with a stager of its own. EAGLE heads run the
+target's embedding or head as the same modules: versions of the target carry those. An MTP head comes in the target's
+checkpoint, and is staged with it. n-gram and suffix speculation have no weights.
 """
 
 from __future__ import annotations
@@ -20,25 +20,46 @@ from weightsync.format.manifest import Schema
 from weightsync.memory.parts import BASE, DRAFT, LORA
 from weightsync.vllm_engine.bundle import Bundle, Flippable, PartOrder, Piece, on_this_host
 from weightsync.vllm_engine.lora import LoraHost
+from weightsync.vllm_engine.placement import Served
 from weightsync.vllm_engine.stager import Garbage, StageOrder, Stager, StageReport, describe, go_on, use_one_core
 
 
-def draft_stager(runner: Any, device: torch.device, *, allow_non_finite: bool = False) -> Stager:
-    """A stager over the draft model of vLLM's model runner. Raises PartNotServed where it has none of its own."""
-    from vllm.v1.spec_decode.draft_model import DraftModelProposer
+def drafter(runner: Any) -> tuple[str, Served] | None:
+    """The way in which vLLM's model runner speculates, and its draft; None where none can be swapped."""
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    drafter = getattr(runner, "drafter", None)
-    if drafter is None:
-        raise PartNotServed(DRAFT, 'start the instance with --speculative-config \'{"method": "draft_model", ...}\'')
-    if not isinstance(drafter, DraftModelProposer):
+    proposer = getattr(runner, "drafter", None)
+    if not isinstance(proposer, SpecDecodeBaseProposer):
+        return None
+    speculation = proposer.speculative_config
+    config = proposer._create_draft_vllm_config()
+    return speculation.method, Served(runner.get_draft_model(), config, speculation.draft_model_config)
+
+
+def prediction_head(runner: Any) -> Served | None:
+    """The MTP head that comes in the target's checkpoint, where the runner speculates with one."""
+    found = drafter(runner)
+    return found[1] if found is not None and found[0] == "mtp" else None
+
+
+def draft_stager(runner: Any, device: torch.device, *, allow_non_finite: bool = False) -> Stager:
+    """A stager over the draft of vLLM's model runner. Raises PartNotServed where it has none of its own."""
+    found = drafter(runner)
+    if found is None:
         raise PartNotServed(
-            DRAFT,
-            f"{type(drafter).__name__} has no weights that are its own alone (it shares modules with the target model, "
-            'or has none); use --speculative-config \'{"method": "draft_model", ...}\'',
+            DRAFT, 'start the instance with --speculative-config \'{"method": "draft_model" or "eagle", ...}\''
         )
-    model = runner.get_draft_model()
-    config = drafter._create_draft_vllm_config()
-    return Stager(model, config, config.model_config, device, allow_non_finite=allow_non_finite)
+    method, draft = found
+    if method == "mtp":
+        raise PartNotServed(DRAFT, "an MTP head comes with each version of its target: publish the target with it")
+    return Stager(
+        draft.model,
+        draft.vllm_config,
+        draft.model_config,
+        device,
+        elsewhere={id(module) for module in runner.get_model().modules()},
+        allow_non_finite=allow_non_finite,
+    )
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from weightsync.vllm_engine.layout import Layout, LinearFn, packed_linear, plain_linear
+from weightsync.vllm_engine.layout import Layout
+from weightsync.vllm_engine.linear import LinearFn, packed_linear, plain_linear
 from weightsync.vllm_engine.placement import Pair, held
 from weightsync.vllm_engine.pool import Notes
 from weightsync.vllm_engine.processing import GONE, Change
@@ -102,27 +104,33 @@ class CopyGeneration(Generation):
     def commit(self) -> list[Any]:
         if self.flips.tensors:
             lives, staged = zip(*self.flips.tensors, strict=True)
-            with torch.no_grad():
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 torch._foreach_copy_([live.data for live in lives], list(staged))
+            if self.slot is not None and self.slot.data.is_cuda:
+                # Built on the stager's stream, read on this one: the buffer is not reused before the copy is done.
+                self.slot.data.record_stream(torch.cuda.current_stream(self.slot.data.device))
         return self._change()
 
 
 def build_flips(pairs: list[Pair], layout: Layout, data: torch.Tensor, private: dict[str, LinearFn]) -> Flips:
-    """Flips onto the tensors in `data` (the layout slot's bytes) and the `private` kernels (oneDNN)."""
+    """Flips onto the tensors in `data` (the layout slot's bytes) and the `private` kernels."""
     plain, packed = layout.plain, layout.packed
     tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # two modules may hold one tensor
-    kernels: dict[str, Change] = {}
+    changes: dict[str, Change] = {}
     for pair in pairs:
         path, state = f"{pair.module_name}.cpu_linear", pair.live.__dict__
         if pair.role == "linear" and layout.kernels[pair.name] == "packed":
-            kernels[path] = Change(path, state, "cpu_linear", packed_linear(packed[pair.source].view(data)))
+            changes[path] = Change(path, state, "cpu_linear", packed_linear(packed[pair.source].view(data)))
         elif pair.role in ("linear", "table"):
-            kernels[path] = Change(path, state, "cpu_linear", private.get(pair.source, plain_linear))
-        if pair.role != "processed" and pair.source in plain:
+            changes[path] = Change(path, state, "cpu_linear", private.get(pair.source, plain_linear))
+        if pair.made:
+            made = nn.Parameter(plain[pair.source].view(data), False) if pair.source in plain else None
+            changes[pair.name] = Change(pair.name, pair.live._parameters, pair.leaf, made)
+        elif pair.role != "processed" and pair.source in plain:
             live = held(pair.live, pair.leaf)
             assert live is not None
             tensors[id(live)] = live, plain[pair.source].view(data)
-    return Flips(list(tensors.values()), list(kernels.values()))
+    return Flips(list(tensors.values()), list(changes.values()))
 
 
 @dataclass
@@ -134,9 +142,9 @@ class DeviceBuffer:
     notes: Notes = field(default_factory=Notes)
 
     def seal(self, _key: str, _notes: Notes) -> None:
-        """The copies were queued by the staging thread; the commit must find them done."""
+        """The staging thread queued the copies on its stream; the commit, on another one, must find them done."""
         if self.data.is_cuda:
-            torch.cuda.synchronize(self.data.device)
+            torch.cuda.current_stream(self.data.device).synchronize()
         self.built = True
 
     def release(self) -> None:

@@ -7,6 +7,11 @@ from typing import Any
 from torch import nn
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+from weightsync.errors import CheckpointError
+from weightsync.publish.checkpoint import Checkpoint
+
+SHARED = {"has_own_lm_head": "lm_head", "has_own_embed_tokens": "embed_tokens"}
+
 
 class PlaceholderLoader(DummyModelLoader):
     """vLLM's random weights, but for what a checkpoint may lack: buffers, and scales of one element.
@@ -27,3 +32,23 @@ class PlaceholderLoader(DummyModelLoader):
         super().load_weights(model, model_config)
         for tensor, value in kept:
             tensor.data.copy_(value)
+        if model_config.runner == "draft":
+            _keep_what_is_its_own(model, str(model_config.model))
+
+
+def _keep_what_is_its_own(model: nn.Module, checkpoint: str) -> None:
+    """Tell vLLM whether a draft's checkpoint has a head and an embedding, else the draft runs the target's.
+
+    vLLM also takes one for the target's that holds the same values, as random ones of the same seed do.
+    """
+    flags = [flag for flag in SHARED if hasattr(model, flag)]
+    try:
+        published = Checkpoint(checkpoint).schema.tensors if flags else ()
+    except CheckpointError:  # of another format: no version can come from it
+        return
+    for flag in flags:
+        parameters = [p for name, p in model.named_parameters() if SHARED[flag] in name]
+        if parameters and any(SHARED[flag] in name for name in published):
+            setattr(model, flag, True)
+            for parameter in parameters:
+                parameter.data.neg_()

@@ -47,7 +47,9 @@ class Pair:
 
     `source` is the name under which its bytes are loaded (another pair's name where weights are tied); `role` says
     what runs on it: a "linear" GEMM, an embedding "table" (looked up, never multiplied), "plain" code, or a layer that
-    is "processed" once it is loaded. `required` ones must be in every version.
+    is "processed" once it is loaded. The module of a "shared" one belongs to another model, whose versions carry it.
+    `required` ones must be in every version. `made` ones
+    come into being when a version that has them is loaded.
     """
 
     name: str
@@ -56,14 +58,19 @@ class Pair:
     live: nn.Module
     twin: nn.Module
     leaf: str
-    role: Literal["linear", "table", "plain", "processed"]
+    role: Literal["linear", "table", "plain", "processed", "shared"]
     required: bool = True
+    made: bool = False
 
     @property
     def parameter(self) -> torch.Tensor:
         tensor = held(self.twin, self.leaf)
         assert tensor is not None
         return tensor
+
+
+def joined(path: str, leaf: str) -> str:
+    return f"{path}.{leaf}" if path else leaf
 
 
 def held(module: nn.Module, leaf: str) -> torch.Tensor | None:
@@ -101,36 +108,101 @@ def build_skeleton(vllm_config: Any, model_config: Any, device: torch.device) ->
     return twin.eval().requires_grad_(False)
 
 
+@dataclass(frozen=True)
+class Served:
+    """A draft that a worker runs beside its model, and what vLLM builds another one from."""
+
+    model: nn.Module
+    vllm_config: Any
+    model_config: Any
+
+    def skeleton(self, device: torch.device) -> nn.Module:
+        from vllm.compilation.backends import set_model_tag
+
+        with set_model_tag("hotswap_draft"):  # vLLM tells the compiled parts of two models apart by it
+            return build_skeleton(self.vllm_config, self.model_config, device)
+
+
 def pair_parameters(live: nn.Module, twin: nn.Module, processing: Processing | None = None) -> list[Pair]:
     """Every parameter and buffer of the twin with its live counterpart, in module order; tied ones share a `source`.
 
     Loaders fill some buffers, and leave most as they were made: those are paired, but not required.
     """
-    modules = {n: getattr(m, "base_layer", m) for n, m in live.named_modules()}  # LoRA wraps the layers it may change
+    modules = lives(live)
     heads = {id(m) for n, m in live.named_modules(remove_duplicate=False) if n.rsplit(".", 1)[-1] == "lm_head"}
     processed = {name: own for name, *own in processing.parameters()} if processing is not None else {}
-    shared = processing.shared if processing is not None else ()
+    shared, aliases = (processing.shared, processing.aliases) if processing is not None else ((), ())
     pairs: list[Pair] = []
     first: dict[int, str] = {}
     for module_name, twin_module in twin.named_modules():
         module = modules[module_name]
         for leaf, tensor in [*twin_module._parameters.items(), *twin_module._buffers.items()]:
-            name = f"{module_name}.{leaf}" if module_name else leaf
-            if tensor is None or name in processed or id(module) in shared or first.get(id(tensor)) in processed:
+            name = joined(module_name, leaf)
+            if tensor is None or name in processed or first.get(id(tensor)) in processed:
+                continue
+            if name in aliases:
                 continue
             source = first.setdefault(id(tensor), name)
-            role = _role(module, leaf, id(module) in heads)
-            required = leaf in twin_module._parameters
+            role = "shared" if module_name in shared else _role(module, leaf, id(module) in heads)
+            required = leaf in twin_module._parameters and role != "shared"
             pairs.append(Pair(name, source, module_name, module, twin_module, leaf, role, required))
     for name, (twin_module, leaf, required) in processed.items():
         pairs.append(Pair(name, name, name.rpartition(".")[0], twin_module, twin_module, leaf, "processed", required))
     return pairs
 
 
-def _role(module: nn.Module, leaf: str, is_head: bool) -> Literal["linear", "table", "plain"]:
+def pair_made(pairs: Iterable[Pair]) -> list[Pair]:
+    """The parameters that the loader has given to modules of `pairs` since those were found: the bias of a head."""
+    modules = {pair.module_name: pair for pair in pairs if pair.role not in ("processed", "shared")}
+    known = {pair.name for pair in pairs}
+    return [
+        Pair(name, name, module_name, pair.live, pair.twin, leaf, "plain", required=False, made=True)
+        for module_name, pair in modules.items()
+        for leaf, parameter in pair.twin._parameters.items()
+        if parameter is not None and (name := joined(module_name, leaf)) not in known
+    ]
+
+
+def _role(module: nn.Module, leaf: str, is_head: bool) -> Literal["linear", "table", "plain", "shared"]:
     if leaf != "weight" or not hasattr(module, "cpu_linear"):
         return "plain"
     return "table" if hasattr(module, "org_vocab_size") and not is_head else "linear"
+
+
+def lives(live: nn.Module) -> dict[str, nn.Module]:
+    """The running modules by every name that they have. LoRA wraps the layers that it may change."""
+    return {n: getattr(m, "base_layer", m) for n, m in live.named_modules(remove_duplicate=False)}
+
+
+def shared_modules(live: nn.Module, twin: nn.Module, elsewhere: Collection[int]) -> frozenset[str]:
+    """Names of the twin's modules that stand for one that runs in another model, too, or under an earlier name.
+
+    `elsewhere`: ids of the other model's modules.
+    """
+    running, seen = lives(live), set(elsewhere)
+    found = set()
+    for name, _ in twin.named_modules():
+        if id(running[name]) in seen:
+            found.add(name)
+        seen.add(id(running[name]))
+    return frozenset(found)
+
+
+class WithHead(nn.Module):
+    """A model and the prediction head (MTP) that comes in its checkpoint, as one model to fill."""
+
+    def __init__(self, target: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.target, self.head = target, head
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Each loader takes what is its own."""
+        given = list(tensors)
+        return {
+            f"{name}.{filled}"
+            for name, model in self.named_children()
+            for filled in model.load_weights(given) or ()  # type: ignore[operator]
+        }
 
 
 def group_by_layer(names: Iterable[str]) -> list[list[str]]:
@@ -221,12 +293,14 @@ def learn(
     """
     own = {s.name: s.parameter for s in pairs if s.name == s.source}
     watch = Watch(own, tensors, {s.name for s in pairs if s.role == "processed"})
+    shared = {s.name for s in pairs if s.role == "shared"}
     for names in groups:
         with watch.group(names):
             watch.filled |= load_group(twin, watch.feed(names))
+        watch.note_replaced({s.name: s.parameter for s in pairs if s.name == s.source})
     if missing := sorted({s.source for s in pairs if s.required} - watch.filled - watch.touched()):
         raise MissingTensor(missing[0])
-    return watch.placement()
+    return watch.placement(shared)
 
 
 class Watch(TorchDispatchMode):
@@ -240,7 +314,7 @@ class Watch(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.filled: set[str] = set()
-        self._parameters, self._tensors, self._processed = parameters, tensors, processed
+        self._parameters, self._tensors, self._processed = dict(parameters), tensors, processed
         self._addresses = {name: p.data_ptr() for name, p in parameters.items()}
         self._targets = _Ranges(parameters)
         self._sources = _Ranges(tensors)
@@ -265,6 +339,13 @@ class Watch(TorchDispatchMode):
                     f"the loader of {name!r} replaces the parameter's memory, so that versions cannot be staged beside "
                     "the running one; serve another architecture"
                 )
+
+    def note_replaced(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Some loaders make a parameter anew: nothing of that was a write to the one that was there."""
+        for name, parameter in parameters.items():
+            if parameter is not self._parameters[name]:
+                self._parameters[name], self._addresses[name] = parameter, parameter.data_ptr()
+                self._note_opaque(name)
 
     def feed(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, self._tensors[name]) for name in names)
@@ -291,18 +372,19 @@ class Watch(TorchDispatchMode):
         """The parameters that were written to; loaders of drafts do not say."""
         return {name for name, groups in self._touched.items() if groups}
 
-    def placement(self) -> Placement:
-        for name in self._parameters:
+    def placement(self, shared: Collection[str] = ()) -> Placement:
+        own = self._parameters.keys() - shared
+        for name in own:
             if name not in self._opaque and (self._touched[name] or name in self.filled):
                 self._require_coverage(name)
         opaque = {
             name: tuple(tensor for index in sorted(self._touched[name]) for tensor in self._groups[index])
-            for name in sorted(self._opaque)
+            for name in sorted(self._opaque & own)
         }
-        rects = {n: tuple(r.values()) for n, r in self._rects.items() if n not in opaque}
+        rects = {n: tuple(r.values()) for n, r in self._rects.items() if n in own and n not in opaque}
         used = {rect.name for found in rects.values() for rect in found}
         unused = tuple(name for name in self._tensors if name not in used)
-        constants = {n: tuple(c) for n, c in self._constants.items() if c and n not in opaque}
+        constants = {n: tuple(c) for n, c in self._constants.items() if c and n in own and n not in opaque}
         return Placement(rects, constants, opaque, unused)
 
     def _note(self, name: str, func: Any, args: tuple[Any, ...]) -> None:

@@ -31,7 +31,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightsync.vllm_engine.placement import layer_of
+from weightsync.vllm_engine.layout import extent
+from weightsync.vllm_engine.placement import held, joined, layer_of, lives, shared_modules
 
 SMALL = 65536  # elements: tensors up to this size keep the value that they were made with
 MODULE_STATE = frozenset({"_modules", "_parameters", "_buffers", "_non_persistent_buffers_set", "training"})
@@ -102,36 +103,77 @@ class Part:
     buffers: dict[str, Blank | torch.Tensor | None]
 
 
+@dataclass(frozen=True)
+class Alias:
+    """A tensor that another module holds, in the memory that `owner` had before loading: a view of its weight.
+
+    Processing may give the owner new memory. The alias then stays what was loaded.
+    """
+
+    root: str
+    path: str
+    live: dict[str, Any]
+    twin: dict[str, Any]
+    key: str
+    owner: nn.Module
+    leaf: str
+    meta: torch.Tensor
+    offset: int
+
+    def renew(self) -> None:
+        """Turn the twin's to the memory that its owner has now."""
+        tensor = held(self.owner, self.leaf)
+        assert tensor is not None
+        view = tensor.data.as_strided(self.meta.size(), self.meta.stride(), tensor.storage_offset() + self.offset)
+        self.twin[self.key] = nn.Parameter(view, False) if isinstance(self.meta, nn.Parameter) else view
+
+
 class Processing:
     """The processed layers of one model, by decoder layer.
 
-    `shared` holds ids of live modules that belong to another model too (a draft's embedding is the target's): that
-    model's versions carry them.
+    `elsewhere` holds ids of live modules that belong to another model too (a draft's embedding is the target's): that
+    model's versions carry them. `shared` has their names.
     """
 
     def __init__(
-        self, live: nn.Module, twin: nn.Module, dtype: torch.dtype, device: torch.device, shared: Collection[int] = ()
+        self,
+        live: nn.Module,
+        twin: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        elsewhere: Collection[int] = (),
     ) -> None:
-        self._dtype, self._device, self.shared = dtype, device, frozenset(shared)
-        lives = {n: getattr(m, "base_layer", m) for n, m in live.named_modules(remove_duplicate=False)}
-        self.modules = {n: m for n, m in find(twin).items() if id(lives[n]) not in self.shared}
+        self._dtype, self._device = dtype, device
+        self.shared = shared_modules(live, twin, elsewhere)
+        running = lives(live)
+        self.modules = {n: m for n, m in find(twin).items() if n not in self.shared}
         self.layers: dict[str, list[str]] = {}
         for name in self.modules:
             self.layers.setdefault(layer_of(name), []).append(name)
         inside = {id(m) for m in self.modules.values()}
         outside = [(n, m) for n, m in twin.named_modules() if id(m) not in inside]
         self._to_live: dict[int, Any] = {}
+        self._aliases: dict[str, list[Alias]] = {}
+        owners = {
+            tensor.untyped_storage()._cdata: (root, module, leaf, tensor)
+            for root, module in self.modules.items()
+            for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]
+            if tensor is not None
+        }
+        for name, module in outside:
+            self._find_aliases(name, running[name], module, owners)
+        self.aliases = {alias.path for found in self._aliases.values() for alias in found}
         self._foreign: dict[int, Any] = {}  # tensors of layers that are not processed: those are swapped on their own
         for name, module in outside:
             for kind in ("_parameters", "_buffers"):
                 for leaf, tensor in module.__dict__[kind].items():
-                    if tensor is not None:
-                        self._foreign[id(tensor)] = (tensor, lives[name].__dict__[kind].get(leaf))
+                    if tensor is not None and joined(name, leaf) not in self.aliases:
+                        self._foreign[id(tensor)] = (tensor, running[name].__dict__[kind].get(leaf))
         self._parts: dict[str, list[Part]] = {}
         for name, module in self.modules.items():
-            self._pair(self._parts.setdefault(layer_of(name), []), name, name, lives[name], module)
+            self._pair(self._parts.setdefault(layer_of(name), []), name, name, running[name], module)
         for name, module in twin.named_modules():
-            self._to_live.setdefault(id(module), lives[name])
+            self._to_live.setdefault(id(module), running[name])
         self.drop(self.layers)
 
     def parameters(self) -> Iterator[tuple[str, nn.Module, str, bool]]:
@@ -143,7 +185,23 @@ class Processing:
             for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is not None and id(tensor) not in self._foreign:
                     required = leaf in module._parameters and tensor.numel() > SMALL
-                    yield f"{name}.{leaf}" if name else leaf, module, leaf, required
+                    yield joined(name, leaf), module, leaf, required
+
+    def _find_aliases(self, path: str, live: Any, twin: nn.Module, owners: dict[int, Any]) -> None:
+        """`owners`: (root, module, attribute, tensor) of the processed layers' tensors by storage."""
+        for kind in ("_parameters", "_buffers", "__dict__"):
+            theirs, ours = (vars(m) if kind == "__dict__" else vars(m)[kind] for m in (live, twin))
+            for key, tensor in ours.items():
+                if not isinstance(tensor, torch.Tensor) or not isinstance(theirs.get(key), torch.Tensor):
+                    continue
+                root, module, leaf, owner = owners.get(tensor.untyped_storage()._cdata, ("", twin, "", tensor))
+                (begin, end), (first, last) = extent(tensor), extent(owner)
+                if tensor is not owner and tensor.dtype is owner.dtype and first <= begin < end <= last:
+                    offset = tensor.storage_offset() - owner.storage_offset()
+                    meta = tensor.detach().to("meta")
+                    meta = nn.Parameter(meta, False) if isinstance(tensor, nn.Parameter) else meta
+                    alias = Alias(root, joined(path, key), theirs, ours, key, module, leaf, meta, offset)
+                    self._aliases.setdefault(layer_of(root), []).append(alias)
 
     # the state before loading -----------------------------------------------------------------------------------
 
@@ -191,6 +249,8 @@ class Processing:
                 if isinstance(part.twin, nn.Module):
                     for kind, blanks in (("_parameters", part.parameters), ("_buffers", part.buffers)):
                         state[kind] = {k: tensor_of(v) if isinstance(v, Blank) else v for k, v in blanks.items()}
+            for alias in self._aliases.get(layer, ()):
+                alias.renew()
 
     # processing -------------------------------------------------------------------------------------------------
 
@@ -233,6 +293,8 @@ class Processing:
                     changes.append(self._change(part, part.live.__dict__, key, value))
             gone = part.before.keys() - now.keys()
             changes += [Change(f"{part.path}.{k}", part.live.__dict__, k, GONE) for k in sorted(gone)]
+        for alias in self._aliases.get(layer, ()):
+            made[alias.root].append(Change(alias.path, alias.live, alias.key, alias.twin[alias.key]))
         self.drop([layer])
         return made
 

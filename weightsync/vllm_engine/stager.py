@@ -27,7 +27,7 @@ from weightsync.memory.receiver import SlotReader
 from weightsync.vllm_engine.build import Builder, Built, Pace
 from weightsync.vllm_engine.generation import CopyGeneration, DevicePool, Generation, Memory, build_flips
 from weightsync.vllm_engine.layout import Layout
-from weightsync.vllm_engine.placement import build_skeleton, pair_parameters
+from weightsync.vllm_engine.placement import Served, WithHead, build_skeleton, pair_parameters
 from weightsync.vllm_engine.pool import LayoutPool, Notes
 from weightsync.vllm_engine.processing import Processing
 
@@ -145,13 +145,17 @@ class Stager:
         model_config: Any,
         device: torch.device,
         *,
-        shared: Collection[int] = (),
+        head: Served | None = None,
+        elsewhere: Collection[int] = (),
         allow_non_finite: bool = False,
     ) -> None:
-        """`shared`: ids of modules of `model` whose weights the versions of another model carry."""
+        """`head` comes in the checkpoints of `model`. `elsewhere`: ids of modules that others fill."""
         fingerprint.warm()
+        self._pace = Pacer(model, device)
         twin = build_skeleton(vllm_config, model_config, device)
-        processing = Processing(model, twin, model_config.dtype, device, shared)
+        if head is not None:
+            model, twin = WithHead(model, head.model), WithHead(twin, head.skeleton(device))
+        processing = Processing(model, twin, model_config.dtype, device, elsewhere)
         self._pairs = pair_parameters(model, twin, processing)
         parallel = vllm_config.parallel_config
         self._builder = Builder(
@@ -163,10 +167,13 @@ class Stager:
             world=parallel.world_size,
             allow_non_finite=allow_non_finite,
         )
-        self._pace = Pacer(model, device)
         self._key_suffix = "-unchecked" if allow_non_finite else ""  # who looks for NaN builds a slot of its own
         self._pool: LayoutPool | DevicePool | None = None
         self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":  # on the stream of the decode thread, copies and steps would wait for each other
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # the twin is being made there
         self._thread: threading.Thread | None = None
         self._spares: threading.Thread | None = None
         self.report = StageReport(version=0)
@@ -204,7 +211,8 @@ class Stager:
             while self._spares is not None and self._spares.is_alive():
                 self._spares.join(LOOK_S)
                 go_on(stop)
-            self.generation, nbytes = self._build(order, stop)
+            with torch.cuda.stream(self._stream):
+                self.generation, nbytes = self._build(order, stop)
         except Exception as error:  # reported to the coordinator: the old version goes on serving
             self.report = StageReport(order.version, error=describe(error))
             return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from importlib.metadata import distributions, entry_points
+from typing import get_args
 
 import pytest
 
@@ -124,9 +125,15 @@ def test_model_building() -> None:
 def test_linear_kernels() -> None:
     import torch
     from vllm import _custom_ops as ops
+    from vllm.model_executor.layers import utils
 
     assert parameters(ops.weight_packed_linear_cpu) == ["x", "packed_weight", "n", "bias"]
     assert parameters(ops.create_onednn_mm)[:2] == ["weight", "primitive_cache_size"]
+    assert parameters(utils.check_cpu_sgl_kernel) == ["n", "k", "dtype"]
+    source = inspect.getsource(utils.dispatch_cpu_unquantized_gemm)
+    assert source.index("check_cpu_sgl_kernel(N, K, dtype)") < source.index("create_onednn_mm(origin_weight.t(), 32)")
+    for name in ("_reorder_linear_weight", "_linear_pointwise", "_get_mkldnn_serialized_md", "_nbytes", "data_ptr"):
+        assert hasattr(torch.ops.mkldnn, name)
     if torch.cpu._is_avx512_supported():  # its kernels for other CPUs pack no weights
         assert hasattr(torch.ops._C, "convert_weight_packed")
 
@@ -149,13 +156,18 @@ def test_serving() -> None:
 
 
 def test_draft_models() -> None:
-    from vllm.v1.spec_decode.draft_model import DraftModelProposer
+    from vllm.compilation import backends
+    from vllm.config.model import RunnerOption
+    from vllm.model_executor.models.interfaces import SupportsEagleBase
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    assert parameters(DraftModelProposer._create_draft_vllm_config) == ["self"]
-    assert "pass" in inspect.getsource(DraftModelProposer._maybe_share_embeddings)  # nothing shared with the target
-    assert "pass" in inspect.getsource(DraftModelProposer._maybe_share_lm_head)
+    assert parameters(SpecDecodeBaseProposer._create_draft_vllm_config) == ["self"]
+    for flag, part in (("has_own_lm_head", "lm_head"), ("has_own_embed_tokens", "embeddings")):
+        assert getattr(SupportsEagleBase, flag) is False
+        assert f"self.model.{flag}" in inspect.getsource(getattr(SpecDecodeBaseProposer, f"_maybe_share_{part}"))
+    assert "draft" in get_args(RunnerOption)
+    assert parameters(backends.set_model_tag) == ["tag", "is_encoder"]
     assert "self.model = self._get_model()" in inspect.getsource(SpecDecodeBaseProposer.load_model)
     assert '"drafter"' in inspect.getsource(GPUModelRunner.get_draft_model)
 

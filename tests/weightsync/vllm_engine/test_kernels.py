@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,53 +17,70 @@ from tests.weightsync.memory.test_arena import small_file_system
 from weightsync.vllm_engine.placement import group_by_layer, layer_of
 from weightsync.vllm_engine.pool import HEADER, LayoutPool, LayoutPoolError, Notes
 
+KINDS = [torch.bfloat16, torch.float32]
+SHAPES = [(512, 2048), (1024, 1024), (2112, 896), (48, 64), (8, 128), (60, 100), (6400, 640)]
 
-@bf16_only
+
+def stock_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    """The layer that vLLM runs: its function of x."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    layer.bias = None if bias is None else torch.nn.Parameter(bias.clone(), requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    return lambda x: layer.cpu_linear(x, layer.weight, layer.bias)  # type: ignore[operator]
+
+
 @pytest.mark.engine
-@pytest.mark.parametrize("shape", [(32, 64), (48, 32), (1040, 96), (4096, 256), (176, 2816)])
-def test_pack_in_pieces_equals_pack_as_a_whole(shape: tuple[int, int]) -> None:
-    import vllm._custom_ops  # noqa: F401 - loads the kernels
-
-    from weightsync.vllm_engine import layout
-
-    weight = torch.randn(shape).bfloat16()
-    target = torch.zeros_like(weight)
-    layout.pack_into(target, weight)
-    assert torch.equal(target, torch.ops._C.convert_weight_packed(weight))
-
-
-@bf16_only
-@pytest.mark.engine
+@pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_kernels_agree(bias: bool) -> None:
-    """packed, oneDNN and plain compute the same function, up to bf16 rounding."""
-    import vllm._custom_ops  # noqa: F401 - loads the kernels
+def test_the_kernels_compute_what_stock_vllm_computes(dtype: torch.dtype, bias: bool) -> None:
+    """To the bit, however many rows there are."""
+    from weightsync.vllm_engine import linear
 
-    from weightsync.vllm_engine import layout
+    found = set()
+    for out, inner in SHAPES:
+        weight = torch.randn(out, inner).to(dtype)
+        b = torch.randn(out).to(dtype) if bias else None
+        kernel = linear.choose_kernel((out, inner), dtype, torch.device("cpu"))
+        found.add(kernel)
+        ours = linear.plain_linear
+        if kernel == "packed":
+            packed = torch.empty_like(weight)
+            linear.pack_into(packed, weight, linear.lanes(out, inner, dtype))
+            ours = linear.packed_linear(packed)
+        elif kernel == "private":
+            ours = linear.private_linear(weight)
+        theirs = stock_linear(weight, b)
+        if b is not None and linear.is_small(out, inner, dtype):
+            b = b.float()
+        for rows in (1, 3, 16, 70):
+            x = torch.randn(rows, 2 * inner).to(dtype)[:, :inner]
+            x = x.contiguous() if linear.is_small(out, inner, dtype) else x  # that kernel reads no strided one
+            assert torch.equal(ours(x, weight, b), theirs(x)), (out, inner, rows, kernel)
+    assert dtype is torch.bfloat16 or found == {"packed", "private"}
 
-    torch.manual_seed(0)
-    weight, x = torch.randn(96, 128).bfloat16(), torch.randn(7, 128).bfloat16()
-    b = torch.randn(96).bfloat16() if bias else None
-    packed = torch.empty_like(weight)
-    layout.pack_into(packed, weight)
-    expected = torch.nn.functional.linear(x.float(), weight.float(), None if b is None else b.float())
-    got = layout.packed_linear(packed)(x, weight, None if b is None else b.float())
-    for y in (got, layout.onednn_linear(weight)(x, weight, b), layout.plain_linear(x, weight, b)):
-        torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=0.15)
+
+@bf16_only
+@pytest.mark.engine
+def test_bf16_weights_are_shared_on_this_cpu() -> None:
+    from weightsync.vllm_engine.linear import choose_kernel
+
+    kernels = [choose_kernel(shape, torch.bfloat16, torch.device("cpu")) for shape in SHAPES]
+    assert kernels.count("packed") >= 4
 
 
 def test_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsync.vllm_engine.layout import choose_kernel, onednn_takes
+    from weightsync.vllm_engine.linear import choose_kernel, onednn_takes
 
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    general = "onednn" if onednn_takes(bf16) else "plain"  # on a CPU without AVX-512
-    fast = "packed" if torch.cpu._is_avx512_bf16_supported() else general
-    assert choose_kernel((64, 64), bf16, cpu) == fast
+    general = "private" if onednn_takes(bf16) else "plain"  # on a CPU without AVX-512
     assert choose_kernel((64, 63), bf16, cpu) == general
-    assert choose_kernel((64, 64), torch.float32, cpu) == "onednn"
+    assert choose_kernel((1024, 1024), torch.float32, cpu) == "packed"
     assert choose_kernel((64, 64), bf16, torch.device("cuda")) == "plain"
-    monkeypatch.setenv("HOTSWAP_LINEAR_KERNEL", "onednn")
-    assert choose_kernel((64, 64), bf16, cpu) == general
+    monkeypatch.setenv("HOTSWAP_LINEAR_KERNEL", "private")
+    assert choose_kernel((1024, 1024), torch.float32, cpu) == "private"
     monkeypatch.setenv("HOTSWAP_LINEAR_KERNEL", "plain")
     assert choose_kernel((64, 64), bf16, cpu) == "plain"
 
@@ -70,18 +88,21 @@ def test_choice_of_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cpu_for_which_onednn_has_no_kernel_multiplies_as_vllm_then_does(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import _custom_ops as ops
 
-    from weightsync.vllm_engine.layout import choose_kernel, onednn_takes
+    from weightsync.vllm_engine import linear
 
     def refuses(*_: object) -> None:
         raise RuntimeError("could not create a primitive descriptor for the matmul primitive")
 
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(linear, "_packed_by_onednn", refuses)
+    monkeypatch.setattr(linear, "is_small", lambda *_: False)
     monkeypatch.setattr(ops, "create_onednn_mm", refuses)
-    onednn_takes.cache_clear()
+    linear.onednn_takes.cache_clear()
+    linear.onednn_order.cache_clear()
     try:
-        assert choose_kernel((64, 64), torch.bfloat16, torch.device("cpu")) == "plain"
+        assert linear.choose_kernel((64, 64), torch.bfloat16, torch.device("cpu")) == "plain"
     finally:
-        onednn_takes.cache_clear()
+        linear.onednn_takes.cache_clear()
+        linear.onednn_order.cache_clear()
 
 
 def test_groups_follow_decoder_layers() -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from loadtest.checkpoints import make_checkpoint
+from loadtest.model_kinds import make_kind
 from loadtest.vllm_worker import Worker, worker
 from tests.lacking import bf16_only, unable
 from weightsync import Publisher, SlotReader
@@ -20,7 +22,15 @@ from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine import build, placement
 from weightsync.vllm_engine.bundle import BASE, PartOrder
 from weightsync.vllm_engine.bundle_stager import BundleStager
-from weightsync.vllm_engine.placement import Box, Rect, UnsupportedModelError, Watch, box_of
+from weightsync.vllm_engine.placement import (
+    Box,
+    Rect,
+    UnsupportedModelError,
+    Watch,
+    box_of,
+    pair_made,
+    pair_parameters,
+)
 from weightsync.vllm_engine.stager import Garbage
 
 pytestmark = pytest.mark.engine
@@ -65,10 +75,13 @@ def loaded(w: Worker, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def assert_built(w: Worker, data: torch.Tensor, raw: dict[str, torch.Tensor]) -> None:
+    from weightsync.vllm_engine.linear import pack_into
+
     entries = w.stager._builder.layout.entries
     for entry in entries:
         if entry.packed:
-            expected = torch.ops._C.convert_weight_packed(raw[entry.source])
+            expected = torch.empty_like(raw[entry.source])
+            pack_into(expected, raw[entry.source], entry.lanes)
         else:
             expected = raw[entry.source].to(getattr(torch, entry.dtype))
         assert torch.equal(bits(entry.view(data)), bits(expected)), entry
@@ -78,14 +91,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-@pytest.mark.parametrize("kernel", [pytest.param("packed", marks=bf16_only), "onednn", "plain"])
+@pytest.mark.parametrize("kernel", [pytest.param("packed", marks=bf16_only), "private", "plain"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_replay_builds_what_the_loader_builds(
     name: str, kernel: str, tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weightsync.vllm_engine.layout import onednn_takes
+    from weightsync.vllm_engine.linear import onednn_takes
 
-    if kernel == "onednn" and not onednn_takes(torch.bfloat16):
+    if kernel == "private" and not onednn_takes(torch.bfloat16):
         unable("oneDNN has no bf16 kernel for this CPU")
     monkeypatch.setenv("HOTSWAP_LINEAR_KERNEL", kernel)
     checkpoint = checkpoint_of(tmp_path, name, "bfloat16")
@@ -169,6 +182,26 @@ def test_a_byte_that_flips_in_the_layout_slot_is_found(tmp_path: Path, publisher
             assert not sound(), entry
             data[position] ^= 4
         assert sound()
+        w.stager.take().release()
+
+
+@bf16_only
+@pytest.mark.engine
+def test_a_byte_that_flips_in_packed_experts_is_found(tmp_path: Path, publisher: Publisher) -> None:
+    checkpoint = make_kind(tmp_path / "moe", "moe", num_experts=16)
+    record = publish(publisher, tensors_of(checkpoint))
+    with worker(checkpoint) as w, SlotReader.open(record.slot) as reader:
+        data = w.stage(record).slot.data
+        builder = w.stager._builder
+        assert combine([builder.check(reader, data)]) == record.fingerprint
+        views = {path: view for path, view in builder.layout.views.items() if "experts" in path}
+        assert len(views) == 2 * w.vllm_config.model_config.hf_config.num_hidden_layers
+        for path, view in views.items():
+            position = (view.offset + view.end) // 2
+            data[position] ^= 4
+            assert combine([builder.check(reader, data)]) != record.fingerprint, path
+            data[position] ^= 4
+        assert combine([builder.check(reader, data)]) == record.fingerprint
         w.stager.take().release()
 
 
@@ -396,3 +429,18 @@ def test_what_was_built_without_looking_for_nan_is_not_taken_by_who_looks(
         assert lenient.stage(record).slot.built
         with pytest.raises(AssertionError, match=r"not_finite.*model\.layers\.1\.self_attn\.v_proj\.weight"):
             strict.stage(record)
+
+
+def test_parameters_that_a_loader_adds_are_found_in_whatever_module() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.newline = nn.Parameter(torch.zeros(2))
+            self.head = nn.Linear(2, 2, bias=False)
+
+    live, twin = Model(), Model()
+    pairs = pair_parameters(live, twin)
+    assert not pair_made(pairs)
+    twin.head.bias = nn.Parameter(torch.zeros(2))
+    (made,) = pair_made(pairs)
+    assert (made.name, made.live, made.required, made.made) == ("head.bias", live.head, False, True)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from loadtest.architectures.tiny import make_versions
+from loadtest.equality import differences, flipping, fresh, publish, swap, tensors_of
 from loadtest.model_kinds import KINDS, make_kind
-from loadtest.vllm_worker import Worker, worker
+from loadtest.vllm_worker import worker
 from weightsync import Publisher
-from weightsync.control.records import VersionRecord
 from weightsync.format.fingerprint import combine
-from weightsync.vllm_engine import stager
-from weightsync.vllm_engine.generation import CopyGeneration
 from weightsync.vllm_engine.processing import Change, NotInPlace, in_place
-
-EMPTIED = "processing has emptied it"
 
 
 @pytest.fixture(scope="module")
@@ -38,116 +32,37 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    found: dict[str, torch.Tensor] = load_file(checkpoint / "model.safetensors")
-    return found
-
-
-def publish(publisher: Publisher, tensors: dict[str, torch.Tensor]) -> VersionRecord:
-    publisher.publish(tensors, activate=False)
-    return max(publisher.versions(), key=lambda record: record.version)
-
-
-def fresh(w: Worker, tensors: dict[str, torch.Tensor]) -> nn.Module:
-    """The model as stock vLLM loads it."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    config = copy.copy(w.vllm_config)
-    config.compilation_config = copy.copy(config.compilation_config)
-    config.compilation_config.static_forward_context = {}
-    config.compilation_config.static_all_moe_layers = []
-    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), torch.no_grad():
-        model = initialize_model(vllm_config=config, model_config=config.model_config)
-        model.load_weights(tensors.items())
-        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
-    return model
-
-
-def state(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Its parameters, buffers, tensors and scalars by name."""
-    for kind in ("_parameters", "_buffers"):
-        yield from ((name, tensor) for name, tensor in module.__dict__[kind].items() if tensor is not None)
-    for name, value in module.__dict__.items():
-        if isinstance(value, (torch.Tensor, int, float, str)):
-            yield name, value
-
-
-def differences(live: nn.Module, reference: nn.Module, dtype: torch.dtype) -> list[str]:
-    """What a model that was swapped has otherwise than one that was loaded, and which of its layers compute otherwise.
-
-    A layer of which `layout.py` chooses the kernel keeps its weights elsewhere: there the outputs count.
-    """
-    found = []
-    modules = dict(live.named_modules(remove_duplicate=False))
-    for path, theirs in reference.named_modules(remove_duplicate=False):
-        ours = modules[path]
-        values = dict(state(ours))
-        for name, value in () if hasattr(theirs, "cpu_linear") else state(theirs):
-            if isinstance(value, torch.Tensor):
-                same = value.numel() == 0 or (name in values and torch.equal(bits(values[name]), bits(value)))
-            else:
-                same = values.get(name) == value
-            found += [] if same else [f"{path}.{name}"]
-        if computes(theirs):
-            x = torch.randn(5, theirs.input_size_per_partition).to(dtype)
-            expected, got = (m.quant_method.apply(m, x, m.bias).float() for m in (theirs, ours))
-            exact = not hasattr(ours, "cpu_linear") or dtype is torch.float32
-            close = torch.equal(got, expected) if exact else torch.allclose(got, expected, rtol=2e-2, atol=0.2)
-            found += [] if close else [f"{path} computes otherwise"]
-    return found
-
-
-def computes(module: nn.Module) -> bool:
-    """Whether it is a linear layer; an absorbed one has no weight any more."""
-    absorbed = module.__dict__.get("cpu_linear") is nn.functional.linear and not module.weight.numel()
-    return hasattr(module, "input_size_per_partition") and hasattr(module, "bias") and not absorbed
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
-
-
-BIASED = {"dense", "gpt-oss"}  # the kernels of a CPU keep a bias in types of their own: there it cannot be copied
-
-
 @pytest.mark.engine
 @pytest.mark.sample(10)
-@pytest.mark.parametrize(
-    ("how", "kind"),
-    [("pointed", kind) for kind in sorted(KINDS)] + [("copied", kind) for kind in sorted(KINDS.keys() - BIASED)],
-)
-def test_a_swapped_model_equals_a_loaded_one(
-    how: str, kind: str, checkpoints: Any, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("how", "kind"), [(how, kind) for how in ("pointed", "copied") for kind in sorted(KINDS)])
+def test_a_swapped_model_equals_a_loaded_one(how: str, kind: str, checkpoints: Any, publisher: Publisher) -> None:
     """After each flip, a rollback, and a third version; and what every worker reports is what was published.
 
     "copied" flips as on an accelerator: what is not replaced as a whole keeps its address.
     """
-    if how == "copied":
-        monkeypatch.setattr(stager, "Generation", CopyGeneration)
-        monkeypatch.setenv("HOTSWAP_LINEAR_KERNEL", "onednn")
-    dtype = getattr(torch, KINDS[kind].dtype)
     versions = [tensors_of(path) for path in checkpoints(kind)]
-    with worker(checkpoints(kind)[0], dtype=KINDS[kind].dtype) as w:
-        references = [fresh(w, tensors) for tensors in versions]
-        generations = []
-        for index in (0, 1, 0):
-            record = publish(publisher, versions[index])
-            generations.append(w.stage(record))
-            assert combine([w.stager.report.sums]) == record.fingerprint
-            w.stager.take()
-        assert differences(w.model, references[0], dtype), "the model began with dummy weights"
-        kept = [(live, live.data_ptr()) for live, _ in generations[0].flips.tensors]
-        assert kept
-        for generation, index in ((0, 0), (1, 1), (0, 0), (1, 1), (2, 0)):
-            generations[generation].commit()
-            assert not differences(w.model, references[index], dtype)
-        assert differences(w.model, references[1], dtype)
-        assert all(live.data_ptr() == address for live, address in kept) == (how == "copied")
+    with flipping(how), worker(checkpoints(kind)[0], dtype=KINDS[kind].dtype) as w:
+        assert not [(step, wrong) for step, wrong in swap(w, publisher, versions, how) if wrong]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("how", ["pointed", "copied"])
+def test_a_view_that_another_layer_holds_follows(how: str, publisher: Publisher, tmp_path: Path) -> None:
+    """A Mamba2 mixer computes on a view of the weight of its convolution, whose layer vLLM packs."""
+    versions = make_versions(tmp_path, "Mamba2ForCausalLM")
+    with flipping(how), worker(tmp_path) as w:
+        assert not [(step, wrong) for step, wrong in swap(w, publisher, versions, how) if wrong]
+        assert "backbone.layers.0.mixer.conv_weights" in w.stager._builder.plan.live
+
+
+@pytest.mark.engine
+def test_a_bias_that_comes_with_a_version_is_served(publisher: Publisher, tmp_path: Path) -> None:
+    """vLLM gives the head of a model that transformers runs a bias when it finds one in the checkpoint."""
+    versions = make_versions(tmp_path, "PhiForCausalLM")
+    with worker(tmp_path) as w:
+        assert w.model.lm_head.bias is None
+        assert not [(step, wrong) for step, wrong in swap(w, publisher, versions, "pointed") if wrong]
+        assert torch.equal(w.model.lm_head.bias.bfloat16(), versions[0]["lm_head.bias"])
 
 
 @pytest.mark.engine
