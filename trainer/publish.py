@@ -8,15 +8,19 @@ and stays if anything fails.
 Versions are written into memory of rank 0's host. A rank on another host holds its share in memory of its own
 (`weightsync.Share`); each rank beside the slot reads the shares of some of them into it, over the transport that peers
 use.
+
+Quantised weights have scales that belong to rows, groups or blocks, which a cut may go through. So a matrix that is to
+be quantised comes together on one of the ranks that hold it, on each of them in turn, and is quantised there.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +30,11 @@ import torch.distributed as dist
 import weightsync
 from trainer.config import PublishConfig
 from trainer.errors import ConfigError, PublishError
+from trainer.megatron.convert import Slice
 from trainer.megatron.engine import Engine
 from trainer.megatron.parallel import broadcast_json, gather_json, lead
 from weightsync.control.hosts import this_host
-from weightsync.errors import StalePublisher, WeightSyncError
+from weightsync.errors import QuantizationError, StalePublisher, WeightSyncError
 from weightsync.format.manifest import Schema
 from weightsync.tls import ClusterTls
 from weightsync.transport import Transport, open_transport
@@ -55,12 +60,22 @@ class WeightPublisher:
     """Holds the lineage (rank 0) for as long as the run lasts. All methods are collective."""
 
     def __init__(self, config: PublishConfig, engine: Engine) -> None:
-        """Raises PublishError when the store does not let it, ConfigError for hosts that cannot reach each other."""
+        """Raises PublishError when the store does not let it, ConfigError for hosts that cannot reach each other, and
+        for weights that are not quantised as the served ones are."""
         self._config, self._engine = config, engine
-        self._schema = engine.shape.schema(config.dtype)
-        self._shapes = {name: shape for name, _, shape in self._schema}
-        self._hosts = SeveralHosts(config, weightsync.as_schema(self._schema))
+        exported = weightsync.as_schema(engine.shape.schema(config.dtype))
+        self._hosts = SeveralHosts(config)
         self._publisher: Any = lead(self._open)
+        try:
+            said = broadcast_json(lead(lambda: self._chosen(exported)))
+        except BaseException:
+            self.close()
+            raise
+        self._quantizer = None if said is None else weightsync.Quantizer(**said | {"keep": tuple(said["keep"])})
+        self._schema = exported if self._quantizer is None else self._quantizer.schema(exported)
+        same = exported.tensors.items() & self._schema.tensors.items()
+        self._quantized = exported.tensors.keys() - {name for name, _ in same}
+        self._hosts.carry(self._schema)
 
     def publish(self, step: int) -> Published:
         """Publish the current weights and wait until they serve. Raises PublishError on every rank (see `lead`)."""
@@ -76,6 +91,11 @@ class WeightPublisher:
         if self._publisher is not None:
             self._publisher.close()
 
+    def _chosen(self, exported: Schema) -> dict[str, Any] | None:
+        """The fields of the quantizer, if there is to be one."""
+        quantizer = quantizer_for(self._config, self._publisher.schema(), exported)
+        return None if quantizer is None else dataclasses.asdict(quantizer)
+
     def _open(self) -> Any:
         c = self._config
         return _typed(weightsync.Publisher, c.store_url, model=c.model, lineage=c.lineage)
@@ -84,11 +104,11 @@ class WeightPublisher:
         """This rank's share into the slot: what `seal` says of it, or what went wrong."""
         alone, writer, problem = dist.get_world_size() == 1, draft, ""
         ticket: dict[str, Any] = {} if alone else broadcast_json(draft.ticket if draft is not None else None)
-        slices = self._engine.slices(self._config.dtype)
+        slices = self._slices()
         try:
             writer = draft or self._writer(ticket)
             for name, tensor, dim, start in slices:
-                if tensor.shape == self._shapes[name]:
+                if tensor.shape == self._schema.tensors[name].shape:
                     writer.write(name, tensor)
                 else:
                     writer.write_slice(name, tensor, start, dim)
@@ -98,6 +118,15 @@ class WeightPublisher:
         if not self._hosts.one:
             problem = self._hosts.bring(writer, problem)
         return {"problem": problem, "part": self._sealed(writer, problem)}
+
+    def _slices(self) -> Iterator[Slice]:
+        """This rank's share, quantised where it is to be."""
+        for piece in self._engine.slices(self._config.dtype, self._quantized):
+            if self._quantizer is None or piece.name not in self._quantized:
+                yield piece
+            else:
+                made = self._quantizer.tensors([(piece.name, piece.tensor)])
+                yield from (Slice(name, tensor, 0, 0) for name, tensor in made)
 
     def _writer(self, ticket: dict[str, Any]) -> Any:
         if self._hosts.share is not None:
@@ -138,13 +167,56 @@ def _typed(function: Any, *args: Any, **kwargs: Any) -> Any:
         raise PublishError(str(error)) from error
 
 
+def quantizer_for(config: PublishConfig, served: Schema | None, exported: Schema) -> weightsync.Quantizer | None:
+    """What quantises the export as configured, checked against what is served. Raises ConfigError."""
+    wanted, form, problem = config.quantize, None, ""
+    try:
+        form = weightsync.Quantizer.like(served)
+    except QuantizationError as error:
+        problem = str(error)
+    if wanted is None:
+        if form is not None:
+            problem = f"missing, but {config.model} is served in {form}"
+            raise ConfigError("publish.quantize", problem, "Set publish.quantize.scheme to served")
+        return None
+    if wanted.scheme != "served":
+        quantizer = weightsync.Quantizer(wanted.scheme, wanted.group_size, wanted.block)
+        if form is not None:
+            quantizer = dataclasses.replace(quantizer, keep=form.keep, scale_dtype=form.scale_dtype)
+    elif form is not None:
+        quantizer = form
+    else:
+        advice = "Leave publish.quantize out for a server that quantises; name the scheme of a model's first version"
+        raise ConfigError("publish.quantize.scheme", problem, advice)
+    return _checked(quantizer, form, config.model, served, exported)
+
+
+def _checked(
+    quantizer: weightsync.Quantizer,
+    form: weightsync.Quantizer | None,
+    model: str,
+    served: Schema | None,
+    exported: Schema,
+) -> weightsync.Quantizer:
+    """The quantizer, if it makes what is served. Raises ConfigError."""
+    try:
+        schema = quantizer.schema(exported)
+    except QuantizationError as error:
+        raise ConfigError("publish.quantize.group_size", str(error), "It must divide every matrix") from error
+    if served is not None and (mismatches := weightsync.diff_schema(served, schema)):
+        problem = f"{quantizer} does not make what {model} is served in, {form or 'which is not quantised'}"
+        advice = "Set it to served, or serve a checkpoint that is quantised so"
+        raise ConfigError("publish.quantize.scheme", f"{problem}: {mismatches[0]}", advice)
+    return quantizer
+
+
 class SeveralHosts:
     """`one` when all ranks share a host: then nothing is opened, and nothing of this is needed.
 
     A host is a start of a kernel and a HOTSWAP_HOST. All methods but `close` are collective.
     """
 
-    def __init__(self, config: PublishConfig, schema: Schema) -> None:
+    def __init__(self, config: PublishConfig) -> None:
         """Raises ConfigError when a rank's host has no proper name, or it cannot open its transport."""
         found = gather_json(_host())
         lead(lambda: check([host["problem"] for host in found], NAMELESS))
@@ -156,8 +228,15 @@ class SeveralHosts:
         self.share: weightsync.Share | None = None
         self._collector: weightsync.Collector | None = None
         if not self.one:
-            problems = gather_json(self._open(config, schema))
+            problems = gather_json(self._open(config))
             lead(lambda: check(problems, SILENT))
+
+    def carry(self, schema: Schema) -> None:
+        """What versions are made of: called once, before anything is written."""
+        if self._transport is not None and self.beside:
+            self._collector = weightsync.Collector(self._transport)
+        elif self._transport is not None:
+            self.share = weightsync.Share(self._transport, schema)
 
     def bring(self, writer: Any, problem: str) -> str:
         """Copy the shares of ranks elsewhere into the slot, unless a rank has a problem; returns this rank's problem.
@@ -193,15 +272,11 @@ class SeveralHosts:
             if opened is not None:
                 opened.close()
 
-    def _open(self, config: PublishConfig, schema: Schema) -> str:
+    def _open(self, config: PublishConfig) -> str:
         try:
             self._transport = open_transport(config.transport, listen=address(), tls=ClusterTls.of_environment())
         except (WeightSyncError, ValueError, OSError) as error:  # the last one: there is no way to the first host
             return str(error)
-        if self.beside:
-            self._collector = weightsync.Collector(self._transport)
-        else:
-            self.share = weightsync.Share(self._transport, schema)
         return ""
 
 

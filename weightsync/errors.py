@@ -25,6 +25,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   ├── ChecksumMismatch      what the workers would run is not what was published
 │   ├── PartsMismatch         the parts that the workers hold do not make up the tensor
 │   └── UnsupportedDtype      its element type cannot be carried
+├── QuantizationError         weights cannot be quantised as asked, or as they are served
 ├── PartNotServed             an instance runs no draft model, or no adapters, to swap
 ├── CheckpointError           a checkpoint directory cannot be read
 ├── DeltaError                not a delta, or a damaged one
@@ -300,6 +301,16 @@ class UnsupportedDtype(TensorError):
     def __init__(self, tensor: str, dtype: str) -> None:
         self.dtype = dtype
         super().__init__(tensor, f"tensor {tensor!r} is {dtype}, which cannot be carried: convert it before publishing")
+
+
+class QuantizationError(WeightSyncError):
+    """Weights cannot be quantised as asked, or not in the form in which the model is served."""
+
+    code = "quantization_error"
+
+    def __init__(self, message: str, tensor: str | None = None) -> None:
+        self.tensor = tensor
+        super().__init__(message)
 
 
 class PartNotServed(WeightSyncError):

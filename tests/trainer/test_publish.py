@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
+import weightsync
 from tests.trainer.fleet import Fleet, fleet
 from tests.trainer.ranks import Ranks
 from tests.trainer.zygote import Zygote
+from weightsync.publish.quantize import KEPT, Quantizer
 
 LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {"data": 2}]
 
@@ -112,3 +115,69 @@ def test_no_store_says_what_to_do(one_rank: Ranks, small_models: dict[str, str],
     kind, message, _ = one_rank.call("publish_refused", **arguments)[0]
     assert kind == "PublishError"
     assert "hotswap up" in message
+
+
+SERVED = Quantizer("w4a16", group_size=16)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "served", "key", "said"),
+    [
+        (None, SERVED, "publish.quantize:", "served in w4a16 in groups of 16. Set publish.quantize.scheme to served"),
+        ({"scheme": "served"}, None, "publish.quantize.scheme:", "no weights in int8 per channel"),
+        ({"scheme": "int8"}, SERVED, "publish.quantize.scheme:", "int8 per channel does not make"),
+        ({"scheme": "w4a16", "group_size": 32}, SERVED, "publish.quantize.scheme:", "served in, w4a16 in groups of 16"),
+        ({"scheme": "w4a16", "group_size": 48}, SERVED, "publish.quantize.group_size:", "do not divide into groups"),
+        ({"scheme": "served"}, Quantizer("int8", keep=("embed", "norm")), "publish.quantize.scheme:", "lm_head"),
+    ],
+)
+def test_a_quantisation_that_is_not_the_servers_is_refused_before_the_first_publish(
+    two_ranks: Ranks,
+    small_models: dict[str, str],
+    tmp_path: Path,
+    quantize: dict[str, Any] | None,
+    served: Quantizer | None,
+    key: str,
+    said: str,
+) -> None:
+    path, store = small_models["qwen2"], f"sqlite:///{tmp_path}/store.db"
+    with fleet(path, tmp_path) as running:
+        running.server.load = lambda tensors, version: None  # type: ignore[method-assign]
+        publish_once(path, store, served)
+        arguments: dict[str, Any] = {"path": path, "parallel": {"tensor": 2}, "store": store, "dtype": "bfloat16"}
+        lead, other = two_ranks.call("publish_refused", **arguments, quantize=quantize)
+        assert lead[0] == "ConfigError"
+        assert lead[1].startswith(key)
+        assert said in lead[1]
+        assert other[0] == "RankFailed"
+        assert len(running.versions) == 1
+
+
+@pytest.mark.parametrize("served", [SERVED, Quantizer("int8", keep=(*KEPT, "o_proj"), scale_dtype="bfloat16")], ids=str)
+def test_the_served_models_quantisation_is_found(
+    two_ranks: Ranks, small_models: dict[str, str], tmp_path: Path, served: Quantizer
+) -> None:
+    """A checkpoint that somebody else quantised, some layers of which they left out, says all that is needed."""
+    path, store = small_models["qwen2"], f"sqlite:///{tmp_path}/store.db"
+    received: list[dict[str, torch.Tensor]] = []
+    with fleet(path, tmp_path) as running:
+        running.server.load = lambda tensors, version: received.append(tensors)  # type: ignore[method-assign]
+        publish_once(path, store, served)
+        arguments: dict[str, Any] = {
+            "path": path,
+            "store": store,
+            "directory": str(tmp_path),
+            "parallel": {"tensor": 2},
+        }
+        two_ranks.call("publish_quantized", **arguments, quantize={"scheme": "served"})
+    exported = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    expected = dict(served.tensors(exported.items()))
+    assert received[-1].keys() == expected.keys()
+    assert all(torch.equal(received[-1][name], tensor) for name, tensor in expected.items())
+
+
+def publish_once(path: str, store: str, quantizer: Quantizer | None) -> None:
+    """What `hotswap up` does with a checkpoint in bfloat16, or quantised."""
+    tensors = {name: t.bfloat16() for name, t in load_file(Path(path) / "model.safetensors").items()}
+    with weightsync.Publisher(store, model="tiny", lineage="server") as publisher:
+        publisher.publish(list(quantizer.tensors(tensors.items())) if quantizer is not None else tensors)

@@ -64,6 +64,7 @@ from trainer.config.sections import (
     PackingConfig,
     ParallelConfig,
     PublishConfig,
+    QuantizeConfig,
     RolloutConfig,
     ScheduleConfig,
 )
@@ -104,6 +105,7 @@ __all__ = [
     "PolicyConfig",
     "PpoConfig",
     "PublishConfig",
+    "QuantizeConfig",
     "RegexReward",
     "ReinforceConfig",
     "RewardConfig",

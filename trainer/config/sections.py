@@ -153,11 +153,27 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class QuantizeConfig:
+    """How the published weights are quantised, from the bfloat16 export. `served`: as the served model is.
+
+    `int8` per output channel, `fp8` in blocks of `block` x `block`, `w4a16` in groups of `group_size`.
+    """
+
+    scheme: Literal["served", "int8", "fp8", "w4a16"]
+    group_size: int = 128
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        positive(self, "group_size", "block")
+
+
+@dataclass(frozen=True)
 class PublishConfig:
     """The store of versions, and how often to publish. `store` defaults to the environment variable HOTSWAP_STORE.
 
-    `dtype` is the published one: it must be what the serving engine was started with. `max_failures` is how many
-    publishes in a row may fail (the old version goes on serving) before the run stops. `transport` brings shares of
+    `dtype` is the published one: it must be what the serving engine was started with. `quantize` is for a server of
+    quantised weights; one that quantises what it is given takes `dtype`. `max_failures` is how many publishes in a row
+    may fail (the old version goes on serving) before the run stops. `transport` brings shares of
     ranks on other hosts to rank 0's: `auto`, `tcp`, `nixl` or `mooncake`.
     """
 
@@ -166,6 +182,7 @@ class PublishConfig:
     lineage: str = "trainer"
     every: int = 1
     dtype: Dtype = "bfloat16"
+    quantize: QuantizeConfig | None = None
     timeout_s: float = 60.0
     max_failures: int = 0
     transport: Literal["auto", "tcp", "nixl", "mooncake"] = "auto"
@@ -173,6 +190,9 @@ class PublishConfig:
     def __post_init__(self) -> None:
         positive(self, "every", "timeout_s")
         in_range(self, "max_failures", 0, 1000)
+        if self.quantize is not None and self.dtype != "bfloat16":
+            problem = f"{self.dtype}, but weights are quantised from the bfloat16 export"
+            raise ConfigError("dtype", problem, "Set it to bfloat16, or leave quantize out")
 
     @property
     def store_url(self) -> str:

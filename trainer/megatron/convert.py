@@ -16,7 +16,7 @@ tensor-parallel ones; of the replicas of a part, the first speaks for it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -183,11 +183,18 @@ def load_hf(model: Any, shape: ModelShape, get: Callable[[str], Tensor]) -> None
         parameter.data.copy_(shard(shape, place, [get(n) for n in names], ranks, rank))
 
 
-def export_slices(model: Any, shape: ModelShape) -> Iterator[Slice]:
-    """What this rank speaks for, as slices of Hugging Face tensors, without communication (except under `shard: full`,
-    where one parameter at a time is gathered). The slices of all ranks cover every tensor exactly once."""
-    for place, local in _exported(model, shape):
-        yield from cut(shape, place, local, dist.get_world_size(place.group), dist.get_rank(place.group))
+def export_slices(model: Any, shape: ModelShape, whole: Container[str] = frozenset()) -> Iterator[Slice]:
+    """What this rank speaks for, as slices of Hugging Face tensors. The slices of all ranks cover every tensor exactly
+    once. Without communication, but for tensors that are named in `whole`: one of the ranks that cut them gets all of
+    them, each in turn, one parameter at a time; and under `shard: full`, where one parameter at a time is gathered."""
+    for turn, (place, local) in enumerate(_exported(model, shape)):
+        ranks = dist.get_world_size(place.group)
+        if place.cut != "replicated" and any(name in whole for name in place.hf_names):
+            yield from (
+                Slice(n, tensor, 0, 0) for n, tensor in _joined(shape, place, _gather(local, place, turn % ranks))
+            )
+        else:
+            yield from cut(shape, place, local, ranks, dist.get_rank(place.group))
 
 
 def export_hf(model: Any, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
@@ -195,8 +202,12 @@ def export_hf(model: Any, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     that cut it. Collective over these ranks: all must exhaust it. One parameter is gathered at a time.
     """
     for place, local in _exported(model, shape):
-        parts = _gather(local, place)
-        yield from join([piece for r, part in enumerate(parts) for piece in cut(shape, place, part, len(parts), r)])
+        yield from _joined(shape, place, _gather(local, place))
+
+
+def _joined(shape: ModelShape, place: Placement, parts: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+    """The full tensors of a parameter from what the ranks that cut it have; none from none."""
+    return join([piece for r, part in enumerate(parts) for piece in cut(shape, place, part, len(parts), r)])
 
 
 def _exported(model: Any, shape: ModelShape) -> Iterator[tuple[Placement, Tensor]]:
@@ -208,11 +219,12 @@ def _exported(model: Any, shape: ModelShape) -> Iterator[tuple[Placement, Tensor
             yield place, whole.detach()
 
 
-def _gather(local: Tensor, place: Placement) -> list[Tensor]:
+def _gather(local: Tensor, place: Placement, to: int = 0) -> list[Tensor]:
+    """The parts of all ranks that cut a parameter, on the one that is `to` among them; of a replicated one its own."""
     group = place.group
-    first = dist.get_rank(group) == 0
+    here = dist.get_rank(group) == to
     if dist.get_world_size(group) == 1 or place.cut == "replicated":
-        return [local] if first else []
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))] if first else None
-    dist.gather(local.contiguous(), parts, dst=dist.get_global_rank(group, 0), group=group)
+        return [local] if here else []
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))] if here else None
+    dist.gather(local.contiguous(), parts, dst=dist.get_global_rank(group, to), group=group)
     return parts or []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,11 +95,12 @@ class Engine:
         `critic_optimizer`, `reference`."""
         return {name: tensors for role in self.roles.values() for name, tensors in role.storages().items()}
 
-    def slices(self, dtype: TrainDtype) -> Iterator[Slice]:
+    def slices(self, dtype: TrainDtype, whole: Container[str] = frozenset()) -> Iterator[Slice]:
         """This rank's slices of the Hugging Face tensors, cast; each slice is some one rank's. No communication, except
-        that `parallel.shard: full` gathers one tensor at a time: then every rank must exhaust it."""
+        that those named in `whole`, and under `parallel.shard: full` all, are gathered one at a time: then every rank
+        must exhaust it."""
         for chunk in self.model:
-            for piece in export_slices(chunk, self.shape):
+            for piece in export_slices(chunk, self.shape, whole):
                 yield piece._replace(tensor=piece.tensor.to(DTYPES[dtype]))
 
     def export(self, dtype: TrainDtype) -> Iterator[tuple[str, torch.Tensor]]:

@@ -202,7 +202,10 @@ def _refuse_unsupported(config: dict[str, Any], path: Path) -> None:
     names = config.get("architectures") or [config.get("model_type", "none named")]
     if names[0] not in ARCHITECTURES:
         raise UnsupportedModel(f"{path}: {names[0]} is not supported. Supported: {', '.join(ARCHITECTURES)}.")
-    for key in ("attention_bias", "mlp_bias", "quantization_config"):
+    if config.get("quantization_config"):
+        advice = "Train the checkpoint that it was made of, and set publish.quantize.scheme to served"
+        raise UnsupportedModel(f"{path}: the weights are quantised. {advice}.")
+    for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             raise UnsupportedModel(f"{path}: {key} is set, which is not converted. Use a model without it.")
     mixtral_window = "sliding_window" if names[0] == "MixtralForCausalLM" else "use_sliding_window"

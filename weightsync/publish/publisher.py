@@ -305,7 +305,7 @@ class Publisher:
         """
         fingerprint.warm(sum(schema.nbytes for schema, _ in pieces.values()))
         for part, (schema, metadata) in pieces.items():
-            if (reference := self._store.run(self._ledger.schema(part))) is not None:
+            if (reference := self.schema(part)) is not None:
                 require_same_schema(reference, schema)
             if part.startswith(LORA) and ADAPTER_CONFIG not in metadata:
                 raise BadPart(f"{part} needs PEFT's configuration: publish an `Adapter`")
@@ -346,7 +346,7 @@ class Publisher:
         """(named tensors, their schema, metadata) of one part."""
         given, metadata = (what.tensors, what.metadata) if isinstance(what, Adapter) else (what, {})
         items = given.items() if isinstance(given, Mapping) else given
-        schema = self._store.run(self._ledger.schema(part))
+        schema = self.schema(part)
         if schema is None or isinstance(items, (list, tuple)):
             items = list(items)
             schema = Schema({name: spec_of(name, tensor) for name, tensor in items})
@@ -397,6 +397,10 @@ class Publisher:
     def versions(self) -> list[VersionRecord]:
         """Every version the store knows of, oldest first."""
         return self._store.run(self._ledger.versions())
+
+    def schema(self, part: str = BASE) -> Schema | None:
+        """The tensors that the model's versions have, once there is one; adapters have no such schema."""
+        return self._store.run(self._ledger.schema(part))
 
     def copies(self) -> dict[str, CopyRecord]:
         """What this host has copies of, by manifest digest; none on the one host."""

@@ -25,6 +25,7 @@ from trainer.errors import TrainerError
 from trainer.megatron.attention import local_positions, whole_sequence
 from trainer.megatron.engine import Engine
 from trainer.megatron.hf_config import load_shape
+from trainer.megatron.hf_files import write_shards
 from trainer.megatron.parallel import gather_json, split
 from trainer.publish import WeightPublisher
 
@@ -146,8 +147,10 @@ def grpo(path: str, parallel: dict[str, int]) -> list[dict[str, float]]:
 
 
 @contextlib.contextmanager
-def publishing(path: str, parallel: dict[str, int], store: str, dtype: str) -> Iterator[tuple[Engine, WeightPublisher]]:
-    section = {"model": "tiny", "store": store, "dtype": dtype, "timeout_s": 20}
+def publishing(
+    path: str, parallel: dict[str, int], store: str, dtype: str, **more: Any
+) -> Iterator[tuple[Engine, WeightPublisher]]:
+    section = {"model": "tiny", "store": store, "dtype": dtype, "timeout_s": 20, **more}
     with engine({"model": {"path": path}, "parallel": parallel, "publish": section}) as built:
         assert built.config.publish is not None
         publisher = WeightPublisher(built.config.publish, built)
@@ -167,10 +170,23 @@ def publish(path: str, parallel: dict[str, int], store: str, dtype: str, steps: 
         return versions
 
 
-def publish_refused(path: str, parallel: dict[str, int], store: str) -> list[Any]:
+def publish_quantized(
+    path: str, parallel: dict[str, int], store: str, quantize: dict[str, Any], directory: str
+) -> list[int]:
+    """The weights after one step as a version, and their bfloat16 export in `directory`; how many bytes of quantised
+    weights this rank wrote."""
+    with publishing(path, parallel, store, "bfloat16", quantize=quantize) as (built, publisher):
+        built.step(random_batch(built.shape.vocab))
+        write_shards(directory, built.export("bfloat16"), built.part)
+        publisher.publish(1)
+        made = [piece.tensor for piece in publisher._slices() if piece.tensor.dtype.itemsize == 1]
+        return [sum(tensor.nbytes for tensor in made)]
+
+
+def publish_refused(path: str, parallel: dict[str, int], store: str, dtype: str = "float32", **more: Any) -> list[Any]:
     """[kind, message, final] of the error that this rank gets."""
     try:
-        with publishing(path, parallel, store, "float32") as (_, publisher):
+        with publishing(path, parallel, store, dtype, **more) as (_, publisher):
             publisher.publish(0)
     except TrainerError as error:
         return [type(error).__name__, str(error), getattr(error, "final", None)]
