@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -23,7 +24,8 @@ from weightsync.format.manifest import schema_of
 from weightsync.vllm_engine import core
 from weightsync.vllm_engine.bundle import BASE, Bundle, HeldBundles, PartOrder
 from weightsync.vllm_engine.bundle_stager import BundleReport, BundleStager, prediction_head
-from weightsync.vllm_engine.stager import Garbage, Stager
+from weightsync.vllm_engine.placement import UnsupportedModelError
+from weightsync.vllm_engine.stager import Garbage, Stager, staging_device
 from weightsync.vllm_engine.tether import Tether, hold
 
 
@@ -72,6 +74,20 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     supports_draft_weight_update = False
     defers_processing = True
 
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        """vLLM calls this when the model is loaded, before it measures how much memory is left for the KV cache.
+
+        Raises UnsupportedModelError, ValueError.
+        """
+        super().__init__(config, vllm_config, device, model)
+        if vllm_config.parallel_config.enable_eplb:
+            raise UnsupportedModelError(
+                "EPLB moves experts between ranks while versions are staged for the ranks that they were on; start "
+                "the instance without --enable-eplb"
+            )
+        self._place = staging_device(device)
+        self._place.reserve(model)
+
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._schema = schema_of((n, d, s) for n, d, s in init_info.schema) if init_info.schema else None
         self._allow_non_finite = init_info.allow_non_finite
@@ -83,7 +99,7 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """`runner`: vLLM's model runner, which holds what else can be swapped here: a draft model, LoRA adapters."""
         allow, head = self._allow_non_finite, prediction_head(runner)
         if head is not None or not hasattr(self, "_base"):
-            model = self.model, self.vllm_config, self.model_config, self.device
+            model = self.model, self.vllm_config, self.model_config, self._place
             self._base = Stager(*model, head=head, allow_non_finite=allow)
         self._stager = BundleStager(self._base, runner, self.device, allow_non_finite=allow)
 
@@ -149,6 +165,10 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._stager.bundle = None
             self._held.give_up(staged, ())
 
+    def vacate(self) -> None:
+        """Before the worker sleeps: device memory of versions goes back. What is held stays, in host memory."""
+        self._stager.vacate()
+
     def report(self) -> BundleReport:
         return self._stager.report
 
@@ -165,7 +185,8 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         before = self._kv_scales()
         staged, self._stager.bundle = self._stager.bundle, None
         self._held.commit(target, staged)
-        return (time.perf_counter() - started) * 1e3, before != self._kv_scales()
+        waited = sum(getattr(piece.generation, "waited_ms", 0.0) for piece in target.pieces.values())
+        return (time.perf_counter() - started) * 1e3 - waited, before != self._kv_scales()
 
     def _kv_scales(self) -> dict[str, Any]:
         pieces = self._held.live.pieces.values() if self._held.live is not None else ()
@@ -205,6 +226,9 @@ class WorkerMethods:
 
     def hotswap_drop(self, version: int, previous: bool) -> None:
         self.weight_transfer_engine.drop(version, previous=previous)
+
+    def hotswap_vacate(self) -> None:
+        self.weight_transfer_engine.vacate()
 
     def hotswap_commit(self, version: int) -> tuple[float, bool]:
         return self.weight_transfer_engine.commit(version)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -38,7 +38,8 @@ from weightsync.format.fingerprint import (
 )
 from weightsync.format.manifest import Schema, TensorEntry
 from weightsync.memory.receiver import SlotReader
-from weightsync.vllm_engine.layout import Entry, Layout, View, place_views, plan_layout
+from weightsync.vllm_engine.generation import Pace, StagingDevice
+from weightsync.vllm_engine.layout import Entry, Layout, View, place_views, plan_layout, words_of
 from weightsync.vllm_engine.linear import WORD, LinearFn, pack_into, private_linear
 from weightsync.vllm_engine.moves import Moved, random_words, recognise
 from weightsync.vllm_engine.placement import (
@@ -57,20 +58,22 @@ from weightsync.vllm_engine.placement import (
 )
 from weightsync.vllm_engine.processing import Change, NotInPlace, Processing, in_place, same
 
-Pace = Callable[[int], None]
-
 
 class Published:
     """`pace` is called with the bytes about to be read. What is read before `finish` is trusted only after it.
 
-    Bytes that are NaN or infinite raise NotFinite as they are read, unless `allow_non_finite`.
+    Bytes that are NaN or infinite raise NotFinite as they are read, unless `allow_non_finite`. `share`: (index, of how
+    many): workers on one host look at every so many-th tensor each, as an instance stages a version only if all do.
     """
 
-    def __init__(self, reader: SlotReader, pace: Pace, *, allow_non_finite: bool = False) -> None:
+    def __init__(
+        self, reader: SlotReader, pace: Pace, *, allow_non_finite: bool = False, share: tuple[int, int] = (0, 1)
+    ) -> None:
         self._reader, self._pace = reader, pace
         self.allow_non_finite = allow_non_finite
         self._entries = reader.manifest.tensors
-        self._hashers = {name: xxhash.xxh3_128() for name in self._entries}
+        index, shares = share
+        self._hashers = {n: xxhash.xxh3_128() for i, n in enumerate(self._entries) if i % shares == index}
         self._digested = dict.fromkeys(self._entries, 0)
         self._words: dict[str, Words] = {}
 
@@ -138,12 +141,12 @@ class Published:
         )
         begin = self._digested[name]
         self._pace(max(end - begin, 0))
-        if end > begin:
+        if end > begin and name in self._hashers:
             with self._reader.buffer(name) as view, view[begin:end] as piece:
                 self._hashers[name].update(piece)
                 if not (self.allow_non_finite or is_finite(piece, entry.dtype)):
                     raise NotFinite(name, entry.dtype)
-            self._digested[name] = end
+        self._digested[name] = max(begin, end)
 
     def cast(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A part of the tensor in the type that it is served in. Raises NotFinite where it overflows there."""
@@ -154,16 +157,15 @@ class Published:
 
     def finish(self) -> None:
         """Digest what was not read, and compare. Raises DigestMismatch, NotFinite."""
-        for name, entry in self._entries.items():
+        for name, hasher in self._hashers.items():
             self.read(name, self.whole(name))
-            if (found := self._hashers[name].hexdigest()) != entry.digest:
-                raise DigestMismatch(name, entry.digest, found)
+            if (found := hasher.hexdigest()) != (expected := self._entries[name].digest):
+                raise DigestMismatch(name, expected, found)
 
     def _words_per_element(self, name: str) -> int:
         return math.ceil(self.dtype(name).itemsize / 2)
 
 
-PIECE_BYTES = 1 << 20
 LOSSLESS = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 Sum: TypeAlias = "int | torch.Tensor"  # on a device it stays there until the end: nothing waits for a piece
 
@@ -203,22 +205,23 @@ class Built:
 class Builder:
     """Replays the placement of one model. The twin's own memory is touched for opaque and processed parameters only.
 
-    `rank` and `world` are the worker's place among those that share the model.
+    `rank` and `world` are the worker's place among those that share the model, `share` among those on its host.
     """
 
     def __init__(
         self,
         twin: torch.nn.Module,
         pairs: list[Pair],
-        device: torch.device,
+        place: StagingDevice,
         *,
         processing: Processing | None = None,
         rank: int = 0,
         world: int = 1,
+        share: tuple[int, int] = (0, 1),
         allow_non_finite: bool = False,
     ) -> None:
-        self._twin, self._pairs, self._device, self._processing = twin, pairs, device, processing
-        self._rank, self._world = rank, world
+        self._twin, self._pairs, self._place, self._processing = twin, pairs, place, processing
+        self._rank, self._world, self._share = rank, world, share
         self._allow_non_finite = allow_non_finite
         self._own = {s.name: s for s in pairs if s.name == s.source}
         self._processed = {name for name, pair in self._own.items() if pair.role == "processed"}
@@ -241,7 +244,7 @@ class Builder:
 
         Raises MissingTensor, UnsupportedModelError, NotFinite.
         """
-        published = Published(reader, pace, allow_non_finite=self._allow_non_finite)
+        published = self._published(reader, pace)
         digest = published.schema.digest
         if self._learnt is None or self._learnt[0] != digest:
             placement = self._learn(published)
@@ -249,12 +252,15 @@ class Builder:
             filled |= placement.opaque.keys()
             self.plan = self._rehearse(placement, published)
             self.layout = plan_layout(
-                self._pairs, self._device, self._rank, self._world, filled=filled, views=self.plan.views
+                self._pairs, self._place.device, self._rank, self._world, filled=filled, views=self.plan.views
             )
             kernels = self.layout.kernels
             self._private = {s.source for s in self._pairs if s.role == "linear" and kernels[s.name] == "private"}
             self._learnt = (digest, placement)
         return self.layout
+
+    def _published(self, reader: SlotReader, pace: Pace) -> Published:
+        return Published(reader, pace, allow_non_finite=self._allow_non_finite, share=self._share)
 
     def _learn(self, published: Published) -> Placement:
         for name, pair in self._own.items():
@@ -262,7 +268,7 @@ class Builder:
                 pair.parameter.data = pair.parameter.data.new_empty(self._shapes[name])
         layers = self._processing.layers if self._processing is not None else ()
         if self._processing is not None:
-            self._processing.begin(layers)
+            self._processing.begin(layers, self._place.twin)
         try:
             groups = group_by_layer(published.schema.tensors)
             placement = learn(self._twin, self._pairs, published.tensors(), groups)
@@ -272,14 +278,14 @@ class Builder:
         finally:
             if self._processing is not None:
                 self._processing.drop(layers)
-        if self._device.type != "cpu":  # there, memory that is never touched is taken all the same
+        if not self._place.replaces:  # then no layer is built from a whole parameter of the twin
             for name in self._own.keys() - placement.opaque.keys() - self._processed:
                 self._own[name].parameter.data = self._own[name].parameter.data.new_empty(0)
         return placement
 
     def _adopt(self, made: list[Pair]) -> None:
         """Parameters that this version brought into being; the model that runs gets them when it is committed."""
-        if self._device.type != "cpu":
+        if not self._place.replaces:
             raise UnsupportedModelError(f"{made[0].name!r} is new, and captured graphs lack it; restart on it")
         self._pairs += made  # which the stager reads, too
         self._own |= {pair.name: pair for pair in made}
@@ -293,7 +299,7 @@ class Builder:
         UnsupportedModelError.
         """
         self.prepare(reader, pace)
-        published, built = Published(reader, pace, allow_non_finite=self._allow_non_finite), Built()
+        published, built = self._published(reader, pace), Built()
         placement = self._placement
         for entry in self._entries(placement) if data is not None else ():
             assert data is not None
@@ -361,7 +367,7 @@ class Builder:
             crop(target, box).fill_(value)
         for rect in rects:
             total: Sum = 0
-            for piece in pieces(rect, published.row_nbytes(rect.name), entry.lanes or 1):
+            for piece in self._pieces(rect, published, entry.lanes or 1):
                 published.read(piece.name, piece.source)
                 total = total + (
                     self._pack(entry, piece, published, data)
@@ -377,13 +383,16 @@ class Builder:
 
     def _copy(self, target: torch.Tensor, parameter: str, piece: Rect, published: Published) -> Sum:
         view, served = crop(target, piece.target), self._own[parameter].parameter.dtype
-        if view.device.type == "cpu" and view.dtype is served is published.dtype(piece.name):
-            words = words_of(view).numpy()
-            np.copyto(words, published.words(piece.name, piece.source))
-            return rectangle(words, piece.source.row, published.first_word(piece.name, piece.source))
-        source = crop(as_matrix(published.tensor(piece.name)), piece.source)
-        view.copy_(published.cast(piece.name, source, served))  # by way of the type the model has: a bias is wider here
+        if view.dtype is served is published.dtype(piece.name):
+            words = published.words(piece.name, piece.source)
+        else:  # by way of the type that the model has: a bias is wider here
+            source = crop(as_matrix(published.tensor(piece.name)), piece.source)
+            words = words_of(published.cast(piece.name, source, served).to(view.dtype).contiguous()).numpy()
+        self._place.copy(view, words)
         return self._sum(view, piece, parameter, published)
+
+    def _pieces(self, rect: Rect, published: Published, lanes: int = 1) -> Iterator[Rect]:
+        return pieces(rect, published.row_nbytes(rect.name), self._place.piece_nbytes, lanes)
 
     def _raw(self, source: str, placement: Placement, published: Published) -> torch.Tensor:
         """The parameter as vLLM's loader would have filled it: in the published slot itself if it lies there so."""
@@ -465,7 +474,7 @@ class Builder:
         """Process one layer, with its weights or with whatever lies in the memory; returns the tensors made."""
         assert self._processing is not None
         if published is None:
-            self._processing.begin([layer])
+            self._processing.begin([layer], self._place.device)
         else:
             self._load_layer(layer, placement, published, Built())
         made: dict[str, torch.Tensor] = {}
@@ -499,7 +508,7 @@ class Builder:
         if not all(placement.rects.get(name) for name in names):
             return None
         assert self._processing is not None
-        self._processing.begin([layer])
+        self._processing.begin([layer], self._place.device)
         loaded = random_words({name: self._own[name].parameter.data for name in names})
         try:
             made = [in_place(changes) for changes in self._processing_of(layer).values()]
@@ -513,7 +522,7 @@ class Builder:
 
     def _refuse_private(self, root: str, error: Exception) -> None:
         """Captured graphs hold the addresses of an accelerator's weights: nothing there can be replaced."""
-        if self._device.type != "cpu":
+        if not self._place.replaces:
             raise UnsupportedModelError(f"layer {root!r} cannot be swapped under captured graphs: {error}")
 
     def _process(
@@ -534,7 +543,7 @@ class Builder:
                 if view is None or self.plan.live[leaf.path] is not leaf.live:
                     raise UnsupportedModelError(f"{leaf.path} was not there in the first version; restart on this one")
                 view.of(data).copy_(leaf.made)
-            for scalar in scalars if self._device.type != "cpu" else ():
+            for scalar in scalars if not self._place.replaces else ():
                 if not same(scalar.holder[scalar.key], scalar.value):
                     raise UnsupportedModelError(f"{scalar.path} changes, and captured graphs hold it; restart on it")
             built.scalars |= {scalar.path: scalar.value for scalar in scalars}
@@ -542,7 +551,7 @@ class Builder:
     def _load_layer(self, layer: str, placement: Placement, published: Published, built: Built) -> None:
         """Fill a layer of the twin as vLLM's loader would."""
         assert self._processing is not None
-        self._processing.begin([layer])
+        self._processing.begin([layer], self._place.device)
         names = self._processed_in.get(layer, [])
         for name in names:
             target = self._own[name].parameter.data
@@ -550,7 +559,7 @@ class Builder:
                 crop(as_matrix(target), box).fill_(value)
             for rect in placement.rects.get(name, ()):
                 total: Sum = 0
-                for piece in pieces(rect, published.row_nbytes(rect.name)):
+                for piece in self._pieces(rect, published):
                     published.read(piece.name, piece.source)
                     total = total + self._copy(as_matrix(target), name, piece, published)
                 built.parts.append((rect.name, published.part(rect, 0), total))
@@ -585,7 +594,7 @@ class Builder:
         for rect in placement.rects[entry.source]:
             if published.dtype(rect.name) is self._own[entry.source].parameter.dtype and in_blocks(rect.target, entry):
                 total: Sum = 0
-                for piece in pieces(rect, published.row_nbytes(rect.name), entry.lanes):
+                for piece in self._pieces(rect, published, entry.lanes):
                     first = published.first_word(piece.name, piece.source)
                     total += packed_rectangle(packed_words(entry, piece.target, data), piece.source.row, first)
             else:
@@ -615,9 +624,9 @@ def crop(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[box.row : box.row + box.rows, box.col : box.col + box.cols]
 
 
-def pieces(rect: Rect, row_nbytes: int, lanes: int = 1) -> Iterator[Rect]:
-    """`rect` in rows that fit into the cache: whole blocks of `lanes` rows, then what is left."""
-    step = max(lanes, PIECE_BYTES // row_nbytes // lanes * lanes)
+def pieces(rect: Rect, row_nbytes: int, nbytes: int, lanes: int = 1) -> Iterator[Rect]:
+    """`rect` in rows of some `nbytes`: whole blocks of `lanes` rows, then what is left."""
+    step = max(lanes, nbytes // row_nbytes // lanes * lanes)
     whole = rect.target.rows // lanes * lanes
     for start in [*range(0, whole, step), *([whole] if whole < rect.target.rows else [])]:
         rows = min(step, (whole if start < whole else rect.target.rows) - start)
@@ -651,11 +660,6 @@ def unpacked(entry: Entry, data: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(np.concatenate(blocks))).view(getattr(torch, entry.dtype))
 
 
-def words_of(view: torch.Tensor) -> torch.Tensor:
-    """Any matrix as 16-bit words, or as bytes for types of 1 byte; in place."""
-    return view.view(torch.uint8 if view.dtype.itemsize == 1 else torch.int16)
-
-
 def sum_as(view: torch.Tensor, dtype: torch.dtype, row: int, col: int) -> Sum:
     """The sum over the words that `view` has in `dtype`, the published type, which `view` is wider than or equal to."""
     if view.dtype is torch.float32 and dtype is torch.bfloat16:
@@ -665,8 +669,9 @@ def sum_as(view: torch.Tensor, dtype: torch.dtype, row: int, col: int) -> Sum:
         halves = [words_of(view if view.dtype is dtype else view.to(dtype))]
     total: Sum = 0
     for words in halves:
-        on_host = words.device.type == "cpu"
-        total = total + (
-            rectangle(np.ascontiguousarray(words.numpy()), row, col) if on_host else device_rectangle(words, row, col)
-        )
+        if words.device.type != "cpu":
+            total = total + device_rectangle(words, row, col)
+        else:
+            side_by_side = words.numpy() if words.stride(1) == 1 else np.ascontiguousarray(words.numpy())
+            total = total + rectangle(side_by_side, row, col)
     return total

@@ -21,18 +21,33 @@ from weightsync.memory.parts import BASE, DRAFT, LORA
 from weightsync.vllm_engine.bundle import Bundle, Flippable, PartOrder, Piece, on_this_host
 from weightsync.vllm_engine.lora import LoraHost
 from weightsync.vllm_engine.placement import Served
-from weightsync.vllm_engine.stager import Garbage, StageOrder, Stager, StageReport, describe, go_on, use_one_core
+from weightsync.vllm_engine.stager import (
+    Garbage,
+    StageOrder,
+    Stager,
+    StageReport,
+    describe,
+    go_on,
+    staging_device,
+    use_one_core,
+)
 
 
 def drafter(runner: Any) -> tuple[str, Served] | None:
     """The way in which vLLM's model runner speculates, and its draft; None where none can be swapped."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
     proposer = getattr(runner, "drafter", None)
-    if not isinstance(proposer, SpecDecodeBaseProposer):
+    speculator = getattr(runner, "speculator", None)  # of vLLM's second model runner, which GPUs take
+    if isinstance(proposer, SpecDecodeBaseProposer):
+        speculation, config = proposer.speculative_config, proposer._create_draft_vllm_config()
+    elif isinstance(speculator, DraftModelSpeculator):
+        speculation = speculator.speculative_config
+        own = getattr(speculator, "_draft_vllm_config", None)  # where the draft is a model of its own
+        config = own if own is not None else speculation.apply_draft_overrides(speculator.vllm_config)
+    else:
         return None
-    speculation = proposer.speculative_config
-    config = proposer._create_draft_vllm_config()
     return speculation.method, Served(runner.get_draft_model(), config, speculation.draft_model_config)
 
 
@@ -52,11 +67,13 @@ def draft_stager(runner: Any, device: torch.device, *, allow_non_finite: bool = 
     method, draft = found
     if method == "mtp":
         raise PartNotServed(DRAFT, "an MTP head comes with each version of its target: publish the target with it")
+    place = staging_device(device)
+    place.reserve(draft.model)
     return Stager(
         draft.model,
         draft.vllm_config,
         draft.model_config,
-        device,
+        place,
         elsewhere={id(module) for module in runner.get_model().modules()},
         allow_non_finite=allow_non_finite,
     )
@@ -139,6 +156,12 @@ class BundleStager:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def vacate(self) -> None:
+        """Give back the memory that a sleeping worker does not need."""
+        self.wait()
+        for stager in self._stagers.values():
+            stager.place.vacate()
 
     def retain(self, bundle: Bundle) -> None:
         """Say that `bundle`, which is held already, is what was asked for."""

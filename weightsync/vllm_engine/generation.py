@@ -3,24 +3,29 @@
 A flip has two parts. `tensors`: a live tensor and the staged one whose contents it gets; every holder of the live
 tensor follows. `changes`: attributes of live objects that are replaced as a whole, kernels above all.
 
-On a CPU a live tensor is pointed at the memory of the staged one. On an accelerator captured graphs hold the addresses
-of the live weights, so the staged bytes are copied into them, on the device, between two batches. The staged buffer
-itself never changes: a rollback copies the buffer of the version before, and so does a flip that failed halfway.
+On a CPU a live tensor is pointed at the memory of the staged one (cpu.py). On an accelerator captured graphs hold the
+addresses of the live weights, so the staged bytes are copied into them (cuda.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from weightsync.format.fingerprint import Words
 from weightsync.vllm_engine.layout import Layout
 from weightsync.vllm_engine.linear import LinearFn, packed_linear, plain_linear
 from weightsync.vllm_engine.placement import Pair, held
 from weightsync.vllm_engine.pool import Notes
 from weightsync.vllm_engine.processing import GONE, Change
+
+Pace = Callable[[int], None]
 
 
 class Memory(Protocol):
@@ -38,6 +43,51 @@ class Memory(Protocol):
 
     def release(self) -> None:
         """Nobody runs on it any more."""
+
+
+class StagingDevice(Protocol):
+    """Where versions wait for their commit, how they get there, and what a commit does: `Cpu` or `Cuda`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the running weights lie."""
+
+    @property
+    def twin(self) -> torch.device:
+        """Where the tensors of the model's twin are made."""
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a commit may replace attributes of the running model, and not only contents."""
+
+    @property
+    def piece_nbytes(self) -> int:
+        """How much is read, copied and summed at a time."""
+
+    @property
+    def generation(self) -> type[Generation]:
+        """A version whose commit suits the device."""
+
+    def pacer(self, model: nn.Module, /) -> Pace:
+        """What a staging calls with the bytes that it is about to read, beside the running `model`."""
+
+    def staging(self) -> AbstractContextManager[Any]:
+        """What a staging goes on in, on its thread."""
+
+    def reserve(self, model: nn.Module, /) -> None:
+        """Take device memory for versions of `model`, before the KV cache gets the rest."""
+
+    def acquire(self, directory: Path, layout: Layout, key: str, /) -> Memory:
+        """Memory for the version `key`. Shared memory is in `directory`."""
+
+    def prepare_swaps(self) -> None:
+        """After the first version: get ready for others."""
+
+    def copy(self, target: torch.Tensor, source: Words, /) -> None:
+        """Queue a copy of words on the host onto a matrix of as many. The source may change once this returns."""
+
+    def vacate(self) -> None:
+        """Give back what a sleeping instance does not need. The next `acquire` takes it again."""
 
 
 KV_SCALES = ("_k_scale_float", "_v_scale_float")  # of vLLM's attention: what a quantised KV cache was written with
@@ -61,6 +111,7 @@ class Generation:
     slot: Memory | None = None
     sums: dict[str, list[list[int]]] = field(default_factory=dict)
     kv_scales: dict[str, Any] = field(init=False)
+    waited_ms: float = field(init=False, default=0.0)  # of the last commit's time: for steps that the device had queued
 
     def __post_init__(self) -> None:
         self.kv_scales = {c.path: c.value for c in self.flips.changes if c.key in KV_SCALES}
@@ -98,20 +149,6 @@ class Generation:
             self.slot = None
 
 
-class CopyGeneration(Generation):
-    """A generation whose commit copies its contents into the live tensors, whose addresses stay."""
-
-    def commit(self) -> list[Any]:
-        if self.flips.tensors:
-            lives, staged = zip(*self.flips.tensors, strict=True)
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                torch._foreach_copy_([live.data for live in lives], list(staged))
-            if self.slot is not None and self.slot.data.is_cuda:
-                # Built on the stager's stream, read on this one: the buffer is not reused before the copy is done.
-                self.slot.data.record_stream(torch.cuda.current_stream(self.slot.data.device))
-        return self._change()
-
-
 def build_flips(pairs: list[Pair], layout: Layout, data: torch.Tensor, private: dict[str, LinearFn]) -> Flips:
     """Flips onto the tensors in `data` (the layout slot's bytes) and the `private` kernels."""
     plain, packed = layout.plain, layout.packed
@@ -131,31 +168,3 @@ def build_flips(pairs: list[Pair], layout: Layout, data: torch.Tensor, private: 
             assert live is not None
             tensors[id(live)] = live, plain[pair.source].view(data)
     return Flips(list(tensors.values()), list(changes.values()))
-
-
-@dataclass
-class DeviceBuffer:
-    """Stands in for a layout slot: uint8 [nbytes] on the device, owned by one worker."""
-
-    data: torch.Tensor
-    built: bool = False
-    notes: Notes = field(default_factory=Notes)
-
-    def seal(self, _key: str, _notes: Notes) -> None:
-        """The staging thread queued the copies on its stream; the commit, on another one, must find them done."""
-        if self.data.is_cuda:
-            torch.cuda.current_stream(self.data.device).synchronize()
-        self.built = True
-
-    def release(self) -> None:
-        self.data = self.data.new_empty(0)
-
-
-class DevicePool:
-    """Hands out one buffer per staging; the allocator reuses what is released."""
-
-    def __init__(self, fingerprint: str, nbytes: int, device: torch.device) -> None:
-        self.fingerprint, self._nbytes, self._device = fingerprint, nbytes, device
-
-    def acquire(self, _key: str) -> DeviceBuffer:
-        return DeviceBuffer(torch.empty(self._nbytes, dtype=torch.uint8, device=self._device))

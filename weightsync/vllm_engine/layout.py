@@ -150,6 +150,11 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.element_size()
 
 
+def words_of(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix as 16-bit words, or as bytes for types of 1 byte; in place."""
+    return matrix.view(torch.uint8 if matrix.dtype.itemsize == 1 else torch.int16)
+
+
 def _origin() -> list[object]:
     """What fills slots on this machine. During a rolling upgrade two releases share an arena: they keep slots apart."""
     cpu = sorted(name for name, value in torch.cpu.get_capabilities().items() if value is True)

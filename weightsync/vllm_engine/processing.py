@@ -230,9 +230,9 @@ class Processing:
             before["_non_persistent_buffers_set"] = set(twin._non_persistent_buffers_set)
         return Part(root, path, live, twin, {k: own(v) for k, v in before.items()}, parameters, buffers)
 
-    def begin(self, layers: Collection[str]) -> None:
+    def begin(self, layers: Collection[str], device: torch.device) -> None:
         """Give the twin's layers the state that they had before loading, and memory."""
-        self._restore(layers, lambda blank: blank.fresh(self._device))
+        self._restore(layers, lambda blank: blank.fresh(device))
 
     def drop(self, layers: Collection[str]) -> None:
         """Give the twin's layers the state that they had before loading, without memory."""

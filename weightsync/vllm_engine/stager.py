@@ -1,11 +1,10 @@
 """Builds the next generation on a background thread while the worker decodes; the live model is never touched here.
 
-A `Pacer` sets how fast a staging may read: at full speed while nothing decodes, in small bites while something does.
+Where it lies until it is committed, and how it gets there, is the `StagingDevice`'s: cpu.py, cuda.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import re
@@ -24,20 +23,13 @@ from weightsync.format import fingerprint
 from weightsync.format.fingerprint import TileSums
 from weightsync.format.manifest import Schema, require_same_schema
 from weightsync.memory.receiver import SlotReader
-from weightsync.vllm_engine.build import Builder, Built, Pace
-from weightsync.vllm_engine.generation import CopyGeneration, DevicePool, Generation, Memory, build_flips
-from weightsync.vllm_engine.layout import Layout
+from weightsync.vllm_engine.build import Builder, Built
+from weightsync.vllm_engine.cpu import Cpu
+from weightsync.vllm_engine.cuda import Cuda
+from weightsync.vllm_engine.generation import Generation, Memory, Pace, StagingDevice, build_flips
 from weightsync.vllm_engine.placement import Served, WithHead, build_skeleton, pair_parameters
-from weightsync.vllm_engine.pool import LayoutPool, Notes
+from weightsync.vllm_engine.pool import Notes
 from weightsync.vllm_engine.processing import Processing
-
-# Decoding goes first. The stager gives the memory bus and the interpreter back for a moment with every piece (1 MB).
-# The work takes 0.16 s of a core for 0.8 GB, the pauses about 0.5 s: staging goes at 1 GB/s beside 16 streams
-# (loadtest/swap_stall.py, 0.4 B), and at 4 to 5 GB/s with none (loadtest/staging.py).
-YIELD_BYTES = 64 << 10
-YIELD_RATE = 2e9  # bytes per second of pause
-LONGEST_YIELD_S = 0.002
-IDLE_AFTER_S = 0.05  # without a step: sampling, scheduling and a slow client's next request fit in between
 
 
 def go_on(stop: threading.Event) -> None:
@@ -46,47 +38,10 @@ def go_on(stop: threading.Event) -> None:
         raise StagingCancelled()
 
 
-class Pacer:
-    """Called with the bytes that are about to be read; sleeps for as long as decoding is to be left alone."""
-
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        self._owed = 0
-        self._running = False
-        self._stepped_at = float("-inf")
-        # Where graphs are replayed nobody calls `forward`: there decoding is always taken to be under way.
-        self._sees_steps = device.type == "cpu"
-        if self._sees_steps:
-            model.register_forward_pre_hook(self._begin)
-            model.register_forward_hook(self._end, always_call=True)
-
-    @property
-    def decoding(self) -> bool:
-        """Whether a step runs, or one ended a moment ago."""
-        if not self._sees_steps:
-            return True
-        return self._running or time.monotonic() - self._stepped_at < IDLE_AFTER_S
-
-    def __call__(self, nbytes: int) -> None:
-        self._owed += nbytes
-        if self._owed < YIELD_BYTES:
-            return
-        if self.decoding:
-            time.sleep(min(LONGEST_YIELD_S, self._owed / YIELD_RATE))
-        self._owed = 0
-
-    def _begin(self, *_: Any) -> None:
-        self._running = True
-
-    def _end(self, *_: Any) -> None:
-        self._running = False
-        self._stepped_at = time.monotonic()
-
-
 # The decode thread need not wait Python's usual 5 ms for a lock that the stager holds.
 SWITCH_INTERVAL_S = 0.0002
 RUN = ("linear", "processed")
 LOOK_S = 0.01  # for whether to go on, while there is nothing to do but wait
-VERSIONS_HELD = 3  # live, previous and staged: one layout slot each, shared by all instances of the host
 
 
 @dataclass(frozen=True)
@@ -135,6 +90,11 @@ class Garbage:
         self.replaced.clear()
 
 
+def staging_device(device: torch.device) -> StagingDevice:
+    """What stages for a model that runs on `device`."""
+    return Cpu() if device.type == "cpu" else Cuda(device)
+
+
 class Stager:
     """Turns published slots into generations. One staging at a time; `wait` returns its report."""
 
@@ -143,7 +103,7 @@ class Stager:
         model: torch.nn.Module,
         vllm_config: Any,
         model_config: Any,
-        device: torch.device,
+        place: StagingDevice,
         *,
         head: Served | None = None,
         elsewhere: Collection[int] = (),
@@ -151,29 +111,25 @@ class Stager:
     ) -> None:
         """`head` comes in the checkpoints of `model`. `elsewhere`: ids of modules that others fill."""
         fingerprint.warm()
-        self._pace = Pacer(model, device)
-        twin = build_skeleton(vllm_config, model_config, device)
+        self.place = place
+        self._pace = place.pacer(model)
+        twin = build_skeleton(vllm_config, model_config, place.twin)
         if head is not None:
-            model, twin = WithHead(model, head.model), WithHead(twin, head.skeleton(device))
-        processing = Processing(model, twin, model_config.dtype, device, elsewhere)
+            model, twin = WithHead(model, head.model), WithHead(twin, head.skeleton(place.twin))
+        processing = Processing(model, twin, model_config.dtype, place.device, elsewhere)
         self._pairs = pair_parameters(model, twin, processing)
         parallel = vllm_config.parallel_config
         self._builder = Builder(
             twin,
             self._pairs,
-            device,
+            place,
             processing=processing,
             rank=parallel.rank,
             world=parallel.world_size,
+            share=(parallel.rank % parallel.local_world_size, parallel.local_world_size),
             allow_non_finite=allow_non_finite,
         )
         self._key_suffix = "-unchecked" if allow_non_finite else ""  # who looks for NaN builds a slot of its own
-        self._pool: LayoutPool | DevicePool | None = None
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":  # on the stream of the decode thread, copies and steps would wait for each other
-            self._stream = torch.cuda.Stream(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))  # the twin is being made there
         self._thread: threading.Thread | None = None
         self._spares: threading.Thread | None = None
         self.report = StageReport(version=0)
@@ -211,7 +167,7 @@ class Stager:
             while self._spares is not None and self._spares.is_alive():
                 self._spares.join(LOOK_S)
                 go_on(stop)
-            with torch.cuda.stream(self._stream):
+            with self.place.staging():
                 self.generation, nbytes = self._build(order, stop)
         except Exception as error:  # reported to the coordinator: the old version goes on serving
             self.report = StageReport(order.version, error=describe(error))
@@ -232,9 +188,7 @@ class Stager:
     def _reserve(self) -> None:
         """After the first version, which an instance loads before it serves: the memory that its first swaps need."""
         use_one_core()
-        if isinstance(self._pool, LayoutPool):
-            with contextlib.suppress(OSError):  # the directory went: so does this process
-                self._pool.reserve(VERSIONS_HELD)
+        self.place.prepare_swaps()
 
     def _kernels(self) -> set[str]:
         """The kinds of kernel that run this model's matrices."""
@@ -255,7 +209,7 @@ class Stager:
                 self._pace(nbytes)
 
             layout = self._builder.prepare(reader, pace)
-            slot = self._acquire(Path(order.slot).parent, layout, key)
+            slot = self.place.acquire(Path(order.slot).parent, layout, key)
             try:
                 built, notes = self._complete(reader, slot, pace)
                 if not slot.built:
@@ -268,8 +222,7 @@ class Stager:
             flips.tensors += [(plan.live[path], view.of(slot.data)) for path, view in layout.views.items()]
             flips.changes += built.changes
             flips.changes += [replace(plan.scalars[path], value=value) for path, value in notes.scalars.items()]
-            kind = Generation if self._device.type == "cpu" else CopyGeneration
-            return kind(order.version, order.manifest_digest, flips, slot, notes.sums), reader.nbytes
+            return self.place.generation(order.version, order.manifest_digest, flips, slot, notes.sums), reader.nbytes
         finally:
             reader.close()
 
@@ -283,16 +236,6 @@ class Stager:
         reader.populate()
         built = self._builder.build(reader, None if slot.built else slot.data, pace)
         return built, Notes(joined(found.sums, built.sums()), found.scalars | built.scalars)
-
-    def _acquire(self, directory: Path, layout: Layout, key: str) -> Memory:
-        if self._pool is None or self._pool.fingerprint != layout.fingerprint:
-            host = self._device.type == "cpu"
-            self._pool = (
-                LayoutPool(directory, layout.fingerprint, layout.nbytes)
-                if host
-                else DevicePool(layout.fingerprint, layout.nbytes, self._device)
-            )
-        return self._pool.acquire(key)
 
 
 def joined(first: TileSums, second: TileSums) -> TileSums:
