@@ -79,6 +79,40 @@ def pack(flat: Any, stride: Any, target: Any, a: Any, b: Any) -> Any:
     return total
 
 
+def packed_words(words: Any, a: Any, b: Any) -> Any:
+    lanes = np.zeros(words.shape[2], np.int32)
+    total = int32(0)
+    for block in range(words.shape[0]):
+        lanes[:] = 0
+        for k in range(words.shape[1]):
+            row, factor = words[block, k], int32(b[k])
+            for n in range(words.shape[2]):
+                lanes[n] = int32(lanes[n] + int32(int32(row[n]) * factor))
+        for n in range(words.shape[2]):
+            total = int32(total + int32(lanes[n] * a[block, n]))
+    return total
+
+
+register_jitable(packed_words)
+
+
+def pack_words(flat: Any, stride: Any, target: Any, a: Any, b: Any) -> Any:
+    """As `pack`: rows by eights and 16 columns."""
+    total = int32(0)
+    wide, lanes = target.shape[1], target.shape[2]
+    for block in range(target.shape[0]):
+        for k in range(0, wide, 16):
+            for n in range(0, lanes, 8):
+                tile = target[block, k : k + 16, n : n + 8]
+                for j in range(8):
+                    at = (block * lanes + n + j) * stride + k
+                    row = flat[at : at + 16]
+                    for i in range(16):
+                        tile[i, j] = row[i]
+        total = int32(total + packed_words(target[block : block + 1], a[block : block + 1], b))
+    return total
+
+
 def compile_kernels() -> dict[str, Callable[..., int]]:
     """By name. Without a directory to keep them in they are compiled in each process."""
     try:
@@ -91,8 +125,12 @@ def _compile(*, cache: bool) -> dict[str, Callable[..., int]]:
     kinds = [int32(kind[::1], int64, int32[::1], int16[::1]) for kind in (int16, uint8)]
     sums = int32(int32[:, :, ::1], int32[:, ::1], int16[:, ::1])
     copies = int32(int32[::1], int64, int32[:, :, ::1], int32[:, ::1], int16[:, ::1])
+    word_sums = int32(int16[:, :, ::1], int32[:, ::1], int16[::1])
+    word_copies = int32(int16[::1], int64, int16[:, :, ::1], int32[:, ::1], int16[::1])
     return {
         "rows": njit(kinds, nogil=True, cache=cache)(rows),
         "packed": njit([sums], nogil=True, cache=cache)(packed),
         "pack": njit([copies], nogil=True, cache=cache)(pack),
+        "packed_words": njit([word_sums], nogil=True, cache=cache)(packed_words),
+        "pack_words": njit([word_copies], nogil=True, cache=cache)(pack_words),
     }

@@ -59,17 +59,21 @@ def rows(flat: Array, stride: int, a: Array, b: Array) -> int:
     return int(_kernels(flat.nbytes)["rows"](flat, stride, a, b))
 
 
-def packed(pairs: Array, a: Array, b: Array) -> int:
-    """The same from int32 [blocks, k, n], each the words (2k, 2k+1) of row n; a: [blocks, n], b: [k, 2]."""
-    return int(_kernels(pairs.nbytes)["packed"](pairs, a, b))
+def packed(units: Array, a: Array, b: Array) -> int:
+    """The same from blocks of rows, [blocks, k, n]; a: [blocks, n].
+
+    int32: the words (2k, 2k+1) of row n; b: [k, 2]. int16: the word k of row n; b: [k].
+    """
+    return int(_kernels(units.nbytes)["packed" if units.itemsize == 4 else "packed_words"](units, a, b))
 
 
 def pack(flat: Array, stride: int, target: Array, a: Array, b: Array) -> int:
-    """Reorder rows into VNNI order and return the sum of what then lies in `target`, as `packed` does.
+    """Reorder rows into blocks and return the sum of what then lies in `target`, as `packed` does.
 
-    flat: int32 pairs of words, `stride` from row to row; target: int32 [blocks, k, n], k a multiple of 16, n of 4.
+    flat: int32 pairs of words or int16 words, `stride` from row to row; target: the same, [blocks, k, n], k a multiple
+    of 16, n of 4 or 8.
     """
-    return int(_kernels(target.nbytes)["pack"](flat, stride, target, a, b))
+    return int(_kernels(target.nbytes)["pack" if target.itemsize == 4 else "pack_words"](flat, stride, target, a, b))
 
 
 def warm(nbytes: int = sys.maxsize) -> None:
@@ -112,14 +116,27 @@ def numpy_packed(pairs: Array, a: Array, b: Array) -> int:
     return total
 
 
+def numpy_packed_words(words: Array, a: Array, b: Array) -> int:
+    wide, total = b[:, None].astype(np.int32), 0
+    for block, multipliers in zip(words, a, strict=True):
+        total += int(((block * wide).sum(axis=0, dtype=np.int32) * multipliers).sum(dtype=np.int32))
+    return total
+
+
 def numpy_pack(flat: Array, stride: int, target: Array, a: Array, b: Array) -> int:
-    blocks, half, lanes = target.shape
-    strides = (lanes * stride * 4, 4, stride * 4)
-    np.copyto(target, np.lib.stride_tricks.as_strided(flat, (blocks, half, lanes), strides))
-    return numpy_packed(target, a, b)
+    (blocks, wide, lanes), size = target.shape, target.itemsize
+    strides = (lanes * stride * size, size, stride * size)
+    np.copyto(target, np.lib.stride_tricks.as_strided(flat, (blocks, wide, lanes), strides))
+    return (numpy_packed if size == 4 else numpy_packed_words)(target, a, b)
 
 
-NUMPY: dict[str, Callable[..., int]] = {"rows": numpy_rows, "packed": numpy_packed, "pack": numpy_pack}
+NUMPY: dict[str, Callable[..., int]] = {
+    "rows": numpy_rows,
+    "packed": numpy_packed,
+    "packed_words": numpy_packed_words,
+    "pack": numpy_pack,
+    "pack_words": numpy_pack,
+}
 
 
 def _load() -> dict[str, Callable[..., int]]:
@@ -187,28 +204,40 @@ def rectangle(words: Words, row: int = 0, col: int = 0) -> int:
     return rows(flat, stride, a, b) & MASK
 
 
-def packed_rectangle(pairs: Words, row: int = 0, col: int = 0) -> int:
-    """As `rectangle`, from words in VNNI order: int32 [blocks, cols / 2, rows per block], each two words of a row."""
-    blocks, half, block_rows = pairs.shape
-    if not pairs.size:
+def packed_rectangle(units: Words, row: int = 0, col: int = 0) -> int:
+    """As `rectangle`, from words in blocks of rows: [blocks, units of a row, rows per block].
+
+    A unit is two words of a row (int32: VNNI order) or one (int16).
+    """
+    blocks, _, block_rows = units.shape
+    if not units.size:
         return 0
-    a, b = row_multipliers(row, row + blocks * block_rows), column_multipliers(col, col + 2 * half)
-    return packed(pairs, a.reshape(blocks, block_rows), b.reshape(half, 2)) & MASK
+    a, b = row_multipliers(row, row + blocks * block_rows), _unit_multipliers(units, col)
+    return packed(units, a.reshape(blocks, block_rows), b) & MASK
 
 
 def pack_rectangle(words: Words, target: Words, row: int = 0, col: int = 0) -> int:
-    """Write `words` (int16 [rows, cols]) into `target` in VNNI order (int32 [blocks, cols / 2, rows per block]).
+    """Write `words` (int16 [rows, cols]) into `target` in blocks of rows, as `packed_rectangle` reads them.
 
-    Returns the part of F that then lies in `target`. cols: a multiple of 32; rows per block: of 4.
+    Returns the part of F that then lies in `target`. Units of a row: a multiple of 16; rows per block: of 4 (int32) or
+    8 (int16).
     """
-    blocks, half, lanes = target.shape
-    if half % 16 or lanes % 4 or words.shape != (blocks * lanes, 2 * half):
+    blocks, wide, lanes = target.shape
+    pairs = target.itemsize == 4
+    if wide % 16 or lanes % (4 if pairs else 8) or words.shape != (blocks * lanes, (1 + pairs) * wide):
         raise ValueError(f"{words.shape} words cannot be packed into {target.shape}")
     if not words.size:
         return 0
-    flat, stride = _flat(words, pairs=True)
-    a, b = row_multipliers(row, row + words.shape[0]), column_multipliers(col, col + words.shape[1])
-    return pack(flat, stride, target, a.reshape(blocks, lanes), b.reshape(half, 2)) & MASK
+    flat, stride = _flat(words, pairs=pairs)
+    a = row_multipliers(row, row + words.shape[0])
+    return pack(flat, stride, target, a.reshape(blocks, lanes), _unit_multipliers(target, col)) & MASK
+
+
+def _unit_multipliers(units: Words, col: int) -> Words:
+    wide = units.shape[1]
+    if units.itemsize == 2:
+        return column_multipliers(col, col + wide)
+    return column_multipliers(col, col + 2 * wide).reshape(wide, 2)
 
 
 def device_rectangle(words: torch.Tensor, row: int = 0, col: int = 0) -> torch.Tensor:

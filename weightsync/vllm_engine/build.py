@@ -361,7 +361,7 @@ class Builder:
             all(in_blocks(box, entry) for box in boxes)
             and all(published.dtype(rect.name) is target.dtype for rect in rects)
         ):
-            pack_into(target, as_matrix(self._raw(entry.source, placement, published)), entry.lanes)
+            pack_into(target, as_matrix(self._raw(entry.source, placement, published)), entry.lanes, entry.word)
             return self._sum_packed(entry, placement, published, data, built)
         for box, value in constants:
             crop(target, box).fill_(value)
@@ -424,7 +424,7 @@ class Builder:
                 if entry.source == source:
                     assert data is not None
                     target = entry.view(data)
-                    pack_into(target, raw, entry.lanes) if entry.packed else target.copy_(raw)
+                    pack_into(target, raw, entry.lanes, entry.word) if entry.packed else target.copy_(raw)
             if source in self._private:
                 built.private[source] = private_linear(raw)
 
@@ -642,12 +642,14 @@ def in_blocks(box: Box, entry: Entry) -> bool:
 
 
 def packed_words(entry: Entry, box: Box, data: torch.Tensor) -> Words:
-    """The blocks of a packed weight that hold `box`: int32 [blocks, words of a row, rows per block], in place."""
+    """The blocks of a packed weight that hold `box`, in place: [blocks, words of a row, rows per block]."""
     row_nbytes = entry.nbytes // entry.shape[0]
     lanes = entry.lanes if box.rows % entry.lanes == 0 else box.rows
     begin = entry.offset + box.row * row_nbytes
-    words: Words = data[begin : begin + box.rows * row_nbytes].numpy().view(np.int32)
-    return words.reshape(box.rows // lanes, row_nbytes // WORD, lanes)
+    words: Words = (
+        data[begin : begin + box.rows * row_nbytes].numpy().view(np.int32 if entry.word == WORD else np.int16)
+    )
+    return words.reshape(box.rows // lanes, row_nbytes // entry.word, lanes)
 
 
 def unpacked(entry: Entry, data: torch.Tensor) -> torch.Tensor:

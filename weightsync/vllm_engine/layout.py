@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import torch
 
-from weightsync.vllm_engine.linear import Kernel, choose_kernel, is_small, lanes
+from weightsync.vllm_engine.linear import WORD, Kernel, choose_kernel, is_small, lanes
 from weightsync.vllm_engine.placement import Pair
 
 ALIGN = 64
@@ -25,7 +25,10 @@ FORMAT = 3  # of the files in the pool
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor in the slot. `source`: the parameter it is made of; `lanes`: rows in a block of a packed one, or 0."""
+    """One tensor in the slot. `source`: the parameter it is made of.
+
+    `lanes`: rows in a block of a packed one, or 0; `word`: the bytes of a row that stay together there.
+    """
 
     source: str
     lanes: int
@@ -33,6 +36,7 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    word: int = WORD
 
     @property
     def packed(self) -> bool:

@@ -68,20 +68,21 @@ def onednn_takes(dtype: torch.dtype) -> bool:
     return True
 
 
-def pack_into(target: torch.Tensor, weight: torch.Tensor, rows: int) -> None:
+def pack_into(target: torch.Tensor, weight: torch.Tensor, rows: int, word: int = WORD) -> None:
     """Write `weight` (out, in) into `target` in blocks of `rows` rows: same shape and type, another order.
 
-    It goes a cache-sized piece at a time.
+    `word`: the bytes of a row that stay together. It goes a cache-sized piece at a time.
     """
     out, inner = weight.shape
-    words = inner * weight.element_size() // WORD
+    kind = torch.int32 if word == WORD else torch.int16
+    words = inner * weight.element_size() // word
     whole = out // rows * rows
-    step = max(rows, PACK_BYTES // (words * WORD) // rows * rows)
+    step = max(rows, PACK_BYTES // (words * word) // rows * rows)
     for start in [*range(0, whole, step), *([whole] if whole < out else [])]:
         end = min(start + step, whole) if start < whole else out
         width = rows if start < whole else out - start
-        source = weight[start:end].contiguous().view(torch.int32).view(-1, width, words)
-        target[start:end].view(torch.int32).view(-1, words, width).copy_(source.transpose(1, 2))
+        source = weight[start:end].contiguous().view(kind).view(-1, width, words)
+        target[start:end].view(kind).view(-1, words, width).copy_(source.transpose(1, 2))
 
 
 def packed_linear(packed: torch.Tensor) -> LinearFn:

@@ -10,8 +10,9 @@ parameter, and the scalars that processing sets must not depend on them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,19 +22,24 @@ from weightsync.vllm_engine.linear import ONEDNN_LANES, WORD, pack_into
 from weightsync.vllm_engine.placement import as_matrix, matrix
 from weightsync.vllm_engine.processing import Leaf
 
+SHORT = 2  # bytes that stay together where a kernel reads single 16-bit weights
 FINITE = 0x7F00  # 16-bit words below it are no NaN in any type
 
 
 @dataclass(frozen=True)
 class Move:
-    """A tensor that has the words of the parameter `source`, in blocks of `lanes` rows; 0: in the same order."""
+    """A tensor that has the words of the parameter `source`, in blocks of `lanes` rows; 0: in the same order.
+
+    `word`: the bytes of a row that stay together.
+    """
 
     source: str
     lanes: int
+    word: int = WORD
 
     def entry(self, shape: tuple[int, ...], view: View) -> Entry:
         """Where it lies in the slot, as a matrix. `shape` is the parameter's."""
-        return Entry(self.source, self.lanes, view.dtype, matrix(shape), view.offset, view.end - view.offset)
+        return Entry(self.source, self.lanes, view.dtype, matrix(shape), view.offset, view.end - view.offset, self.word)
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Moved:
         def there(path: str) -> str:
             return other + path.removeprefix(layer)
 
-        moves = {there(path): Move(there(move.source), move.lanes) for path, move in self.moves.items()}
+        moves = {there(p): replace(move, source=there(move.source)) for p, move in self.moves.items()}
         return Moved(moves, {there(path): value for path, value in self.scalars.items()})
 
 
@@ -84,9 +90,10 @@ def _move(name: str, loaded: torch.Tensor, made: torch.Tensor) -> Move | None:
     if loaded.device.type != "cpu" or cols * loaded.element_size() % (16 * WORD):
         return None
     per_matrix = loaded.shape[-2] if loaded.ndim > 1 else 1
-    for lanes in (lanes for lanes in ONEDNN_LANES if per_matrix % lanes == 0):
-        packed = torch.empty(rows, cols, dtype=loaded.dtype)
-        pack_into(packed, as_matrix(loaded), lanes)
-        if torch.equal(packed.flatten().view(torch.uint8), words):
-            return Move(name, lanes)
+    packed = torch.empty(rows, cols, dtype=loaded.dtype)
+    for lanes, word in itertools.product(ONEDNN_LANES, (WORD, SHORT)):
+        if per_matrix % lanes == 0 and SHORT <= loaded.element_size() <= word:
+            pack_into(packed, as_matrix(loaded), lanes, word)
+            if torch.equal(packed.flatten().view(torch.uint8), words):
+                return Move(name, lanes, word)
     return None

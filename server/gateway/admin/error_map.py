@@ -43,6 +43,7 @@ STATUS: dict[str, type[HttpError]] = {
     "dtype_mismatch": Unprocessable,
     "digest_mismatch": Unprocessable,
     "unsupported_dtype": Unprocessable,
+    "quantization_error": Unprocessable,
     "not_finite": Unprocessable,
     "checksum_mismatch": Unprocessable,
     "parts_mismatch": Unprocessable,

@@ -71,6 +71,7 @@ OPTIONAL = {
     "llguidance",
     "xgrammar",
     "torch",
+    "safetensors",
     "opentelemetry",
     "mooncake",
     "numba",

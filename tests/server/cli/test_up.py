@@ -232,7 +232,8 @@ def test_a_draft_model_with_weights_of_its_own_is_published(tmp_path: Path, join
     model = str(tmp_path / "a=b")
     assert found(model=model, num_speculative_tokens=3) == found(model=model, method="draft_model") == tmp_path / "a=b"
     assert found(method="ngram", num_speculative_tokens=3) is None
-    assert found(method="eagle", model=model) is None
+    assert found(method="eagle", model=model) == tmp_path / "a=b"
+    assert found(method="mtp", model=model) is None, "it comes in the target's checkpoint"
     assert draft_dir(["--max-model-len", "64"]) is None
     with pytest.raises(CliError, match="not JSON"):
         draft_dir(["--speculative-config", "{"])

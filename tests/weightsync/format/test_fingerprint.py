@@ -43,10 +43,10 @@ def by_definition(w: Words, row: int = 0, col: int = 0) -> int:
     return sum(a[r] * sum(b[c] * int(w[r, c]) for c in range(w.shape[1])) for r in range(w.shape[0])) & MASK
 
 
-def packed(w: Words, block: int = 32) -> Words:
-    """Words in VNNI order: int32 [blocks, cols / 2, rows per block]."""
-    pairs = np.ascontiguousarray(w).view(np.int32).reshape(-1, block, w.shape[1] // 2)
-    return np.ascontiguousarray(pairs.transpose(0, 2, 1))
+def packed(w: np.ndarray[Any, Any], block: int, kind: type = np.int32) -> np.ndarray[Any, Any]:
+    """Blocks of rows, with pairs of words (int32) or single ones (int16) of the rows side by side."""
+    units = np.ascontiguousarray(w).view(kind)
+    return np.ascontiguousarray(units.reshape(-1, block, units.shape[1]).transpose(0, 2, 1))
 
 
 @pytest.fixture(params=["numba", "numpy"])
@@ -74,11 +74,12 @@ def test_extreme_words(kernels: str) -> None:
         assert rectangle(w) == by_definition(w)
 
 
+@pytest.mark.parametrize("kind", [np.int32, np.int16])
 @pytest.mark.parametrize(("rows", "cols", "block"), [(32, 64, 32), (64, 10, 32), (16, 32, 16), (96, 2, 32)])
-def test_packed_words_have_the_same_sum(kernels: str, rows: int, cols: int, block: int) -> None:
+def test_packed_words_have_the_same_sum(kernels: str, kind: type, rows: int, cols: int, block: int) -> None:
     w = words(rows, cols)
-    assert packed_rectangle(packed(w, block)) == rectangle(w)
-    assert packed_rectangle(packed(w, block), 96, 8) == rectangle(w, 96, 8)
+    assert packed_rectangle(packed(w, block, kind)) == rectangle(w)
+    assert packed_rectangle(packed(w, block, kind), 96, 8) == rectangle(w, 96, 8)
 
 
 def test_multipliers_are_odd_and_fixed() -> None:
@@ -250,13 +251,14 @@ def test_slices_give_the_same_fingerprint(publisher: Publisher) -> None:
     assert first.fingerprint == second.fingerprint
 
 
+@pytest.mark.parametrize("kind", [np.int32, np.int16])
 @pytest.mark.parametrize(("rows", "cols", "block"), [(32, 64, 32), (96, 32, 32), (16, 96, 16)])
-def test_packing_and_summing_in_one_pass(kernels: str, rows: int, cols: int, block: int) -> None:
+def test_packing_and_summing_in_one_pass(kernels: str, kind: type, rows: int, cols: int, block: int) -> None:
     wide = words(rows, cols + 64)
     w = wide[:, 32 : 32 + cols]  # a row-parallel slice: rows farther apart than they are long
-    target = np.zeros((rows // block, cols // 2, block), np.int32)
+    target = np.zeros_like(packed(w, block, kind))
     assert pack_rectangle(w, target, 7, 32) == rectangle(w, 7, 32)
-    assert np.array_equal(target, packed(w, block))
+    assert np.array_equal(target, packed(w, block, kind))
 
 
 def test_what_cannot_be_packed_is_refused() -> None:

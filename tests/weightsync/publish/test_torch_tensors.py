@@ -83,14 +83,17 @@ def test_a_sharded_tensor_is_refused_with_advice(publisher: Publisher) -> None:
     from torch import distributed as dist
     from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    there = dist.is_initialized()  # by a test of vLLM's models in this process
+    if not there:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         sharded = distribute_tensor(torch.zeros(4, 4), DeviceMesh("cpu", [0]), [Shard(0)])
         with pytest.raises(UnsupportedDtype, match="full_tensor"):
             publisher.publish({"w": sharded}, activate=False)
         publisher.publish({"w": sharded.full_tensor()}, activate=False)
     finally:
-        dist.destroy_process_group()
+        if not there:
+            dist.destroy_process_group()
 
 
 def test_dtypes_of_torch_in_a_schema(publisher: Publisher) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightsync.vllm_engine.linear import pack_into
-from weightsync.vllm_engine.moves import Move, Moved, random_words, recognise
+from weightsync.vllm_engine.linear import WORD, pack_into
+from weightsync.vllm_engine.moves import SHORT, Move, Moved, random_words, recognise
 from weightsync.vllm_engine.processing import Leaf
 
 
-def packed(tensor: torch.Tensor, lanes: int) -> torch.Tensor:
+def packed(tensor: torch.Tensor, lanes: int, word: int = WORD) -> torch.Tensor:
     """Each matrix of it, packed on its own."""
     made = torch.empty_like(tensor)
     for target, source in zip(made.view(-1, *tensor.shape[-2:]), tensor.view(-1, *tensor.shape[-2:]), strict=True):
-        pack_into(target, source, lanes)
+        pack_into(target, source, lanes, word)
     return made
 
 
@@ -31,6 +31,19 @@ def test_orders_of_words(lanes: int, dtype: torch.dtype) -> None:
     assert all(torch.isfinite(tensor).all() for tensor in loaded.values())
     made = packed(loaded["layer.b"], lanes) if lanes else loaded["layer.b"].clone()
     assert recognise(loaded, [leaf(made)]) == {"layer.x": Move("layer.b", lanes)}
+
+
+@pytest.mark.parametrize("lanes", [16, 32])
+def test_single_16_bit_weights_side_by_side(lanes: int) -> None:
+    loaded = random_words({"layer.a": torch.empty(3, 64, 64, dtype=torch.bfloat16)})
+    made = packed(loaded["layer.a"], lanes, SHORT)
+    assert recognise(loaded, [leaf(made)]) == {"layer.x": Move("layer.a", lanes, SHORT)}
+
+
+def test_bytes_are_not_packed() -> None:
+    """Their checksums are of single bytes, which a packed order would tear apart."""
+    loaded = random_words({"layer.a": torch.empty(3, 64, 64, dtype=torch.int8)})
+    assert recognise(loaded, [leaf(packed(loaded["layer.a"], 16))]) is None
 
 
 def test_anything_else_is_not_recognised() -> None:
