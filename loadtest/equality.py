@@ -13,12 +13,12 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from loadtest import vllm_worker
 from loadtest.vllm_worker import Worker
 from weightsync import Publisher
 from weightsync.control.records import VersionRecord
 from weightsync.format.fingerprint import combine
-from weightsync.vllm_engine import stager
-from weightsync.vllm_engine.generation import CopyGeneration
+from weightsync.vllm_engine.cuda import Cuda
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -57,14 +57,17 @@ def fresh(w: Worker, tensors: Tensors) -> nn.Module:
 
 @contextlib.contextmanager
 def flipping(how: str) -> Iterator[None]:
-    """Flip as on a CPU ("pointed"), or as on an accelerator ("copied"): what is not replaced keeps its address."""
+    """Stage and flip as on a CPU ("pointed"), or as on a GPU ("copied"): what is not replaced keeps its address.
+
+    There is room for one version on the "device": others wait on the host.
+    """
     if how == "pointed":
         yield
         return
     from vllm.model_executor.layers import utils
 
     with (
-        patch.object(stager, "Generation", CopyGeneration),
+        patch.object(vllm_worker, "staging_device", lambda device: Cuda(device, copies=1)),
         patch.dict(os.environ, {"HOTSWAP_LINEAR_KERNEL": "private"}),
         patch.object(utils, "check_cpu_sgl_kernel", lambda *_: False),  # which keeps biases in a type of its own
     ):

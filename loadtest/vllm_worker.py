@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from weightsync.vllm_engine.stager import Garbage, StageOrder, Stager
+from weightsync.vllm_engine.stager import Garbage, StageOrder, Stager, staging_device
 
 
 @dataclass
@@ -74,7 +74,9 @@ def worker(
                 get_model_loader(config.load_config).load_weights(model, config.model_config)
                 process_weights_after_loading(model, config.model_config, cpu)
             config.compilation_config.static_forward_context = {}
-            stager = Stager(model, config, config.model_config, cpu, allow_non_finite=allow_non_finite)
+            place = staging_device(cpu)
+            place.reserve(model)
+            stager = Stager(model, config, config.model_config, place, allow_non_finite=allow_non_finite)
             yield Worker(model, config, stager)
     finally:
         parallel_state._TP, parallel_state._PP = saved

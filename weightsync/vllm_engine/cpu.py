@@ -1,4 +1,4 @@
-"""Staging on a CPU: a version lies in shared memory, where all instances of the host run it, and a commit points at it."""
+"""Staging on a CPU: versions lie in shared memory, where all instances of the host run them; commits point at them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Staging on an accelerator: a version waits in a buffer on the device, and a commit copies it into the live weights.
 
-Captured graphs hold the addresses of the live weights, so their contents change and nothing is replaced. A commit is one
-way: buffers of staged versions never change, so a rollback copies the buffer of the version before, and a flip that
+Captured graphs hold the addresses of the live weights, so their contents change and nothing is replaced. A commit is
+one way: buffers of staged versions never change, so a rollback copies the buffer of the version before, and a flip that
 failed halfway is undone by copying the old one again.
 
 Device memory. The buffers are taken when the worker has loaded its model, before vLLM gives the rest to the KV cache.
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 COPIES_ENV = "HOTSWAP_DEVICE_COPIES"
 MOST_COPIES = 3  # live, previous, staged
-# For each number of copies: the largest share of the device's memory that the weights and these copies of them may take.
+# For each number of copies: the largest share of the device's memory that the weights and these copies may take.
 SHARES = {3: 0.5, 2: 0.6, 1: 0.75}
 PIECE_NBYTES = 32 << 20
 PIECES = 4  # of the ring: one is filled while others are under way

@@ -16,7 +16,9 @@ from weightsync.errors import ChecksumMismatch, NotFinite
 from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine import layout as layouts
 from weightsync.vllm_engine.build import Builder, Published, compare
-from weightsync.vllm_engine.generation import DevicePool, Generation, build_flips
+from weightsync.vllm_engine.cpu import Cpu
+from weightsync.vllm_engine.cuda import Cuda
+from weightsync.vllm_engine.generation import Generation, build_flips
 from weightsync.vllm_engine.layout import plan_layout
 from weightsync.vllm_engine.placement import pair_parameters
 from weightsync.vllm_engine.pool import LayoutPool, Notes
@@ -66,14 +68,17 @@ def record(publisher: Publisher) -> VersionRecord:
     return publisher.versions()[-1]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_kind_of_parameter(record: VersionRecord, device: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "device"), [("shared", "cpu"), ("device", "cpu"), pytest.param("device", "cuda", marks=pytest.mark.gpu)]
+)
+def test_every_kind_of_parameter(record: VersionRecord, tmp_path: Path, kind: str, device: str) -> None:
     where = torch.device(device)
-    live, twin = Model().to(where), Model().to(where)
-    builder = Builder(twin, pair_parameters(live, twin), where)
+    place = Cpu() if kind == "shared" else Cuda(where, copies=1)
+    live, twin = Model().to(where), Model()
+    builder = Builder(twin, pair_parameters(live, twin), place)
     with SlotReader.open(record.slot) as reader:
         layout = builder.prepare(reader, lambda _: None)
-        data = DevicePool("f", layout.nbytes, where).acquire("v").data.fill_(0xAA)
+        data = place.acquire(tmp_path, layout, "v").data.fill_(0xAA)
         for _ in range(2):
             built = builder.build(reader, data, lambda _: None)
             assert combine([built.sums()]) == record.fingerprint
@@ -108,7 +113,7 @@ def test_buffers_that_loaders_fill_swap_and_others_stay(publisher: Publisher) ->
     live, twin = WithBuffers(), WithBuffers()
     live.layers[0].table.fill_(7)
     pairs = pair_parameters(live, twin)
-    builder = Builder(twin, pairs, torch.device("cpu"))
+    builder = Builder(twin, pairs, Cpu())
     with SlotReader.open(publisher.versions()[-1].slot) as reader:
         layout = builder.prepare(reader, lambda _: None)
         data = torch.zeros(layout.nbytes, dtype=torch.uint8)
@@ -123,7 +128,7 @@ def test_buffers_that_loaders_fill_swap_and_others_stay(publisher: Publisher) ->
 
 def test_what_cannot_be_told_from_the_slot_is_summed_as_published(record: VersionRecord) -> None:
     live, twin = Model(), Model()
-    builder = Builder(twin, pair_parameters(live, twin), torch.device("cpu"))
+    builder = Builder(twin, pair_parameters(live, twin), Cpu())
     with SlotReader.open(record.slot) as reader:
         layout = builder.prepare(reader, lambda _: None)
         builder.build(reader, torch.zeros(layout.nbytes, dtype=torch.uint8), lambda _: None)
@@ -145,7 +150,7 @@ def test_weights_that_are_not_finite_are_named(publisher: Publisher, name: str, 
         for allowed in (False, True):
             twin = Model()
             pairs = pair_parameters(Model(), twin)
-            builder = Builder(twin, pairs, torch.device("cpu"), allow_non_finite=allowed)
+            builder = Builder(twin, pairs, Cpu(), allow_non_finite=allowed)
             layout = builder.prepare(reader, lambda _: None)
             data = torch.zeros(layout.nbytes, dtype=torch.uint8)
             if allowed:

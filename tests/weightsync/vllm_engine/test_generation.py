@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.vllm_engine.generation import CopyGeneration, DeviceBuffer, Flips, Generation, build_flips
+from weightsync.vllm_engine.cuda import CopyGeneration
+from weightsync.vllm_engine.generation import Flips, Generation, build_flips
 from weightsync.vllm_engine.layout import plan_layout
 from weightsync.vllm_engine.placement import pair_parameters
 from weightsync.vllm_engine.processing import GONE, Change
@@ -86,29 +87,6 @@ def test_a_tied_weight_is_flipped_once_for_both_of_its_modules(kind: type[Genera
         assert len(found.tensors) == 1
         kind(version, "d", found).commit()
         assert value(live[0]) == value(live[1]) == version
-
-
-def test_a_buffer_on_a_device_is_not_reused_before_the_copies_out_of_it_are_done(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The stager allocates it on a stream of its own, and the decode thread reads it on another one."""
-    stream, readers = object(), []
-
-    class OnDevice(torch.Tensor):
-        is_cuda = True  # type: ignore[assignment]
-
-        def record_stream(self, reader: Any) -> None:
-            readers.append(reader)
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
-    module = nn.Linear(3, 2, bias=False).requires_grad_(False)
-    buffer = DeviceBuffer(torch.zeros(24, dtype=torch.uint8).as_subclass(OnDevice))
-    staged = buffer.data.as_subclass(torch.Tensor).view(torch.float32).view(2, 3)
-    generation = CopyGeneration(1, "d", Flips([(module.weight, staged)]), buffer)
-    assert not readers
-    generation.commit()
-    assert readers == [stream]
-    assert value(module) == 0
 
 
 def test_tied_weights_share_a_source() -> None:

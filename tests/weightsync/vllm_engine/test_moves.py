@@ -40,6 +40,12 @@ def test_single_16_bit_weights_side_by_side(lanes: int) -> None:
     assert recognise(loaded, [leaf(made)]) == {"layer.x": Move("layer.a", lanes, SHORT)}
 
 
+def test_a_transposed_matrix_is_one_block() -> None:
+    loaded = random_words({"layer.a": torch.empty(2, 64, 64, dtype=torch.bfloat16)})
+    made = loaded["layer.a"].transpose(1, 2).contiguous()
+    assert recognise(loaded, [leaf(made)]) == {"layer.x": Move("layer.a", 64, SHORT)}
+
+
 def test_bytes_are_not_packed() -> None:
     """Their checksums are of single bytes, which a packed order would tear apart."""
     loaded = random_words({"layer.a": torch.empty(3, 64, 64, dtype=torch.int8)})
@@ -52,7 +58,7 @@ def test_anything_else_is_not_recognised() -> None:
     one_other = packed(a, 32)
     one_other.view(torch.int16).flatten()[-1] ^= 1
     swapped = packed(a, 32)[[1, 0]].contiguous()
-    for made in (one_other, swapped, a.transpose(1, 2).contiguous(), a.transpose(1, 2), a.float(), a[:1].clone(), -a):
+    for made in (one_other, swapped, a.transpose(0, 2).contiguous(), a.transpose(1, 2), a.float(), a[:1].clone(), -a):
         assert recognise(loaded, [leaf(made)]) is None
     assert recognise(loaded, [leaf(a), leaf(one_other)]) is None
 
