@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, MutableMapping
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import xxhash
+
 from server.instance.grammars.guard import Backend, bounded, bounded_parser, tried
 from server.instance.grammars.trials import DEFAULT, Limits, Trials
 from server.instance.hosts import (
@@ -138,7 +140,8 @@ class Engine:
                 name = worker_name((data_parallel, rank), reports, self.hosts)
                 raise StagingFailed(name + error["message"], error["code"], error["tensor"])
         slowest: dict[str, Any] = max(itertools.chain.from_iterable(reports), key=lambda r: r["stage_ms"])
-        return {**slowest, "fingerprint": await asyncio.to_thread(_one_fingerprint, reports)}
+        fingerprint = await asyncio.to_thread(_one_fingerprint, reports)
+        return {**slowest, "fingerprint": fingerprint, "built": _one_build(reports)}
 
     async def _until_staged(self, call: Awaitable[list[list[Any]]]) -> list[list[Any]]:
         """What all workers report once none of them stages any more."""
@@ -186,6 +189,7 @@ class Engine:
 
     async def sleep(self) -> None:
         """Weights to pinned host memory, KV cache dropped; requests that still run are aborted."""
+        await self._answer(self._ranks.workers("hotswap_vacate"))
         await self._answer(self.client.sleep(level=1))
 
     async def wake(self) -> None:
@@ -224,6 +228,13 @@ def _one_fingerprint(reports: list[list[dict[str, Any]]]) -> str:
             name = rank_name(rank, len(reports))
             raise StagingFailed(f"{name}it built other weights than rank 0 ({found!r}, not {fingerprints[0]!r})")
     return fingerprints[0]
+
+
+def _one_build(reports: list[list[dict[str, Any]]]) -> str:
+    """LAYOUT:DIGEST of what all workers made of the weights; "" where none made anything."""
+    made = [report.get("built", "").partition(":") for workers in reports for report in workers]
+    layout, _, digest = (xxhash.xxh3_64_hexdigest("|".join(part).encode()) for part in zip(*made, strict=True))
+    return f"{layout}:{digest}" if any(found for _, _, found in made) else ""
 
 
 @contextlib.asynccontextmanager

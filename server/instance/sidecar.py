@@ -176,7 +176,7 @@ class Sidecar:
         if report["path"] != "retained" or not same(fingerprint, version.fingerprint):
             self._suspect = version.version
         path = None if report["path"] == "retained" else report["path"]  # as it was when it was built
-        return StageResult(fingerprint, report["staging_gbps"] or None, path)
+        return StageResult(fingerprint, report["staging_gbps"] or None, path, built=report.get("built", ""))
 
     async def _drop(self, version: VersionRecord) -> None:
         """What an aborted swap had staged is not taken for that version again.

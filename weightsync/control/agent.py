@@ -140,13 +140,15 @@ DRAIN_GRACE_S = 1.0  # over the time that `drain` was given
 class StageResult:
     """The result of a staging: its fingerprint, how fast (bytes of the version per second, in 1e9), and which way.
 
-    `stage_ms` and, if the callback does not say it, `staging_gbps` are measured around the callback.
+    `stage_ms` and, if the callback does not say it, `staging_gbps` are measured around the callback. `built`: see
+    `InstanceRecord`.
     """
 
     fingerprint: str | None = None
     staging_gbps: float | None = None
     path: str | None = None
     stage_ms: float | None = None
+    built: str = ""
 
 
 @dataclass
@@ -396,7 +398,9 @@ class Participant:
         task, self._staging = self._staging.task, None
         done = task.result()
         path = done.path if done.path is not None else self._record.path
-        self._record = replace(self._record, stage_ms=done.stage_ms, staging_gbps=done.staging_gbps, path=path)
+        self._record = replace(
+            self._record, stage_ms=done.stage_ms, staging_gbps=done.staging_gbps, path=path, built=done.built
+        )
         return done.fingerprint
 
     async def _give_up_staging(self, board: Board, action: agent_state.Action) -> None:

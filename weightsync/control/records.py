@@ -297,9 +297,10 @@ class DiskRecord(Record):
 class InstanceRecord(Record):
     """One serving instance, written by itself under its lease. `swap_id` is the last swap it answered for.
 
-    `fingerprint` is that of the weights it runs, `staged_fingerprint` that of what it has staged. `max_num_seqs` is how
-    many requests its engine runs at one time (None: it does not say). `key` is what its port asks of a gateway: whoever
-    reads the store is a member; nobody shows it.
+    `fingerprint` is that of the weights it runs, `staged_fingerprint` that of what it has staged. `built` is
+    LAYOUT:DIGEST of what its engine made of the weights that it staged last, where that is not what was published.
+    `max_num_seqs` is how many requests its engine runs at one time (None: it does not say). `key` is what its port asks
+    of a gateway: whoever reads the store is a member; nobody shows it.
     """
 
     id: str
@@ -315,6 +316,7 @@ class InstanceRecord(Record):
     stage_ms: float | None = None
     staging_gbps: float | None = None
     commit_ms: float | None = None
+    built: str = ""
     pid: int = 0
     model_dir: str = ""
     path: str = ""

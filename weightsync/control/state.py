@@ -290,10 +290,18 @@ def _staged(instance: InstanceRecord, swap: SwapRecord) -> bool:
 def _odd_fingerprint(view: View, swap: SwapRecord) -> str | None:
     """Names an instance that built something else than was published, or than another one that builds the same way."""
     seen: dict[str, str] = {}
+    digests: dict[str, tuple[str, str]] = {}
     for name in swap.participants:
         built = _built(view.instances[name], swap)
         if not built:
             continue
+        layout, _, digest = view.instances[name].built.partition(":")
+        first, expected = digests.setdefault(layout, (name, digest))
+        if digest != expected:
+            return (
+                f"instances {first} and {name} made different weights of the same version (digests {expected} and "
+                f"{digest}): one of them is faulty; restart both, and activate the version again"
+            )
         if view.target_fingerprint and built != view.target_fingerprint:
             return (
                 f"instance {name} built other weights than were published (fingerprint {built}, published "

@@ -13,6 +13,8 @@
     build.py          reads a published slot, and fills a layout slot from it
     pool.py           layout slots in shared memory: built once per host, mapped by every instance
     generation.py     one version, ready to run: what a commit flips to, and back
+    cpu.py            staging on a CPU: versions in shared memory, commits by pointers
+    cuda.py           staging on an accelerator: buffers, pinned memory, commits by copies
     lora.py           adapters: built beside the running ones, replaced between two batches
     core.py           additions to vLLM's engine core: the atomic commit, version labels, zeroed blocks
     requests.py       what a commit does to requests in flight: policies, cache namespaces, replays

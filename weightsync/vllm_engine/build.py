@@ -11,6 +11,7 @@ the matrix oneDNN is given.
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -166,6 +167,7 @@ class Published:
         return math.ceil(self.dtype(name).itemsize / 2)
 
 
+DIGEST_COLS = 4096  # words in a row of what a digest is of
 LOSSLESS = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 Sum: TypeAlias = "int | torch.Tensor"  # on a device it stays there until the end: nothing waits for a piece
 
@@ -332,6 +334,18 @@ class Builder:
             built.parts.append((rect.name, published.part(rect, 0), published.sum(rect)))
         self._sum_unused(placement, published, built)
         return built.sums()
+
+    def digest(self, data: torch.Tensor, built: Built) -> str:
+        """Of what processing made of a version: the tensors in `data` and the scalars; "" where it made nothing.
+
+        Published bytes do not determine it, so no checksum covers it. It is equal wherever the same code runs on the
+        same kind of processor.
+        """
+        moved = {path for layer in self.plan.moved.values() for path in layer.moves}
+        sums = {path: sum_of(view.of(data)) for path, view in self.layout.views.items() if path not in moved}
+        found = {path: int(total) & MASK for path, total in sums.items()}
+        text = json.dumps([found, built.scalars], sort_keys=True)
+        return xxhash.xxh3_64_hexdigest(text.encode()) if found or built.scalars else ""
 
     @property
     def _placement(self) -> Placement:
@@ -660,6 +674,15 @@ def unpacked(entry: Entry, data: torch.Tensor) -> torch.Tensor:
     packed = [packed_words(entry, box, data) for box in boxes if box.rows]
     blocks = [words.transpose(0, 2, 1).reshape(-1, words.shape[1]) for words in packed]
     return torch.from_numpy(np.ascontiguousarray(np.concatenate(blocks))).view(getattr(torch, entry.dtype))
+
+
+def sum_of(tensor: torch.Tensor) -> Sum:
+    """Over all words of a tensor, as rows of `DIGEST_COLS`."""
+    words = words_of(tensor.contiguous().flatten()[None])[0]
+    whole = words.numel() // DIGEST_COLS * DIGEST_COLS
+    rows, rest = words[:whole].view(-1, DIGEST_COLS), words[whole:][None]
+    total: Sum = sum_as(rows, rows.dtype, 0, 0) if rows.numel() else 0
+    return total + sum_as(rest, rest.dtype, rows.shape[0], 0) if rest.numel() else total
 
 
 def sum_as(view: torch.Tensor, dtype: torch.dtype, row: int, col: int) -> Sum:

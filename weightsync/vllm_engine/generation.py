@@ -110,6 +110,7 @@ class Generation:
     flips: Flips
     slot: Memory | None = None
     sums: dict[str, list[list[int]]] = field(default_factory=dict)
+    built: str = ""
     kv_scales: dict[str, Any] = field(init=False)
     waited_ms: float = field(init=False, default=0.0)  # of the last commit's time: for steps that the device had queued
 

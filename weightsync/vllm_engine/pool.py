@@ -16,7 +16,7 @@ import os
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,14 @@ class LayoutPoolError(ArenaError):
 
 @dataclass
 class Notes:
-    """What a version has besides its bytes: the sums of its parts, and scalars that vLLM's processing made, by path."""
+    """What a version has besides its bytes: the sums of its parts, and scalars that vLLM's processing made, by path.
+
+    `built`: a digest of all that processing made.
+    """
 
     sums: TileSums = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
+    built: str = ""
 
 
 def _pack(notes: Notes) -> bytes:
@@ -73,7 +77,7 @@ class LayoutSlot:
         """
         written = _pack(notes)
         if len(written) > NOTES:
-            written = _pack(Notes(scalars=notes.scalars))
+            written = _pack(replace(notes, sums={}))
         if len(written) > NOTES:
             raise LayoutPoolError(f"the {len(notes.scalars)} scalars of {key} do not fit into the notes of a slot")
         begin = HEADER + len(self.data)

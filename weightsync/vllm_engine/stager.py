@@ -59,7 +59,8 @@ class StageReport:
     """The report of a staging. `error`: None or {"code", "message", "tensor"}; times in ms, rate in GB/s of tensor
     bytes.
 
-    `sums` goes to `format.fingerprint.combine`: {tensor: [Tile.to_row(), ...]} of what this worker will run.
+    `sums` goes to `format.fingerprint.combine`: {tensor: [Tile.to_row(), ...]} of what this worker will run. `built`:
+    "LAYOUT:DIGEST" of what vLLM's processing made, equal wherever the same layout was built right; "": it made nothing.
     """
 
     version: int
@@ -70,6 +71,7 @@ class StageReport:
     staging_gbps: float = 0.0
     error: dict[str, str | None] | None = None
     sums: TileSums = field(default_factory=dict)
+    built: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -180,6 +182,7 @@ class Stager:
             stage_ms=seconds * 1e3,
             staging_gbps=nbytes / 1e9 / seconds,
             sums=self.generation.sums,
+            built=self.generation.built,
         )
         if self._spares is None:
             self._spares = threading.Thread(target=self._reserve, name="hotswap-spares", daemon=True)
@@ -222,7 +225,9 @@ class Stager:
             flips.tensors += [(plan.live[path], view.of(slot.data)) for path, view in layout.views.items()]
             flips.changes += built.changes
             flips.changes += [replace(plan.scalars[path], value=value) for path, value in notes.scalars.items()]
-            return self.place.generation(order.version, order.manifest_digest, flips, slot, notes.sums), reader.nbytes
+            made = f"{layout.fingerprint}:{notes.built}" if notes.built else ""
+            generation = self.place.generation(order.version, order.manifest_digest, flips, slot, notes.sums, made)
+            return generation, reader.nbytes
         finally:
             reader.close()
 
@@ -235,7 +240,8 @@ class Stager:
             return Built(), found
         reader.populate()
         built = self._builder.build(reader, None if slot.built else slot.data, pace)
-        return built, Notes(joined(found.sums, built.sums()), found.scalars | built.scalars)
+        digest = found.built if slot.built else self._builder.digest(slot.data, built)
+        return built, Notes(joined(found.sums, built.sums()), found.scalars | built.scalars, digest)
 
 
 def joined(first: TileSums, second: TileSums) -> TileSums:

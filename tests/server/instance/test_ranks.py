@@ -87,6 +87,32 @@ async def test_ranks_must_have_built_the_same_weights() -> None:
         await engine_of(Core(), Core(report(sums=OTHER_SUMS))).stage(VERSION, WAIT_S)
 
 
+async def test_what_all_ranks_made_of_the_weights_is_one_digest() -> None:
+    one, other = report(built="l0:aa"), report(built="l1:bb")
+    found = [
+        (await engine_of(*(Core(r) for r in ranks)).stage(VERSION, WAIT_S))["built"]
+        for ranks in ([one, other], [one, other], [one, report(built="l1:cc")], [report(), report()])
+    ]
+    assert found[0] == found[1]
+    assert found[0].partition(":")[0] == found[2].partition(":")[0], "the same layouts"
+    assert found[0] != found[2]
+    assert found[3] == "", "nothing was made"
+
+
+async def test_every_rank_gives_memory_back_before_the_engine_sleeps() -> None:
+    cores = Core(), Core()
+    engine = engine_of(*cores)
+
+    async def sleep(level: int) -> None:
+        assert [core.calls for core in cores] == [["hotswap_vacate"], ["hotswap_vacate"]]
+        for core in cores:
+            core.calls.append(f"sleep {level}")
+
+    engine.client.sleep = sleep
+    await engine.sleep()
+    assert [core.calls[-1] for core in cores] == ["sleep 1", "sleep 1"]
+
+
 async def test_a_commit_is_one_only_when_every_rank_has_flipped() -> None:
     def fail() -> dict[str, float]:
         raise RuntimeError("version 2 is not staged")

@@ -231,6 +231,21 @@ def test_fingerprints_are_compared_with_the_published_one() -> None:
     assert step(target_fingerprint="f", instances=instances(staged_fingerprint=None)).kind == "commit"
 
 
+def test_instances_must_make_the_same_of_a_version() -> None:
+    """Where they have the same layout: no fingerprint tells what vLLM's processing made."""
+
+    def built(one: str, other: str) -> Step:
+        fleet = {"a": replace(STAGED["a"], built=one), "b": replace(STAGED["b"], built=other)}
+        return step(target_fingerprint="f", instances=fleet)
+
+    assert built("l1:d1", "l1:d1").kind == "commit"
+    assert built("l1:d1", "l2:d2").kind == "commit", "another kind of processor"
+    assert built("l1:d1", "").kind == "commit", "it does not say"
+    odd = built("l1:d1", "l1:d2")
+    assert odd.kind == "abort"
+    assert "instances a and b made different weights of the same version" in (odd.swap.reason or "")
+
+
 def test_an_odd_fingerprint_does_not_wait_for_the_others() -> None:
     waiting = {"a": replace(STAGED["a"], state="STAGING", staged_version=None), "b": STAGED["b"]}
     assert step(target_fingerprint="other", instances=waiting).kind == "abort"

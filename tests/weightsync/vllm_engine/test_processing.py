@@ -15,7 +15,7 @@ from loadtest.model_kinds import KINDS, make_kind
 from loadtest.vllm_worker import worker
 from weightsync import Publisher
 from weightsync.format.fingerprint import combine
-from weightsync.vllm_engine.processing import Change, NotInPlace, in_place
+from weightsync.vllm_engine.processing import Change, NotInPlace, Processing, in_place
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +85,37 @@ def test_a_second_instance_maps_what_the_first_one_built(
         two = second.stage(publisher.versions()[0])
         assert one.slot.path == two.slot.path
         assert combine([second.stager.report.sums]) == combine([first.stager.report.sums])
+        assert second.stager.report.built == first.stager.report.built
         two.commit()
         assert not differences(second.model, reference, dtype)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("how", ["pointed", "copied"])
+def test_a_digest_tells_what_processing_made(
+    how: str, checkpoints: Any, publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal wherever it was built right, and another one where a single bit is wrong, which no checksum can see."""
+    record = publish(publisher, tensors_of(checkpoints("awq")[0]))
+    process, fault = Processing.process, SimpleNamespace(on=False)
+
+    def once_wrong(self: Processing, layer: str) -> None:
+        process(self, layer)
+        if fault.on:
+            scales = next(p for m in self.modules.values() for p in m._parameters.values() if not p.is_meta)
+            scales.data.view(torch.uint8).view(-1)[0] ^= 1
+
+    monkeypatch.setattr(Processing, "process", once_wrong)
+    found = []
+    for fault.on in (False, False, True):
+        with flipping(how), worker(checkpoints("awq")[0]) as w:
+            w.stage(record).release()
+            found.append(w.stager.report)
+        for slot in Path(record.slot).parent.glob("layout-*"):
+            slot.unlink()
+    assert found[0].built.count(":") == 1
+    assert found[0].built == found[1].built != found[2].built
+    assert all(combine([report.sums]) == record.fingerprint for report in found)
 
 
 def online_int8() -> str:
