@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from weightsync.vllm_engine.bundle import Bundle, HeldBundles, PartOrder, Piece
 
@@ -111,3 +112,12 @@ def test_only_a_staging_of_the_dropped_version_is_stopped(worker: Any) -> None:
     stage(worker, 3)
     worker.drop(2, previous=True)
     assert worker._stager.stopped == []
+
+
+def test_experts_that_move_are_refused_by_name() -> None:
+    from weightsync.vllm_engine.backend import HotswapWeightTransferEngine
+    from weightsync.vllm_engine.placement import UnsupportedModelError
+
+    config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=True), model_config=None)
+    with pytest.raises(UnsupportedModelError, match="without --enable-eplb"):
+        HotswapWeightTransferEngine(None, config, torch.device("cpu"), torch.nn.Linear(1, 1))

@@ -102,8 +102,8 @@ def test_a_digest_tells_what_processing_made(
     def once_wrong(self: Processing, layer: str) -> None:
         process(self, layer)
         if fault.on:
-            scales = next(p for m in self.modules.values() for p in m._parameters.values() if not p.is_meta)
-            scales.data.view(torch.uint8).view(-1)[0] ^= 1
+            made = (p for name in self.layers[layer] for p in self.modules[name]._parameters.values())
+            next(p for p in made if p is not None and p.numel()).data.view(-1).view(torch.uint8)[0] ^= 1
 
     monkeypatch.setattr(Processing, "process", once_wrong)
     found = []
