@@ -14,6 +14,7 @@ from server.cli.admin import AdminClient, KeyFile, StateDir, Url, table
 from server.cli.errors import RequestFailed
 
 app = typer.Typer(no_args_is_help=True)
+LONG_FLIP_MS = 50.0  # about a step
 POLL_S = 0.25
 SETTLED_S = 3.0  # without a request: longer than between two looks of a gateway at its metrics
 Name = Annotated[str, typer.Argument(help="id of the instance, as `hotswap instances list` shows it")]
@@ -102,6 +103,8 @@ def _troubles(row: dict[str, Any]) -> Iterator[str]:
         yield "does not answer its health check"
     elif row["circuit"] != "closed":
         yield f"its circuit is {row['circuit']}: requests to it failed"
+    if row["staged_version"] is not None and (row.get("expected_flip_ms") or 0) > LONG_FLIP_MS:
+        yield f"a commit of version {row['staged_version']} stalls it for about {row['expected_flip_ms']:.0f} ms"
     if row["error"]:
         yield str(row["error"].get("message", ""))
 

@@ -141,7 +141,9 @@ class Engine:
                 raise StagingFailed(name + error["message"], error["code"], error["tensor"])
         slowest: dict[str, Any] = max(itertools.chain.from_iterable(reports), key=lambda r: r["stage_ms"])
         fingerprint = await asyncio.to_thread(_one_fingerprint, reports)
-        return {**slowest, "fingerprint": fingerprint, "built": _one_build(reports)}
+        flips = [r.get("expected_flip_ms") for r in itertools.chain.from_iterable(reports)]
+        flip = max((ms for ms in flips if ms is not None), default=None)
+        return {**slowest, "fingerprint": fingerprint, "built": _one_build(reports), "expected_flip_ms": flip}
 
     async def _until_staged(self, call: Awaitable[list[list[Any]]]) -> list[list[Any]]:
         """What all workers report once none of them stages any more."""

@@ -36,6 +36,7 @@ ACTIVE_VERSION = Gauge("hotswap_instance_active_version", "Weight version this i
 SWAPS = Counter("hotswap_instance_swaps", "Commits this instance flipped to")
 STAGE_SECONDS = Gauge("hotswap_instance_stage_seconds", "Duration of the last staging")
 COMMIT_SECONDS = Gauge("hotswap_instance_commit_seconds", "Duration of the last flip, between two batches")
+LONG_FLIP_MS = 50.0  # about a step: what is longer is said before the commit
 POLL_S = 0.05
 TELL_S = 2.0  # to write to the store that it drains
 TORN_LINGER_S = 1.0
@@ -176,7 +177,11 @@ class Sidecar:
         if report["path"] != "retained" or not same(fingerprint, version.fingerprint):
             self._suspect = version.version
         path = None if report["path"] == "retained" else report["path"]  # as it was when it was built
-        return StageResult(fingerprint, report["staging_gbps"] or None, path, built=report.get("built", ""))
+        expected = report.get("expected_flip_ms")
+        if expected is not None and expected > LONG_FLIP_MS:
+            log.warning("the commit of version %d will stall decoding for about %.0f ms", version.version, expected)
+        built = report.get("built", "")
+        return StageResult(fingerprint, report["staging_gbps"] or None, path, built=built, expected_flip_ms=expected)
 
     async def _drop(self, version: VersionRecord) -> None:
         """What an aborted swap had staged is not taken for that version again.

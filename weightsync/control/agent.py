@@ -140,8 +140,8 @@ DRAIN_GRACE_S = 1.0  # over the time that `drain` was given
 class StageResult:
     """The result of a staging: its fingerprint, how fast (bytes of the version per second, in 1e9), and which way.
 
-    `stage_ms` and, if the callback does not say it, `staging_gbps` are measured around the callback. `built`: see
-    `InstanceRecord`.
+    `stage_ms` and, if the callback does not say it, `staging_gbps` are measured around the callback. `built` and
+    `expected_flip_ms`: see `InstanceRecord`.
     """
 
     fingerprint: str | None = None
@@ -149,6 +149,7 @@ class StageResult:
     path: str | None = None
     stage_ms: float | None = None
     built: str = ""
+    expected_flip_ms: float | None = None
 
 
 @dataclass
@@ -399,7 +400,12 @@ class Participant:
         done = task.result()
         path = done.path if done.path is not None else self._record.path
         self._record = replace(
-            self._record, stage_ms=done.stage_ms, staging_gbps=done.staging_gbps, path=path, built=done.built
+            self._record,
+            stage_ms=done.stage_ms,
+            staging_gbps=done.staging_gbps,
+            path=path,
+            built=done.built,
+            expected_flip_ms=done.expected_flip_ms,
         )
         return done.fingerprint
 

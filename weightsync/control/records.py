@@ -298,7 +298,8 @@ class InstanceRecord(Record):
     """One serving instance, written by itself under its lease. `swap_id` is the last swap it answered for.
 
     `fingerprint` is that of the weights it runs, `staged_fingerprint` that of what it has staged. `built` is
-    LAYOUT:DIGEST of what its engine made of the weights that it staged last, where that is not what was published.
+    LAYOUT:DIGEST of what its engine made of the weights that it staged last, where that is not what was published;
+    `expected_flip_ms` how long their commit stalls decoding, where that depends on their size.
     `max_num_seqs` is how many requests its engine runs at one time (None: it does not say). `key` is what its port asks
     of a gateway: whoever reads the store is a member; nobody shows it.
     """
@@ -317,6 +318,7 @@ class InstanceRecord(Record):
     staging_gbps: float | None = None
     commit_ms: float | None = None
     built: str = ""
+    expected_flip_ms: float | None = None
     pid: int = 0
     model_dir: str = ""
     path: str = ""

@@ -247,8 +247,8 @@ def device_rectangle(words: torch.Tensor, row: int = 0, col: int = 0) -> torch.T
     """
     import torch
 
-    a = torch.from_numpy(row_multipliers(row, row + words.shape[0])).to(words.device, non_blocking=True)
-    b = torch.from_numpy(column_multipliers(col, col + words.shape[1])).to(words.device, non_blocking=True).int()
+    a = _ROWS.on(words.device, row, row + words.shape[0])
+    b = _COLUMNS.on(words.device, col, col + words.shape[1]).int()
     step = max(1, (32 << 20) // max(1, words.shape[1]))  # the products are 32-bit: bound what they take
     total = torch.zeros((), dtype=torch.int32, device=words.device)
     for start in range(0, words.shape[0], step):
@@ -328,6 +328,7 @@ class _Multipliers:
     def __init__(self, seed: int, kind: type[np.int16] | type[np.int32]) -> None:
         self._seed, self._kind = seed, kind
         self._kept = np.empty(0, kind)
+        self._there: dict[torch.device, torch.Tensor] = {}
 
     def get(self, start: int, stop: int) -> Words:
         if stop > CACHED_MULTIPLIERS:
@@ -335,6 +336,16 @@ class _Multipliers:
         if stop > self._kept.size:
             self._kept = self._make(0, max(stop, 1 << 14))
         return self._kept[start:stop]
+
+    def on(self, device: torch.device, start: int, stop: int) -> torch.Tensor:
+        """The same on a device, where early ones are kept, too."""
+        import torch
+
+        if stop > CACHED_MULTIPLIERS:
+            return torch.from_numpy(self._make(start, stop)).to(device, non_blocking=True)
+        if device not in self._there:
+            self._there[device] = torch.from_numpy(self._make(0, CACHED_MULTIPLIERS)).to(device)
+        return self._there[device][start:stop]
 
     def _make(self, start: int, stop: int) -> Words:
         z = np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self._seed)

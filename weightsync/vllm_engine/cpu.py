@@ -95,5 +95,8 @@ class Cpu:
     def copy(self, target: torch.Tensor, source: Words) -> None:
         np.copyto(words_of(target).numpy(), source)
 
+    def expected_flip_ms(self, _memory: Memory) -> None:
+        """References change, whatever the size."""
+
     def vacate(self) -> None:
         """Nothing: the slots belong to all instances of the host."""

@@ -90,25 +90,30 @@ class CopyGeneration(Generation):
         """
         buffer = self.slot if isinstance(self.slot, DeviceBuffer) else None
         with buffer.pool.commits if buffer is not None else contextlib.nullcontext():
-            self._copy()
+            took = self._copy()
             replaced = self._change()
         if buffer is not None:
             buffer.committed = buffer.pool.count()
+            buffer.pool.ms_per_byte[buffer.on_device] = took / max(1, buffer.data.numel())
         return replaced
 
-    def _copy(self) -> None:
+    def _copy(self) -> float:
+        """Returns how long the copies took, in ms."""
         if not self.flips.tensors:
-            return
+            return 0.0
         started = time.perf_counter()
         lives, staged = zip(*self.flips.tensors, strict=True)
         device = lives[0].device
         begin = _mark(device) if device.type == "cuda" else None
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             torch._foreach_copy_([live.data for live in lives], list(staged), non_blocking=True)
-        if begin is not None:
-            end = _mark(device)
-            end.synchronize()
-            self.waited_ms = max(0.0, (time.perf_counter() - started) * 1e3 - begin.elapsed_time(end))
+        if begin is None:
+            return (time.perf_counter() - started) * 1e3
+        end = _mark(device)
+        end.synchronize()
+        took = begin.elapsed_time(end)
+        self.waited_ms = max(0.0, (time.perf_counter() - started) * 1e3 - took)
+        return took
 
     def move(self, data: torch.Tensor) -> None:
         """Have the staged tensors lie in `data`, which holds the same bytes."""
@@ -142,6 +147,7 @@ class DevicePool:
         self._held: list[DeviceBuffer] = []
         self._counter = itertools.count(1)
         self.commits = threading.Lock()  # held by a commit, and while a version changes its memory
+        self.ms_per_byte: dict[bool, float] = {}  # of copies onto the live weights, from the device (True) or the host
 
     def count(self) -> int:
         return next(self._counter)
@@ -309,6 +315,21 @@ class Cuda:
         log.info("%d MB of weights; %d copies of them on the device for swaps", nbytes >> 20, copies)
         self._pool = DevicePool(self.device, copies)
         self._pool.reserve(nbytes)
+        if self._stream is not None:
+            self._pool.ms_per_byte[False] = self._measured()
+
+    def _measured(self) -> float:
+        """The ms that a byte takes from pinned memory to the device."""
+        host = pinned(PIECES * PIECE_NBYTES, self.device)
+        there = torch.empty_like(host, device=self.device)
+        times = []
+        for _ in range(3):  # the first one is slower
+            begin = _mark(self.device)
+            there.copy_(host, non_blocking=True)
+            end = _mark(self.device)
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return min(times) / host.numel()
 
     def acquire(self, _directory: Path, layout: Layout, _key: str) -> Memory:
         if self._pool is None:
@@ -323,6 +344,11 @@ class Cuda:
             self._ring.copy(target, source)
         else:
             np.copyto(words_of(target).numpy(), source)
+
+    def expected_flip_ms(self, memory: Memory) -> float | None:
+        assert isinstance(memory, DeviceBuffer)
+        rate = memory.pool.ms_per_byte.get(memory.on_device)
+        return rate * memory.data.numel() if rate is not None else None
 
     def vacate(self) -> None:
         """Give the device memory back, and the ring; the next staging takes them again."""

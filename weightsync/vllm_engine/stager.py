@@ -61,6 +61,7 @@ class StageReport:
 
     `sums` goes to `format.fingerprint.combine`: {tensor: [Tile.to_row(), ...]} of what this worker will run. `built`:
     "LAYOUT:DIGEST" of what vLLM's processing made, equal wherever the same layout was built right; "": it made nothing.
+    `expected_flip_ms`: how long the commit will stall decoding, where that depends on the size of the version.
     """
 
     version: int
@@ -72,6 +73,7 @@ class StageReport:
     error: dict[str, str | None] | None = None
     sums: TileSums = field(default_factory=dict)
     built: str = ""
+    expected_flip_ms: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -183,6 +185,7 @@ class Stager:
             staging_gbps=nbytes / 1e9 / seconds,
             sums=self.generation.sums,
             built=self.generation.built,
+            expected_flip_ms=self.place.expected_flip_ms(self.generation.slot) if self.generation.slot else None,
         )
         if self._spares is None:
             self._spares = threading.Thread(target=self._reserve, name="hotswap-spares", daemon=True)

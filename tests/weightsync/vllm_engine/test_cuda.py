@@ -84,6 +84,23 @@ def test_versions_wait_where_there_is_room(device: torch.device, copies: int) ->
         assert module.weight.data_ptr() == address
 
 
+def test_the_stall_of_a_commit_is_known_before_it(device: torch.device) -> None:
+    """By what the last copies took: from the host and on the device."""
+    place, module = Cuda(device, copies=1), linear(device)
+    place.reserve(module)
+    pool = place._pool
+    assert pool is not None
+    one, two = staged(pool, module, 1), staged(pool, module, 2)
+    assert (buffer(one).on_device, buffer(two).on_device) == (True, False)
+    assert place.expected_flip_ms(buffer(one)) is None
+    one.commit()
+    pool.ms_per_byte = {True: 0.5, False: 3.0}
+    assert place.expected_flip_ms(buffer(one)) == 0.5 * buffer(one).data.numel()
+    assert place.expected_flip_ms(buffer(two)) == 3.0 * NBYTES
+    two.commit()
+    assert pool.ms_per_byte[False] != 3.0
+
+
 def test_a_buffer_that_was_given_back_is_used_again(device: torch.device) -> None:
     pool, module = DevicePool(device, 1), linear(device)
     first = staged(pool, module, 1)
@@ -151,10 +168,10 @@ def test_a_version_is_not_moved_while_it_is_copied(monkeypatch: pytest.MonkeyPat
     copying, go_on = threading.Event(), threading.Event()
     copy = CopyGeneration._copy
 
-    def slow(self: CopyGeneration) -> None:
+    def slow(self: CopyGeneration) -> float:
         copying.set()
         assert go_on.wait(30)
-        copy(self)
+        return copy(self)
 
     monkeypatch.setattr(CopyGeneration, "_copy", slow)
     committing = threading.Thread(target=one.commit)
