@@ -103,7 +103,7 @@ def _troubles(row: dict[str, Any]) -> Iterator[str]:
         yield "does not answer its health check"
     elif row["circuit"] != "closed":
         yield f"its circuit is {row['circuit']}: requests to it failed"
-    if row["staged_version"] is not None and (row.get("expected_flip_ms") or 0) > LONG_FLIP_MS:
+    if row.get("staged_version") is not None and (row.get("expected_flip_ms") or 0) > LONG_FLIP_MS:
         yield f"a commit of version {row['staged_version']} stalls it for about {row['expected_flip_ms']:.0f} ms"
     if row["error"]:
         yield str(row["error"].get("message", ""))
