@@ -26,6 +26,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   ├── PartsMismatch         the parts that the workers hold do not make up the tensor
 │   └── UnsupportedDtype      its element type cannot be carried
 ├── QuantizationError         weights cannot be quantised as asked, or as they are served
+├── UnsupportedVllm           vLLM is a release that this is not written against
 ├── PartNotServed             an instance runs no draft model, or no adapters, to swap
 ├── CheckpointError           a checkpoint directory cannot be read
 ├── DeltaError                not a delta, or a damaged one
@@ -311,6 +312,21 @@ class QuantizationError(WeightSyncError):
     def __init__(self, message: str, tensor: str | None = None) -> None:
         self.tensor = tensor
         super().__init__(message)
+
+
+class UnsupportedVllm(WeightSyncError):
+    """The installed vLLM is a release whose private names may be others than those used here."""
+
+    code = "unsupported_vllm"
+
+    def __init__(self, found: str | None, supported: Sequence[str]) -> None:
+        self.found = found
+        known = " or ".join(supported)
+        super().__init__(
+            f"vLLM {found} is installed, and Hotswap works with {known}: install one of them (docs/install.md)"
+            if found is not None
+            else f"no vLLM is installed: install {known} (docs/install.md)"
+        )
 
 
 class PartNotServed(WeightSyncError):

@@ -1,6 +1,7 @@
 """vLLM's `vllm.general_plugins` entry point: registers the `hotswap` weight-transfer backend in every vLLM process.
 
-Nothing heavy is imported before vLLM itself asks for it, so the entry point costs other vLLM users nothing.
+Nothing heavy is imported before vLLM itself asks for it, so the entry point costs other vLLM users nothing. A release
+of vLLM that is not known here is left as it is: their programs go on, and an instance says so before it starts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import os
 import platform
 import signal
 
+from weightsync.vllm_engine.releases import known
+
 BACKEND = "hotswap"
 OWNER_ENV = "HOTSWAP_INSTANCE_PID"
 PR_SET_PDEATHSIG = 1
@@ -18,6 +21,8 @@ SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of 
 
 def register() -> None:
     """Register the backend and the engine-core additions; safe to call more than once in a process."""
+    if not known():
+        return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from weightsync.vllm_engine.core import install

@@ -19,6 +19,7 @@ from server.errors import ConfigError
 from server.instance.grammars.trials import DEFAULT, Limits
 from server.options import ClusterTlsDirectory, Option
 from weightsync.tls import is_loopback
+from weightsync.vllm_engine.releases import find
 
 ANY = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - to be told from an address
 ACROSS_HOSTS = frozenset(
@@ -151,17 +152,15 @@ def check_vllm_args(vllm_args: Sequence[str]) -> None:
 
 def parse_vllm_args(config: InstanceConfig, port: int) -> Any:
     """vLLM's own namespace of settings for this instance. Raises ConfigError."""
-    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
     from vllm.platforms import current_platform
 
     args = vllm_parser().parse_args(config.vllm_argv(cpu=current_platform.is_cpu(), port=port))
-    validate_parsed_serve_args(args)
+    find("validate_parsed_serve_args")(args)
     return args
 
 
 def vllm_parser() -> Any:
     """vLLM's own parser. Where vLLM would print its usage and exit, it raises ConfigError in one line."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):
@@ -175,4 +174,4 @@ def vllm_parser() -> Any:
             close = difflib.get_close_matches(unknown.partition("=")[0], known, 1) if "unrecognized" in message else []
             return f"; did you mean {close[0]}?" if close else ""
 
-    return make_arg_parser(Parser(prog="hotswap instance"))
+    return find("make_arg_parser")(Parser(prog="hotswap instance"))

@@ -10,11 +10,14 @@ from typing import Any
 import httpx
 import uvicorn
 
+from server.errors import ConfigError
 from server.instance.hosts import check_nodes, run_follower
 from server.instance.middleware import Admission
 from server.leaving import LeavingServer
 from weightsync.control.hosts import keep_to_loopback
+from weightsync.errors import UnsupportedVllm
 from weightsync.tls import ClusterTls
+from weightsync.vllm_engine.releases import find, release
 
 from .config import InstanceConfig, parse_vllm_args
 from .rest import rest, start_over
@@ -25,8 +28,12 @@ def run_instance(config: InstanceConfig) -> None:
 
     Headless: the workers of this host alone (nodes.py). Raises TlsUnavailable, ConfigError.
     """
+    try:  # what cannot work is said before seconds are spent on imports
+        release()
+    except UnsupportedVllm as error:
+        raise ConfigError(f"{error}.") from error
     if config.cluster_tls is not None:
-        ClusterTls(config.cluster_tls)  # what cannot work is said before seconds are spent on imports
+        ClusterTls(config.cluster_tls)
     environment = dict(os.environ)
     prepare_environment()
     if not config.spans_hosts:
@@ -55,9 +62,7 @@ async def serve(config: InstanceConfig) -> bool:
 
     Returns whether it ended in order to sleep. Raises TlsUnavailable, ConfigError.
     """
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-
-    cli_env_setup()
+    find("cli_env_setup")()
     tls = ClusterTls(config.cluster_tls) if config.cluster_tls is not None else None
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.create_server((config.host, config.port), family=family)

@@ -30,11 +30,12 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
+from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException as AnyHTTPException
 
 from server import api
 from server.instance import replay
-from server.instance.inflight import VersionMismatch, Wish
+from server.instance.inflight import Problem, VersionMismatch, Wish
 from server.instance.provenance import Trace, annotate, annotate_chunk, cannot_take, current_trace, problem_body
 
 GENERATING = frozenset(route.path for route in api.ROUTES if route.works)
@@ -149,6 +150,9 @@ async def refuse(send: Any, status: int, body: bytes, why: bytes) -> None:
 
 HEADER = b"x-hotswap-weight-version"
 TRACED = frozenset(route.path for route in api.ROUTES if route.annotated)
+VLLM_SPANS = frozenset({"/v1/chat/completions", "/v1/completions"})  # where vLLM has the field below, from 0.33 on
+WANTED = b"return_weight_versions"
+_BOOL = TypeAdapter(bool)
 
 
 class ProvenanceMiddleware:
@@ -182,12 +186,58 @@ class ProvenanceMiddleware:
             return
         trace = Trace(Wish.of(scope.get("headers", ())), replaying)
         current_trace.set(trace)
+        if scope["path"] in VLLM_SPANS:
+            receive = _read_along(receive, trace)
         answer = _Answer(trace, send, self._active, self._dead, annotated=scope["path"] in TRACED)
         try:
             await self._app(scope, receive, answer.send)
         except Exception:
             if not await answer.told_the_problem():
                 raise
+
+
+class NotBoolean(Problem):
+    """vLLM 0.33 refuses such a value too; 0.32 does not know the field."""
+
+    status, type, code, param = 400, "invalid_request_error", "invalid_parameter", WANTED.decode()
+
+    def __init__(self) -> None:
+        super().__init__(f"{self.param} must be true or false")
+
+
+def _read_along(receive: Any, trace: Trace) -> Any:
+    """`receive`, which tells `trace` whether the body wants spans in vLLM's form. Raises NotBoolean."""
+    parts: list[bytes] = []
+
+    async def read_along() -> Any:
+        message = await receive()
+        if message["type"] == "http.request":
+            parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                body = b"".join(parts)
+                parts.clear()
+                try:
+                    trace.as_vllm = wants_vllm_spans(body)
+                except NotBoolean as problem:
+                    trace.problem = problem
+                    raise
+        return message
+
+    return read_along
+
+
+def wants_vllm_spans(body: bytes) -> bool:
+    """Whether its field says so, in any way that vLLM takes for true. Raises NotBoolean; other faults are vLLM's."""
+    if WANTED not in body:
+        return False
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return False
+    try:
+        return isinstance(fields, dict) and _BOOL.validate_python(fields.get(WANTED.decode(), False))
+    except ValidationError as error:
+        raise NotBoolean from error
 
 
 class _Answer:

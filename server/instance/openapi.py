@@ -32,6 +32,19 @@ ANNOTATED = (
 )
 
 
+# A field of vLLM's, from 0.33 on, which is here with 0.32 too; and what a span then is.
+WANTED = {
+    "type": "boolean",
+    "default": False,
+    "description": "Spans as vLLM has them: versions as text; in streams `weight_versions` on last chunks alone.",
+}
+LABELLED = {
+    "type": "object",
+    "properties": {"version": {"type": "string"}, "start": {"type": "integer"}, "end": {"type": "integer"}},
+    "required": ["version", "start", "end"],
+}
+
+
 class VllmVersion(BaseModel):
     """The answer of /version."""
 
@@ -104,6 +117,11 @@ def document(app: FastAPI) -> dict[str, Any]:
     for name in ANNOTATED:
         if name in definitions:
             _annotate(definitions[name])
+    for kind in ("ChatCompletion", "Completion"):
+        if f"{kind}Request" in definitions:
+            definitions[f"{kind}Request"]["properties"]["return_weight_versions"] = WANTED
+            spans = definitions[f"{kind}ResponseChoice"]["properties"]["weight_versions"]
+            spans["items"] = {"anyOf": [spans["items"], LABELLED]}
     return {"paths": paths, "components": {"schemas": definitions}}
 
 

@@ -8,6 +8,10 @@ extras:
     "weight_version": 7                             top level of a body or stream chunk: wrote its last token
     "weight_versions": [{"version", "start", "end"}]   per choice, over its output tokens: on the last chunk, on whole
                                                     bodies, and on a chunk whose tokens two versions wrote
+                                                    With `return_weight_versions` in the request, it is vLLM's own
+                                                    field of that name: versions as text, on last chunks and whole
+                                                    bodies alone; the chunk of two versions has its spans in
+                                                    "hotswap_weight_versions"
     "prompt_weight_versions": [{"version", "start", "end"}]   beside it on whole bodies and last chunks: the versions
                                                     that computed the prompt's keys and values for the first token
     "hotswap_usage": {"prompt_tokens", "completion_tokens"}   in a chunk that ends a choice, where it has no `usage`: of
@@ -48,6 +52,7 @@ class Trace:
         self.wish = wish or Wish()
         self.replaying = replaying or Replaying()
         self.problem: Problem | None = None
+        self.as_vllm = False  # the client wants spans in vLLM's form
         self.begun = False  # the engine has answered
         self._prompts: dict[int, list[Span]] = {}
         self._spans: dict[int, list[Span]] = {}
@@ -111,6 +116,11 @@ class Trace:
 
     def spans(self, choice: int) -> list[Span]:
         return self._spans.get(choice, [])
+
+    def told(self, choice: int) -> list[Span] | list[dict[str, Any]]:
+        """The spans of a whole answer, in the form that the client wants."""
+        spans = self.spans(choice)
+        return [{**span, "version": str(span["version"])} for span in spans] if self.as_vllm else spans
 
     def version(self, choice: int = 0) -> int | None:
         """The version that wrote the choice's latest token."""
@@ -312,11 +322,12 @@ def annotate(payload: dict[str, Any], trace: Trace, *, last: bool) -> None:
         index = choice.get("index", 0)
         new = [] if _opens(choice) else trace.take_new(index)
         trace.replaying.stamp(choice, trace.prompt(index))
+        choice.pop("weight_versions", None)  # vLLM 0.33 writes null, and with `return_weight_versions` what it has
         if last and (choice.get("finish_reason") or "message" in choice):
-            choice |= {"weight_versions": trace.spans(index), "prompt_weight_versions": trace.prompt(index)}
+            choice |= {"weight_versions": trace.told(index), "prompt_weight_versions": trace.prompt(index)}
             choice |= trace.replaying.seams()
         elif len(new) > 1:
-            choice["weight_versions"] = new
+            choice["hotswap_weight_versions" if trace.as_vllm else "weight_versions"] = new
     version = trace.version(choices[-1].get("index", 0) if choices else 0)
     if version is not None:
         payload["weight_version"] = version

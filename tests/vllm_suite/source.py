@@ -1,17 +1,14 @@
-"""vLLM's tests as its source distribution on PyPI has them, brought by pip and kept in the virtual environment."""
+"""vLLM's tests, of the release that is installed, as its source distribution has them."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
-VERSION = "0.32.0"
-SHA256 = "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad"
+from tests import vllm_source
+from weightsync.vllm_engine.releases import release
+
 # What they ask for, as far as a tiny model of random weights and one server can answer it.
 FILES = (
     "anthropic/test_messages.py",
@@ -40,34 +37,12 @@ _DOWNLOAD = re.compile(r"hf_api\(\)\.snapshot_download\(.*?\)", re.DOTALL)
 
 def tests(directory: Path, model: str) -> Path:
     """A copy in `directory` that asks for `model`; the folder with vLLM's package `tests`."""
-    root = directory / "vllm"
-    shutil.copytree(_distribution() / "tests", root / "tests", ignore=shutil.ignore_patterns("conftest.py"))
-    shutil.copy(_distribution() / "tests/entrypoints/conftest.py", root / "tests/entrypoints/conftest.py")
-    responses = "tests/entrypoints/openai/responses/conftest.py"
-    shutil.copy(_distribution() / responses, root / responses)
+    root, source = directory / "vllm", vllm_source.folder(release(), "tests")
+    shutil.copytree(source, root / "tests", ignore=shutil.ignore_patterns("conftest.py"))
+    for name in ("entrypoints/conftest.py", "entrypoints/openai/responses/conftest.py"):
+        shutil.copy(source / name, root / "tests" / name)
     for name in FILES:
         file = root / "tests/entrypoints" / name
         text = _MODEL.sub(rf'\1 = "{model}"', file.read_text()).replace("claude-3-7-sonnet-latest", model)
         file.write_text(_DOWNLOAD.sub('"no adapter"', text))
     return root
-
-
-def _distribution() -> Path:
-    """The unpacked distribution. pip checks its hash, and keeps it though it cannot be built here (`--no-clean`)."""
-    kept = Path(sys.prefix) / f"vllm-{VERSION}-source"
-    if not kept.exists():
-        with tempfile.TemporaryDirectory(dir=sys.prefix) as place:
-            required = Path(place) / "requirements.txt"
-            required.write_text(f"vllm=={VERSION} --hash=sha256:{SHA256}\n")
-            command = [sys.executable, "-m", "pip", "download", "--no-clean", "--no-deps", "--no-build-isolation"]
-            command += ["--no-binary", ":all:", "--require-hashes", "-r", str(required), "-d", place]
-            done = subprocess.run(
-                command, env=os.environ | {"TMPDIR": place}, capture_output=True, text=True, timeout=240
-            )
-            found = next(Path(place).glob("pip-*/vllm_*/tests"), None)
-            if found is None:
-                raise RuntimeError(f"pip did not bring vLLM's source distribution: {done.stderr[-1000:]}")
-            partial = Path(place) / "whole"
-            shutil.copytree(found, partial / "tests")
-            partial.replace(kept)
-    return kept

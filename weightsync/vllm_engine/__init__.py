@@ -19,8 +19,9 @@
     core.py           additions to vLLM's engine core: the atomic commit, version labels, zeroed blocks
     requests.py       what a commit does to requests in flight: policies, cache namespaces, replays
     tether.py         the connection by which a worker on another host and its leader notice each other's end
+    releases.py       the releases of vLLM that all this is written against, and where they differ
 
-Written against vLLM 0.32.0; `tests/weightsync/vllm_engine/test_contract.py` names every private name used here.
+`tests/weightsync/vllm_engine/test_contract.py` names every private name of vLLM that is used here.
 """
 
-VLLM_VERSION = "0.32.0"
+VLLM_VERSIONS = ("0.32.0", "0.33.0")  # oldest first

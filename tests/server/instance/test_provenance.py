@@ -63,6 +63,24 @@ def test_chunk_with_tokens_of_two_versions_lists_both() -> None:
     ]
 
 
+def test_spans_as_vllm_has_them_stand_in_the_last_chunk_alone() -> None:
+    trace = trace_of(Span("7", 0, 3))
+    trace.as_vllm = True
+    annotate_chunk(chunk(), trace)
+    trace.record(0, [Output(0, [Span("7", 0, 4), Span("9", 4, 6)])])
+    event = payload(chunk())
+    event["choices"][0]["weight_versions"] = None  # as vLLM 0.33 writes it
+    choice = payload(annotate_chunk(b"data: " + orjson.dumps(event) + b"\n\n", trace))["choices"][0]
+    assert "weight_versions" not in choice
+    assert [s["version"] for s in choice["hotswap_weight_versions"]] == [7, 9]
+    last = payload(annotate_chunk(chunk("stop"), trace))
+    assert last["weight_version"] == 9
+    assert last["choices"][0]["weight_versions"] == [
+        {"version": "7", "start": 0, "end": 4},
+        {"version": "9", "start": 4, "end": 6},
+    ]
+
+
 def test_the_chunk_that_opens_an_answer_leaves_the_versions_to_the_one_with_the_tokens() -> None:
     trace = trace_of(Span("7", 0, 1), Span("9", 1, 3))  # a reader that lagged gets three tokens at first
     opening = payload(annotate_chunk(chunk(role="assistant", content=""), trace))

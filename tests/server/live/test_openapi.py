@@ -26,6 +26,8 @@ def test_the_document_describes_what_is_served(live: LiveServer) -> None:
     assert "messages" in schemas["ChatCompletionRequest"]["required"]
     for choice in ("ChatCompletionResponseChoice", "CompletionResponseChoice", "GeneratedChoice"):
         assert {"weight_versions", "prompt_weight_versions"} <= set(schemas[choice]["properties"])
+    for request in ("ChatCompletionRequest", "CompletionRequest"):
+        assert schemas[request]["properties"]["return_weight_versions"]["type"] == "boolean"
     assert schemas["GenerateRequest"]["additionalProperties"] is False
 
 

