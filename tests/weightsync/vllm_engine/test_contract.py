@@ -328,6 +328,29 @@ def test_draft_models(vllm: Release) -> None:
     has(vllm, "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_draft_model", '"drafter"')
 
 
+def test_draft_models_of_the_second_model_runner(vllm: Release) -> None:
+    """The one that GPUs take. Only one kind of draft has a configuration of its own there."""
+    package = "vllm.v1.worker.gpu"
+    speculator = f"{package}.spec_decode.speculator:DraftModelSpeculator"
+    has(vllm, f"{package}.model_runner:GPUModelRunner.get_draft_model", "self.speculator", "return speculator.model")
+    has(vllm, f"{speculator}.__init__", "self.vllm_config = ", "self.speculative_config = ")
+    alone = f"{package}.spec_decode.standalone_ar.speculator:StandaloneARSpeculator.load_draft_model"
+    has(vllm, alone, "self._draft_vllm_config = draft_vllm_config")
+    has(vllm, f"{package}.spec_decode.eagle.utils:load_eagle_model", "speculative_config.apply_draft_overrides(")
+
+
+def test_device_memory_is_taken_before_the_kv_cache(vllm: Release) -> None:
+    """The engine is made when the model is loaded; all that is gone from the device since then is not for the cache."""
+    worker = "vllm.v1.worker.gpu_worker:Worker"
+    has(vllm, f"{worker}.load_model", "WeightTransferEngineFactory.create_engine(")
+    has(
+        vllm,
+        "vllm.utils.mem_utils:memory_profiling",
+        "result.before_create.free_memory - result.after_profile.free_memory",
+    )
+    has(vllm, "vllm.config.parallel:ParallelConfig", "enable_eplb: bool")
+
+
 def test_adapters(vllm: Release) -> None:
     lora = "vllm.lora"
     worker = f"{lora}.worker_manager:LRUCacheWorkerLoRAManager"
