@@ -36,7 +36,8 @@ from weightsync.memory.parts import LORA, LORA_URL, combined
 
 T = TypeVar("T")
 WATCH_S = 0.1
-STAGING_POLL_S = 0.002
+FIRST_POLL_S, LAST_POLL_S = 0.002, 0.05  # whether workers have staged: each look interrupts the engine core
+POLL_SHARE = 0.05  # of the time that the staging has taken so far
 STOP_TIMEOUT_S = 10.0  # a staging stops with its next piece; a worker that hangs must not keep the instance from ending
 FLIP_TIMEOUT_S = 10.0  # a flip takes milliseconds, and waits for at most one batch
 
@@ -147,9 +148,10 @@ class Engine:
 
     async def _until_staged(self, call: Awaitable[list[list[Any]]]) -> list[list[Any]]:
         """What all workers report once none of them stages any more."""
+        began = time.monotonic()
         reports = await self._answer(call)
         while any(reports[i][j]["running"] for i, j in self._every(reports)):
-            await asyncio.sleep(STAGING_POLL_S)
+            await asyncio.sleep(min(max(FIRST_POLL_S, POLL_SHARE * (time.monotonic() - began)), LAST_POLL_S))
             reports = await self._answer(self._ranks.workers("hotswap_report"))
         return reports
 
