@@ -298,15 +298,19 @@ def test_sampled_streams_go_on_and_those_that_cannot_say_so(fleet: LiveServer) -
 
 
 def test_a_stream_that_has_crossed_a_swap(fleet: LiveServer, checkpoints: dict[str, Path]) -> None:
-    """Which version wrote what is known of the whole answer, whoever tells its end."""
-    body = {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": TOKENS, "prompt_token_ids": PROMPTS[0]}
+    """Which version wrote what is known of the whole answer, whoever tells its end, and in whichever form."""
+    common = {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": TOKENS}
+    bodies = {
+        "/generate": common | {"prompt_token_ids": PROMPTS[0]},
+        "/v1/completions": common | {"model": fleet.name, "prompt": PROMPTS[0], "return_weight_versions": True},
+    }
 
     def resumed(name: str) -> bool:
         assert whole_again(fleet)
         before = fleet.active()
         published = fleet.admin.post("/admin/weights", json={"path": str(checkpoints[name]), "activate": False})
         after = published.json()["version"]
-        streams = [Stream(fleet, "/generate", body).start() for _ in range(16)]
+        streams = [Stream(fleet, path, body).start() for path, body in bodies.items() for _ in range(8)]
         wait_until(lambda: all(s.events > 3 for s in streams), 60)
         assert fleet.activate(after).status_code == 200
         # Nobody could go on with one whose last token the old weights wrote.
@@ -316,10 +320,11 @@ def test_a_stream_that_has_crossed_a_swap(fleet: LiveServer, checkpoints: dict[s
         assert {s.fault for s in streams} == {""}
         for stream in found:
             old, new = stream.last["weight_versions"]
-            assert (old["version"], new["version"]) == (before, after)
+            kind = str if stream.path == "/v1/completions" else int
+            assert (old["version"], new["version"]) == (kind(before), kind(after))
             assert (old["start"], old["end"], new["end"]) == (0, new["start"], TOKENS)
             assert stream.last["prompt_weight_versions"] == [{"version": before, "start": 0, "end": len(PROMPTS[0])}]
         wait_until(lambda: not both_serve(fleet), 60)
-        return bool(found)
+        return {stream.path for stream in found} == bodies.keys()
 
     assert any(resumed("ba"[i % 2]) for i in range(ATTEMPTS))

