@@ -62,19 +62,28 @@ def packed(pairs: Any, a: Any, b: Any) -> Any:
 register_jitable(packed)
 
 
+def _move(flat: Any, stride: Any, row: Any, target: Any) -> None:
+    """A block of rows from `row` on, turned: by fours and 16 columns, so that stores share a line."""
+    half, lanes = target.shape
+    for k in range(0, half, 16):
+        for n in range(0, lanes, 4):
+            at = (row + n) * stride + k
+            row0, row1 = flat[at : at + 16], flat[at + stride : at + stride + 16]
+            row2, row3 = flat[at + 2 * stride : at + 2 * stride + 16], flat[at + 3 * stride : at + 3 * stride + 16]
+            tile = target[k : k + 16, n : n + 4]
+            for i in range(16):
+                tile[i, 0], tile[i, 1], tile[i, 2], tile[i, 3] = row0[i], row1[i], row2[i], row3[i]
+
+
+register_jitable(_move)
+
+
 def pack(flat: Any, stride: Any, target: Any, a: Any, b: Any) -> Any:
-    """Reorders a block, then sums what now lies there: rows by fours and 16 columns, so that stores share a line."""
+    """Reorders a block, then sums what now lies there."""
     total = int32(0)
-    half, lanes = target.shape[1], target.shape[2]
+    lanes = target.shape[2]
     for block in range(target.shape[0]):
-        for k in range(0, half, 16):
-            for n in range(0, lanes, 4):
-                at = (block * lanes + n) * stride + k
-                row0, row1 = flat[at : at + 16], flat[at + stride : at + stride + 16]
-                row2, row3 = flat[at + 2 * stride : at + 2 * stride + 16], flat[at + 3 * stride : at + 3 * stride + 16]
-                tile = target[block, k : k + 16, n : n + 4]
-                for i in range(16):
-                    tile[i, 0], tile[i, 1], tile[i, 2], tile[i, 3] = row0[i], row1[i], row2[i], row3[i]
+        _move(flat, stride, block * lanes, target[block])
         total = int32(total + packed(target[block : block + 1], a[block : block + 1], b))
     return total
 
@@ -84,7 +93,16 @@ def packed_words(words: Any, a: Any, b: Any) -> Any:
     total = int32(0)
     for block in range(words.shape[0]):
         lanes[:] = 0
-        for k in range(words.shape[1]):
+        whole = words.shape[1] // 4
+        for k in range(whole):
+            r0, r1 = words[block, 4 * k], words[block, 4 * k + 1]
+            r2, r3 = words[block, 4 * k + 2], words[block, 4 * k + 3]
+            m = b[4 * k : 4 * k + 4]
+            b0, b1, b2, b3 = int32(m[0]), int32(m[1]), int32(m[2]), int32(m[3])
+            for n in range(words.shape[2]):
+                w, x, y, z = int32(r0[n]), int32(r1[n]), int32(r2[n]), int32(r3[n])
+                lanes[n] = int32(lanes[n] + int32(w * b0) + int32(x * b1) + int32(y * b2) + int32(z * b3))
+        for k in range(4 * whole, words.shape[1]):
             row, factor = words[block, k], int32(b[k])
             for n in range(words.shape[2]):
                 lanes[n] = int32(lanes[n] + int32(int32(row[n]) * factor))
@@ -97,18 +115,17 @@ register_jitable(packed_words)
 
 
 def pack_words(flat: Any, stride: Any, target: Any, a: Any, b: Any) -> Any:
-    """As `pack`: rows by eights and 16 columns."""
+    """As `pack`, by way of a block of pairs: those are moved at once, and then taken apart."""
     total = int32(0)
-    wide, lanes = target.shape[1], target.shape[2]
+    half, lanes = target.shape[1] // 2, target.shape[2]
+    pairs = np.empty((half, lanes), np.int32)
     for block in range(target.shape[0]):
-        for k in range(0, wide, 16):
-            for n in range(0, lanes, 8):
-                tile = target[block, k : k + 16, n : n + 8]
-                for j in range(8):
-                    at = (block * lanes + n + j) * stride + k
-                    row = flat[at : at + 16]
-                    for i in range(16):
-                        tile[i, j] = row[i]
+        _move(flat, stride, block * lanes, pairs)
+        for k in range(half):
+            row, low, high = pairs[k], target[block, 2 * k], target[block, 2 * k + 1]
+            for n in range(lanes):
+                low[n] = int16(row[n])
+                high[n] = int16(row[n] >> 16)
         total = int32(total + packed_words(target[block : block + 1], a[block : block + 1], b))
     return total
 
@@ -126,7 +143,7 @@ def _compile(*, cache: bool) -> dict[str, Callable[..., int]]:
     sums = int32(int32[:, :, ::1], int32[:, ::1], int16[:, ::1])
     copies = int32(int32[::1], int64, int32[:, :, ::1], int32[:, ::1], int16[:, ::1])
     word_sums = int32(int16[:, :, ::1], int32[:, ::1], int16[::1])
-    word_copies = int32(int16[::1], int64, int16[:, :, ::1], int32[:, ::1], int16[::1])
+    word_copies = int32(int32[::1], int64, int16[:, :, ::1], int32[:, ::1], int16[::1])
     return {
         "rows": njit(kinds, nogil=True, cache=cache)(rows),
         "packed": njit([sums], nogil=True, cache=cache)(packed),

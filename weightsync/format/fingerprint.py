@@ -70,8 +70,8 @@ def packed(units: Array, a: Array, b: Array) -> int:
 def pack(flat: Array, stride: int, target: Array, a: Array, b: Array) -> int:
     """Reorder rows into blocks and return the sum of what then lies in `target`, as `packed` does.
 
-    flat: int32 pairs of words or int16 words, `stride` from row to row; target: the same, [blocks, k, n], k a multiple
-    of 16, n of 4 or 8.
+    flat: int32 pairs of words, `stride` from row to row; target: int32 [blocks, k, n] pairs, k a multiple of 16, or
+    int16 words, k a multiple of 32; n a multiple of 4.
     """
     return int(_kernels(target.nbytes)["pack" if target.itemsize == 4 else "pack_words"](flat, stride, target, a, b))
 
@@ -125,8 +125,9 @@ def numpy_packed_words(words: Array, a: Array, b: Array) -> int:
 
 def numpy_pack(flat: Array, stride: int, target: Array, a: Array, b: Array) -> int:
     (blocks, wide, lanes), size = target.shape, target.itemsize
-    strides = (lanes * stride * size, size, stride * size)
-    np.copyto(target, np.lib.stride_tricks.as_strided(flat, (blocks, wide, lanes), strides))
+    strides = (lanes * stride * 4, size, stride * 4)
+    units = flat.view(target.dtype)
+    np.copyto(target, np.lib.stride_tricks.as_strided(units, (blocks, wide, lanes), strides))
     return (numpy_packed if size == 4 else numpy_packed_words)(target, a, b)
 
 
@@ -219,16 +220,15 @@ def packed_rectangle(units: Words, row: int = 0, col: int = 0) -> int:
 def pack_rectangle(words: Words, target: Words, row: int = 0, col: int = 0) -> int:
     """Write `words` (int16 [rows, cols]) into `target` in blocks of rows, as `packed_rectangle` reads them.
 
-    Returns the part of F that then lies in `target`. Units of a row: a multiple of 16; rows per block: of 4 (int32) or
-    8 (int16).
+    Returns the part of F that then lies in `target`. Words of a row: a multiple of 32; rows per block: of 4.
     """
     blocks, wide, lanes = target.shape
-    pairs = target.itemsize == 4
-    if wide % 16 or lanes % (4 if pairs else 8) or words.shape != (blocks * lanes, (1 + pairs) * wide):
+    cols = wide * target.itemsize // 2
+    if cols % 32 or lanes % 4 or words.shape != (blocks * lanes, cols):
         raise ValueError(f"{words.shape} words cannot be packed into {target.shape}")
     if not words.size:
         return 0
-    flat, stride = _flat(words, pairs=pairs)
+    flat, stride = _flat(words, pairs=True)
     a = row_multipliers(row, row + words.shape[0])
     return pack(flat, stride, target, a.reshape(blocks, lanes), _unit_multipliers(target, col)) & MASK
 
