@@ -24,7 +24,8 @@ LEAVES_S = 15.0  # for a phase behind its limit to end what it has started
 PHASES = {
     "env": "hardware", "copy": "hardware", "flip": "flips", "tied": "flips", "undo": "flips", "race": "flips",
     "memory": "stagings", "stage": "stagings", "remap": "hardware",
-    "serve-small": "serving", "serve-8b": "serving", "serve-fp8": "serving",
+    "serve-small": "serving", "streams-small": "serving", "serve-fp8": "serving", "serve-8b": "serving",
+    "streams-8b": "serving",
 }  # fmt: skip
 """In the order of `all`, and the modules that they are in."""
 WITH_VLLM = [name for name, module in PHASES.items() if module == "serving"]
