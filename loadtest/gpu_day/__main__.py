@@ -84,12 +84,13 @@ def run_apart(phase: str, small: bool | None, limit_s: float = LIMIT_S, command:
 
 def run_all(phases: Sequence[str], small: bool | None, limit_s: float, json: Path | None) -> dict[str, dict[str, Any]]:
     """One after the other, whatever comes of them; what is known by then is in `json` after each."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
+    about = environment(small) if json is not None else {}
     for phase in phases:
         started = time.monotonic()
         found[phase] = _outcome(run_apart(phase, small, limit_s), time.monotonic() - started)
         if json is not None:
-            collect(json, environment(small), {phase: found[phase]})
+            collect(json, about, {phase: found[phase]})
     return found
 
 

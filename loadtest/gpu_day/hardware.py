@@ -27,8 +27,19 @@ from loadtest.gpu_day.report import Report, Skipped
 from loadtest.gpu_day.stack import LLAMA_8B, SMALL, Stack
 from loadtest.machine import machine, memcpy_gbps
 
-NEEDED = ("numpy", "torch", "xxhash", "orjson", "msgspec")  # by the phases without vLLM
-WANTED = ("numba", "psutil", "cuda.bindings", "safetensors", "transformers", "tokenizers", "httpx", "openai", "vllm")
+NEEDED = ("numpy", "torch", "xxhash", "orjson")  # by the phases without vLLM
+WANTED = (
+    "numba",
+    "msgspec",
+    "psutil",
+    "cuda.bindings",
+    "safetensors",
+    "transformers",
+    "tokenizers",
+    "httpx",
+    "openai",
+    "vllm",
+)
 OURS = ("weightsync", "weightsync.vllm_engine.stager", "weightsync.vllm_engine.bundle", "loadtest.gpu_day.engine")
 ASKED = "driver_version,name,memory.total,pcie.link.gen.current,pcie.link.width.current,compute_cap"
 READ_ONLY, HOST_TO_DEVICE = 0x08, 1  # cudaHostRegisterReadOnly, cudaMemcpyHostToDevice
