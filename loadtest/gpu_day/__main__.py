@@ -7,6 +7,8 @@ one that fails. Exit status 1: something failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -20,6 +22,7 @@ from typing import Any
 from loadtest.gpu_day.report import FAILED, PASSED, SKIPPED, Check, Report, collect, read_checks, status_of
 
 LIMIT_S = 480.0
+PR_SET_PDEATHSIG = 1
 LEAVES_S = 15.0  # for a phase behind its limit to end what it has started
 PHASES = {
     "env": "hardware", "copy": "hardware", "flip": "flips", "tied": "flips", "undo": "flips", "race": "flips",
@@ -50,27 +53,26 @@ def run_apart(phase: str, small: bool | None, limit_s: float = LIMIT_S, command:
     """The checks of one phase in a process group of its own, which is ended at the limit; prints what it prints."""
     flags = {True: ["--small"], False: ["--no-small"], None: []}[small]
     command = command or [sys.executable, "-m", "loadtest.gpu_day", phase, *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    late, lines = threading.Event(), list[str]()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, process_group=0, preexec_fn=_die_with_parent
+    ) as process:
         assert process.stdout is not None
-        late = threading.Event()
 
-        def end() -> None:
+        def at_limit() -> None:
             late.set()
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                try:
-                    os.killpg(process.pid, number)
-                    process.wait(LEAVES_S)
-                except (ProcessLookupError, subprocess.TimeoutExpired):
-                    continue
+            _end(process)
 
-        timer = threading.Timer(limit_s, end)
+        timer = threading.Timer(limit_s, at_limit)
         timer.start()
-        lines = []
         try:
             for line in process.stdout:
                 print(line, end="", flush=True)
                 lines.append(line)
             status = process.wait()
+        except BaseException:  # whoever interrupts this process does not reach that group
+            _end(process)
+            raise
         finally:
             timer.cancel()
     report = Report(phase)
@@ -80,6 +82,19 @@ def run_apart(phase: str, small: bool | None, limit_s: float = LIMIT_S, command:
     elif status and status_of(report.checks) != FAILED:
         report.say("completed", False, error=f"ended with status {status}")
     return report.checks
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """It, and all that it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(LEAVES_S)
+
+
+def _die_with_parent() -> None:
+    """In the child: a phase does not go on with the device when whoever runs all of them was killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def run_all(phases: Sequence[str], small: bool | None, limit_s: float, json: Path | None) -> dict[str, dict[str, Any]]:

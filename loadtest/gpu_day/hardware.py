@@ -71,8 +71,8 @@ def env(report: Report, device: Device, small: bool) -> None:
         problem = _import(name)
         report.say(f"import_{name}", not problem, version=_version(name), **({"error": problem} if problem else {}))
     for name in WANTED:
-        there = _there(name)
-        report.say(f"found_{name}", found=there, version=_version(name))
+        found = there(name)
+        report.say(f"found_{name}", found=found, version=_version(name))
 
 
 def _import(name: str) -> str:
@@ -83,7 +83,7 @@ def _import(name: str) -> str:
     return ""
 
 
-def _there(name: str) -> bool:
+def there(name: str) -> bool:
     """Without importing more than its parents."""
     try:
         return importlib.util.find_spec(name) is not None

@@ -54,13 +54,15 @@ def pins() -> dict[str, str]:
 def chosen(vllm: str | None, without: Iterable[str], there: Iterable[str], more: Iterable[str]) -> list[str]:
     """Requirements, pinned. Raises PackError for a package that no list has."""
     known = pins()
-    names = [*PACKAGES, *(known if vllm is not None else ()), *more]
     left_out = [*without, *there]
+    usual = [
+        name
+        for name in dict.fromkeys([*PACKAGES, *(known if vllm is not None else ())])
+        if not any(fnmatch.fnmatch(name, pattern) for pattern in left_out)
+    ]
     found: dict[str, str] = {}
-    for name in names:
+    for name in [*usual, *more]:
         bare, _, release = name.partition("==")
-        if any(fnmatch.fnmatch(bare, pattern) for pattern in left_out):
-            continue
         if not release and bare not in known:
             raise PackError(f"{bare} is not in {PINS.relative_to(ROOT)}: say which release, {bare}==RELEASE")
         found[bare] = release or known[bare]

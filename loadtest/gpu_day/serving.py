@@ -21,7 +21,7 @@ import httpx
 import torch
 
 from loadtest.gpu_day.device import Device
-from loadtest.gpu_day.hardware import _there
+from loadtest.gpu_day.hardware import there
 from loadtest.gpu_day.report import Report, Skipped
 
 WORK = Path("runs") / "gpu-day"
@@ -156,7 +156,7 @@ def serve_fp8(report: Report, device: Device, small: bool) -> None:
 
 
 def _require_vllm() -> None:
-    if not _there("vllm"):
+    if not there("vllm"):
         raise Skipped("vLLM is not installed")
 
 
