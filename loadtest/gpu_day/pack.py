@@ -32,7 +32,13 @@ ROOT = Path(__file__).parents[2]
 PINS = ROOT / "requirements" / "cuda.txt"
 PACKAGES = ("orjson", "xxhash", "numpy", "numba", "llvmlite", "cuda-bindings", "cuda-pathfinder")
 """What the phases without vLLM import, besides torch."""
-THERE = ("torch", "torchvision", "torchaudio", "triton", "nvidia-*", "cuda-toolkit")
+THERE = (
+    "torch", "torchvision", "torchaudio", "triton", "cuda-toolkit", "nvidia-cublas", "nvidia-cuda-cupti",
+    "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cudnn-cu13", "nvidia-cufft", "nvidia-cufile", "nvidia-curand",
+    "nvidia-cusolver", "nvidia-cusparse", "nvidia-cusparselt-cu13", "nvidia-nccl-cu13", "nvidia-nvjitlink",
+    "nvidia-nvshmem-cu13", "nvidia-nvtx",
+)  # fmt: skip
+"""torch, and the packages that its build for CUDA brings."""
 PYTHON = "3.12"
 PART_MIB = 48
 GLIBC = range(39, 16, -1)  # the manylinux tags that are looked for; pip takes each by its number alone
@@ -175,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--with", dest="more", nargs="*", default=(), metavar="NAME[==RELEASE]", help="further packages"
     )
     parser.add_argument("--without", nargs="*", default=(), metavar="NAME", help="packages that the machine has")
-    parser.add_argument("--there", nargs="*", default=THERE, metavar="PATTERN", help="the same, by default %(default)s")
+    parser.add_argument("--there", nargs="*", default=THERE, metavar="PATTERN", help="the same, instead of torch's")
     parser.add_argument("--python", default=PYTHON, help="of the machine")
     parser.add_argument("--part-mib", type=float, default=PART_MIB, help="the most that a part may have")
     options = parser.parse_args(argv)

@@ -252,8 +252,8 @@ def test_what_is_packed_is_chosen_from_the_pins() -> None:
     ]
     served = pack.chosen("9.9", [], pack.THERE, [])
     assert "vllm==9.9" in served
-    assert not [name for name in served if name.startswith(("torch==", "nvidia-", "triton=="))]
-    assert {name.partition("==")[0] for name in served} > {"transformers", "fastapi", "aetcd"}
+    assert not [name for name in served if name.startswith(("torch==", "nvidia-cublas==", "triton=="))]
+    assert {name.partition("==")[0] for name in served} > {"transformers", "fastapi", "aetcd", "nvidia-ml-py"}
     with pytest.raises(pack.PackError, match="made-up==RELEASE"):
         pack.chosen(None, [], [], ["made-up"])
 
