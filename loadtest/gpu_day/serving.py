@@ -109,6 +109,8 @@ def _write(path: Path, name: str, shape: dict[str, Any], seed: int, device: Devi
     config.save_pretrained(path)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(path, TOKENIZED)
+    if device.cuda:
+        torch.cuda.empty_cache()  # engines in other processes look for what is free
 
 
 def _fp8_checkpoints() -> list[Path]:
