@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # in this process.
 PYTEST = $(PY) -m pytest tests$(if $(ROOM),/$(ROOM)) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-all broad mutants soak check lint types docs tables setup lock clean
+.PHONY: help demo test test-all broad mutants soak gpu-day check lint types docs tables setup lock clean
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -36,6 +36,10 @@ mutants: setup ## Whether the tests notice changes of meaning: some 180 of them,
 soak: setup ## About an hour: ten thousand swaps under load, and an hour of random schedules
 	OMP_NUM_THREADS=1 $(PY) -m loadtest.soak --json docs/benchmarks/soak.json
 	$(PY) -m pytest tests -m soak --timeout 7200
+
+# On a machine with CUDA; elsewhere tiny shapes on a CPU, which check the phases alone.
+gpu-day: $(VENV)/.run ## What only a GPU can show of swaps; figures in runs/gpu-day.json (docs/gpu.md)
+	$(PY) -m loadtest.gpu_day all --json runs/gpu-day.json
 
 check: lint types ## Format, lint and strict types
 lint: $(VENV)/.test

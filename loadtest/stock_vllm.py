@@ -19,7 +19,7 @@ class StockVllm:
         self.port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{self.port}"
         args = ["vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", name]
-        args += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager", *arguments]
+        args += ["--host", "127.0.0.1", "--port", str(self.port), *arguments]
         self._args, self._log = args, log
 
     @contextlib.contextmanager

@@ -31,8 +31,10 @@ from server.cli.admin import AdminClient
 from server.cli.config import UpConfig
 from server.cli.up import Server
 
+MODEL = "bench"
 SETTLE_S = 1.0
 WARM_UP = 4
+EACH_S = 9.0
 VLLM_ARGS = ("--max-model-len", "2048", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(3 << 30))
 
 
@@ -50,6 +52,9 @@ class Windows:
     kernels: str = ""
 
 
+Measured = tuple[Gaps, Windows, dict[str, int]]
+
+
 def run(
     json: Path | None, *, streams: int = 16, swaps: int = 6, small: bool = False, kind: str = "dense"
 ) -> dict[str, Any]:
@@ -57,9 +62,14 @@ def run(
     work = Path("runs") / ("bench-small" if small else "bench")
     models = bench_checkpoints(work, kind, small=small)
     memcpy = memcpy_gbps()
-    ours = _hotswap(models, work, streams, swaps)
-    stock = _stock(models, work, streams, max(2, swaps // 2))
-    figures = _figures(ours, stock, memcpy) | {"machine": machine(), "streams": streams, "swaps": swaps}
+    config = UpConfig(
+        model=str(models[0]), name=MODEL, port=0, throwaway=True, state_dir=work / "state", vllm_args=VLLM_ARGS
+    )
+    with Server(config) as server:
+        ours = on_hotswap(server, models, streams, swaps)
+    stock = on_stock(models, work, streams, max(2, swaps // 2))
+    figures = figures_of(ours, stock) | {"memcpy_gbps": memcpy}
+    figures |= {"machine": machine(), "streams": streams, "swaps": swaps}
     figures["model"] = {"kind": kind, "parameters": _parameters(models[0]), "bytes": _nbytes(models[0])}
     _print(figures)
     if json is not None:
@@ -68,33 +78,32 @@ def run(
     return figures
 
 
-def _hotswap(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[Gaps, Windows, dict[str, int]]:
-    config = UpConfig(
-        model=str(models[0]), name="bench", port=0, throwaway=True, state_dir=work / "state", vllm_args=VLLM_ARGS
-    )
+def on_hotswap(
+    server: Server, models: list[Path], streams: int, swaps: int, *, warm_up: int = WARM_UP, each_s: float = EACH_S
+) -> Measured:
+    """Of a server of MODEL that is ready. `each_s`: what one swap and the quiet time before it take at most."""
     windows = Windows()
-    with Server(config) as server:
-        admin = AdminClient(server.state_dir)
-        with publishing(server.store, "bench", models) as publish:
+    admin = AdminClient(server.state_dir)
+    with publishing(server.store, MODEL, models) as publish:
 
-            def swap(number: int) -> None:
-                published = publish(number % len(models))
-                admin.call("POST", "/admin/weights/activate", {"version": published["version"]})
-                (record,) = admin.call("GET", "/admin/instances")["instances"]
-                windows.publish_ms.append(published["publish_ms"])
-                windows.commit_ms.append(record["commit_ms"])
-                windows.staging_gbps.append(record["staging_gbps"])
-                windows.stage_ms.append(record["stage_ms"])
-                windows.kernels = record["path"]
+        def swap(number: int) -> None:
+            published = publish(number % len(models))
+            admin.call("POST", "/admin/weights/activate", {"version": published["version"]})
+            (record,) = admin.call("GET", "/admin/instances")["instances"]
+            windows.publish_ms.append(published["publish_ms"])
+            windows.commit_ms.append(record["commit_ms"])
+            windows.staging_gbps.append(record["staging_gbps"])
+            windows.stage_ms.append(record["stage_ms"])
+            windows.kernels = record["path"]
 
-            for number in range(WARM_UP):  # every slot is faulted in once; a trainer's first versions do that
-                swap(number)
-            for figures in (windows.publish_ms, windows.commit_ms, windows.staging_gbps, windows.stage_ms):
-                figures.clear()
-            instance = server.children["instance-0"].process.pid
-            windows.private_mb.append(private_mb(instance))
-            gaps, lost = _drive(server.url, "bench", streams, swaps, swap, windows)
-            windows.private_mb.append(private_mb(instance))
+        for number in range(warm_up):  # every slot is faulted in once; a trainer's first versions do that
+            swap(number)
+        for figures in (windows.publish_ms, windows.commit_ms, windows.staging_gbps, windows.stage_ms):
+            figures.clear()
+        instance = server.children["instance-0"].process.pid
+        windows.private_mb.append(private_mb(instance))
+        gaps, lost = _drive(server.url, streams, swaps, swap, windows, each_s)
+        windows.private_mb.append(private_mb(instance))
     return gaps, windows, lost
 
 
@@ -104,9 +113,18 @@ def private_mb(pid: int) -> float:
     return sum(p.memory_full_info().uss for p in [root, *root.children(recursive=True)]) / 1e6
 
 
-def _stock(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[Gaps, Windows, dict[str, int]]:
+def on_stock(
+    models: list[Path],
+    work: Path,
+    streams: int,
+    swaps: int,
+    *,
+    arguments: tuple[str, ...] = (*VLLM_ARGS, "--enforce-eager"),
+    each_s: float = EACH_S,
+) -> Measured:
+    """Of vLLM's own server, which is started here."""
     windows = Windows()
-    server = StockVllm(models[0], "bench", work / "stock.log", VLLM_ARGS)
+    server = StockVllm(models[0], MODEL, work / "stock.log", arguments)
     with server.running():
         server.swap(models[1].resolve())
         windows.private_mb.append(private_mb(server.pid))
@@ -114,17 +132,17 @@ def _stock(models: list[Path], work: Path, streams: int, swaps: int) -> tuple[Ga
         def swap(number: int) -> None:
             server.swap(models[number % 2].resolve())
 
-        gaps, lost = _drive(server.url, "bench", streams, swaps, swap, windows)
+        gaps, lost = _drive(server.url, streams, swaps, swap, windows, each_s)
         windows.private_mb.append(private_mb(server.pid))
     return gaps, windows, lost
 
 
 def _drive(
-    url: str, model: str, streams: int, swaps: int, swap: Callable[[int], None], windows: Windows
+    url: str, streams: int, swaps: int, swap: Callable[[int], None], windows: Windows, each_s: float
 ) -> tuple[Gaps, dict[str, int]]:
     """Run the streams; alternate quiet and swap windows of about the same length."""
-    seconds = 8.0 + swaps * 9.0
-    with streaming(url, model, streams, seconds) as client:
+    seconds = 8.0 + swaps * each_s
+    with streaming(url, MODEL, streams, seconds) as client:
         ends = time.monotonic() + seconds - 4.0
         for number in range(swaps):
             start = time.monotonic()
@@ -141,7 +159,8 @@ def _drive(
     return Gaps.of(result["arrivals"]), {k: result[k] for k in ("failed", "truncated")}
 
 
-def _figures(ours: Any, stock: Any, memcpy: float) -> dict[str, Any]:
+def figures_of(ours: Measured, stock: Measured) -> dict[str, Any]:
+    """What the streams saw of both."""
     (gaps, windows, lost), (stock_gaps, stock_windows, stock_lost) = ours, stock
     stall = _stall_ms(gaps, windows)
     stock_stall = _stall_ms(stock_gaps, stock_windows)
@@ -164,7 +183,6 @@ def _figures(ours: Any, stock: Any, memcpy: float) -> dict[str, Any]:
         "staging_gbps": statistics.median(windows.staging_gbps),
         "stage_ms": statistics.median(windows.stage_ms),
         "publish_ms": statistics.median(windows.publish_ms),
-        "memcpy_gbps": memcpy,
         "goodput_kept": gaps.tokens_per_s(windows.swapping) / gaps.tokens_per_s(windows.quiet),
         "goodput_kept_vllm": stock_gaps.tokens_per_s(stock_windows.swapping)
         / stock_gaps.tokens_per_s(stock_windows.quiet),

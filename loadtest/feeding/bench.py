@@ -102,7 +102,7 @@ def from_disk(site: Site, *, cached: bool) -> dict[str, float]:
     log.unlink(missing_ok=True)
     if not cached:
         forget(site.model / "model.safetensors")
-    stock = StockVllm(site.model, MODEL, log, VLLM_ARGS)
+    stock = StockVllm(site.model, MODEL, log, (*VLLM_ARGS, "--enforce-eager"))
     started_at = time.monotonic()
     with stock.running():
         up = time.monotonic()

@@ -1,0 +1,234 @@
+"""All that the phases without vLLM use of weightsync.vllm_engine: stagers, builders, generations, buffers.
+
+They drive the code that an instance on an accelerator runs (`cuda.py`), on a CPU, too. vLLM itself is not there, even
+where it is installed: the stager's few questions to it are answered here, so that a machine without it and a machine
+with it run the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from loadtest.gpu_day.device import Device
+from loadtest.gpu_day.stack import DTYPE, Part, Shape, Stack, parts
+from weightsync import Publisher
+from weightsync.control.records import VersionRecord
+from weightsync.format.fingerprint import combine
+from weightsync.store import SyncStore
+from weightsync.vllm_engine import stager as stagers
+from weightsync.vllm_engine.bundle import BASE, Bundle, HeldBundles, Piece
+from weightsync.vllm_engine.cuda import MOST_COPIES, CopyGeneration, Cuda, DevicePool
+from weightsync.vllm_engine.generation import Generation, build_flips
+from weightsync.vllm_engine.layout import plan_layout
+from weightsync.vllm_engine.placement import pair_parameters
+from weightsync.vllm_engine.pool import Notes
+from weightsync.vllm_engine.processing import Change
+from weightsync.vllm_engine.stager import Garbage, StageOrder, Stager
+
+__all__ = ["BASE", "Bundle", "HeldBundles"]
+MODEL = "gpu-day"
+SHM = Path("/dev/shm")  # noqa: S108 - where instances keep their slots
+TWIN = Cuda.twin  # where a twin is made
+KEPT = 3  # published versions: live, previous and the one that is written
+
+
+def _stub(**names: Any) -> ModuleType:
+    module = ModuleType("stub")
+    module.__dict__.update(names)
+    return module
+
+
+class _Nothing:
+    """A class of vLLM's that no module here is of."""
+
+
+STUBS = {
+    "vllm.model_executor.layers.attention": _stub(Attention=_Nothing, is_deferred_attention_layer=lambda _: False),
+    "vllm.model_executor.layers.quantization.base_config": _stub(QuantizeMethodBase=_Nothing),
+    "vllm.model_executor.model_loader.mtp_validation": _stub(disable_mtp_completeness_check=contextlib.nullcontext),
+}
+
+
+@contextlib.contextmanager
+def without_vllm() -> Iterator[None]:
+    """What the stager asks of vLLM is answered by stubs; any other import of vLLM fails, as where it is missing."""
+    stubs: dict[str, Any] = {**STUBS, "vllm": None}
+    saved = {name: sys.modules[name] for name in stubs if name in sys.modules}
+    sys.modules.update(stubs)
+    try:
+        yield
+    finally:
+        for name in stubs:
+            del sys.modules[name]
+        sys.modules.update(saved)
+
+
+@contextlib.contextmanager
+def arena(nbytes: int) -> Iterator[Path]:
+    """A directory for slots of so many bytes in all: in shared memory, or on a disk where that is too small."""
+    found = os.statvfs(SHM)
+    root = SHM if found.f_bavail * found.f_frsize > nbytes else Path(tempfile.gettempdir())
+    directory = Path(tempfile.mkdtemp(prefix="hotswap-gpu-day-", dir=root))
+    try:
+        with patch.dict(os.environ, {"HOTSWAP_ARENA": str(directory)}):
+            yield directory
+    finally:
+        while directory.exists():  # a stager's spare slots may still be on their way
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+class Versions:
+    """Publishes what `stack.Part.value` gives for a number, or what the caller puts in its place."""
+
+    def __init__(self, publisher: Publisher, shape: Shape, device: Device) -> None:
+        self._publisher, self._shape, self._device = publisher, shape, device
+
+    def publish(self, number: int, instead: Mapping[str, torch.Tensor] | None = None) -> VersionRecord:
+        """`instead` replaces tensors by name, or adds some."""
+        version = self._publisher.publish(self._tensors(number, dict(instead or {})), activate=False)
+        return next(record for record in self._publisher.versions() if record.version == version)
+
+    def _tensors(self, number: int, given: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        for part in parts(self._shape):
+            found = given.pop(part.name, None)
+            yield part.name, found if found is not None else part.value(number, self._device.torch).cpu()
+        yield from given.items()
+
+
+@contextlib.contextmanager
+def versions(shape: Shape, device: Device) -> Iterator[Versions]:
+    """A store and an arena of their own, and what a `Side` needs around it."""
+    with arena(shape.nbytes * KEPT) as directory, without_vllm():
+        url = f"sqlite://{directory}/store.db"
+        SyncStore(url).close()
+        with Publisher(url, model=MODEL) as publisher:
+            yield Versions(publisher, shape, device)
+
+
+class Side:
+    """The staging side of a worker: a model that runs, its twin, and the stager over both."""
+
+    def __init__(
+        self, live: nn.Module, twin: Callable[[], nn.Module], device: Device, *, copies: int = MOST_COPIES
+    ) -> None:
+        """`copies`: versions that lie on the device."""
+        parallel = SimpleNamespace(rank=0, world_size=1, local_world_size=1)
+        place = Cuda(device.torch, copies=copies)
+        place.reserve(live)
+        self.live = live
+        self.twin: nn.Module | None = None
+
+        def skeleton(*_: Any) -> nn.Module:
+            self.twin = twin()
+            return self.twin
+
+        with patch.object(stagers, "build_skeleton", skeleton):
+            config = SimpleNamespace(parallel_config=parallel)
+            self.stager = Stager(live, config, SimpleNamespace(dtype=DTYPE), place)
+
+    def start(self, record: VersionRecord, garbage: Garbage | None = None) -> None:
+        """Begin staging; `garbage` is freed first, on the stager's thread."""
+        order = StageOrder(record.version, record.slot, record.manifest_digest)
+        self.stager.start(order, garbage or Garbage([], []), threading.Event())
+
+    def staged(self, record: VersionRecord) -> Generation:
+        """Wait for it. Raises StagingFailed, also where what was built has another fingerprint than what was
+        published."""
+        self.stager.wait()
+        report = self.stager.report
+        if report.error is not None:
+            raise StagingFailed(f"version {record.version} was not staged: {report.error['message']}")
+        if combine([report.sums]) != record.fingerprint:
+            raise StagingFailed(f"version {record.version} was built with another fingerprint than the published one")
+        return self.stager.take()
+
+    def stage(self, record: VersionRecord, garbage: Garbage | None = None) -> Generation:
+        self.start(record, garbage)
+        return self.staged(record)
+
+
+class StagingFailed(Exception):
+    """A version could not be staged; the message says why."""
+
+
+def bundle(version: int, generation: Generation) -> Bundle:
+    """A version of a base model alone."""
+    return Bundle(version, {BASE: Piece(generation, {})})
+
+
+class Unpublished:
+    """Generations of a `Stack` whose buffers are filled on the device itself: nothing is published or staged."""
+
+    def __init__(self, live: Stack, device: Device) -> None:
+        twin = Stack(live.shape, torch.device("meta"))
+        self._parts: dict[str, list[Part]] = {}
+        for part in parts(live.shape):
+            self._parts.setdefault(part.target, []).append(part)
+        self._pairs = pair_parameters(live, twin)
+        self._layout = plan_layout(self._pairs, device.torch, 0, 1, filled=self._parts)
+        self._pool = DevicePool(device.torch, MOST_COPIES)
+
+    def generation(self, number: int) -> CopyGeneration:
+        """One that makes the live model what `live.load(number)` makes it."""
+        slot = self._pool.acquire(self._layout.nbytes)
+        for entry in self._layout.entries:
+            target = entry.view(slot.data)
+            for part in self._parts[entry.source]:
+                part.of(target).copy_(part.value(number, target.device))
+        slot.seal(f"v{number}", Notes())
+        return CopyGeneration(number, f"v{number}", build_flips(self._pairs, self._layout, slot.data, {}), slot)
+
+
+class FlipRefused(Exception):
+    """What a generation that `breaks` raises."""
+
+
+class _Refuses(dict[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise FlipRefused("this flip fails when its tensors are copied")
+
+
+def breaks(generation: Generation) -> None:
+    """Have its commit fail behind its tensors: all of them are copied by then."""
+    generation.flips.changes.append(Change("broken", _Refuses(), "broken", 1))
+
+
+def staged_tensors(generation: Generation) -> list[torch.Tensor]:
+    """The tensors in its buffer."""
+    return [staged for _, staged in generation.flips.tensors]
+
+
+def reserved_tensors(side: Side) -> list[torch.Tensor]:
+    """What the stager's pool and builder hold themselves, besides what generations hold."""
+    return list(_tensors_in([side.stager.place, side.stager._builder], set()))
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for held in value.values():
+            yield from _tensors_in(held, seen)
+    elif isinstance(value, (list, tuple, set)):
+        for held in value:
+            yield from _tensors_in(held, seen)
+    elif type(value).__module__.startswith("weightsync.vllm_engine"):
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        for held in [*(getattr(value, name, None) for name in slots), *getattr(value, "__dict__", {}).values()]:
+            yield from _tensors_in(held, seen)

@@ -1,0 +1,253 @@
+"""`memory`, `stage`: what a staging takes of the device's memory, and of the steps that run beside it."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from loadtest.gpu_day import engine
+from loadtest.gpu_day.device import Device, Replayed
+from loadtest.gpu_day.report import Report
+from loadtest.gpu_day.stack import LLAMA_8B, SMALL, Shape, Stack
+from weightsync.vllm_engine.stager import Garbage
+
+SWAPS = 5
+LAYERS = 8  # of the shape of 8 B, in what is published: the rest would show the same
+COPIES = 6.0  # of the weights, at most, with the twin that is given up after the first staging
+OTHER_SHARE = 0.02  # of the weights, and
+OTHER_NBYTES = 64 << 20  # at least: outputs, sums, multipliers, libraries' workspaces
+Block = tuple[int, int]  # address and size
+ALONE_S, BESIDE = 2.0, 3
+STEP_TOKENS = 16
+SMALLEST_STEPS = 20
+
+
+def memory(report: Report, device: Device, small: bool) -> None:
+    """Five swaps as a worker does them, with a version to go back to; what lies on the device after each."""
+    shape = SMALL if small else _layers(device)
+    live, tokens = Stack(shape, device.torch), torch.zeros(STEP_TOKENS, dtype=torch.int64, device=device.torch)
+    weights = sum(t.nbytes for t in live.tensors().values())
+    step = Replayed(device, lambda: live(tokens))
+    before = set(_blocks(device))
+    before -= {block for block in before if _owner(block, _ranges(device, {"live": _all_of(live)}))}
+    report.say("graph_and_libraries", mb=sum(nbytes for _, nbytes in before) / 1e6 if device.cuda else 0.0)
+    held, found = engine.HeldBundles(), []
+    with engine.versions(shape, device) as versions:
+        side = engine.Side(live, lambda: Stack(shape, engine.TWIN), device)
+        for number in range(1, SWAPS + 1):
+            record = versions.publish(number)
+            device.wait()
+            if device.cuda:
+                torch.cuda.reset_peak_memory_stats(device.torch)
+            generation = side.stage(record, Garbage(*held.sweep()))  # type: ignore[arg-type]
+            staged = _allocator(device, weights)
+            held.commit(engine.bundle(number, generation), None)
+            del generation
+            step()
+            device.wait()
+            census = _census(device, live, side, held, before)
+            found.append(census)
+            report.say(
+                f"swap_{number}",
+                not (wrong := live.wrong(number)),
+                wrong=wrong[:5],
+                weights_gb=weights / 1e9,
+                in_weights={kind: nbytes / weights for kind, nbytes in sorted(census.items())},
+                **{f"{name}_in_weights": value for name, value in _allocator(device, weights).items()},
+                **{f"{name}_when_staged_in_weights": value for name, value in staged.items()},
+            )
+        _judge(report, found, weights)
+        for kept in filter(None, (held.live, held.previous)):
+            kept.pieces[engine.BASE].generation.release()
+
+
+def _judge(report: Report, found: list[dict[str, int]], weights: int) -> None:
+    """From the third swap on nothing more is held, and all of it has an owner."""
+    totals = [sum(census.values()) for census in found]
+    grown = max(totals[2:]) - totals[2]
+    report.say("memory_does_not_grow", grown <= OTHER_NBYTES, grown_mb=grown / 1e6, totals_mb=[t / 1e6 for t in totals])
+    other = max(census.get("other", 0) for census in found)
+    allowed = max(OTHER_NBYTES, int(OTHER_SHARE * weights))
+    report.say("everything_has_an_owner", other <= allowed, other_mb=other / 1e6, allowed_mb=allowed / 1e6)
+
+
+def _census(
+    device: Device, live: Stack, side: engine.Side, held: engine.HeldBundles, before: set[Block]
+) -> dict[str, int]:
+    """Bytes of the device's blocks that were not there `before`, by what owns them."""
+    owners: dict[str, Iterable[torch.Tensor]] = {"live": _all_of(live)}
+    for name, bundle in (("live version", held.live), ("previous version", held.previous)):
+        pieces = bundle.pieces.values() if bundle is not None else ()
+        owners[name] = [t for piece in pieces for t in engine.staged_tensors(piece.generation)]  # type: ignore[arg-type]
+    owners["garbage"] = [t for g in held.garbage for t in engine.staged_tensors(g)]  # type: ignore[arg-type]
+    owners["reserved"] = engine.reserved_tensors(side)
+    owners["twin"] = _all_of(side.twin) if side.twin is not None else ()
+    ranges = _ranges(device, owners)
+    census: dict[str, int] = {}
+    for block in set(_blocks(device)) - before:
+        kind = _owner(block, ranges) or "other"
+        census[kind] = census.get(kind, 0) + block[1]
+    return census
+
+
+def _all_of(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _ranges(device: Device, owners: Mapping[str, Iterable[torch.Tensor]]) -> list[tuple[str, int, int]]:
+    """(owner, address, size) of each storage on the device."""
+    return [
+        (kind, storage.data_ptr(), storage.nbytes())
+        for kind, tensors in owners.items()
+        for tensor in tensors
+        if tensor.device.type == device.torch.type and (storage := tensor.untyped_storage()).nbytes()
+    ]
+
+
+def _owner(block: Block, ranges: list[tuple[str, int, int]]) -> str:
+    """The first whose memory it is; "" if there is none."""
+    address, nbytes = block
+    return next((kind for kind, at, size in ranges if at < address + nbytes and address < at + size), "")
+
+
+def _blocks(device: Device) -> Iterator[Block]:
+    """Address and size of each block that is in use; on a CPU the storages of tensors that Python knows."""
+    if not device.cuda:
+        tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.device.type == "cpu"]
+        yield from {(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors}
+        return
+    for segment in torch.cuda.memory_snapshot():
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"].startswith("active"):
+                yield address, block["size"]
+            address += block["size"]
+
+
+def _allocator(device: Device, weights: int) -> dict[str, float]:
+    """What torch's allocator says, in multiples of the weights."""
+    if not device.cuda:
+        return {}
+    figures = {
+        "allocated": torch.cuda.memory_allocated(device.torch),
+        "peak": torch.cuda.max_memory_allocated(device.torch),
+        "reserved": torch.cuda.memory_reserved(device.torch),
+    }
+    return {name: value / weights for name, value in figures.items()}
+
+
+def _layers(device: Device) -> Shape:
+    return replace(LLAMA_8B, layers=LAYERS).fitted(device.free_nbytes(), COPIES)
+
+
+class Decoding:
+    """A thread that replays a step again and again on a stream of its own, as an engine between its steps."""
+
+    def __init__(self, device: Device, live: Stack) -> None:
+        self._device, self._stream = device, device.stream()
+        tokens = torch.arange(STEP_TOKENS, device=device.torch) % live.shape.vocab
+        self._step = Replayed(device, lambda: live(tokens))
+        self._stop, self._thread = threading.Event(), threading.Thread(target=self._run, name="decoding")
+        self.ends: list[float] = []
+        self.failed: BaseException | None = None
+
+    def __enter__(self) -> Decoding:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self.failed is not None:
+            raise self.failed
+
+    def _run(self) -> None:
+        try:
+            with self._device.on(self._stream):
+                while not self._stop.is_set():
+                    self._step()
+                    if self._stream is not None:
+                        self._stream.synchronize()
+                    self.ends.append(time.perf_counter())
+        except BaseException as error:
+            self.failed = error
+
+    def between(self, begin: float, end: float) -> list[float]:
+        """Milliseconds of each step that ended in that time."""
+        ends = [at for at in list(self.ends) if begin <= at <= end]
+        return [(b - a) * 1e3 for a, b in itertools.pairwise(ends)]
+
+    def wait(self, steps: int) -> None:
+        """Until so many more are done."""
+        wanted = len(self.ends) + steps
+        while len(self.ends) < wanted and self.failed is None:
+            self._stop.wait(0.001)
+
+
+def stage(report: Report, device: Device, small: bool) -> None:
+    """Versions staged with nothing beside, then beside steps that are replayed; what was built, byte for byte."""
+    shape = SMALL if small else _layers(device)
+    live = Stack(shape, device.torch)
+    live.load(0)
+    numbers = iter(range(1, 2 * BESIDE + 3))
+    with engine.versions(shape, device) as versions:
+        decoding = Decoding(device, live)  # captures before there are other threads
+        side = engine.Side(live, lambda: Stack(shape, engine.TWIN), device)
+        previous: list[Any] = []
+
+        def staged() -> tuple[int, Any, float, float]:
+            number = next(numbers)
+            begun = time.perf_counter()
+            record = versions.publish(number)
+            publish_s = time.perf_counter() - begun
+            garbage, previous[:] = Garbage(previous[:], []), []
+            begun = time.perf_counter()
+            generation = side.stage(record, garbage)  # raises where a sum is not the published one
+            seconds = time.perf_counter() - begun
+            previous.append(generation)
+            return number, generation, seconds, publish_s
+
+        number, generation, seconds, publish_s = staged()
+        nbytes = shape.nbytes
+        report.say("first", weights_gb=nbytes / 1e9, seconds=seconds, gbps=nbytes / 1e9 / seconds, publish_s=publish_s)
+        idle = [staged()[2] for _ in range(BESIDE)]
+        report.say("nothing_beside", gbps=nbytes / 1e9 / statistics.median(idle), seconds=idle)
+        beside, alone, during = [], [], []
+        with decoding:
+            for _ in range(BESIDE):
+                decoding.wait(SMALLEST_STEPS)
+                begun = time.perf_counter()
+                while time.perf_counter() - begun < (ALONE_S if not small else 0.0):
+                    decoding.wait(1)
+                alone += decoding.between(begun, time.perf_counter()) or decoding.between(0.0, time.perf_counter())
+                record_begun = time.perf_counter()
+                number, generation, seconds, publish_s = staged()
+                end = time.perf_counter()
+                beside.append(seconds)
+                during += decoding.between(record_begun + publish_s, end)
+        figures: dict[str, Any] = {f"alone_{k}": v for k, v in _steps(alone).items()}
+        figures |= {f"staging_{k}": v for k, v in _steps(during).items()}
+        report.say("beside_steps", gbps=nbytes / 1e9 / statistics.median(beside), seconds=beside, **figures)
+        generation.commit()
+        device.wait()
+        report.say("every_built_byte_is_right", not (wrong := live.wrong(number)), wrong=wrong[:5], version=number)
+        for kept in previous:
+            kept.release()
+
+
+def _steps(ms: list[float]) -> dict[str, float | int]:
+    if not ms:
+        return {"steps": 0}
+    ordered = sorted(ms)
+    at = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    figures = {f"step_{k}_ms": ordered[min(len(ordered) - 1, int(q * len(ordered)))] for k, q in at.items()}
+    return {"steps": len(ms), **figures}
