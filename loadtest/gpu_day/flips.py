@@ -115,7 +115,7 @@ def _tied(
 ) -> None:
     """Two versions and back.
 
-    A tied model cannot hold a version whose head is not its embedding; what becomes of one is said, and not judged.
+    A tied model cannot hold a version whose head is not its embedding: that must be refused.
     """
     generations, expected = [], []
     side = engine.Side(live, lambda: Stack(shape, engine.TWIN), device)
@@ -142,7 +142,7 @@ def _tied(
         kept = live.head.weight is live.embed.weight
         wrong += [] if kept == live.shape.tied else ["the head has come off the embedding"]
     impossible = live.shape.tied and not shape.tied and not equal
-    report.say(name, None if impossible else not wrong, wrong=wrong)
+    report.say(name, not (wrong or impossible), wrong=wrong)
 
 
 def _buffers(report: Report, device: Device) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from weightsync.format.fingerprint import Words
 from weightsync.vllm_engine.layout import Layout
 from weightsync.vllm_engine.linear import LinearFn, packed_linear, plain_linear
-from weightsync.vllm_engine.placement import Pair, held
+from weightsync.vllm_engine.placement import Pair, UnsupportedModelError, held
 from weightsync.vllm_engine.pool import Notes
 from weightsync.vllm_engine.processing import GONE, Change
 
@@ -96,6 +96,10 @@ class StagingDevice(Protocol):
 KV_SCALES = ("_k_scale_float", "_v_scale_float")  # of vLLM's attention: what a quantised KV cache was written with
 
 
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype is other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 @dataclass
 class Flips:
     """What a commit does: (live tensor, staged tensor) pairs, no live tensor twice, and changes of attributes."""
@@ -154,9 +158,13 @@ class Generation:
 
 
 def build_flips(pairs: list[Pair], layout: Layout, data: torch.Tensor, private: dict[str, LinearFn]) -> Flips:
-    """Flips onto the tensors in `data` (the layout slot's bytes) and the `private` kernels."""
+    """Flips onto the tensors in `data` (the layout slot's bytes) and the `private` kernels.
+
+    Raises UnsupportedModelError where one running tensor would get two different ones.
+    """
     plain, packed = layout.plain, layout.packed
     tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # two modules may hold one tensor
+    sources: dict[int, str] = {}
     changes: dict[str, Change] = {}
     for pair in pairs:
         path, state = f"{pair.module_name}.cpu_linear", pair.live.__dict__
@@ -170,5 +178,12 @@ def build_flips(pairs: list[Pair], layout: Layout, data: torch.Tensor, private: 
         elif pair.role != "processed" and pair.source in plain:
             live = held(pair.live, pair.leaf)
             assert live is not None
-            tensors[id(live)] = live, plain[pair.source].view(data)
+            staged = plain[pair.source].view(data)
+            first = sources.setdefault(id(live), pair.source)
+            if first != pair.source and not _alike(tensors[id(live)][1], staged):
+                raise UnsupportedModelError(
+                    f"{first!r} and {pair.source!r} are one tensor in the running model, and differ in this version: "
+                    "start an instance on it"
+                )
+            tensors[id(live)] = live, staged
     return Flips(list(tensors.values()), list(changes.values()))

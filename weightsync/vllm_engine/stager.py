@@ -220,10 +220,10 @@ class Stager:
                 built, notes = self._complete(reader, slot, pace)
                 if not slot.built:
                     slot.seal(key, notes)
+                flips = build_flips(self._pairs, layout, slot.data, built.private)
             except BaseException:
                 slot.release()
                 raise
-            flips = build_flips(self._pairs, layout, slot.data, built.private)
             plan = self._builder.plan
             flips.tensors += [(plan.live[path], view.of(slot.data)) for path, view in layout.views.items()]
             flips.changes += built.changes

@@ -11,7 +11,7 @@ from torch import nn
 from weightsync.vllm_engine.cuda import CopyGeneration
 from weightsync.vllm_engine.generation import Flips, Generation, build_flips
 from weightsync.vllm_engine.layout import plan_layout
-from weightsync.vllm_engine.placement import pair_parameters
+from weightsync.vllm_engine.placement import UnsupportedModelError, pair_parameters
 from weightsync.vllm_engine.processing import GONE, Change
 
 KINDS = [Generation, CopyGeneration]
@@ -96,3 +96,21 @@ def test_tied_weights_share_a_source() -> None:
         ("0.weight", "0.weight"),
         ("1.weight", "0.weight"),
     ]
+
+
+def test_a_tied_tensor_that_a_version_has_twice_is_refused_unless_both_are_equal() -> None:
+    """The running model looks up and multiplies by one tensor: the head's bytes would be the embedding's, too."""
+    live, twin = (nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)) for _ in range(2))
+    live[1].weight = live[0].weight
+    for model in (live, twin):
+        model.requires_grad_(False)
+    pairs = pair_parameters(live, twin)
+    layout = plan_layout(pairs, torch.device("cpu"), 0, 1)
+    data = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for name in ("0.weight", "1.weight"):
+        layout.plain[name].view(data).fill_(7)
+    Generation(1, "d", build_flips(pairs, layout, data, {})).commit()
+    assert value(live[0]) == 7
+    layout.plain["1.weight"].view(data)[0, 0] = 8
+    with pytest.raises(UnsupportedModelError, match=r"'0.weight' and '1.weight' are one tensor"):
+        build_flips(pairs, layout, data, {})
