@@ -26,6 +26,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   ├── PartsMismatch         the parts that the workers hold do not make up the tensor
 │   └── UnsupportedDtype      its element type cannot be carried
 ├── QuantizationError         weights cannot be quantised as asked, or as they are served
+├── ConfigMismatch            a version's configuration does not fit to what the instances serve
 ├── PartNotServed             an instance runs no draft model, or no adapters, to swap
 ├── CheckpointError           a checkpoint directory cannot be read
 ├── DeltaError                not a delta, or a damaged one
@@ -311,6 +312,22 @@ class QuantizationError(WeightSyncError):
     def __init__(self, message: str, tensor: str | None = None) -> None:
         self.tensor = tensor
         super().__init__(message)
+
+
+class ConfigMismatch(WeightSyncError):
+    """A version has other tensors, and its config.json does not fit to the tokenizer and the code that instances have.
+
+    `field` of config.json is to blame.
+    """
+
+    code = "config_mismatch"
+
+    def __init__(self, field: str, problem: str) -> None:
+        self.field = field
+        super().__init__(
+            f"the config.json of this version has another {field} ({problem}), which does not fit to the tokenizer and "
+            "the limits of the served model: serve it as a model of its own, with `hotswap up --model DIR --name NAME`"
+        )
 
 
 class PartNotServed(WeightSyncError):
