@@ -28,16 +28,18 @@ from .config import ITS_OWN, Form, InstanceConfig
 
 log = logging.getLogger("hotswap.instance")
 T = TypeVar("T")
+UNKNOWN = Form("unknown")  # what no version has
 OWN_FILES = frozenset({"config.json", "model.safetensors.index.json"})  # of a checkpoint, beside its *.safetensors
 
 
 async def form_to_start_with(config: InstanceConfig) -> Form:
-    """The form of the version that it is to run. Without the store: that of its directory, as at first."""
+    """The form of the version that it is to run. Without the store it is not known: it starts, and once more when the
+    store is back."""
     try:
         return await _with_store(config, lambda store: _choose(config, store))
     except (StoreError, RecordError) as error:
         log.warning("starting with the configuration of %s: %s", config.model_dir, error)
-        return ITS_OWN
+        return UNKNOWN
 
 
 async def tell_failure(config: InstanceConfig, swap_id: str, error: Exception) -> None:
