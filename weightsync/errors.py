@@ -195,6 +195,9 @@ class TensorError(WeightSyncError):
         super().__init__(message)
 
 
+OTHER_FORM = ", or give the config.json of a checkpoint that is so (config=, `hotswap weights push DIR`)"
+
+
 class TensorMismatch(TensorError):
     """A tensor is not what the reference schema says; `expected` and `got` are what they say of it."""
 
@@ -211,7 +214,7 @@ class MissingTensor(TensorMismatch):
     code = "missing_tensor"
 
     def __init__(self, tensor: str, expected: object = None) -> None:
-        super().__init__(tensor, expected, None, f"tensor {tensor!r} is missing: publish every tensor of the model")
+        super().__init__(tensor, expected, None, f"tensor {tensor!r} is missing: publish every tensor{OTHER_FORM}")
 
 
 class UnexpectedTensor(TensorMismatch):
@@ -220,7 +223,7 @@ class UnexpectedTensor(TensorMismatch):
     code = "unexpected_tensor"
 
     def __init__(self, tensor: str, got: object = None) -> None:
-        message = f"tensor {tensor!r} is not part of the served model: leave it out, or check the name"
+        message = f"tensor {tensor!r} is not part of the served model: leave it out{OTHER_FORM}"
         super().__init__(tensor, None, got, message)
 
 
@@ -230,7 +233,9 @@ class ShapeMismatch(TensorMismatch):
     code = "shape_mismatch"
 
     def __init__(self, tensor: str, expected: Sequence[int], got: Sequence[int]) -> None:
-        message = f"tensor {tensor!r} has shape {list(got)}, the served model has {list(expected)}"
+        message = (
+            f"tensor {tensor!r} has shape {list(got)}, the served model has {list(expected)}: check it{OTHER_FORM}"
+        )
         super().__init__(tensor, tuple(expected), tuple(got), message)
 
 
@@ -240,7 +245,7 @@ class DtypeMismatch(TensorMismatch):
     code = "dtype_mismatch"
 
     def __init__(self, tensor: str, expected: str, got: str) -> None:
-        message = f"tensor {tensor!r} is {got}, the served model has {expected}: convert it before publishing"
+        message = f"tensor {tensor!r} is {got}, the served model has {expected}: convert it{OTHER_FORM}"
         super().__init__(tensor, expected, got, message)
 
 

@@ -65,11 +65,12 @@ class Ledger:
                 self._fence = await self.store.compare_and_swap(key, _revision(found), mine)
                 return
 
-    async def schema(self, part: str = BASE) -> Schema | None:
-        """The tensors of the version that a new one would carry on, or of a part of it; adapters have none."""
+    async def schema(self, part: str = BASE, onto: int | None = None) -> Schema | None:
+        """The tensors of the version that a new one carries on (`onto`, if one is asked for), or of a part of it;
+        adapters have none. Raises PublishError."""
         if not has_schema(part):
             return None
-        if part == BASE and (basis := (await self._basis(None))[0]) is not None and basis.form:
+        if part == BASE and (basis := (await self._basis(onto))[0]) is not None and basis.form:
             return (await self._form_of(basis.form))[1]
         if part not in self._schemas and (found := await self.store.get(self.keys.part_schema(part))) is not None:
             self._schemas[part] = Schema.from_json(found.value)

@@ -269,7 +269,7 @@ class Publisher:
         """
         given = {part: named_tensors, **(parts or {})}
         text = json.dumps(dict(config), sort_keys=True) if config is not None else None
-        contents = {check_name(name): self._content(name, what, anew=text is not None) for name, what in given.items()}
+        contents = {check_name(n): self._content(n, what, onto, anew=text is not None) for n, what in given.items()}
         with contextlib.ExitStack() as stack:
             pieces = {name: (schema, {**(metadata or {}), **more}) for name, (_, schema, more) in contents.items()}
             about: dict[str, Any] = {"onto": onto, "step": step, "source": source, "config": text}
@@ -360,12 +360,12 @@ class Publisher:
         )
 
     def _content(
-        self, part: str, what: NamedTensors | Adapter, *, anew: bool
+        self, part: str, what: NamedTensors | Adapter, onto: int | None, *, anew: bool
     ) -> tuple[Iterable[tuple[str, Any]], Schema, dict[str, str]]:
         """(named tensors, their schema, metadata) of one part; `anew`: it may be another one than before."""
         given, metadata = (what.tensors, what.metadata) if isinstance(what, Adapter) else (what, {})
         items = given.items() if isinstance(given, Mapping) else given
-        schema = None if anew else self.schema(part)
+        schema = None if anew else self._store.run(self._ledger.schema(part, onto))
         if schema is None or isinstance(items, (list, tuple)):
             items = list(items)
             schema = Schema({name: spec_of(name, tensor) for name, tensor in items})

@@ -21,7 +21,7 @@ from tests import stock
 from tests.live import LiveServer
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.timeout(1800)]  # every process starts cold
 PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(20 + 17 * i)] for i in range(3)]
 TOKENS = 24
 PATIENCE_S = 600.0
@@ -108,7 +108,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield Fleet(live, base)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "shape", "difference"),
     [
@@ -171,7 +170,9 @@ def test_a_restart_that_is_killed_goes_on_and_one_that_fails_goes_back(fleet: Fl
 
             broken = json.loads((other / "config.json").read_text())
             bad = make_kind(tmp_path / "bad", "llama", num_hidden_layers=3)
-            (bad / "config.json").write_text(json.dumps(broken))  # of two layers: vLLM starts, and cannot load the third
+            (bad / "config.json").write_text(
+                json.dumps(broken)
+            )  # of two layers: vLLM starts, and cannot load the third
             answer = ask(live, "", path=str(bad), drain_s=5)
             problem = answer.json()["error"]
             assert (answer.status_code, problem["code"]) == (409, "swap_aborted")

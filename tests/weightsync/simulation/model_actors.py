@@ -265,7 +265,7 @@ class Instance(Watcher):
         board = Board(KEYS, *self.store.list(KEYS.root))
         start = start_of(board, self.name)
         if start is None:
-            return None
+            return
         if start.swap_id is not None:
             self.faults.seen["started for a swap"] += 1
             before = board.starts.get(self.name)
@@ -275,10 +275,10 @@ class Instance(Watcher):
             said = StartRecord(start.swap_id, attempts + 1, BROKEN if failed else None)
             self.store.put(KEYS.start(self.name), said.to_json())
             if failed:
-                return None
+                return
         self.started, self.engine.form = True, start.form
         self.record = replace(self.record, form=start.form, swap_id=start.swap_id)
-        return None
+        return
 
     @property
     def _stages(self) -> bool:

@@ -287,7 +287,9 @@ class World:
         swap = self._swap()
         if swap is not None and swap.phase == "commit":  # it is reverted
             former = swap.former
-            require(former and (former.version, former.previous) == (active.version, active.previous), "reverted wrongly")
+            require(
+                former and (former.version, former.previous) == (active.version, active.previous), "reverted wrongly"
+            )
             self.commits.append(active)
             return
         if before is not None:
