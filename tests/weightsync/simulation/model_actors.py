@@ -413,8 +413,8 @@ class Instance(Watcher):
             return self._say(agent_state.torn(record, BROKEN))
         engine, version = self.engine, self.board.version(active.version)
         form = version.form if version is not None else None
-        assert engine.form in (None, form), f"{self.name} loads a version of another form than its engine's"
-        engine.form = form
+        self.faults.seen["misloaded"] += engine.form not in (None, form)
+        engine.form = engine.form if engine.form is not None else form
         engine.version, engine.fingerprint = active.version, engine.held[active.version]
         kept = {active.version, record.active_version}
         engine.held = {version: held for version, held in engine.held.items() if version in kept}
