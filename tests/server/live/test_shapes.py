@@ -5,6 +5,7 @@ Every answer says which version wrote which token, and those are the tokens of a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections import Counter
@@ -20,6 +21,8 @@ from loadtest.model_kinds import make_kind
 from tests import stock
 from tests.live import LiveServer
 from tests.waiting import wait_until
+from weightsync.control.records import Keys, StartRecord
+from weightsync.store import SyncStore
 
 pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.timeout(1800)]  # every process starts cold
 PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(20 + 17 * i)] for i in range(3)]
@@ -79,6 +82,19 @@ def everywhere(live: LiveServer, version: int) -> bool:
     return found == [("SERVING", version, True)] * 2
 
 
+def following(live: LiveServer) -> int:
+    """The number of the next version."""
+    return 1 + max(int(v["version"]) for v in live.admin.get("/admin/weights").json()["versions"])
+
+
+def attempts(live: LiveServer, name: str) -> int:
+    """How often the instance was started for the swap in flight, or the last one."""
+    with contextlib.closing(SyncStore(live.processes.store)) as store:
+        found = store.get(Keys(live.name).start(name))
+    started = StartRecord.from_json(found.value) if found is not None else None
+    return started.attempts if started is not None and started.swap_id == swap_of(live)["id"] else 0
+
+
 def swap_of(live: LiveServer) -> dict[str, Any]:
     return dict(live.admin.get("/admin/swap").json()["swap"])
 
@@ -122,17 +138,18 @@ def test_other_tensors_come_by_restarts_and_go_by_them(
     fleet: Fleet, tmp_path: Path, kind: str, shape: dict[str, Any], difference: str
 ) -> None:
     live, before = fleet.live, fleet.back_at_the_base()
+    after = following(live)
     other = make_kind(tmp_path / "other", kind, **shape)
     answers = stock.answers(other, PROMPTS, TOKENS)
     pids = [record["pid"] for record in live.instances()]
-    with Clients(live.url, {before: fleet.answers, before + 1: answers}) as clients:
+    with Clients(live.url, {before: fleet.answers, after: answers}) as clients:
         answer = ask(live, "", path=str(other), drain_s=5)
         assert answer.status_code == 200, answer.text
         swap = answer.json()["swap"]
-        assert (answer.json()["version"], swap["ok"], swap["mode"]) == (before + 1, True, "rolling")
+        assert (answer.json()["version"], swap["ok"], swap["mode"]) == (after, True, "rolling")
         assert difference in swap["changes"]
-        assert everywhere(live, before + 1)
-        wait_until(lambda: clients.answered[before + 1] > len(PROMPTS))
+        assert everywhere(live, after)
+        wait_until(lambda: clients.answered[after] > len(PROMPTS))
         assert said(live) == answers
 
         back = ask(live, "/rollback", drain_s=5)
@@ -145,8 +162,9 @@ def test_other_tensors_come_by_restarts_and_go_by_them(
 
 def test_a_restart_that_is_killed_goes_on_and_one_that_fails_goes_back(fleet: Fleet, tmp_path: Path) -> None:
     live, before = fleet.live, fleet.back_at_the_base()
+    after = following(live)
     other = make_kind(tmp_path / "other", "llama", tie_word_embeddings=False)
-    answers: dict[int, list[list[int]]] = {before: fleet.answers, before + 1: stock.answers(other, PROMPTS, TOKENS)}
+    answers: dict[int, list[list[int]]] = {before: fleet.answers, after: stock.answers(other, PROMPTS, TOKENS)}
     supervised = threading.Event()
 
     def supervise() -> None:
@@ -160,13 +178,14 @@ def test_a_restart_that_is_killed_goes_on_and_one_that_fails_goes_back(fleet: Fl
             done: list[httpx.Response] = []
             pushing = threading.Thread(target=lambda: done.append(ask(live, "", path=str(other), drain_s=5)))
             pushing.start()
-            wait_until(lambda: len(live.instances()) == 1, PATIENCE_S)
+            wait_until(lambda: attempts(live, "instance-0") == 1, PATIENCE_S)
             canary = live.processes.children["instance-0"].process.pid
             psutil.Process(canary).kill()
             pushing.join(PATIENCE_S)
             assert done[0].status_code == 200, done[0].text
-            assert everywhere(live, before + 1)
-            assert said(live) == answers[before + 1]
+            assert attempts(live, "instance-0") == 2
+            assert everywhere(live, after)
+            assert said(live) == answers[after]
 
             broken = json.loads((other / "config.json").read_text())
             bad = make_kind(tmp_path / "bad", "llama", num_hidden_layers=3)
@@ -177,10 +196,10 @@ def test_a_restart_that_is_killed_goes_on_and_one_that_fails_goes_back(fleet: Fl
             problem = answer.json()["error"]
             assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
             assert "model.layers.2." in problem["message"]
-            wait_until(lambda: everywhere(live, before + 1), PATIENCE_S)
+            wait_until(lambda: everywhere(live, after), PATIENCE_S)
         assert not clients.wrong
         assert swap_of(live)["phase"] == "aborted"
-        assert said(live) == answers[before + 1]
+        assert said(live) == answers[after]
     finally:
         supervised.set()
         supervisor.join()
