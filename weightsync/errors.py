@@ -27,6 +27,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   └── UnsupportedDtype      its element type cannot be carried
 ├── QuantizationError         weights cannot be quantised as asked, or as they are served
 ├── UnsupportedVllm           vLLM is a release that this is not written against
+├── ConfigMismatch            a version's configuration does not fit to what the instances serve
 ├── PartNotServed             an instance runs no draft model, or no adapters, to swap
 ├── CheckpointError           a checkpoint directory cannot be read
 ├── DeltaError                not a delta, or a damaged one
@@ -195,6 +196,9 @@ class TensorError(WeightSyncError):
         super().__init__(message)
 
 
+OTHER_FORM = ", or give the config.json of a checkpoint that is so (config=, `hotswap weights push DIR`)"
+
+
 class TensorMismatch(TensorError):
     """A tensor is not what the reference schema says; `expected` and `got` are what they say of it."""
 
@@ -211,7 +215,7 @@ class MissingTensor(TensorMismatch):
     code = "missing_tensor"
 
     def __init__(self, tensor: str, expected: object = None) -> None:
-        super().__init__(tensor, expected, None, f"tensor {tensor!r} is missing: publish every tensor of the model")
+        super().__init__(tensor, expected, None, f"tensor {tensor!r} is missing: publish every tensor{OTHER_FORM}")
 
 
 class UnexpectedTensor(TensorMismatch):
@@ -220,7 +224,7 @@ class UnexpectedTensor(TensorMismatch):
     code = "unexpected_tensor"
 
     def __init__(self, tensor: str, got: object = None) -> None:
-        message = f"tensor {tensor!r} is not part of the served model: leave it out, or check the name"
+        message = f"tensor {tensor!r} is not part of the served model: leave it out{OTHER_FORM}"
         super().__init__(tensor, None, got, message)
 
 
@@ -230,7 +234,9 @@ class ShapeMismatch(TensorMismatch):
     code = "shape_mismatch"
 
     def __init__(self, tensor: str, expected: Sequence[int], got: Sequence[int]) -> None:
-        message = f"tensor {tensor!r} has shape {list(got)}, the served model has {list(expected)}"
+        message = (
+            f"tensor {tensor!r} has shape {list(got)}, the served model has {list(expected)}: check it{OTHER_FORM}"
+        )
         super().__init__(tensor, tuple(expected), tuple(got), message)
 
 
@@ -240,7 +246,7 @@ class DtypeMismatch(TensorMismatch):
     code = "dtype_mismatch"
 
     def __init__(self, tensor: str, expected: str, got: str) -> None:
-        message = f"tensor {tensor!r} is {got}, the served model has {expected}: convert it before publishing"
+        message = f"tensor {tensor!r} is {got}, the served model has {expected}: convert it{OTHER_FORM}"
         super().__init__(tensor, expected, got, message)
 
 
@@ -326,6 +332,22 @@ class UnsupportedVllm(WeightSyncError):
             f"vLLM {found} is installed, and Hotswap works with {known}: install one of them (docs/install.md)"
             if found is not None
             else f"no vLLM is installed: install {known} (docs/install.md)"
+        )
+
+
+class ConfigMismatch(WeightSyncError):
+    """A version has other tensors, and its config.json does not fit to the tokenizer and the code that instances have.
+
+    `field` of config.json is to blame.
+    """
+
+    code = "config_mismatch"
+
+    def __init__(self, field: str, problem: str) -> None:
+        self.field = field
+        super().__init__(
+            f"the config.json of this version has another {field} ({problem}), which does not fit to the tokenizer and "
+            "the limits of the served model: serve it as a model of its own, with `hotswap up --model DIR --name NAME`"
         )
 
 

@@ -36,7 +36,7 @@ from weightsync.format.delta import DeltaHeader, DeltaReader, apply_delta
 from weightsync.memory.parts import BASE, LORA, Adapter, base_of, check_name
 from weightsync.memory.receiver import SlotReader
 from weightsync.peer.copies import local_slot
-from weightsync.publish.checkpoint import Checkpoint, read_inside
+from weightsync.publish.checkpoint import Checkpoint, read_config, read_inside
 from weightsync.publish.publisher import STORE_ENV, Publisher, commit_all
 
 
@@ -162,7 +162,9 @@ def push(
         source = str(directory.resolve())
         pieces = {name: (checkpoint.schema, metadata) for name, (checkpoint, metadata) in contents.items()}
         with contextlib.ExitStack() as stack:
-            drafts = [stack.enter_context(d) for d in publisher.begin_all(pieces, step=step, source=source)]
+            config = read_config(directory) if part == BASE else None
+            about: dict[str, Any] = {"step": step, "source": source, "config": config}
+            drafts = [stack.enter_context(d) for d in publisher.begin_all(pieces, **about)]
             for draft in drafts:
                 for name, tensor in contents[draft.part][0].tensors():
                     draft.write(name, tensor)

@@ -212,6 +212,8 @@ def _show_swap(answer: dict[str, Any]) -> None:
         f"version {swap['version']} is active (before: {swap.get('previous')}); "
         f"staged in {swap['prepare_ms']:.0f} ms, committed in {swap['commit_ms']:.1f} ms"
     )
+    if swap.get("changes"):
+        Console().print(f"the instances restarted one by one, as its tensors differ: {swap['changes']}")
 
 
 VERDICTS = {"same": "runs these weights", "differs": "runs other weights", "not told": "does not say what it runs"}

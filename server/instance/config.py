@@ -21,6 +21,22 @@ from server.options import ClusterTlsDirectory, Option
 from weightsync.tls import is_loopback
 from weightsync.vllm_engine.releases import find
 
+
+@dataclass(frozen=True)
+class Form:
+    """What an engine is started with. `digest`: of the versions that it can run, None if none is known yet.
+
+    `config_dir` holds their config.json, None if that of the model directory is theirs; `tensors` is the JSON of their
+    schema. `swap_id` is the swap that asked for this start, None if none did.
+    """
+
+    digest: str | None = None
+    config_dir: Path | None = None
+    tensors: str = ""
+    swap_id: str | None = None
+
+
+ITS_OWN = Form()
 ANY = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - to be told from an address
 ACROSS_HOSTS = frozenset(
     {"--nnodes", "--node-rank", "--master-addr", "--data-parallel-address", "--distributed-executor-backend"}
@@ -54,6 +70,7 @@ class InstanceConfig:
     stage_timeout_s: float = 600.0
     drain_s: float = 25.0  # for streams to end after SIGTERM; Kubernetes kills after 30 s
     vllm_args: tuple[str, ...] = ()
+    form: Form = ITS_OWN  # of the versions that its engine is started for (forms.py)
 
     def __post_init__(self) -> None:
         check_vllm_args(self.vllm_args)
@@ -87,6 +104,7 @@ class InstanceConfig:
         argv += ["--disable-uvicorn-access-log", "--scheduling-policy", "priority"]
         argv += ["--enable-scale-out"]  # routes that the gateway forwards from its admin port
         argv += ["--headless"] if self.headless else []
+        argv += ["--hf-config-path", str(self.form.config_dir)] if self.form.config_dir is not None else []
         if cpu:
             argv += ["--enforce-eager"]
             if "--kv-cache-memory-bytes" not in self.vllm_args:

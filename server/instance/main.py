@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -20,11 +22,15 @@ from weightsync.tls import ClusterTls
 from weightsync.vllm_engine.releases import find, release
 
 from .config import InstanceConfig, parse_vllm_args
+from .forms import form_to_start_with, tell_failure
 from .rest import rest, start_over
+
+log = logging.getLogger("hotswap.instance")
 
 
 def run_instance(config: InstanceConfig) -> None:
-    """Serve until SIGTERM, which lets requests in flight end, or SIGINT; between, sleep as ordered (rest.py).
+    """Serve until SIGTERM, which lets requests in flight end, or SIGINT; between, sleep as ordered (rest.py), and start
+    anew for versions of another form (forms.py).
 
     Headless: the workers of this host alone (nodes.py). Raises TlsUnavailable, ConfigError.
     """
@@ -43,7 +49,16 @@ def run_instance(config: InstanceConfig) -> None:
     import uvloop
 
     uvloop.run(rest(config))
-    if uvloop.run(serve(config)):
+    config = replace(config, form=uvloop.run(form_to_start_with(config)))
+    try:
+        again = uvloop.run(serve(config))
+    except Exception as error:
+        if config.form.swap_id is None:
+            raise
+        log.exception("this instance does not start for the swap %s; it goes back", config.form.swap_id)
+        uvloop.run(tell_failure(config, config.form.swap_id, error))
+        again = True
+    if again:
         start_over(environment)
 
 
@@ -60,7 +75,7 @@ def prepare_environment() -> None:
 async def serve(config: InstanceConfig) -> bool:
     """The engine, vLLM's routes and ours on one socket, and the sidecar that takes part in swaps.
 
-    Returns whether it ended in order to sleep. Raises TlsUnavailable, ConfigError.
+    Returns whether it ended in order to start anew: to sleep, or with another form. Raises TlsUnavailable, ConfigError.
     """
     find("cli_env_setup")()
     tls = ClusterTls(config.cluster_tls) if config.cluster_tls is not None else None
@@ -83,7 +98,7 @@ async def serve(config: InstanceConfig) -> bool:
         sidecar.end = lambda: setattr(server, "should_exit", True)
         async with sidecar.running():
             await server.serve(sockets=[listener])
-    return sidecar.sleeps
+    return sidecar.starts_over
 
 
 async def build_app(engine: Any, args: Any, config: InstanceConfig) -> Any:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
 from prometheus_client import Counter, Gauge
 
 from server.instance.hosts import located
@@ -59,7 +60,7 @@ class Sidecar:
         self._keys, self._host = Keys(config.model), this_host()
         self._participant: Participant | None = None
         self._suspect: int | None = None  # the version built last, or one that was not as published
-        self.sleeps = False  # whether the process is to start over and sleep
+        self.starts_over = False  # whether the process is to begin anew: to sleep, or with an engine of another form
         self.end: Callable[[], None] = lambda: None  # ends the server
         self._record = InstanceRecord(
             id=config.instance_id,
@@ -67,14 +68,17 @@ class Sidecar:
             pid=os.getpid(),
             model_dir=str(config.model_dir),
             key=admission.key,
+            form=config.form.digest,
+            restarts=not config.spans_hosts,
+            swap_id=config.form.swap_id,
         )
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Take part while the context is open; leave the fleet before it closes."""
-        await self._engine.prepare(
-            reference_schema(self._config.model_dir), self._tether, allow_non_finite=self._config.allow_non_finite
-        )
+        tensors = self._config.form.tensors
+        schema = orjson.loads(tensors) if tensors else reference_schema(self._config.model_dir)
+        await self._engine.prepare(schema, self._tether, allow_non_finite=self._config.allow_non_finite)
         store = open_store(self._config.store)
         self._participant = self._new_participant(store, replace(self._record, max_num_seqs=self._engine.max_num_seqs))
         self._admission.admits = lambda: self._participant is not None and self._participant.admits
@@ -122,8 +126,7 @@ class Sidecar:
                 await asyncio.gather(joining, return_exceptions=True)
             await self._withdraw(self._participant, order)
             if order.level == 2 or not self._engine.sleeps_in_place:
-                self.sleeps = True
-                self.end()
+                self._start_over()
                 return
             await self._engine.sleep()
             await stay_asleep(store, keys, sleeper(self._config, order, in_place=True))
@@ -131,6 +134,11 @@ class Sidecar:
             # It runs what it slept with, and is asked for nothing before it runs what is active now.
             awake = replace(self._participant.record, state="STARTING", staged_version=None, swap_id=None, error=None)
             self._participant = self._new_participant(store, awake)
+
+    def _start_over(self) -> None:
+        """End in order, and begin anew (main.py)."""
+        self.starts_over = True
+        self.end()
 
     async def _withdraw(self, participant: Participant, order: SleepOrder) -> None:
         """Out of routing, let requests end in the time they are given, and out of the fleet."""
@@ -151,6 +159,7 @@ class Sidecar:
             self._commit,
             drop=self._drop,
             drain=self._admission.idle,
+            restart=self._start_over,
             pause=self._engine.pause,
             resume=self._engine.resume,
             guard_url=self._config.store,

@@ -26,7 +26,7 @@ from weightsync.control.records import (
     TargetRecord,
     VersionRecord,
 )
-from weightsync.control.state import in_flight
+from weightsync.control.state import ROLLING_DRAIN_S, in_flight
 from weightsync.errors import Conflict, StoreUnavailable, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
 from weightsync.store.protocol import MISSING, Event, Store
 
@@ -45,6 +45,7 @@ def needed_versions(
         needed |= {active.version, active.previous}
     if swap is not None and in_flight(swap):
         needed.add(swap.target)
+        needed |= {swap.former.version, swap.former.previous} if swap.former is not None else set()
     if target is not None and (swap is None or swap.id != target.id):
         needed.add(target.version)
     for instance in instances:
@@ -100,7 +101,6 @@ def retirement(
 
 
 RETRY_S = 0.2
-ROLLING_DRAIN_S = 30.0
 
 
 def new_target(

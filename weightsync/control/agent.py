@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weightsync.control import agent_state
-from weightsync.control.agent_state import Drain, Flip, Serve, Stage, StandDown
+from weightsync.control.agent_state import Drain, Flip, Restart, Serve, Stage, StandDown
 from weightsync.control.board import Board
 from weightsync.control.lease import LeaseKeeper
 from weightsync.control.records import (
@@ -176,6 +176,7 @@ StageCall = Callable[[VersionRecord], Awaitable[StageResult]]
 CommitCall = Callable[[ActiveRecord, VersionRecord], Awaitable[CommitResult]]
 DropCall = Callable[[VersionRecord], Awaitable[object]]
 DrainCall = Callable[[float], Awaitable[object]]
+RestartCall = Callable[[], object]
 PauseCall = Callable[[], Awaitable[object]]
 
 
@@ -188,6 +189,7 @@ class Participant:
     commit(active, version)  flip to it. Raising means torn. A canary is asked before the commit, with the record as it
                              will be, and once more with the record that stands if its swap aborts.
     drop(version)            it was staged for a swap that was aborted, or its staging was cancelled. Optional.
+    restart()                start the process anew, which leaves the fleet; returns at once. Optional.
     drain(seconds)           return when it is idle, or when the time is up. Optional; cancelled if the swap aborts.
     pause(), resume()        stop and go on generating. Optional, both or none; called beside everything else.
     """
@@ -202,6 +204,7 @@ class Participant:
         *,
         drop: DropCall | None = None,
         drain: DrainCall | None = None,
+        restart: RestartCall | None = None,
         pause: PauseCall | None = None,
         resume: PauseCall | None = None,
         lease_ttl_s: float = 5.0,
@@ -215,6 +218,7 @@ class Participant:
             raise TypeError("give both pause and resume, or neither")
         self._store, self._keys, self._record = store, Keys(model), record
         self._stage, self._commit, self._drop, self._idle = stage, commit, drop, drain
+        self._restart = restart
         self._pauses = PauseFollower(store, self._keys, pause, resume) if pause and resume else None
         self._draining: tuple[str, asyncio.Task[None]] | None = None
         self._staging: _Staging | None = None
@@ -312,7 +316,8 @@ class Participant:
 
     async def _reconcile(self, board: Board) -> float | None:
         """Do what the records ask for. Returns after how many seconds to try again, None if only on a change."""
-        view = agent_state.View(board.active, board.swap, board.instances, self._drained_for())
+        forms = {record.version: record.form for record in board.versions}
+        view = agent_state.View(board.active, board.swap, board.instances, self._drained_for(), forms)
         action = agent_state.decide(self._record, view)
         if not isinstance(action, Drain | Flip):
             self._stop_draining()
@@ -328,6 +333,10 @@ class Participant:
             return 0.0 if self._drained_for() is not None else None
         elif isinstance(action, Flip):
             return await self._flip(board, action)
+        elif isinstance(action, Restart) and self._restart is not None:
+            log.info("instance %s starts anew: its engine cannot run the tensors of the version", self._record.id)
+            restart, self._restart = self._restart, None
+            restart()
         return None
 
     async def _prepare(self, board: Board, swap: SwapRecord) -> None:
@@ -371,7 +380,7 @@ class Participant:
             return None
         commit_ms = result.commit_ms if result.commit_ms is not None else (time.perf_counter() - started) * 1e3
         after = agent_state.flipped(self._record, active, result.fingerprint or fingerprint, ahead=flip.ahead)
-        await self._say(replace(after, commit_ms=commit_ms))
+        await self._say(replace(after, commit_ms=commit_ms, form=version.form))
         if record.state == "COMMITTING" and record.active_epoch == 0:  # it was on trial, and its swap was aborted
             await self._let_go(board, record.active_version)
         return None

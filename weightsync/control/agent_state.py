@@ -11,6 +11,9 @@
     any       --flip failed--> TORN: what it runs is unknown; it must not serve, and be restarted
     any       --cannot follow a commit--> STARTING with `error`: out of routing, and tried again
 
+    its turn in a swap to a version of another form, or a commit record of another form than its engine's:
+    any       --> COMMITTING --drained--> the process starts itself anew --> STARTING, with an engine of that form
+
 COMMITTING is out of routing: draining, or running weights that are not committed. An instance may see the swap record
 and the commit record of one transaction one after the other, in any order; no decision relies on seeing both at once.
 """
@@ -18,7 +21,7 @@ and the commit record of one transaction one after the other, in any order; no d
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from weightsync.control.records import ActiveRecord, ErrorInfo, InstanceRecord, SwapRecord
 from weightsync.control.state import PARTICIPATING, in_flight, on_trial
@@ -29,12 +32,14 @@ ADMITTING = frozenset({"SERVING", "STAGING", "STAGED"})
 
 @dataclass(frozen=True)
 class View:
-    """The records an instance decides on. `drained` is the id of the swap it has already drained for."""
+    """The records an instance decides on. `drained` is the id of the swap it has already drained for; `forms` has the
+    form of every version."""
 
     active: ActiveRecord | None
     swap: SwapRecord | None
     instances: Mapping[str, InstanceRecord]
     drained: str | None = None
+    forms: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,12 @@ class Flip:
     ahead: bool = False
 
 
-Action = Rest | Serve | Stage | StandDown | Drain | Flip
+@dataclass(frozen=True)
+class Restart:
+    """Start the process anew, with an engine for the form that is asked for now."""
+
+
+Action = Rest | Serve | Stage | StandDown | Drain | Flip | Restart
 
 
 def decide(record: InstanceRecord, view: View) -> Action:
@@ -84,12 +94,15 @@ def decide(record: InstanceRecord, view: View) -> Action:
     active, swap = view.active, view.swap
     if record.state in OUT_FOR_GOOD:
         return Rest()
+    trial = swap is not None and swap.changes and swap.phase == "canary" and swap.canary == record.id
+    if swap is not None and trial and active is not None:
+        return Rest() if on_trial(record, swap) else _come_back(record, swap, active, view)
     if active is not None and active.epoch != record.active_epoch:
         return _follow(record, active, view)
     mine = swap is not None and swap.id == record.swap_id and in_flight(swap)
     if record.state == "STARTING":
         return Serve(active)
-    if swap is not None and swap.phase == "prepare" and _asked(record, swap):
+    if swap is not None and swap.phase == "prepare" and not swap.changes and _asked(record, swap):
         return Stage(swap)
     if swap is not None and mine and swap.phase == "canary" and swap.canary == record.id and active is not None:
         return _go_ahead(record, swap, active, view)
@@ -140,11 +153,28 @@ def _follow(record: InstanceRecord, active: ActiveRecord, view: View) -> Action:
         return Serve(active)
     rolling = swap is not None and swap.id == active.swap_id and in_flight(swap) and swap.mode == "rolling"
     if swap is not None and rolling and record.id in swap.participants and record.state in PARTICIPATING:
-        if not _turn(record, swap, active, view):
+        if swap.changes and swap.turn != record.id:
+            return Rest()
+        if not swap.changes and not _turn(record, swap, active, view):
             return Rest()
         if view.drained != swap.id:
             return Drain(swap)
-    return Flip(active)
+    return Flip(active) if _can_run(record, active.version, view) else Restart()
+
+
+def _can_run(record: InstanceRecord, version: int, view: View) -> bool:
+    """Whether its engine has the form of that version, as far as is known."""
+    form = view.forms.get(version)
+    return record.form is None or form is None or record.form == form
+
+
+def _come_back(record: InstanceRecord, swap: SwapRecord, active: ActiveRecord, view: View) -> Action:
+    """The canary of a swap that takes another engine: it leaves with the one it has, and comes back on trial."""
+    if record.swap_id == swap.id and _can_run(record, swap.target, view):
+        return Rest() if record.error is not None else Flip(provisional(swap, active, ""), ahead=True)
+    if record.state in PARTICIPATING and (record.state != "COMMITTING" or view.drained != swap.id):
+        return Drain(swap)
+    return Restart()
 
 
 def _turn(record: InstanceRecord, swap: SwapRecord, active: ActiveRecord, view: View) -> bool:

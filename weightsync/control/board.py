@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 
 from weightsync.control.records import (
     ActiveRecord,
+    FormRecord,
     InstanceRecord,
     Keys,
     Record,
+    StartRecord,
     SwapRecord,
     TargetRecord,
     VersionRecord,
@@ -103,6 +105,20 @@ class Board:
                     record = _parsed(InstanceRecord, kv.value)
                     instances[record.id] = record
         return instances
+
+    @property
+    def starts(self) -> dict[str, StartRecord]:
+        """What became of starts that swaps asked for, by instance."""
+        prefix = self.keys.starts
+        found = {k.removeprefix(prefix): kv for k, kv in self._found.items() if k.startswith(prefix)}
+        return {name: _parsed(StartRecord, kv.value) for name, kv in found.items()}
+
+    def form(self, digest: str) -> FormRecord | None:
+        """The form of that name; "" is that of the key `schema`, without a configuration of its own."""
+        if digest:
+            return self._record(FormRecord, self.keys.form(digest))
+        found = self._found.get(self.keys.schema)
+        return FormRecord(found.value.decode(), "") if found is not None else None
 
     def revision(self, key: str) -> int:
         """What to compare with before writing `key` (0: it does not exist)."""

@@ -18,10 +18,12 @@ from typing import Any
 
 from weightsync.control import activation, history
 from weightsync.control.board import Board
+from weightsync.control.forms import changes_to
 from weightsync.control.history import History
 from weightsync.control.lease import LEADER_TTL_S, Term, new_name
 from weightsync.control.records import InstanceRecord, Keys, OnLost, SwapMode, SwapRecord, TargetRecord
 from weightsync.control.state import (
+    RESTART_S,
     Ask,
     Probe,
     ProbeResult,
@@ -43,7 +45,7 @@ REPORT_GRACE_S = 10.0  # over what the phases of a swap may take: a new leader m
 @dataclass(frozen=True)
 class SwapReport:
     """The outcome of a swap. `prepare_ms` is from open to commit, `commit_ms` from commit until every instance
-    confirmed."""
+    confirmed. `changes`: which tensors differ, if the instances were restarted for it one by one."""
 
     id: str
     version: int
@@ -56,6 +58,7 @@ class SwapReport:
     commit_ms: float
     instances: Mapping[str, InstanceRecord]
     mode: SwapMode = "together"
+    changes: str = ""
 
 
 async def follow(board: Board, target: TargetRecord, revision: int) -> SwapReport:
@@ -82,6 +85,8 @@ def _patience_s(target: TargetRecord, swap: SwapRecord | None) -> float:
     limit = target.deadline_s + REPORT_GRACE_S
     if swap is None or not in_flight(swap):
         return limit
+    if swap.changes:  # the canary, everybody's turn, and everybody's turn back
+        return limit + RESTART_S + swap.drain_s + 2 * confirm_within_s(swap)
     before = swap.deadline - swap.opened_at if swap.id != target.id else 0.0
     canary = 0.0 if swap.mode == "together" else swap.deadline - swap.opened_at + swap.drain_s
     return limit + before + canary + confirm_within_s(swap)
@@ -109,6 +114,7 @@ def _of(board: Board, swap: SwapRecord) -> SwapReport:
         commit_ms=(now - committed_at) * 1e3,
         instances={name: found for name, found in board.instances.items() if name in swap.participants},
         mode=swap.mode,
+        changes=swap.changes,
     )
 
 
@@ -271,6 +277,7 @@ def view_of(board: Board, now: float, probe: ProbeResult | None = None) -> View:
     swap, target = board.swap, board.target
     version = swap.target if swap is not None and in_flight(swap) else target.version if target is not None else None
     record = board.version(version) if version is not None else None
+    opening = target is not None and (swap is None or swap.id != target.id)
     return View(
         now=now,
         target=target,
@@ -280,4 +287,6 @@ def view_of(board: Board, now: float, probe: ProbeResult | None = None) -> View:
         instances=board.instances,
         target_fingerprint=record.fingerprint if record is not None else "",
         probe=probe,
+        changes=changes_to(board, version) if opening and version is not None and not in_flight(swap) else "",
+        starts=board.starts,
     )

@@ -55,7 +55,8 @@ async def past_swaps(store: Store, keys: Keys) -> list[PastSwapRecord]:
 def entry(board: Board, step: Step, now: float) -> PastSwapRecord:
     """What is kept of a swap that `step`, one of ENDS, brings to its end at the time `now` (unix seconds)."""
     swap, active, target = step.swap, board.active, board.target
-    committed = active if active is not None and active.swap_id == swap.id else None
+    stands = swap.phase == "done" and active is not None and active.swap_id == swap.id
+    committed = active if stands else None
     version = board.version(swap.target)
     published = version.fingerprint if version is not None else ""
     present = [board.instances[name] for name in swap.participants if name in board.instances]
@@ -77,6 +78,7 @@ def entry(board: Board, step: Step, now: float) -> PastSwapRecord:
         probe=probe_outcome(swap),
         fingerprint=published,
         verified=_verified(swap, committed, published, present),
+        changes=swap.changes,
         flips=tuple(_flip(instance, swap, committed) for instance in present),
     )
 

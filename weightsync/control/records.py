@@ -9,13 +9,14 @@ from functools import cache
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 import orjson
+import xxhash
 
 from weightsync.errors import RecordError
 
 VersionState = Literal["publishing", "ready", "retired"]
 SwapMode = Literal["together", "rolling"]
 OnLost = Literal["abort", "continue"]
-SwapPhase = Literal["prepare", "canary", "commit", "done", "aborted"]
+SwapPhase = Literal["prepare", "canary", "commit", "revert", "done", "aborted"]
 CopyState = Literal["fetching", "ready", "failed"]
 InstanceState = Literal["STOPPED", "STARTING", "SERVING", "STAGING", "STAGED", "COMMITTING", "TORN", "DRAINING"]
 
@@ -99,6 +100,22 @@ class Keys:
         """The tensors every version of a part must have."""
         return f"{self.root}schemas/{part}" if part else self.schema
 
+    @property
+    def forms(self) -> str:
+        """The forms of versions: their tensors and configurations."""
+        return f"{self.root}forms/"
+
+    def form(self, digest: str) -> str:
+        return f"{self.forms}{digest}"
+
+    @property
+    def starts(self) -> str:
+        """What became of starts that a swap asked for, by instance."""
+        return f"{self.root}starts/"
+
+    def start(self, instance_id: str) -> str:
+        return f"{self.starts}{instance_id}"
+
     def version(self, version: int) -> str:
         return f"{self.versions}{version:08d}"
 
@@ -175,7 +192,8 @@ class VersionRecord(Record):
 
     `fingerprint` is what every instance must arrive at when it has built the version ("": none was computed).
     `slot`, `manifest_digest` and `nbytes` are the base model's; `base_version` is the version that published them, if
-    another, and `base_fingerprint` its own fingerprint where `fingerprint` is over base and parts.
+    another, and `base_fingerprint` its own fingerprint where `fingerprint` is over base and parts. `form` names the
+    FormRecord of its tensors; "": those of the key `schema`, with the configuration of each instance's directory.
     """
 
     version: int
@@ -194,6 +212,33 @@ class VersionRecord(Record):
     parts: tuple[PartRecord, ...] = ()
     base_version: int | None = None
     base_fingerprint: str = ""
+    form: str = ""
+
+
+@dataclass(frozen=True)
+class FormRecord(Record):
+    """What an engine must be started with to run a version: `tensors` is the JSON of its Schema, `config` the text of
+    its config.json. Versions that differ in their values alone share one."""
+
+    tensors: str
+    config: str
+
+    @property
+    def digest(self) -> str:
+        digest: str = xxhash.xxh3_128_hexdigest(self.to_json())
+        return digest
+
+
+@dataclass(frozen=True)
+class ActiveRecord(Record):
+    """The one commit record. `epoch` grows by one with every commit, a rollback too."""
+
+    version: int
+    epoch: int
+    previous: int | None
+    swap_id: str
+    committed_at: float
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)
@@ -203,6 +248,9 @@ class SwapRecord(Record):
     `deadline` and `opened_at` are unix seconds; the deadline is that of the phase prepare, and then of canary. `canary`
     names the participant that flips ahead of a rolling commit, `drain_s` how long each may wait for its streams to end
     before its flip, `on_lost` what becomes of the swap when a participant dies before the commit.
+
+    `changes` says which tensors differ, if the engines must be started anew for it: then `turn` names the participant
+    that may restart now, the deadline is that of its turn, and `former` is the commit record to return to.
     """
 
     id: str
@@ -217,18 +265,9 @@ class SwapRecord(Record):
     drain_s: float = 0.0
     canary: str | None = None
     on_lost: OnLost = "abort"
-
-
-@dataclass(frozen=True)
-class ActiveRecord(Record):
-    """The one commit record. `epoch` grows by one with every commit, a rollback too."""
-
-    version: int
-    epoch: int
-    previous: int | None
-    swap_id: str
-    committed_at: float
-    fingerprint: str = ""
+    changes: str = ""
+    turn: str | None = None
+    former: ActiveRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -251,6 +290,15 @@ class ErrorInfo(Record):
     code: str
     message: str
     tensor: str | None = None
+
+
+@dataclass(frozen=True)
+class StartRecord(Record):
+    """An instance was started for a swap so many times; `error`: why it does not start for it again."""
+
+    swap_id: str
+    attempts: int
+    error: ErrorInfo | None = None
 
 
 @dataclass(frozen=True)
@@ -301,7 +349,9 @@ class InstanceRecord(Record):
     LAYOUT:DIGEST of what its engine made of the weights that it staged last, where that is not what was published;
     `expected_flip_ms` how long their commit stalls decoding, where that depends on their size.
     `max_num_seqs` is how many requests its engine runs at one time (None: it does not say). `key` is what its port asks
-    of a gateway: whoever reads the store is a member; nobody shows it.
+    of a gateway: whoever reads the store is a member; nobody shows it. `form` is that of the versions its engine can
+    run (None: whatever fits its directory, before the first version). `restarts`: it can start itself anew in another
+    form.
     """
 
     id: str
@@ -323,6 +373,8 @@ class InstanceRecord(Record):
     model_dir: str = ""
     path: str = ""
     max_num_seqs: int | None = None
+    form: str | None = None
+    restarts: bool = True
     key: str = dataclasses.field(default="", repr=False)
 
 
@@ -346,7 +398,7 @@ class PastSwapRecord(Record):
     """A swap that has ended. Times are unix seconds; `previous` is the version that served before it.
 
     `verified`: whether what was built, or runs now, has the published fingerprint (None: it was not compared).
-    `probe` is what the probe of the canary came to; None without a canary.
+    `probe` is what the probe of the canary came to; None without a canary. `changes`: as in the SwapRecord.
     """
 
     id: str
@@ -365,6 +417,7 @@ class PastSwapRecord(Record):
     probe: Literal["passed", "failed"] | None = None
     fingerprint: str = ""
     verified: bool | None = None
+    changes: str = ""
     flips: tuple[FlipRecord, ...] = ()
 
 

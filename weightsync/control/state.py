@@ -23,6 +23,16 @@ Every step is written by the leader, in a transaction that compares the leader's
 deposed leader writes nothing. A leader that dies leaves records from which the next one goes on; a probe that was under
 way is run again.
 
+A version whose tensors differ from those of the active one takes other engines. Its swap is rolling, and nobody stages:
+who has its `turn`, the canary first, drains, starts its process anew with the form of the version (`forms`), stages the
+version and flips. One restarts at a time, and while it is away its record may be, too. What fails before the commit
+aborts the swap; what fails after it reverts the commit, and those that have restarted return, one by one, likewise:
+
+    canary  --as above, but the others need not have staged it--> commit
+    commit  --each in its turn has come back with the version--> done
+            `--one does not start, does not load it, or is not back in time--> revert, with the `active` record before
+    revert  --each in its turn has come back with the version before--> aborted
+
 A `Probe` is the coordinator's callable that judges a canary; a `Trial` runs it beside the watch.
 """
 
@@ -31,13 +41,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from weightsync.control.records import (
     ActiveRecord,
     InstanceRecord,
     Keys,
+    StartRecord,
     SwapMode,
     SwapRecord,
     TargetRecord,
@@ -100,6 +111,8 @@ class Trial:
 CONFIRM_S = (
     45.0  # how long a commit waits for an instance to say that it flipped: 30 s for its `finish` requests, and more
 )
+ROLLING_DRAIN_S = 30.0
+RESTART_S = 600.0  # for an instance to start anew and to load a version; one that fails says so sooner
 PARTICIPATING = frozenset({"SERVING", "STAGING", "STAGED", "COMMITTING"})
 
 
@@ -109,6 +122,7 @@ class View:
 
     `target_state` and `target_fingerprint` are of the version in question: the swap's while one is in flight, else the
     target's; None and "" if there is no such version. `probe` is what the probe of this swap's canary came to.
+    `changes` says why the running engines cannot take the target, "" if they can; `starts` what became of restarts.
     """
 
     now: float
@@ -119,13 +133,15 @@ class View:
     instances: Mapping[str, InstanceRecord]
     target_fingerprint: str = ""
     probe: ProbeResult | None = None
+    changes: str = ""
+    starts: Mapping[str, StartRecord] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Step:
     """Write `swap`, and with a commit `active`."""
 
-    kind: Literal["open", "refuse", "leave", "try", "commit", "abort", "finish"]
+    kind: Literal["open", "refuse", "leave", "try", "commit", "turn", "revert", "abort", "finish"]
     swap: SwapRecord
     active: ActiveRecord | None = None
 
@@ -153,8 +169,8 @@ def decide(view: View) -> Step | Ask | Wait:
         return _prepare(view, swap)
     if swap is not None and swap.phase == "canary":
         return _canary(view, swap)
-    if swap is not None and swap.phase == "commit":
-        return _confirm(view, swap)
+    if swap is not None and swap.phase in ("commit", "revert"):
+        return _take_turns(view, swap) if swap.changes else _confirm(view, swap)
     if view.target is not None and (swap is None or swap.id != view.target.id):
         return _open(view, view.target)
     return Wait()
@@ -173,12 +189,13 @@ def depends_on(step: Step, keys: Keys) -> list[str]:
 
 
 def in_flight(swap: SwapRecord | None) -> bool:
-    return swap is not None and swap.phase in ("prepare", "canary", "commit")
+    return swap is not None and swap.phase in ("prepare", "canary", "commit", "revert")
 
 
 def confirm_within_s(swap: SwapRecord) -> float:
     """How long after its commit a swap is done whoever has not confirmed; who flip in turn get their time each."""
-    return CONFIRM_S if swap.mode == "together" else len(swap.participants) * (CONFIRM_S + swap.drain_s)
+    each = RESTART_S if swap.changes else CONFIRM_S
+    return CONFIRM_S if swap.mode == "together" else len(swap.participants) * (each + swap.drain_s)
 
 
 def on_trial(instance: InstanceRecord, swap: SwapRecord) -> bool:
@@ -207,7 +224,28 @@ def _open(view: View, target: TargetRecord) -> Step:
         what = "does not exist" if view.target_state is None else f"is {view.target_state}"
         reason = f"version {target.version} {what}: choose one that is ready"
         return Step("refuse", replace(swap, phase="aborted", reason=reason))
+    if view.changes and view.active is not None and participants:
+        return _open_restarts(view, swap)
     return Step("open", swap)
+
+
+def _open_restarts(view: View, swap: SwapRecord) -> Step:
+    """A swap that starts the engines anew, if somebody serves meanwhile."""
+    drain_s = swap.drain_s if swap.mode == "rolling" else swap.drain_s or ROLLING_DRAIN_S
+    swap = replace(swap, mode="rolling", drain_s=drain_s, changes=view.changes, former=view.active)
+    fixed = [name for name in swap.participants if not view.instances[name].restarts]
+    served = f"version {view.active.version}" if view.active is not None else "none"
+    why = f"its tensors are not those of {served}, which is active ({view.changes}), so each instance must restart: "
+    if fixed:
+        why += f"{fixed[0]} runs on several hosts and cannot; start a fleet of its own with that checkpoint"
+    elif len(swap.participants) < 2:
+        why += (
+            f"{swap.participants[0]} is the only one, and nobody would serve meanwhile; run two (`hotswap up "
+            "--instances 2`), or stop the server and start it with that checkpoint (--model DIR --fresh)"
+        )
+    else:
+        return Step("open", swap)
+    return Step("refuse", replace(swap, phase="aborted", reason=why))
 
 
 def _mode(view: View, target: TargetRecord, participants: tuple[str, ...]) -> SwapMode:
@@ -218,6 +256,10 @@ def _mode(view: View, target: TargetRecord, participants: tuple[str, ...]) -> Sw
 def _prepare(view: View, swap: SwapRecord) -> Step | Wait:
     if (blocked := _blocked(view, swap)) is not None:
         return blocked
+    if swap.changes:
+        canary = min(swap.participants)
+        deadline = view.now + swap.drain_s + RESTART_S
+        return Step("try", replace(swap, phase="canary", canary=canary, turn=canary, deadline=deadline))
     waiting = [name for name in swap.participants if not _staged(view.instances[name], swap)]
     if waiting and view.now >= swap.deadline:
         return abort(swap, f"not staged within {swap.deadline - swap.opened_at:g} s by {', '.join(waiting)}")
@@ -233,8 +275,13 @@ def _prepare(view: View, swap: SwapRecord) -> Step | Wait:
 def _canary(view: View, swap: SwapRecord) -> Step | Ask | Wait:
     if (blocked := _blocked(view, swap)) is not None:
         return blocked
-    canary = view.instances[swap.canary or ""]
-    for name in swap.participants:
+    if swap.changes and (problem := _failed_start(view, swap)) is not None:
+        return abort(swap, problem)
+    canary = view.instances.get(swap.canary or "")
+    if canary is None:  # it restarts
+        name = swap.canary
+        return Wait(swap.deadline) if view.now < swap.deadline else abort(swap, f"canary {name} is not back in time")
+    for name in () if swap.changes else swap.participants:
         if name != canary.id and not _staged(view.instances[name], swap):
             return abort(swap, f"instance {name} is {view.instances[name].state} and has not staged it any more")
     if on_trial(canary, swap):
@@ -242,7 +289,7 @@ def _canary(view: View, swap: SwapRecord) -> Step | Ask | Wait:
             return abort(swap, f"the probe of canary {canary.id} failed: {view.probe.detail or 'no detail given'}")
         if view.probe is not None:
             return _commit(view, swap)
-    elif not _staged(canary, swap) and (canary.state, canary.swap_id) != ("COMMITTING", swap.id):
+    elif not swap.changes and not _staged(canary, swap) and (canary.state, canary.swap_id) != ("COMMITTING", swap.id):
         return abort(swap, f"canary {canary.id} is {canary.state} and has not staged it any more")
     if view.now >= swap.deadline:
         what = "was not probed" if on_trial(canary, swap) else "did not flip"
@@ -254,12 +301,13 @@ def _blocked(view: View, swap: SwapRecord) -> Step | None:
     """Why this swap cannot be committed any more."""
     if view.target_state != "ready":
         return abort(swap, f"version {swap.target} is no longer ready")
-    lost = {name: what for name in swap.participants if (what := _lost(view, name)) is not None}
+    staying = [name for name in swap.participants if name != swap.turn]  # whose turn it is may be away for it
+    lost = {name: what for name in staying if (what := _lost(view, name)) is not None}
     if lost:
         return _without(swap, lost)
     for name in swap.participants:
-        instance = view.instances[name]
-        if instance.swap_id == swap.id and instance.error is not None:
+        instance = view.instances.get(name)
+        if instance is not None and instance.swap_id == swap.id and instance.error is not None:
             return abort(swap, f"instance {name}: {instance.error.message}", instance.error.tensor)
     if (reason := _odd_fingerprint(view, swap)) is not None:
         return abort(swap, reason)
@@ -292,8 +340,9 @@ def _odd_fingerprint(view: View, swap: SwapRecord) -> str | None:
     seen: dict[str, str] = {}
     digests: dict[str, tuple[str, str]] = {}
     for name in swap.participants:
-        built = _built(view.instances[name], swap)
-        if not built:
+        instance = view.instances.get(name)
+        built = _built(instance, swap) if instance is not None else None
+        if instance is None or not built:
             continue
         layout, _, digest = view.instances[name].built.partition(":")
         first, expected = digests.setdefault(layout, (name, digest))
@@ -307,7 +356,7 @@ def _odd_fingerprint(view: View, swap: SwapRecord) -> str | None:
                 f"instance {name} built other weights than were published (fingerprint {built}, published "
                 f"{view.target_fingerprint}): nothing is served of them; publish the version again"
             )
-        if seen.setdefault(view.instances[name].path, built) != built:
+        if seen.setdefault(instance.path, built) != built:
             return f"instance {name} staged other weights than the rest (fingerprints differ)"
     return None
 
@@ -333,7 +382,8 @@ def _commit(view: View, swap: SwapRecord) -> Step:
         committed_at=view.now,
         fingerprint=view.target_fingerprint,
     )
-    return Step("commit", replace(swap, phase="commit"), active)
+    deadline = view.now + swap.drain_s + RESTART_S if swap.changes else swap.deadline
+    return Step("commit", replace(swap, phase="commit", deadline=deadline), active)
 
 
 def _confirm(view: View, swap: SwapRecord) -> Step | Wait:
@@ -348,6 +398,54 @@ def _confirm(view: View, swap: SwapRecord) -> Step | Wait:
     if view.now >= overdue:
         return Step("finish", replace(swap, phase="done", reason=f"no confirmation from {', '.join(late)}"))
     return Wait(overdue)
+
+
+def _failed_start(view: View, swap: SwapRecord) -> str | None:
+    """Why the instance whose turn it is has not come back with the version, if it says so."""
+    name = swap.turn or ""
+    tried, instance = view.starts.get(name), view.instances.get(name)
+    if tried is not None and tried.swap_id == swap.id and tried.error is not None:
+        return f"instance {name} did not start with it: {tried.error.message}"
+    if instance is not None and instance.state == "TORN":
+        return f"instance {name} is TORN"
+    if instance is not None and instance.swap_id == swap.id and instance.error is not None:
+        return f"instance {name}: {instance.error.message}"
+    return None
+
+
+def _take_turns(view: View, swap: SwapRecord) -> Step | Wait:
+    """After the commit: who does not run the active version yet restarts, one at a time."""
+    active = view.active
+    if active is None or active.swap_id != swap.id:
+        return Step("finish", replace(swap, phase="done", reason="overtaken by a later commit"))
+    names, here = swap.participants, view.instances
+    behind = [name for name in names if name not in here or here[name].active_epoch < active.epoch]
+    if swap.turn in behind and view.now < swap.deadline:
+        problem = _failed_start(view, swap) if swap.phase == "commit" else None
+        return _revert(view, swap, problem) if problem is not None else Wait(swap.deadline)
+    tried = view.starts.get(swap.turn or "")
+    began = swap.turn in here or (tried is not None and tried.swap_id == swap.id)
+    if swap.turn in behind and swap.phase == "commit" and began:
+        return _revert(view, swap, f"instance {swap.turn} is not back in time")
+    passed = names[: names.index(swap.turn) + 1] if swap.turn in names else ()
+    left = [name for name in behind if name not in passed and name in here]  # who has gone comes back by itself
+    if left:
+        return Step("turn", replace(swap, turn=left[0], deadline=view.now + swap.drain_s + RESTART_S))
+    if swap.phase == "revert":
+        return Step("abort", replace(swap, phase="aborted", turn=None))
+    return Step("finish", replace(swap, phase="done", turn=None, reason=_torn(swap, view)))
+
+
+def _revert(view: View, swap: SwapRecord, problem: str) -> Step:
+    """Commit the version before again; who has restarted returns to it, the one that failed first."""
+    assert swap.former is not None
+    assert view.active is not None
+    active = replace(swap.former, epoch=view.active.epoch + 1, swap_id=swap.id, committed_at=view.now)
+    first = swap.turn or ""
+    order = (first, *(name for name in swap.participants if name != first))
+    deadline = view.now + swap.drain_s + RESTART_S
+    back = replace(swap, phase="revert", participants=order, reason=problem, deadline=deadline)
+    return Step("revert", back, active)
 
 
 def _torn(swap: SwapRecord, view: View) -> str | None:

@@ -3,7 +3,8 @@
 take        models/{m}/publishers/{lineage}: token + 1; every later write compares that record's revision
 claim       counter + 1 and the `publishing` record, under the lease, in one transaction
 make_ready  the record loses its lease and becomes `ready`, with what it does not publish itself carried on from the
-            version it is based on; with it the schemas, if they are the first, and the target
+            version it is based on; with it the schemas, if they are the first, its form, if it is a new one, and the
+            target
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from weightsync.control import activation
+from weightsync.control.forms import check_config
 from weightsync.control.hosts import arena_key, host_of, local_path, slot_name, this_host
 from weightsync.control.lease import LeaseKeeper
 from weightsync.control.records import (
     ActiveRecord,
     ArenaRecord,
     CounterRecord,
+    FormRecord,
     Keys,
     PartRecord,
     PublisherRecord,
@@ -48,6 +51,7 @@ class Ledger:
         self._lease_ttl_s, self._keep = lease_ttl_s, keep
         self._lease: LeaseKeeper | None = None
         self._schemas: dict[str, Schema] = {}
+        self._form: tuple[str, FormRecord, Schema] | None = None  # the last one asked for, by its digest
         self._token = self._fence = 0
 
     async def take(self) -> None:
@@ -61,13 +65,21 @@ class Ledger:
                 self._fence = await self.store.compare_and_swap(key, _revision(found), mine)
                 return
 
-    async def schema(self, part: str = BASE) -> Schema | None:
-        """The reference schema of the model, or of a part of it, once there is one; adapters have none."""
+    async def schema(self, part: str = BASE, onto: int | None = None) -> Schema | None:
+        """The tensors of the version that a new one carries on (`onto`, if one is asked for), or of a part of it;
+        adapters have none. Raises PublishError."""
         if not has_schema(part):
             return None
+        if part == BASE and (basis := (await self._basis(onto))[0]) is not None and basis.form:
+            return (await self._form_of(basis.form))[1]
         if part not in self._schemas and (found := await self.store.get(self.keys.part_schema(part))) is not None:
             self._schemas[part] = Schema.from_json(found.value)
         return self._schemas.get(part)
+
+    async def check(self, schema: Schema, config: str | None, onto: int | None) -> None:
+        """Whether a base model of these tensors may be published: those of the version before it, or others whose
+        configuration, the text of config.json, fits. Raises TensorMismatch, ConfigMismatch, PublishError."""
+        await self._form_for((await self._basis(onto))[0], schema, config)
 
     async def claim(
         self, arena: Arena, record: VersionRecord, sizes: Mapping[str, int]
@@ -106,8 +118,9 @@ class Ledger:
         published: Sequence[PartRecord],
         schemas: Mapping[str, Schema],
         target: TargetRecord | None,
+        config: str | None = None,
     ) -> int:
-        """Make a claimed version visible, in one step; returns its revision.
+        """Make a claimed version visible, in one step; returns its revision. `config` as in `check`.
 
         `record.base_version` is the version to carry on, if one was asked for. Raises DraftLost, StalePublisher,
         PublishError.
@@ -115,11 +128,18 @@ class Ledger:
         key = self.keys.version(record.version)
         while True:
             basis, compares = await self._basis(record.base_version)
+            form, new = basis.form if basis is not None else "", None
+            if BASE in schemas:
+                form, new = await self._form_for(basis, schemas[BASE], config)
             basis = await self._still_there(basis, schemas) if basis is not None else None
-            ready = compose(replace(record, state="ready"), published, basis)
+            ready = compose(replace(record, state="ready", form=form), published, basis)
             compares |= {key: revision, self.keys.publisher(self.lineage): self._fence}
             puts: dict[str, bytes | None] = {key: ready.to_json()}
+            if new is not None:
+                puts[self.keys.form(form)] = new.to_json()
             for part, schema in schemas.items():
+                if part == BASE and form:
+                    continue
                 if has_schema(part) and await self.schema(part) is None:
                     name = self.keys.part_schema(part)
                     compares[name], puts[name] = MISSING, schema.to_json()
@@ -130,7 +150,7 @@ class Ledger:
             except Conflict as conflict:
                 await self._explain(conflict, record, schemas)
                 continue
-            self._schemas |= {part: schema for part, schema in schemas.items() if has_schema(part)}
+            self._schemas |= {p: schema for p, schema in schemas.items() if has_schema(p) and (p != BASE or not form)}
             return done
 
     async def ask_for(self, target: TargetRecord) -> int:
@@ -158,6 +178,40 @@ class Ledger:
         if asked is not None:
             raise PublishError(f"version {asked} cannot be built upon: it is not ready, or has been retired")
         return None, compares
+
+    async def _form_for(
+        self, basis: VersionRecord | None, schema: Schema, config: str | None
+    ) -> tuple[str, FormRecord | None]:
+        """The form of a version with these tensors that carries on `basis`, and its record if that is to be written.
+
+        Raises TensorMismatch, ConfigMismatch.
+        """
+        form, served = FormRecord("", ""), None
+        if basis is not None and basis.form:
+            form, served = await self._form_of(basis.form)
+        else:
+            found = await self.store.get(self.keys.schema)
+            served = Schema.from_json(found.value) if found is not None else None
+        if served is not None and served.tensors == schema.tensors:
+            return (basis.form if basis is not None else ""), None
+        if config is None and served is not None:
+            require_same_schema(served, schema)
+        if config is None:
+            return "", None
+        if form.config:
+            check_config(form.config, config)
+        new = FormRecord(schema.to_json().decode(), config)
+        return new.digest, new
+
+    async def _form_of(self, digest: str) -> tuple[FormRecord, Schema]:
+        """Raises PublishError."""
+        if self._form is None or self._form[0] != digest:
+            found = await self.store.get(self.keys.form(digest))
+            if found is None:
+                raise PublishError(f"the form {digest} of the version before is not in the store: is it another store?")
+            record = FormRecord.from_json(found.value)
+            self._form = digest, record, Schema.from_json(record.tensors.encode())
+        return self._form[1:]
 
     async def _still_there(self, basis: VersionRecord, schemas: Mapping[str, Schema]) -> VersionRecord | None:
         several = self.host or any(host_of(slot) for slot in slots_of(basis))
@@ -235,8 +289,8 @@ class Ledger:
                 f"the lease of version {record.version} ended before its commit (was the process stopped for longer "
                 f"than {self._lease_ttl_s:g} s?): publish it again"
             )
-        for part, schema in schemas.items():
-            if (reference := await self.schema(part)) is not None:
+        for part, schema in schemas.items():  # what the base may have is seen in the next round
+            if part != BASE and (reference := await self.schema(part)) is not None:
                 require_same_schema(reference, schema)
 
     async def _require_lineage(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -59,6 +60,20 @@ def _allowed(home: Path) -> tuple[Path, ...]:
     if home.parent.name == "snapshots":
         return home, home.parent.parent / "blobs"
     return (home,)
+
+
+MAX_CONFIG = 4 << 20
+
+
+def read_config(directory: Path) -> str | None:
+    """The text of its config.json; None if it has none. Raises CheckpointError."""
+    path = directory / "config.json"
+    if not path.exists():
+        return None
+    try:
+        return json.dumps(json.loads(read_inside(path, MAX_CONFIG)), sort_keys=True)  # with Infinity, as transformers
+    except ValueError as error:
+        raise CheckpointError(str(path), f"not JSON ({error}): fetch the checkpoint again") from None
 
 
 MAX_HEADER = 100 << 20  # as upstream

@@ -14,6 +14,7 @@ before.
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import socket
@@ -73,9 +74,15 @@ class Draft:
     """
 
     def __init__(
-        self, publisher: Publisher, claim: Claim, schema: Schema, layout: Layout, metadata: Mapping[str, str]
+        self,
+        publisher: Publisher,
+        claim: Claim,
+        schema: Schema,
+        layout: Layout,
+        metadata: Mapping[str, str],
+        config: str | None = None,
     ) -> None:
-        self._publisher, self._claim, self._layout = publisher, claim, layout
+        self._publisher, self._claim, self._layout, self._config = publisher, claim, layout, config
         record = claim.record
         blank = {
             name: TensorEntry(spec.dtype, spec.shape, layout.offsets[name], spec.nbytes, "")
@@ -186,7 +193,7 @@ def commit_all(drafts: Sequence[Draft], others: list[Mapping[str, Any]], *, with
     try:
         published = [draft._finish(others if draft is first else []) for draft in drafts]
         claim, schemas = first._claim, {draft.part: draft.schema for draft in drafts}
-        first._publisher._make_ready(claim.record, claim.revision, published, schemas, within_s)
+        first._publisher._make_ready(claim.record, claim.revision, published, schemas, within_s, first._config)
     except BaseException:
         for draft in drafts:
             draft.abort()
@@ -244,6 +251,7 @@ class Publisher:
         mode: SwapMode = "together",
         metadata: Mapping[str, str] | None = None,
         source: str = "",
+        config: Mapping[str, Any] | None = None,
     ) -> int:
         """Write all tensors as a new version, make it ready, with `activate` have it swapped in; returns its number.
 
@@ -251,15 +259,21 @@ class Publisher:
         time, except for the first version of a model, which defines the schema. With `wait`, returns when the version
         is active. With `part` they are the draft model's ("draft") or an `Adapter` ("lora/NAME"); `parts` adds further
         ones to the same version. What a version does not bring it takes from version `onto` (default: the one that is
-        active or about to be). `mode` as in `activate`. Raises TensorError (nothing was published), ArenaFull,
-        StalePublisher, DraftLost, PublishError, StoreUnavailable, and once the version is ready SwapAborted or
-        SwapTimeout.
+        active or about to be). `mode` as in `activate`.
+
+        A base model may have other tensors than that version if `config`, the config.json of such a checkpoint, comes
+        with it: its instances then restart one by one, which takes longer than a swap; see `timeout_s`.
+
+        Raises TensorError and ConfigMismatch (nothing was published), ArenaFull, StalePublisher, DraftLost,
+        PublishError, StoreUnavailable, and once the version is ready SwapAborted or SwapTimeout.
         """
         given = {part: named_tensors, **(parts or {})}
-        contents = {check_name(name): self._content(name, what) for name, what in given.items()}
+        text = json.dumps(dict(config), sort_keys=True) if config is not None else None
+        contents = {check_name(n): self._content(n, what, onto, anew=text is not None) for n, what in given.items()}
         with contextlib.ExitStack() as stack:
             pieces = {name: (schema, {**(metadata or {}), **more}) for name, (_, schema, more) in contents.items()}
-            drafts = [stack.enter_context(d) for d in self.begin_all(pieces, onto=onto, step=step, source=source)]
+            about: dict[str, Any] = {"onto": onto, "step": step, "source": source, "config": text}
+            drafts = [stack.enter_context(d) for d in self.begin_all(pieces, **about)]
             for draft in drafts:
                 for name, tensor in contents[draft.part][0]:
                     draft.write(name, tensor)
@@ -298,14 +312,19 @@ class Publisher:
         step: int | None = None,
         base: int | None = None,
         source: str = "",
+        config: str | None = None,
     ) -> list[Draft]:
         """One draft per part of one version, from {part: (schema, metadata)}; `draft.commit_all` makes it ready.
+
+        `config` is the text of the base model's config.json: with it, its tensors may be others than those before.
 
         Raises as `begin`.
         """
         fingerprint.warm(sum(schema.nbytes for schema, _ in pieces.values()))
         for part, (schema, metadata) in pieces.items():
-            if (reference := self.schema(part)) is not None:
+            if part == BASE:
+                self._store.run(self._ledger.check(schema, config, onto))
+            elif (reference := self.schema(part)) is not None:
                 require_same_schema(reference, schema)
             if part.startswith(LORA) and ADAPTER_CONFIG not in metadata:
                 raise BadPart(f"{part} needs PEFT's configuration: publish an `Adapter`")
@@ -317,7 +336,7 @@ class Publisher:
             drafts = []
             for part, (schema, metadata) in pieces.items():
                 claim = Claim(record, revision, locks[part], MAPPINGS.get(locks[part].path, locks[part].fd), part)
-                drafts.append(Draft(self, claim, schema, layouts[part], metadata))
+                drafts.append(Draft(self, claim, schema, layouts[part], metadata, config))
             return drafts
         except BaseException:
             for lock in locks.values():
@@ -341,12 +360,12 @@ class Publisher:
         )
 
     def _content(
-        self, part: str, what: NamedTensors | Adapter
+        self, part: str, what: NamedTensors | Adapter, onto: int | None, *, anew: bool
     ) -> tuple[Iterable[tuple[str, Any]], Schema, dict[str, str]]:
-        """(named tensors, their schema, metadata) of one part."""
+        """(named tensors, their schema, metadata) of one part; `anew`: it may be another one than before."""
         given, metadata = (what.tensors, what.metadata) if isinstance(what, Adapter) else (what, {})
         items = given.items() if isinstance(given, Mapping) else given
-        schema = self.schema(part)
+        schema = None if anew else self._store.run(self._ledger.schema(part, onto))
         if schema is None or isinstance(items, (list, tuple)):
             items = list(items)
             schema = Schema({name: spec_of(name, tensor) for name, tensor in items})
@@ -427,12 +446,13 @@ class Publisher:
         published: Sequence[PartRecord],
         schemas: Mapping[str, Schema],
         activate_within_s: float | None,
+        config: str | None,
     ) -> None:
         """Commit drafts of one version; with a deadline, ask for the swap in the same transaction."""
         target = None
         if activate_within_s is not None:
             target = activation.new_target(record.version, self._name, activate_within_s)
-        done = self._store.run(self._ledger.make_ready(record, revision, published, schemas, target))
+        done = self._store.run(self._ledger.make_ready(record, revision, published, schemas, target, config))
         if target is not None:
             self._asked = {record.version: (target, done)}
 

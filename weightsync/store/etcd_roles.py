@@ -37,11 +37,11 @@ def roles(models: Iterable[str]) -> tuple[Role, ...]:
     writes: dict[str, set[str]] = {name: set() for name in NAMES}
     for keys in map(Keys, models):
         publishing = {keys.versions, keys.counter, keys.schema, keys.target, ARENA_KEY, ARENAS}
-        publishing |= {f"{keys.root}schemas/", f"{keys.root}publishers/"}
+        publishing |= {keys.forms, f"{keys.root}schemas/", f"{keys.root}publishers/"}
         leading = {keys.active, keys.swap, keys.leader, keys.history, keys.pauses}
         ordering = {f"{keys.root}drains/", f"{keys.root}sleeps/", keys.training, keys.disks, GATEWAYS}
         writes["gateway"] |= publishing | leading | ordering
-        writes["instance"] |= {keys.instances, f"{keys.root}sleepers/"}
+        writes["instance"] |= {keys.instances, keys.starts, f"{keys.root}sleepers/"}
         writes["trainer"] |= publishing
         writes["peer"] |= {keys.copies, ARENA_KEY, ARENAS}
         for read in reads.values():

@@ -47,6 +47,7 @@ STATUS: dict[str, type[HttpError]] = {
     "not_finite": Unprocessable,
     "checksum_mismatch": Unprocessable,
     "parts_mismatch": Unprocessable,
+    "config_mismatch": Unprocessable,
     "part_not_served": Unprocessable,
     "checkpoint_error": BadRequest,
     "delta_error": Unprocessable,

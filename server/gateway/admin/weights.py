@@ -29,6 +29,7 @@ from weightsync.control import activation, history
 from weightsync.control.coordinator import SwapReport
 from weightsync.control.records import (
     ActiveRecord,
+    FormRecord,
     Keys,
     OnLost,
     PastSwapRecord,
@@ -246,9 +247,14 @@ async def active_record(gateway: Gateway) -> ActiveRecord | None:
 
 
 async def model_schema(gateway: Gateway) -> Schema | None:
-    """The tensors that every version must have; None before the first version."""
-    found = await gateway.store.get(Keys(gateway.config.model).schema)
-    return Schema.from_json(found.value) if found is not None else None
+    """The tensors of the active version; None before the first version."""
+    keys, active = Keys(gateway.config.model), await active_record(gateway)
+    found = await gateway.store.get(keys.version(active.version)) if active is not None else None
+    form = VersionRecord.from_json(found.value).form if found is not None else ""
+    if form and (kept := await gateway.store.get(keys.form(form))) is not None:
+        return Schema.from_json(FormRecord.from_json(kept.value).tensors.encode())
+    first = await gateway.store.get(keys.schema)
+    return Schema.from_json(first.value) if first is not None else None
 
 
 async def swap_in(gateway: Gateway, version: int, options: SwapOptions) -> dict[str, Any]:

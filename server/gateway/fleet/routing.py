@@ -23,7 +23,7 @@ log: Final = logging.getLogger("hotswap.gateway")
 # An instance that stages goes on serving the version it has, so it is asked when nobody better is there: with a single
 # instance a swap must not turn a request away. COMMITTING drains, or has flipped ahead of the commit.
 _RANK: Final = {"SERVING": 0, "STAGED": 0, "STAGING": 1}
-_UNDER_WAY: Final = ("prepare", "canary", "commit")
+_UNDER_WAY: Final = ("prepare", "canary", "commit", "revert")
 _AVOID_AFTER_FAILURE_S: Final = 1.0
 
 SLACK: Final = 4.0
@@ -107,7 +107,8 @@ def fresh(record: InstanceRecord, active: ActiveRecord | None, swap: SwapRecord 
         return record.active_version == active.version and (not known or record.fingerprint == active.fingerprint)
     # `active` may be seen a moment before the swap's phase, which the same transaction wrote: any open phase will do.
     under_way = swap is not None and swap.id == active.swap_id and swap.phase in _UNDER_WAY
-    return under_way and record.active_epoch == active.epoch - 1
+    returned = swap is not None and swap.phase == "revert" and record.active_version == active.version
+    return under_way and (record.active_epoch == active.epoch - 1 or returned)
 
 
 class Policy(Protocol):

@@ -227,7 +227,7 @@ async def test_an_engine_with_sleep_mode_sleeps_in_place_and_catches_up(tmp_path
             await serves(store, 2)
             assert admission.admits()
         assert engine.log == ["stage 1", "run 1", "sleep", "wake", "stage 2", "run 2"]
-        assert not sidecar.sleeps
+        assert not sidecar.starts_over
 
 
 @pytest.mark.parametrize(("in_place", "level"), [(False, 1), (True, 2)])
@@ -243,6 +243,6 @@ async def test_otherwise_the_process_ends_to_sleep(tmp_path: Path, in_place: boo
             await serves(store, 1)
             await store.put(orders(KEYS) + "i", SleepOrder("i", level, 0.0, "test", 0.0).to_json())
             await asyncio.wait_for(ended.wait(), 5)
-            assert sidecar.sleeps
+            assert sidecar.starts_over
             assert await store.get(KEYS.instance("i")) is None
         assert "sleep" not in engine.log

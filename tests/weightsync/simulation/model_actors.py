@@ -17,9 +17,10 @@ from tests.weightsync.simulation.model_store import ModelStore
 from weightsync.control import agent_state, coordinator
 from weightsync.control import state as swap_state
 from weightsync.control.agent import Pauses
-from weightsync.control.agent_state import Drain, Flip, Serve, Stage, StandDown
+from weightsync.control.agent_state import Drain, Flip, Restart, Serve, Stage, StandDown
 from weightsync.control.board import Board
-from weightsync.control.records import ErrorInfo, InstanceRecord, Keys, LeaderRecord
+from weightsync.control.forms import MOST_STARTS, start_of
+from weightsync.control.records import ErrorInfo, FormRecord, InstanceRecord, Keys, LeaderRecord, StartRecord
 from weightsync.control.state import Ask, ProbeResult, Step
 from weightsync.errors import Conflict, FingerprintMismatch, StoreError
 from weightsync.store.protocol import MISSING
@@ -28,8 +29,10 @@ KEYS = Keys("m")
 LEADER_TTL_S, INSTANCE_TTL_S = 3.0, 5.0
 FINISH_S = 30.0  # how long a flip waits for requests that asked for the version they began with
 PROBE_FAILS = 0.15
+START_FAILS = 0.1  # of the starts that a swap asks for
 WRONG = "wrong"  # a fingerprint that nobody published
 BROKEN = ErrorInfo("c", "broken")
+FORMS = tuple(FormRecord(f'[["{name}","float32",[1]]]', "{}") for name in ("a", "b"))
 
 
 @dataclass
@@ -190,6 +193,7 @@ class Engine:
 
     version: int | None = None
     fingerprint: str = ""
+    form: str | None = None
     held: dict[int, str] = field(default_factory=dict)
 
 
@@ -213,6 +217,7 @@ class Instance(Watcher):
 
     def _reset(self) -> None:
         self.record = InstanceRecord(self.name, "x")
+        self.started = False
         self.engine = Engine()
         self.requests: list[Request] = []
         self.pauses, self.pauses_seen = Pauses(), self.store.now
@@ -243,7 +248,9 @@ class Instance(Watcher):
 
     def act(self) -> None:
         self._look_for_pauses()
-        if self._board is None or not self.store.holds(self.lease):
+        if not self.started:
+            self._start()
+        elif self._board is None or not self.store.holds(self.lease):
             self.faults.seen["registered while staging"] += self._stages
             self._register()
         elif self._stages and self.rng.random() < 0.5:
@@ -252,6 +259,26 @@ class Instance(Watcher):
             self._flip(*self.busy)
         else:
             self._reconcile()
+
+    def _start(self) -> None:
+        """What forms.py does before there is an engine; then the engine, which may not come up."""
+        board = Board(KEYS, *self.store.list(KEYS.root))
+        start = start_of(board, self.name)
+        if start is None:
+            return
+        if start.swap_id is not None:
+            self.faults.seen["started for a swap"] += 1
+            before = board.starts.get(self.name)
+            attempts = before.attempts if before is not None and before.swap_id == start.swap_id else 0
+            failed = attempts >= MOST_STARTS or self.rng.random() < START_FAILS
+            self.faults.seen["start failed"] += failed
+            said = StartRecord(start.swap_id, attempts + 1, BROKEN if failed else None)
+            self.store.put(KEYS.start(self.name), said.to_json())
+            if failed:
+                return
+        self.started, self.engine.form = True, start.form
+        self.record = replace(self.record, form=start.form, swap_id=start.swap_id)
+        return
 
     @property
     def _stages(self) -> bool:
@@ -280,7 +307,8 @@ class Instance(Watcher):
 
     def _reconcile(self) -> None:
         board = self.board
-        view = agent_state.View(board.active, board.swap, board.instances, self._drained_for())
+        forms = {record.version: record.form for record in board.versions}
+        view = agent_state.View(board.active, board.swap, board.instances, self._drained_for(), forms)
         action = agent_state.decide(self.record, view)
         if not isinstance(action, Drain | Flip):
             self.draining = None
@@ -299,6 +327,10 @@ class Instance(Watcher):
                 self._say(agent_state.leaving(self.record))
         elif isinstance(action, Flip):
             self._begin_flip(action)
+        elif isinstance(action, Restart):
+            self.faults.seen["restarted"] += 1
+            self.store.revoke(self.lease or 0)
+            self.restart()
 
     def _drained_for(self) -> str | None:
         if self.draining is None:
@@ -379,14 +411,17 @@ class Instance(Watcher):
         if self.faults.take("flip"):
             self.engine.version, self.engine.fingerprint = None, WRONG
             return self._say(agent_state.torn(record, BROKEN))
-        engine = self.engine
+        engine, version = self.engine, self.board.version(active.version)
+        form = version.form if version is not None else None
+        self.faults.seen["misloaded"] += engine.form not in (None, form)
+        engine.form = engine.form if engine.form is not None else form
         engine.version, engine.fingerprint = active.version, engine.held[active.version]
         kept = {active.version, record.active_version}
         engine.held = {version: held for version, held in engine.held.items() if version in kept}
         if record.state == "COMMITTING" and record.active_epoch == 0:
             engine.held.pop(record.active_version or 0, None)
             self.faults.seen["flipped back"] += 1
-        return self._say(agent_state.flipped(record, active, fingerprint, ahead=flip.ahead))
+        return self._say(replace(agent_state.flipped(record, active, fingerprint, ahead=flip.ahead), form=form))
 
 
 class Gateway(Watcher):

@@ -15,10 +15,16 @@ from weightsync.control import agent_state
 from weightsync.control.records import ActiveRecord, PauseRecord, SwapRecord, TargetRecord, VersionRecord
 from weightsync.errors import StoreError
 
-from .model_actors import KEYS, Candidate, Faults, Gateway, Instance, Request
+from .model_actors import FORMS, KEYS, Candidate, Faults, Gateway, Instance, Request
 
 PAUSE_TTL_S = 8.0
-NEXT = {"prepare": {"canary", "commit", "aborted"}, "canary": {"commit", "aborted"}, "commit": {"done"}}
+NEXT = {
+    "prepare": {"canary", "commit", "aborted"},
+    "canary": {"commit", "aborted"},
+    "commit": {"done", "revert"},
+    "revert": {"aborted", "done"},
+}
+OTHER_FORM = 0.3  # of the versions
 
 
 class Violation(AssertionError):
@@ -49,6 +55,8 @@ class World:
         self.seen = self.faults.seen
         self.asked = self.published = 0
         self.pausers: list[int] = []
+        for form in FORMS:
+            self.store.put(KEYS.form(form.digest), form.to_json())
         for _ in range(2):
             self.publish()
 
@@ -61,7 +69,8 @@ class World:
     def publish(self) -> None:
         self.published += 1
         v = self.published
-        record = VersionRecord(v, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0, fingerprint=f"f{v}")
+        form = FORMS[self.rng.random() < OTHER_FORM].digest
+        record = VersionRecord(v, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0, fingerprint=f"f{v}", form=form)
         self.store.put(KEYS.version(v), record.to_json())
 
     def ask(self) -> None:
@@ -227,6 +236,8 @@ class World:
                 return f"instance {i.name} stays {i.record.state}"
             if active is not None and (i.record.active_epoch, i.engine.version) != (active.epoch, active.version):
                 return f"instance {i.name} runs version {i.engine.version}, committed is {active.version}"
+            if active is not None and i.engine.form not in (None, self.form_of(active.version)):
+                return f"instance {i.name} has an engine of another form than version {active.version}"
             if i.staging is not None:
                 return f"instance {i.name} stages version {i.staging.version} for nobody"
             if i.paused:
@@ -259,21 +270,31 @@ class World:
                 require(after.canary in (None, *left), "the canary was left out of its own trial")
                 self.seen["left out"] += 1
                 return
+            if after.phase == before.phase and after.changes and after.turn != before.turn:
+                self.seen["turns"] += 1
+                return
             require(after.phase in NEXT.get(before.phase, ()), f"from {before.phase} to {after.phase}")
         else:
             require(before is None or before.phase in ("done", "aborted"), "two swaps at once")
             require(after.phase in ("prepare", "aborted"), f"opened in phase {after.phase}")
-        self.seen[f"{after.mode} {after.phase}"] += 1
+        self.seen[f"{'restarting' if after.changes else after.mode} {after.phase}"] += 1
         if after.phase == "aborted" and before is not None and before.phase == "canary":
             self.seen["canary aborted"] += 1
 
     def _check_commit(self, active: ActiveRecord) -> None:
         before = self._active()
         require(active.epoch == len(self.commits) + 1, "a commit was lost")
+        swap = self._swap()
+        if swap is not None and swap.phase == "commit":  # it is reverted
+            former = swap.former
+            require(
+                former and (former.version, former.previous) == (active.version, active.previous), "reverted wrongly"
+            )
+            self.commits.append(active)
+            return
         if before is not None:
             previous = before.previous if before.version == active.version else before.version
             require(active.previous == previous, "the way back was lost")
-        swap = self._swap()
         require(swap and swap.id == active.swap_id, "a commit of no swap")
         for name in swap.participants if swap else ():
             require(self.store.get(KEYS.instance(name)), f"committed, but {name} is gone")
@@ -302,6 +323,10 @@ class World:
         require(engine.fingerprint == f"f{engine.version}", f"{instance.name} serves wrong weights")
         require(engine.version in {c.version for c in self.commits}, f"{instance.name} serves an uncommitted version")
         require(engine.version == instance.record.active_version, f"{instance.name} does not serve what it says")
+
+    def form_of(self, version: int) -> str | None:
+        found = self.store.get(KEYS.version(version))
+        return VersionRecord.from_json(found.value).form if found is not None else None
 
     def _swap(self) -> SwapRecord | None:
         found = self.store.get(KEYS.swap)

@@ -40,6 +40,11 @@ HAPPENED = {
     "left out": 100,
     "staging given up": 500,
     "registered while staging": 300,
+    "restarting done": 500,
+    "restarting aborted": 500,
+    "restarting revert": 100,
+    "started for a swap": 2000,
+    "turns": 1000,
 }
 
 
@@ -126,6 +131,27 @@ def pauses_without_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pauses, "wanted", lambda self, now: bool(self._ends))
 
 
+def no_way_back_for_who_restarted(patch: pytest.MonkeyPatch) -> None:
+    """They would stay with the engines that they have."""
+    patch.setattr(agent_state, "_can_run", lambda record, version, view: True)
+
+
+def a_revert_that_forgets_the_version_before(patch: pytest.MonkeyPatch) -> None:
+    real = swap_state._revert
+
+    def revert(view: swap_state.View, swap: SwapRecord, problem: str) -> Step:
+        step = real(view, swap, problem)
+        assert step.active is not None
+        return replace(step, active=replace(step.active, previous=step.swap.target))
+
+    patch.setattr(swap_state, "_revert", revert)
+
+
+def turns_without_an_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(swap_state, "_failed_start", lambda view, swap: None)
+    patch.setattr(swap_state, "RESTART_S", 1e9)
+
+
 def previous_retired(patch: pytest.MonkeyPatch) -> None:
     real = activation.needed_versions
 
@@ -165,6 +191,9 @@ def a_probe_that_is_never_run_again(patch: pytest.MonkeyPatch) -> None:
         (no_stand_down, "stays STAG|stays COMMITTING"),
         (a_staging_that_goes_on_for_another_swap, "has not staged it|built other weights|for nobody"),
         (pauses_without_end, "a pause outlived its owner"),
+        (no_way_back_for_who_restarted, "of another form"),
+        (a_revert_that_forgets_the_version_before, "reverted wrongly"),
+        (turns_without_an_end, "the swap stays in phase (canary|commit)"),
         (previous_retired, "retired that is needed"),
         (a_probe_that_is_never_run_again, "the swap stays in phase canary"),
     ],

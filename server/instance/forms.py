@@ -1,0 +1,136 @@
+"""What an instance is started with: the configuration of the versions that it is to run.
+
+It comes from the store, with the version (weightsync/control/forms.py), as what the model directory holds may be the
+configuration of other tensors. vLLM gets it as a directory in the arena: config.json of the version, and links to what
+else lies in the model directory but its weights. A swap that has this instance restart is told if it cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from weightsync.control.board import Board
+from weightsync.control.forms import MOST_STARTS, check_config, start_of
+from weightsync.control.records import ErrorInfo, FormRecord, Keys, StartRecord
+from weightsync.errors import ConfigMismatch, RecordError, StoreError, WeightSyncError
+from weightsync.memory.ledger import ensure_arena
+from weightsync.publish.checkpoint import read_config
+from weightsync.store import Store, open_store
+
+from .config import ITS_OWN, Form, InstanceConfig
+
+log = logging.getLogger("hotswap.instance")
+T = TypeVar("T")
+UNKNOWN = Form("unknown")  # what no version has
+OWN_FILES = frozenset({"config.json", "model.safetensors.index.json"})  # of a checkpoint, beside its *.safetensors
+
+
+async def form_to_start_with(config: InstanceConfig) -> Form:
+    """The form of the version that it is to run. Without the store it is not known: it starts, and once more when the
+    store is back."""
+    try:
+        return await _with_store(config, lambda store: _choose(config, store))
+    except (StoreError, RecordError) as error:
+        log.warning("starting with the configuration of %s: %s", config.model_dir, error)
+        return UNKNOWN
+
+
+async def tell_failure(config: InstanceConfig, swap_id: str, error: Exception) -> None:
+    """Have the swap end that asked for this start. Raises StoreError."""
+    known = ErrorInfo(error.code, str(error)) if isinstance(error, WeightSyncError) else None
+    info = known or ErrorInfo("start_failed", f"{type(error).__name__}: {error}")
+
+    async def write(store: Store) -> None:
+        await _say(store, config, StartRecord(swap_id, MOST_STARTS, info))
+
+    await _with_store(config, write)
+
+
+async def _with_store(config: InstanceConfig, work: Callable[[Store], Awaitable[T]]) -> T:
+    store = open_store(config.store)
+    try:
+        return await work(store)
+    finally:
+        await store.close()
+
+
+async def _say(store: Store, config: InstanceConfig, record: StartRecord) -> None:
+    await store.put(Keys(config.model).start(config.instance_id), record.to_json())
+
+
+async def _choose(config: InstanceConfig, store: Store) -> Form:
+    name = config.instance_id
+    async with Board.follow(store, Keys(config.model)) as board:
+        while True:
+            start = start_of(board, name)
+            if start is None:  # it has failed in the swap that is under way, and starts when that has ended
+                await board.changed()
+                continue
+            record = board.form(start.form) if start.form else None
+            if start.form is None or (start.form and record is None):
+                return ITS_OWN
+            swap_id = start.swap_id
+            try:
+                if swap_id is not None:
+                    await _count(config, store, board, swap_id)
+                where = await _directory(config, store, record) if record is not None else None
+            except WeightSyncError as error:
+                if swap_id is None or isinstance(error, StoreError):
+                    raise
+                await _say(store, config, StartRecord(swap_id, MOST_STARTS, ErrorInfo(error.code, str(error))))
+                await board.changed()
+                continue
+            return Form(start.form, where, record.tensors if record is not None else "", swap_id)
+
+
+async def _count(config: InstanceConfig, store: Store, board: Board, swap_id: str) -> None:
+    """Note down one more start for the swap. Raises SwapError when there were enough."""
+    before = board.starts.get(config.instance_id)
+    attempts = before.attempts if before is not None and before.swap_id == swap_id else 0
+    if attempts >= MOST_STARTS:
+        raise StartsFailed(attempts)
+    await _say(store, config, StartRecord(swap_id, attempts + 1))
+
+
+class StartsFailed(WeightSyncError):
+    """The process ended again and again while it started for a swap."""
+
+    code = "start_failed"
+
+    def __init__(self, attempts: int) -> None:
+        self.attempts = attempts
+        super().__init__(f"its process ended {attempts} times before it served; see its log")
+
+
+async def _directory(config: InstanceConfig, store: Store, form: FormRecord) -> Path | None:
+    """A directory with the form's config.json; None if the model directory has that, or the form has none.
+
+    Raises ConfigMismatch, ArenaUnavailable.
+    """
+    own = read_config(config.model_dir)
+    if not form.config or form.config == own:
+        return None
+    if own is None:
+        raise ConfigMismatch("config.json", f"{config.model_dir} has none")
+    check_config(own, form.config)
+    arena = await ensure_arena(store)
+    target = arena.directory / f"config-{form.digest}-{config.instance_id}"
+    made = Path(tempfile.mkdtemp(prefix=".config-", dir=arena.directory))
+    try:
+        (made / "config.json").write_text(form.config)
+        for path in config.model_dir.iterdir():
+            if path.suffix != ".safetensors" and path.name not in OWN_FILES:
+                (made / path.name).symlink_to(path.resolve())
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(made, target)
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(made)
+    return target

@@ -1,0 +1,230 @@
+"""Versions with other tensors than the one before: two real instances restart one by one, and clients notice nothing.
+
+Every answer says which version wrote which token, and those are the tokens of a fresh stock engine of that version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from loadtest.model_kinds import make_kind
+from tests import stock
+from tests.live import LiveServer
+from tests.waiting import wait_until
+from weightsync.control.records import Keys, StartRecord
+from weightsync.store import SyncStore
+
+pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.timeout(1800)]  # every process starts cold
+PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(20 + 17 * i)] for i in range(3)]
+TOKENS = 24
+PATIENCE_S = 600.0
+TIED = {"tie_word_embeddings": True}
+
+
+class Clients:
+    """One for each prompt, asking again and again; `wrong` has what failed, and what another engine would not say."""
+
+    def __init__(self, url: str, expected: dict[int, list[list[int]]]) -> None:
+        """`expected`: the answers of each version."""
+        self.url, self.expected = url, expected
+        self.wrong: list[str] = []
+        self.answered: Counter[int] = Counter()  # by the version that wrote the last token
+
+    def __enter__(self) -> Clients:
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(len(PROMPTS))]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(120)
+
+    def _ask(self, index: int) -> None:
+        body = {"prompt_token_ids": PROMPTS[index], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        with httpx.Client(base_url=self.url, timeout=120) as client:
+            while not self._stop.is_set():
+                answer = client.post("/generate", json={**body, "stream": False})
+                if answer.status_code != 200:
+                    self.wrong.append(answer.text)
+                    continue
+                (choice,) = answer.json()["choices"]
+                first, last = choice["weight_versions"][0], choice["weight_versions"][-1]
+                tokens = choice["token_ids"][: first["end"]]
+                said = self.expected.get(first["version"])
+                if said is not None and tokens != said[index][: len(tokens)]:
+                    self.wrong.append(f"prompt {index}, version {first['version']}: {tokens}")
+                self.answered[last["version"]] += 1
+
+
+def said(live: LiveServer) -> list[list[int]]:
+    return [live.generate(prompt, TOKENS)["choices"][0]["token_ids"] for prompt in PROMPTS]
+
+
+def ask(live: LiveServer, route: str, **body: Any) -> httpx.Response:
+    return live.admin.post(f"/admin/weights{route}", json=body, timeout=PATIENCE_S)
+
+
+def everywhere(live: LiveServer, version: int) -> bool:
+    found = [(i["state"], i["active_version"], i["eligible"]) for i in live.instances()]
+    return found == [("SERVING", version, True)] * 2
+
+
+def following(live: LiveServer) -> int:
+    """The number of the next version."""
+    return 1 + max(int(v["version"]) for v in live.admin.get("/admin/weights").json()["versions"])
+
+
+def attempts(live: LiveServer, name: str) -> int:
+    """How often the instance was started for the swap in flight, or the last one."""
+    with contextlib.closing(SyncStore(live.processes.store)) as store:
+        found = store.get(Keys(live.name).start(name))
+    started = StartRecord.from_json(found.value) if found is not None else None
+    return started.attempts if started is not None and started.swap_id == swap_of(live)["id"] else 0
+
+
+def swap_of(live: LiveServer) -> dict[str, Any]:
+    return dict(live.admin.get("/admin/swap").json()["swap"])
+
+
+class Fleet:
+    """Two instances of `live`, the checkpoint they began with, and its answers."""
+
+    def __init__(self, live: LiveServer, base: Path) -> None:
+        self.live, self.base, self.answers = live, base, stock.answers(base, PROMPTS, TOKENS)
+
+    def back_at_the_base(self) -> int:
+        """Its version, served by both."""
+        active = self.live.active()
+        if said(self.live) != self.answers:
+            answer = ask(self.live, "", path=str(self.base))
+            assert answer.status_code == 200, answer.text
+            active = answer.json()["version"]
+        wait_until(lambda: everywhere(self.live, active), PATIENCE_S)
+        return active
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    base = make_kind(tmp_path_factory.mktemp("base"), "llama", **TIED)
+    live = LiveServer(base, tmp_path_factory.mktemp("shapes"), ("--max-model-len", "512"), name="shapes", instances=2)
+    with live.running():
+        yield Fleet(live, base)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "difference"),
+    [
+        ("w4a16", TIED, "weight_packed"),
+        ("llama", {"tie_word_embeddings": False}, "lm_head.weight is new"),
+        ("w8a8", TIED, "weight_scale"),
+        ("llama", {**TIED, "num_hidden_layers": 3}, "model.layers.2."),
+    ],
+    ids=["w4a16", "untied", "int8", "layers"],
+)
+def test_other_tensors_come_by_restarts_and_go_by_them(
+    fleet: Fleet, tmp_path: Path, kind: str, shape: dict[str, Any], difference: str
+) -> None:
+    live, before = fleet.live, fleet.back_at_the_base()
+    after = following(live)
+    other = make_kind(tmp_path / "other", kind, **shape)
+    answers = stock.answers(other, PROMPTS, TOKENS)
+    pids = [record["pid"] for record in live.instances()]
+    with Clients(live.url, {before: fleet.answers, after: answers}) as clients:
+        answer = ask(live, "", path=str(other), drain_s=5)
+        assert answer.status_code == 200, answer.text
+        swap = answer.json()["swap"]
+        assert (answer.json()["version"], swap["ok"], swap["mode"]) == (after, True, "rolling")
+        assert difference in swap["changes"]
+        assert everywhere(live, after)
+        wait_until(lambda: clients.answered[after] > len(PROMPTS))
+        assert said(live) == answers
+
+        back = ask(live, "/rollback", drain_s=5)
+        assert back.status_code == 200, back.text
+        assert everywhere(live, before)
+        assert said(live) == fleet.answers
+    assert not clients.wrong
+    assert [record["pid"] for record in live.instances()] == pids, "supervisors see no process end"
+
+
+def test_a_restart_that_is_killed_goes_on_and_one_that_fails_goes_back(fleet: Fleet, tmp_path: Path) -> None:
+    live, before = fleet.live, fleet.back_at_the_base()
+    after = following(live)
+    other = make_kind(tmp_path / "other", "llama", tie_word_embeddings=False)
+    answers: dict[int, list[list[int]]] = {before: fleet.answers, after: stock.answers(other, PROMPTS, TOKENS)}
+    supervised = threading.Event()
+
+    def supervise() -> None:
+        while not supervised.wait(0.1):
+            live.processes.restart_ended()
+
+    supervisor = threading.Thread(target=supervise)
+    supervisor.start()
+    try:
+        with Clients(live.url, answers) as clients:
+            done: list[httpx.Response] = []
+            pushing = threading.Thread(target=lambda: done.append(ask(live, "", path=str(other), drain_s=5)))
+            pushing.start()
+            wait_until(lambda: attempts(live, "instance-0") == 1, PATIENCE_S)
+            canary = live.processes.children["instance-0"].process.pid
+            psutil.Process(canary).kill()
+            pushing.join(PATIENCE_S)
+            assert done[0].status_code == 200, done[0].text
+            assert attempts(live, "instance-0") == 2
+            assert everywhere(live, after)
+            assert said(live) == answers[after]
+
+            broken = json.loads((other / "config.json").read_text())
+            bad = make_kind(tmp_path / "bad", "llama", num_hidden_layers=3)
+            (bad / "config.json").write_text(
+                json.dumps(broken)
+            )  # of two layers: vLLM starts, and cannot load the third
+            answer = ask(live, "", path=str(bad), drain_s=5)
+            problem = answer.json()["error"]
+            assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
+            assert "model.layers.2." in problem["message"]
+            wait_until(lambda: everywhere(live, after), PATIENCE_S)
+        assert not clients.wrong
+        assert swap_of(live)["phase"] == "aborted"
+        assert said(live) == answers[after]
+    finally:
+        supervised.set()
+        supervisor.join()
+
+
+def test_what_no_restart_can_take_is_refused(fleet: Fleet, tmp_path: Path) -> None:
+    """A vocabulary that the served tokenizer does not have; and nothing restarts for it."""
+    live, before = fleet.live, fleet.back_at_the_base()
+    other = make_kind(tmp_path / "other", "llama", vocab_size=640, **TIED)
+    answer = ask(live, "", path=str(other))
+    problem = answer.json()["error"]
+    assert (answer.status_code, problem["code"]) == (422, "config_mismatch")
+    assert "vocab_size" in problem["message"]
+    assert everywhere(live, before)
+
+
+def test_a_single_instance_refuses_and_serves_on(tmp_path: Path) -> None:
+    base = make_kind(tmp_path / "base", "llama", **TIED)
+    other = make_kind(tmp_path / "other", "llama", tie_word_embeddings=False)
+    live = LiveServer(base, tmp_path / "state", ("--max-model-len", "512"), name="single")
+    with live.running():
+        before, tokens = live.active(), said(live)
+        answer = ask(live, "", path=str(other))
+        problem = answer.json()["error"]
+        assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
+        assert "lm_head.weight is new" in problem["message"]
+        assert "--instances 2" in problem["message"]
+        assert (live.active(), said(live)) == (before, tokens)

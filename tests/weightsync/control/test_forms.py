@@ -1,0 +1,242 @@
+"""Versions of another form: what the coordinator and an instance do about them, each rule by itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from server.gateway.fleet import routing
+from tests.weightsync.control.test_state import ACTIVE, SWAP, TARGET, view
+from weightsync.control import activation, agent_state
+from weightsync.control.agent_state import Drain, Flip, Rest, Restart, Serve, decide
+from weightsync.control.board import Board
+from weightsync.control.forms import KEPT, Start, changes, check_config, start_of
+from weightsync.control.records import (
+    ActiveRecord,
+    ErrorInfo,
+    FormRecord,
+    InstanceRecord,
+    Keys,
+    StartRecord,
+    SwapRecord,
+    VersionRecord,
+)
+from weightsync.control.state import RESTART_S, ROLLING_DRAIN_S, Ask, ProbeResult, Step, View, Wait
+from weightsync.control.state import decide as coordinate
+from weightsync.errors import ConfigMismatch
+from weightsync.store.protocol import KeyValue
+
+WHY = "lm_head.weight is new"
+SERVING = {name: InstanceRecord(name, "x", "SERVING", 1, 5, form="one") for name in ("a", "b")}
+OPENED = replace(SWAP, mode="rolling", drain_s=ROLLING_DRAIN_S, changes=WHY, former=ACTIVE)
+CANARY = replace(OPENED, phase="canary", canary="a", turn="a", deadline=800.0)
+COMMIT = replace(CANARY, phase="commit")
+COMMITTED = ActiveRecord(2, 6, 1, "swap-2", 100.0)
+REVERT = replace(COMMIT, phase="revert", turn="b", participants=("b", "a"), reason="why")
+RETURNED = replace(ACTIVE, epoch=7, swap_id="swap-2")
+TRIAL = InstanceRecord("a", "x", "COMMITTING", 2, 0, swap_id="swap-2", form="two")
+BACK = InstanceRecord("a", "x", "SERVING", 2, 6, swap_id="swap-2", form="two")
+ERROR = ErrorInfo("c", "no memory")
+
+
+def fleet(**changed: InstanceRecord | None) -> dict[str, InstanceRecord]:
+    return {name: record for name, record in {**SERVING, **changed}.items() if record is not None}
+
+
+def step(seen: View) -> Step:
+    decision = coordinate(seen)
+    assert isinstance(decision, Step), decision
+    return decision
+
+
+# the coordinator
+
+
+def test_other_tensors_open_a_rolling_swap_that_nobody_stages() -> None:
+    opened = step(view(swap=None, instances=SERVING, changes=WHY))
+    assert (opened.kind, opened.swap) == ("open", OPENED)
+    tried = step(view(swap=OPENED, instances=SERVING))
+    assert (tried.kind, tried.swap) == ("try", replace(CANARY, deadline=100.0 + ROLLING_DRAIN_S + RESTART_S))
+
+
+@pytest.mark.parametrize(
+    ("instances", "advice"),
+    [
+        ({"a": SERVING["a"]}, "--instances 2"),
+        (fleet(b=replace(SERVING["b"], restarts=False)), "b runs on several hosts"),
+    ],
+)
+def test_a_fleet_that_could_not_serve_meanwhile_refuses(instances: dict[str, InstanceRecord], advice: str) -> None:
+    refused = step(view(swap=None, instances=instances, changes=WHY))
+    assert (refused.kind, refused.swap.phase, refused.active) == ("refuse", "aborted", None)
+    assert WHY in (refused.swap.reason or "")
+    assert advice in (refused.swap.reason or "")
+
+
+def test_the_canary_may_be_away_until_its_time_is_up() -> None:
+    seen = view(swap=CANARY, instances=fleet(a=None))
+    assert coordinate(seen) == Wait(CANARY.deadline)
+    assert coordinate(replace(seen, instances=fleet(a=InstanceRecord("a", "x")))) == Wait(CANARY.deadline)
+    assert step(replace(seen, now=CANARY.deadline)).kind == "abort"
+    assert step(replace(seen, instances={"a": TRIAL})).kind == "abort", "the other one may not"
+
+
+def test_the_canary_on_trial_is_probed_and_its_turn_goes_on_after_the_commit() -> None:
+    seen = view(swap=CANARY, instances=fleet(a=TRIAL))
+    assert coordinate(seen) == Ask(CANARY, TRIAL, CANARY.deadline)
+    commit = step(replace(seen, probe=ProbeResult(True)))
+    assert (commit.kind, commit.active) == ("commit", COMMITTED)
+    assert (commit.swap.phase, commit.swap.turn) == ("commit", "a")
+    assert step(replace(seen, probe=ProbeResult(False, "odd"))).kind == "abort"
+
+
+@pytest.mark.parametrize("tried", [StartRecord("swap-2", 2, ERROR), StartRecord("before", 2, ERROR)])
+def test_a_failed_start_of_this_swap_ends_it(tried: StartRecord) -> None:
+    trial = coordinate(view(swap=CANARY, instances=fleet(a=None), starts={"a": tried}))
+    turn = replace(COMMIT, turn="b")
+    later = coordinate(view(swap=turn, active=COMMITTED, instances=fleet(a=BACK, b=None), starts={"b": tried}))
+    if tried.swap_id != "swap-2":
+        assert (trial, later) == (Wait(CANARY.deadline), Wait(COMMIT.deadline))
+        return
+    assert isinstance(trial, Step)
+    assert isinstance(later, Step)
+    assert (trial.kind, later.kind, later.active) == ("abort", "revert", replace(RETURNED, committed_at=100.0))
+    assert "no memory" in (trial.swap.reason or "")
+    assert (later.swap.phase, later.swap.participants, later.swap.turn) == ("revert", ("b", "a"), "b")
+
+
+def test_turns_are_taken_one_by_one() -> None:
+    seen = view(swap=COMMIT, active=COMMITTED, instances=fleet(a=TRIAL))
+    assert coordinate(seen) == Wait(COMMIT.deadline), "the canary has not yet seen the commit"
+    turn = step(replace(seen, instances=fleet(a=BACK)))
+    assert (turn.kind, turn.swap.turn, turn.active) == ("turn", "b", None)
+    assert coordinate(replace(seen, swap=turn.swap, instances=fleet(a=BACK, b=None))) == Wait(turn.swap.deadline)
+    done = step(replace(seen, swap=turn.swap, instances=fleet(a=BACK, b=replace(BACK, id="b"))))
+    assert (done.kind, done.swap.phase, done.swap.reason) == ("finish", "done", None)
+
+
+def test_one_that_is_not_back_in_time_reverts_the_commit_unless_it_was_taken_away() -> None:
+    turn = replace(COMMIT, turn="b")
+    seen = view(now=COMMIT.deadline, swap=turn, active=COMMITTED, instances=fleet(a=BACK, b=None))
+    assert step(replace(seen, starts={"b": StartRecord("swap-2", 1)})).kind == "revert"
+    assert step(replace(seen, instances=fleet(a=BACK, b=InstanceRecord("b", "x")))).kind == "revert"
+    gone = step(seen)
+    assert (gone.kind, gone.swap.reason) == ("finish", "not flipped: b")
+
+
+def test_a_reverted_swap_ends_aborted_when_all_are_back() -> None:
+    away = view(swap=REVERT, active=RETURNED, instances=fleet(a=BACK, b=None))
+    assert coordinate(away) == Wait(REVERT.deadline)
+    old = {name: replace(record, active_epoch=7) for name, record in SERVING.items()}
+    turn = step(replace(away, instances={"a": BACK, "b": old["b"]}))
+    assert (turn.kind, turn.swap.turn) == ("turn", "a")
+    end = step(replace(away, instances=old, swap=turn.swap))
+    assert (end.kind, end.swap.phase, end.swap.reason) == ("abort", "aborted", "why")
+
+
+def test_the_way_back_is_kept_and_who_waits_for_its_turn_serves() -> None:
+    former = replace(COMMIT, former=replace(ACTIVE, version=1, previous=7))
+    assert activation.needed_versions(COMMITTED, former, TARGET, ()) == {1, 2, 7}
+    for swap, active in ((COMMIT, COMMITTED), (REVERT, RETURNED)):
+        assert routing.eligible(SERVING["b"], active, swap)
+        assert routing.eligible(BACK, active, swap) == (active.epoch in (6, 7))
+        assert not routing.eligible(SERVING["b"], active, replace(swap, phase="done"))
+
+
+# an instance
+
+
+def seen(active: ActiveRecord, swap: SwapRecord, drained: str | None = None) -> agent_state.View:
+    return agent_state.View(active, swap, SERVING, drained, {1: "one", 2: "two"})
+
+
+def test_an_instance_stages_nothing_for_it_and_leaves_when_it_is_its_turn() -> None:
+    assert decide(SERVING["a"], seen(ACTIVE, OPENED)) == Rest()
+    assert decide(SERVING["b"], seen(ACTIVE, CANARY)) == Rest()
+    assert decide(SERVING["a"], seen(ACTIVE, CANARY)) == Drain(CANARY)
+    leaving = replace(SERVING["a"], state="COMMITTING")
+    assert decide(leaving, seen(ACTIVE, CANARY)) == Drain(CANARY)
+    assert decide(leaving, seen(ACTIVE, CANARY, "swap-2")) == Restart()
+
+
+def test_it_comes_back_on_trial_and_stays_if_the_swap_commits() -> None:
+    started = InstanceRecord("a", "x", swap_id="swap-2", form="two")
+    action = decide(started, seen(ACTIVE, CANARY))
+    assert isinstance(action, Flip)
+    assert (action.ahead, action.active.version) == (True, 2)
+    assert decide(replace(started, error=ERROR), seen(ACTIVE, CANARY)) == Rest()
+    assert decide(TRIAL, seen(ACTIVE, CANARY)) == Rest()
+    assert decide(TRIAL, seen(COMMITTED, CANARY)) == Rest(), "the swap record comes next"
+    assert decide(TRIAL, seen(COMMITTED, COMMIT)) == Serve(COMMITTED)
+
+
+@pytest.mark.parametrize("record", [TRIAL, InstanceRecord("a", "x", swap_id="swap-2", form="two", error=ERROR)])
+def test_it_returns_when_the_swap_is_aborted(record: InstanceRecord) -> None:
+    assert decide(record, seen(ACTIVE, replace(CANARY, phase="aborted"))) == Restart()
+
+
+def test_the_others_restart_in_their_turn_alone() -> None:
+    assert decide(SERVING["b"], seen(COMMITTED, COMMIT)) == Rest()
+    turn = replace(COMMIT, turn="b")
+    assert decide(SERVING["b"], seen(COMMITTED, turn)) == Drain(turn)
+    assert decide(replace(SERVING["b"], state="COMMITTING"), seen(COMMITTED, turn, "swap-2")) == Restart()
+    assert decide(InstanceRecord("b", "x", swap_id="swap-2", form="two"), seen(COMMITTED, turn)) == Flip(COMMITTED)
+    assert decide(BACK, seen(RETURNED, REVERT)) == Rest()
+    assert decide(SERVING["b"], seen(RETURNED, REVERT)) == Serve(RETURNED)
+
+
+def board(active: ActiveRecord | None, swap: SwapRecord | None, **starts: StartRecord) -> Board:
+    keys = Keys("m")
+    records = {keys.version(n): version(n, form) for n, form in ((1, "one"), (2, "two"))}
+    found = {key: record.to_json() for key, record in records.items()}
+    found |= {keys.start(name): record.to_json() for name, record in starts.items()}
+    found |= {keys.active: active.to_json()} if active is not None else {}
+    found |= {keys.swap: swap.to_json()} if swap is not None else {}
+    return Board(keys, [KeyValue(key, value, 1, 1) for key, value in found.items()], 1)
+
+
+def version(number: int, form: str) -> VersionRecord:
+    return VersionRecord(number, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0, form=form)
+
+
+def test_a_process_starts_with_the_form_of_what_it_is_to_run() -> None:
+    failed = StartRecord("swap-2", 2, ERROR)
+    assert start_of(board(None, None), "a") == Start(None, None)
+    assert start_of(board(ACTIVE, OPENED), "a") == Start(1, "one")
+    assert start_of(board(ACTIVE, CANARY), "a") == Start(2, "two", "swap-2")
+    assert start_of(board(ACTIVE, CANARY), "b") == Start(1, "one")
+    assert start_of(board(ACTIVE, CANARY, a=StartRecord("swap-2", 1)), "a") == Start(2, "two", "swap-2")
+    assert start_of(board(ACTIVE, CANARY, a=failed), "a") is None, "it waits for the swap to end"
+    assert start_of(board(ACTIVE, replace(CANARY, phase="aborted"), a=failed), "a") == Start(1, "one")
+    assert start_of(board(RETURNED, REVERT, b=failed), "b") == Start(1, "one")
+
+
+# forms
+
+
+def test_changes_are_told_in_words() -> None:
+    def form(**tensors: tuple[str, list[int]]) -> str:
+        return json.dumps([[name, dtype, shape] for name, (dtype, shape) in sorted(tensors.items())])
+
+    one = form(x=("float32", [1]), y=("float32", [1]), z=("float32", [1]))
+    assert changes(one, one) == ""
+    assert changes(one, form(x=("float32", [2]), y=("int8", [1]))) == (
+        "z is gone, x is of another shape, y is of another dtype"
+    )
+    assert changes(form(), one) == "3 tensors are new (x, ...)"
+
+
+def test_a_configuration_must_fit_to_the_model_directory() -> None:
+    served = dict.fromkeys(KEPT, 1) | {"tie_word_embeddings": True, "num_hidden_layers": 2}
+    check_config(json.dumps(served), json.dumps(served | {"tie_word_embeddings": False, "quantization_config": {}}))
+    for name in KEPT:
+        with pytest.raises(ConfigMismatch, match=name):
+            check_config(json.dumps(served), json.dumps(served | {name: 2}))
+    with pytest.raises(ConfigMismatch, match="not JSON"):
+        check_config(json.dumps(served), "{")
+
+
+def test_a_form_is_named_by_all_it_says() -> None:
+    assert len({FormRecord(t, c).digest for t in ("a", "b") for c in ("", "{}")}) == 4
