@@ -17,12 +17,9 @@ ROUNDING = 0.3  # nats; bf16 kernels round by the shape of a batch, and other we
 Ids = list[int]
 
 
-def answers(
-    model: Path, prompts: list[Ids], tokens: int, *, adapter: Path | None = None, plugin: str = "", **options: Any
-) -> list[Ids]:
-    """Its greedy answers, after it has loaded `model` from disk itself. `options` are vLLM's, as is the `plugin`."""
-    what = {"prompts": prompts, "tokens": tokens, "adapter": str(adapter or "")}
-    return list(_asked(model, what, options, plugin))
+def answers(model: Path, prompts: list[Ids], tokens: int, **options: Any) -> list[Ids]:
+    """Its greedy answers, after it has loaded `model` from disk itself. `options` are vLLM's."""
+    return list(_asked(model, {"prompts": prompts, "tokens": tokens}, options))
 
 
 def behind(model: Path, asked: list[tuple[Ids, Ids]], **options: Any) -> list[float]:
@@ -30,21 +27,11 @@ def behind(model: Path, asked: list[tuple[Ids, Ids]], **options: Any) -> list[fl
     return list(_asked(model, {"asked": asked}, options))
 
 
-def pooled(model: Path, prompts: list[Ids], **options: Any) -> list[list[float]]:
-    """What its pooler makes of each prompt: an embedding, or the probabilities of classes."""
-    return list(_asked(model, {"pooled": prompts}, options))
-
-
-def seen(model: Path, messages: list[dict[str, Any]], tokens: int, **options: Any) -> Ids:
-    """Its greedy answer to a chat, whose images it decodes and processes itself."""
-    return list(_asked(model, {"messages": messages, "tokens": tokens}, options))
-
-
-def _asked(model: Path, what: dict[str, Any], options: dict[str, Any], plugin: str = "") -> Any:
+def _asked(model: Path, what: dict[str, Any], options: dict[str, Any]) -> Any:
     with tempfile.TemporaryDirectory() as directory:
         question, answer, log = (Path(directory) / name for name in ("question", "answer", "log"))
         question.write_bytes(orjson.dumps({**what, "model": str(model), "options": options}))
-        environment = {**os.environ, **SWITCHES, "VLLM_PLUGINS": plugin}
+        environment = {**os.environ, **SWITCHES}
         process = warm(ENGINES).start(["tests.stock", str(question), str(answer)], environment, log)
         assert process.wait(240) == 0, log.read_text()
         return orjson.loads(answer.read_bytes())
@@ -52,7 +39,6 @@ def _asked(model: Path, what: dict[str, Any], options: dict[str, Any], plugin: s
 
 def main(question: Path, answer: Path) -> None:
     from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.core import EngineCore
 
     what = orjson.loads(question.read_bytes())
@@ -61,9 +47,8 @@ def main(question: Path, answer: Path) -> None:
     assert not hasattr(EngineCore, "hotswap_commit"), "this engine is not a stock one"
 
     def generated(prompts: list[Ids], **more: Any) -> Any:
-        lora = LoRARequest("x", 1, what["adapter"]) if what.get("adapter") else None
         params = SamplingParams(temperature=0, **more)
-        return llm.generate([{"prompt_token_ids": p} for p in prompts], params, lora_request=lora, use_tqdm=False)
+        return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 
     def worst(output: Any, prompt: Ids, said: Ids) -> float:
         places = [(output.prompt_logprobs[len(prompt) + i], token) for i, token in enumerate(said)]
@@ -75,16 +60,9 @@ def main(question: Path, answer: Path) -> None:
     if "prompts" in what:
         outputs = [o for p in what["prompts"] for o in generated([p], max_tokens=what["tokens"], ignore_eos=True)]
         found = [list(output.outputs[0].token_ids) for output in outputs]
-    elif "asked" in what:
+    else:
         outputs = generated([p + said for p, said in what["asked"]], max_tokens=1, prompt_logprobs=1)
         found = [worst(output, *asked) for output, asked in zip(outputs, what["asked"], strict=True)]
-    elif "pooled" in what:
-        task = next(task for task in ("embed", "classify") if task in llm.supported_tasks)
-        given = [{"prompt_token_ids": p} for p in what["pooled"]]
-        found = [o.outputs.data.tolist() for p in given for o in llm.encode([p], pooling_task=task, use_tqdm=False)]
-    else:
-        params = SamplingParams(temperature=0, max_tokens=what["tokens"], ignore_eos=True)
-        found = list(llm.chat(what["messages"], params, use_tqdm=False)[0].outputs[0].token_ids)
     answer.write_bytes(orjson.dumps(found))
 
 
