@@ -10,14 +10,16 @@ import pytest
 from loadtest.architectures.report import JSON, PAGE, page
 from loadtest.architectures.trial import forked, registered, warm
 
-# One for each mechanism, the cheap ones: tied heads, state spaces, experts, absorbed attention, encoders, sound, pooling.
+# Cheap ones, for each mechanism: tied heads, state spaces, experts, absorbed attention, encoders, sound, pooling.
 SAMPLE = [
-    "LlamaForCausalLM", "JambaForSequenceClassification", "BertForMaskedLM", "BloomForCausalLM", "DeepseekV3ForCausalLM",
-    "FalconH1ForCausalLM", "Gemma2ForCausalLM", "Gemma3nForCausalLM", "GlmAsrForConditionalGeneration", "GptOssForCausalLM",
-    "GPT2LMHeadModel", "GteModel", "Lfm2MoeForCausalLM", "Mamba2ForCausalLM", "MiniCPM3ForCausalLM", "MixtralForCausalLM",
-    "ModernBertModel", "NemotronHForCausalLM", "OPTForCausalLM", "OlmoeForCausalLM", "PaliGemmaForConditionalGeneration",
-    "PhiForCausalLM", "PhiMoEForCausalLM", "Qwen2ForRewardModel", "Qwen3NextForCausalLM", "SiglipModel",
-    "TransformersMoEForCausalLM", "WhisperForConditionalGeneration", "XLMRobertaForTokenClassification", "Zamba2ForCausalLM",
+    "LlamaForCausalLM", "JambaForSequenceClassification", "BertForMaskedLM", "BloomForCausalLM",
+    "DeepseekV3ForCausalLM", "FalconH1ForCausalLM", "Gemma2ForCausalLM", "Gemma3nForCausalLM",
+    "GlmAsrForConditionalGeneration", "GptOssForCausalLM", "GPT2LMHeadModel", "GteModel", "Lfm2MoeForCausalLM",
+    "Mamba2ForCausalLM", "MiniCPM3ForCausalLM", "MixtralForCausalLM", "ModernBertModel", "NemotronHForCausalLM",
+    "OPTForCausalLM", "OlmoeForCausalLM", "PaliGemmaForConditionalGeneration", "PhiForCausalLM",
+    "PhiMoEForCausalLM", "Qwen2ForRewardModel", "Qwen3NextForCausalLM", "SiglipModel",
+    "TransformersMoEForCausalLM", "WhisperForConditionalGeneration", "XLMRobertaForTokenClassification",
+    "Zamba2ForCausalLM",
 ]  # fmt: skip
 
 
