@@ -18,6 +18,15 @@ from weightsync.store import SyncStore
 VLLM_ARGS = ("--max-model-len", "1024", "--max-num-seqs", "32", "--grammar-seconds", "3")
 
 
+def flags(options: dict[str, Any]) -> tuple[str, ...]:
+    """vLLM's options as they stand on a command line."""
+    return tuple(
+        part
+        for name, value in options.items()
+        for part in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+    )
+
+
 class LiveServer:
     """`Server` with short-hands. `client` has no key; `admin` holds the admin key."""
 

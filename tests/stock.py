@@ -19,19 +19,20 @@ Ids = list[int]
 
 def answers(model: Path, prompts: list[Ids], tokens: int, **options: Any) -> list[Ids]:
     """Its greedy answers, after it has loaded `model` from disk itself. `options` are vLLM's."""
-    return list(_asked({"model": str(model), "prompts": prompts, "tokens": tokens, "options": options}))
+    return list(_asked(model, {"prompts": prompts, "tokens": tokens}, options))
 
 
-def behind(model: Path, asked: list[tuple[Ids, Ids]]) -> list[float]:
+def behind(model: Path, asked: list[tuple[Ids, Ids]], **options: Any) -> list[float]:
     """For each (prompt, answer): by how many nats any token of the answer is less likely than what it prefers."""
-    return list(_asked({"model": str(model), "asked": asked}))
+    return list(_asked(model, {"asked": asked}, options))
 
 
-def _asked(what: dict[str, Any]) -> Any:
+def _asked(model: Path, what: dict[str, Any], options: dict[str, Any]) -> Any:
     with tempfile.TemporaryDirectory() as directory:
         question, answer, log = (Path(directory) / name for name in ("question", "answer", "log"))
-        question.write_bytes(orjson.dumps(what))
-        process = warm(ENGINES).start(["tests.stock", str(question), str(answer)], {**os.environ, **SWITCHES}, log)
+        question.write_bytes(orjson.dumps({**what, "model": str(model), "options": options}))
+        environment = {**os.environ, **SWITCHES}
+        process = warm(ENGINES).start(["tests.stock", str(question), str(answer)], environment, log)
         assert process.wait(240) == 0, log.read_text()
         return orjson.loads(answer.read_bytes())
 
@@ -41,13 +42,12 @@ def main(question: Path, answer: Path) -> None:
     from vllm.v1.engine.core import EngineCore
 
     what = orjson.loads(question.read_bytes())
-    llm = LLM(
-        what["model"], enforce_eager=True, max_model_len=1024, kv_cache_memory_bytes=64 << 20, **what.get("options", {})
-    )
+    common = {"enforce_eager": True, "max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
+    llm = LLM(what["model"], **common, **what["options"])
     assert not hasattr(EngineCore, "hotswap_commit"), "this engine is not a stock one"
 
-    def generated(prompts: list[Ids], **sampling: Any) -> Any:
-        params = SamplingParams(temperature=0, **sampling)
+    def generated(prompts: list[Ids], **more: Any) -> Any:
+        params = SamplingParams(temperature=0, **more)
         return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 
     def worst(output: Any, prompt: Ids, said: Ids) -> float:

@@ -16,6 +16,9 @@ import torch
 from loadtest.checkpoints import write_tokenizer
 
 HIDDEN, HEADS, HEAD, LAYERS, VOCAB = 128, 4, 32, 2, 512
+MOST = 200_000_000  # parameters: a trial holds some six copies of them
+SCALAR = (bool, int, float, str)
+NESTED = ("text_config", "vision_config")  # some configurations have none until one is given
 DERIVED = {"transformers_version", "architectures", "model_type", "id2label", "label2id", "_name_or_path", "dtype"}
 
 # (name of the field, its size): the first that matches. A negative size is an upper bound.
@@ -56,10 +59,12 @@ RULES: list[tuple[str, int]] = [
 # reads, and that transformers' class does not know.
 FIELDS: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "n_group": 1, "topk_group": 1, "route_norm": True, "num_dense_layers": 1},
+    "axk1": {"first_k_dense_replace": 1},
     "clip_text_model": {"max_position_embeddings": 256},
     "deepseek_v3": {"first_k_dense_replace": 1, "head_dim": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "falcon": {"ffn_hidden_size": 4 * HIDDEN},
     "falcon_h1": {"mamba_d_ssm": 256, "mamba_n_heads": 8},
+    "gemma4_text": {"num_kv_shared_layers": 0},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
@@ -69,6 +74,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "glm4_moe": {"head_dim": HEAD},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "glm_ocr_text": {"intermediate_size": 3 * HIDDEN},  # vLLM gives the merger of images this width, too
     "glm4v_moe_text": {"head_dim": HEAD, "use_qk_norm": False},
     "gptj": {"rotary_dim": 16},
     "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["mamba", "attention"]},
@@ -76,22 +82,37 @@ FIELDS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": HEAD},
     "hunyuan_v1_moe": {"head_dim": HEAD},
     "hunyuan_vl_text": {"head_dim": HEAD},
-    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True, "qk_norm": True},
     "inkling_text": {"padded_vocab_size": VOCAB},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"block_dim": HIDDEN, "conv_dim": HIDDEN, "block_ff_dim": 256, "layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"mla_scale_q_lora": False, "mla_scale_kv_lora": False, "zero_expert_type": "identity"},
     "mamba2": {"num_heads": 8},
-    "mimo_v2_flash": {"hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1], "layernorm_epsilon": 1e-5},
-    "minimax_m2": {"rotary_dim": HEAD, "scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer"},
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [0, 1],
+        "moe_layer_freq": [0, 1],
+        "layernorm_epsilon": 1e-5,
+        "sliding_window_size": 64,
+        "swa_num_attention_heads": HEADS,
+        "swa_num_key_value_heads": HEADS,
+        "swa_head_dim": HEAD,
+        "swa_v_head_dim": HEAD,
+    },
+    "minimax_m2": {"rotary_dim": HEAD, "scoring_func": "sigmoid", "use_routing_bias": True},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp"], "mamba_num_heads": 8},
     "nomic_bert": {
         "activation_function": "swiglu",
+        "layer_norm_epsilon": 1e-5,
         "mlp_fc1_bias": False,
         "mlp_fc2_bias": False,
+        "n_embd": HIDDEN,
+        "n_inner": 256,
+        "n_layer": LAYERS,
         "qkv_proj_bias": False,
+        "rotary_emb_interleaved": False,
+        "rotary_emb_scale_base": None,
     },
     "phimoe": {"lm_head_bias": True, "attention_bias": True},
     "qwen3_omni_moe_talker": {"spatial_merge_size": 2},
@@ -105,35 +126,68 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 # By architecture, for the outermost configuration.
 OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "MiniCPMForCausalLM": {"dim_model_base": 64, "num_experts": 0, "scale_depth": 1.4, "scale_emb": 12},
+    "TeleFLMForCausalLM": {"use_mup": False},
     "LlamaBidirectionalForSequenceClassification": {"pooling": "avg"},
     "LlamaBidirectionalModel": {"pooling": "avg"},
 }
 
 # Architectures that have the checkpoints of another one.
 SAME_AS: dict[str, str] = {
+    "BertSpladeSparseEmbeddingModel": "BertForMaskedLM",
+    "BgeM3EmbeddingModel": "XLMRobertaModel",
+    "ColBERTLfm2Model": "Lfm2Model",
+    "ColBERTModernBertModel": "ModernBertModel",
+    "DeepseekV3BidirectionalModel": "DeepseekV3ForCausalLM",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
-    "InternLM3ForCausalLM": "LlamaForCausalLM",
     "IQuestCoderForCausalLM": "LlamaForCausalLM",
+    "InternLM3ForCausalLM": "LlamaForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "LlamaBidirectionalForSequenceClassification": "LlamaForSequenceClassification",
     "LlamaBidirectionalModel": "LlamaModel",
+    "MiMoForCausalLM": "Qwen2ForCausalLM",
+    "MiniCPMForCausalLM": "LlamaForCausalLM",
+    "MistralLarge3ForCausalLM": "DeepseekV3ForCausalLM",
+    "NanbeigeForCausalLM": "LlamaForCausalLM",
+    "PanguEmbeddedForCausalLM": "LlamaForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
     "Qwen2ForProcessRewardModel": "Qwen2ForCausalLM",
     "Qwen2ForRewardModel": "Qwen2ForCausalLM",
     "Qwen2_5OmniModel": "Qwen2_5OmniForConditionalGeneration",
+    "SolarForCausalLM": "LlamaForCausalLM",
     "TeleChat3ForCausalLM": "LlamaForCausalLM",
+    "TeleFLMForCausalLM": "LlamaForCausalLM",
+    "TransformersEmbeddingModel": "LlamaModel",
+    "TransformersForCausalLM": "LlamaForCausalLM",
+    "TransformersMoEEmbeddingModel": "Qwen3MoeModel",
+    "TransformersMoEForCausalLM": "Qwen3MoeForCausalLM",
 }
 MORE: dict[str, dict[str, tuple[int, ...]]] = {
-    name: {
-        "score.0.weight": (HIDDEN, HIDDEN),
-        "score.0.bias": (HIDDEN,),
-        "score.2.weight": (n, HIDDEN),
-        "score.2.bias": (n,),
-    }
-    for name, n in (("Qwen2ForRewardModel", 1), ("Qwen2ForProcessRewardModel", 2))
+    "BertSpladeSparseEmbeddingModel": {
+        "cls.predictions.decoder.bias": (VOCAB,),
+        "cls.predictions.decoder.weight": (VOCAB, HIDDEN),
+    },
+    "BgeM3EmbeddingModel": {
+        "colbert_linear.bias": (HIDDEN,),
+        "colbert_linear.weight": (HIDDEN, HIDDEN),
+        "sparse_linear.bias": (1,),
+        "sparse_linear.weight": (1, HIDDEN),
+    },
+    **{
+        name: {
+            "score.0.weight": (HIDDEN, HIDDEN),
+            "score.0.bias": (HIDDEN,),
+            "score.2.weight": (n, HIDDEN),
+            "score.2.bias": (n,),
+        }
+        for name, n in (("Qwen2ForRewardModel", 1), ("Qwen2ForProcessRewardModel", 2))
+    },
 }
 """Tensors that such a checkpoint has besides."""
 OLD_TOWERS = ("clip_vision_model", "siglip_vision_model")
+
+
+NO_CLASS = "transformers has no class of this name"
 
 
 class NoCheckpoint(Exception):
@@ -148,10 +202,14 @@ def shrink(config: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in before.items():
         nested = vars(config).get(name)
+        if nested is None and name in NESTED:
+            nested = getattr(type(config), "sub_configs", {}).get(name, type(None))()
         if name in own:
             fields[name] = own[name]
         elif nested is not None and hasattr(nested, "to_dict"):
-            fields[name] = {**shrink(nested), "model_type": nested.model_type}
+            # With what stays as it is: the outer configuration has other defaults than the nested one's class.
+            same = {k: v for k, v in nested.to_dict().items() if k not in DERIVED and isinstance(v, SCALAR)}
+            fields[name] = {**same, **shrink(nested), "model_type": nested.model_type}
         elif name == "per_layer_config" and value:
             (one, *_) = value.values()
             fields[name] = {layers - 1: {k: 2 * HEAD if "head_dim" in k else v for k, v in one.items()}}
@@ -229,7 +287,7 @@ def make_config(architecture: str) -> tuple[Any, Any]:
 
     model = getattr(transformers, SAME_AS.get(architecture, architecture), None)
     if model is None:
-        raise NoCheckpoint("transformers has no class of this name")
+        raise NoCheckpoint(NO_CLASS)
     kind = model.config_class
     try:
         config = kind(**{**shrink(kind()), **OWN_FIELDS.get(architecture, {})})
@@ -247,6 +305,8 @@ def make_versions(path: Path, architecture: str, seeds: tuple[int, ...] = (0, 1)
     try:
         torch.manual_seed(0)
         model = kind._from_config(config, dtype=torch.bfloat16)
+        if (size := sum(p.numel() for p in model.parameters())) > MOST:
+            raise ValueError(f"{size / 1e6:,.0f} M parameters, whose number no field of the configuration sets")
         model.save_pretrained(path)
     except Exception as error:
         raise NoCheckpoint(f"its model: {type(error).__name__}: {error}") from error

@@ -11,17 +11,20 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
+from pydantic import ValidationError
+
 from loadtest.architectures.tiny import NoCheckpoint, make_versions
 
 Outcome = Literal["proven", "refused", "wrong", "not started", "no checkpoint"]
 WAYS = ("pointed", "copied")
-LIMIT_S = 120
+LIMIT_S = 400
 LIMIT_BYTES = 8 << 30
 OURS = str(Path(__file__).parents[2] / "weightsync")
 
@@ -33,6 +36,7 @@ class Trial:
     architecture: str
     outcome: Outcome
     reason: str = ""
+    family: str = ""
     tensors: int = 0
     model: str = ""
     ways: dict[str, str] = field(default_factory=dict)
@@ -60,7 +64,7 @@ def attempt(architecture: str) -> Trial:
             with patch.dict(os.environ, {"HOTSWAP_ARENA": str(arena)}), contextlib.ExitStack() as stack:
                 store = f"sqlite://{directory}/{way}.db"
                 SyncStore(store).close()
-                publisher = stack.enter_context(Publisher(store, model="demo"))
+                publisher = stack.enter_context(Publisher(store, model="demo", lease_ttl_s=LIMIT_S))
                 try:
                     stack.enter_context(flipping(way))
                     w = stack.enter_context(worker(directory / "model", runner=runner(architecture)))
@@ -78,16 +82,43 @@ def attempt(architecture: str) -> Trial:
     return trial
 
 
+FAMILIES = {
+    "_TEXT_GENERATION_MODELS": "text",
+    "_MULTIMODAL_MODELS": "images and sound",
+    "_TRANSFORMERS_SUPPORTED_MODELS": "run by transformers",
+    "_TRANSFORMERS_BACKEND_MODELS": "run by transformers",
+    "_SPECULATIVE_DECODING_MODELS": "draft models and heads",
+}
+"""Of vLLM's registry; what is in no other one is a pooling model."""
+
+
+def registered() -> list[str]:
+    """Every architecture that vLLM knows."""
+    from vllm.model_executor.models import ModelRegistry
+
+    return sorted(ModelRegistry.get_supported_archs())
+
+
+def family_of(architecture: str) -> str:
+    from vllm.model_executor.models import registry
+
+    return next((name for kind, name in FAMILIES.items() if architecture in getattr(registry, kind)), "pooling")
+
+
 def runner(architecture: str) -> str:
     """vLLM's for it: names of embedding models are names of models that generate, too."""
     from vllm.model_executor.models import registry
 
-    generates = architecture in registry._TEXT_GENERATION_MODELS or architecture in registry._MULTIMODAL_MODELS
-    return "auto" if generates or architecture not in registry._EMBEDDING_MODELS else "pooling"
+    pools = family_of(architecture) == "pooling" and architecture in registry._EMBEDDING_MODELS
+    return "pooling" if pools else "auto"
 
 
 def _sorted(error: Exception) -> tuple[Outcome, str]:
-    text = f"{type(error).__name__}: {error}".replace("\n", " ")
+    *_, last = traceback.extract_tb(error.__traceback__)
+    what = str(error) or f"`{last.line}` in {Path(last.filename).name}"
+    text = f"{type(error).__name__}: {what}"
+    if isinstance(error, ValidationError):  # pydantic's: its own text has all arguments in it
+        text = "; ".join(found["msg"] for found in error.errors())
     if isinstance(error, AssertionError) and error.args and isinstance(error.args[0], dict):  # of a staging
         return "refused", str(error.args[0]["message"])
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
@@ -115,6 +146,7 @@ def forked(architecture: str, log: Path) -> Trial:
         took = time.monotonic() - began
         limit = f" after the limit of {LIMIT_S} s" if took > LIMIT_S else ""
         trial = Trial(architecture, "not started", f"its process ended: {how}{limit}")
+    trial.family = family_of(architecture)
     trial.seconds = round(time.monotonic() - began, 1)
     return trial
 
@@ -151,6 +183,8 @@ def _child(architecture: str, write: int, log: Path) -> Any:
 def warm() -> None:
     """Import what every trial needs, so that a fork has it."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # PyPI's torchvision is built for CUDA. Image processors need its Python part, which works without operators.
+    sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("torchvision._meta_registrations"))
     import transformers  # noqa: F401
     import vllm.engine.arg_utils  # noqa: F401
     from vllm.model_executor.models import registry

@@ -126,10 +126,12 @@ class Served:
 def pair_parameters(live: nn.Module, twin: nn.Module, processing: Processing | None = None) -> list[Pair]:
     """Every parameter and buffer of the twin with its live counterpart, in module order; tied ones share a `source`.
 
-    Loaders fill some buffers, and leave most as they were made: those are paired, but not required.
+    Loaders fill some buffers, and leave most as they were made: those are paired, but not required. A model that only
+    pools never runs a head, and its checkpoints have none.
     """
     modules = lives(live)
     heads = {id(m) for n, m in live.named_modules(remove_duplicate=False) if n.rsplit(".", 1)[-1] == "lm_head"}
+    idle = heads if getattr(live, "is_pooling_model", False) else ()
     processed = {name: own for name, *own in processing.parameters()} if processing is not None else {}
     shared, aliases = (processing.shared, processing.aliases) if processing is not None else ((), ())
     pairs: list[Pair] = []
@@ -140,7 +142,7 @@ def pair_parameters(live: nn.Module, twin: nn.Module, processing: Processing | N
             name = joined(module_name, leaf)
             if tensor is None or name in processed or first.get(id(tensor)) in processed:
                 continue
-            if name in aliases:
+            if name in aliases or id(module) in idle:
                 continue
             source = first.setdefault(id(tensor), name)
             role = "shared" if module_name in shared else _role(module, leaf, id(module) in heads)

@@ -44,6 +44,7 @@ STATUS: dict[str, type[HttpError]] = {
     "digest_mismatch": Unprocessable,
     "unsupported_dtype": Unprocessable,
     "quantization_error": Unprocessable,
+    "unsupported_vllm": HttpError,
     "not_finite": Unprocessable,
     "checksum_mismatch": Unprocessable,
     "parts_mismatch": Unprocessable,

@@ -66,6 +66,16 @@ def test_a_bias_that_comes_with_a_version_is_served(publisher: Publisher, tmp_pa
 
 
 @pytest.mark.engine
+def test_a_model_that_pools_needs_no_head(publisher: Publisher, tmp_path: Path) -> None:
+    """vLLM makes one, and runs it never."""
+    versions = make_versions(tmp_path, "JambaForSequenceClassification")
+    assert "lm_head.weight" not in versions[0]
+    with worker(tmp_path) as w:
+        assert "lm_head.weight" in dict(w.model.named_parameters())
+        assert not [(step, wrong) for step, wrong in swap(w, publisher, versions, "pointed") if wrong]
+
+
+@pytest.mark.engine
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["moe", "w8a8-kv", *sorted(KINDS.keys() - {"moe", "w8a8-kv"})])
 def test_a_second_instance_maps_what_the_first_one_built(
