@@ -37,7 +37,7 @@ def test_every_route_is_documented() -> None:
 
 def test_the_table_of_metrics_is_made_of_their_declarations() -> None:
     assert table() in API, "run `make tables`"
-    documented = set(re.findall(r"`(hotswap_\w+)`", API))
+    documented = set(re.findall(r"`(hotswap_\w+)`", API)) - {"hotswap_weight_versions"}  # a field of answers
     stats = Stats()
     fleet = Fleet(None, "toy", UpstreamSettings(), stats)  # type: ignore[arg-type]
     counted = Counted(stats, fleet, Gate(fleet, QueueSettings()))
