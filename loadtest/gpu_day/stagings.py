@@ -122,7 +122,8 @@ def _owner(block: Block, ranges: list[tuple[str, int, int]]) -> str:
 def _blocks(device: Device) -> Iterator[Block]:
     """Address and size of each block that is in use; on a CPU the storages of tensors that Python knows."""
     if not device.cuda:
-        tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.device.type == "cpu"]
+        found = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
+        tensors = [t for t in found if t.device.type == "cpu" and t.layout is torch.strided]
         yield from {(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors}
         return
     for segment in torch.cuda.memory_snapshot():
