@@ -17,9 +17,14 @@ ROUNDING = 0.3  # nats; bf16 kernels round by the shape of a batch, and other we
 Ids = list[int]
 
 
-def answers(model: Path, prompts: list[Ids], tokens: int, **options: Any) -> list[Ids]:
-    """Its greedy answers, after it has loaded `model` from disk itself. `options` are vLLM's."""
-    return list(_asked(model, {"prompts": prompts, "tokens": tokens}, options))
+def answers(model: Path, prompts: list[Ids], tokens: int, *, adapter: Path | None = None, **options: Any) -> list[Ids]:
+    """Its greedy answers, after it has loaded `model` from disk itself. `options` are vLLM's.
+
+    `adapter`: a LoRA adapter that they go through.
+    """
+    if adapter is None:
+        return list(_asked(model, {"prompts": prompts, "tokens": tokens}, options))
+    return list(_asked(model, {"prompts": prompts, "tokens": tokens, "adapter": str(adapter)}, options))
 
 
 def behind(model: Path, asked: list[tuple[Ids, Ids]], **options: Any) -> list[float]:
@@ -39,16 +44,20 @@ def _asked(model: Path, what: dict[str, Any], options: dict[str, Any]) -> Any:
 
 def main(question: Path, answer: Path) -> None:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.core import EngineCore
 
     what = orjson.loads(question.read_bytes())
     common = {"enforce_eager": True, "max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
-    llm = LLM(what["model"], **common, **what["options"])
+    adapter = what.get("adapter")
+    llm = LLM(what["model"], enable_lora=adapter is not None, **common, **what["options"])
+    lora = LoRARequest("adapter", 1, adapter) if adapter is not None else None
     assert not hasattr(EngineCore, "hotswap_commit"), "this engine is not a stock one"
 
     def generated(prompts: list[Ids], **more: Any) -> Any:
         params = SamplingParams(temperature=0, **more)
-        return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        asked = [{"prompt_token_ids": p} for p in prompts]
+        return llm.generate(asked, params, lora_request=lora, use_tqdm=False)
 
     def worst(output: Any, prompt: Ids, said: Ids) -> float:
         places = [(output.prompt_logprobs[len(prompt) + i], token) for i, token in enumerate(said)]
