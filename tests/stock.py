@@ -27,6 +27,11 @@ def answers(model: Path, prompts: list[Ids], tokens: int, *, adapter: Path | Non
     return list(_asked(model, {"prompts": prompts, "tokens": tokens, "adapter": str(adapter)}, options))
 
 
+def embeddings(model: Path, inputs: list[Ids], **options: Any) -> list[list[float]]:
+    """Its vectors, as a model that pools."""
+    return list(_asked(model, {"inputs": inputs}, {"runner": "pooling", **options}))
+
+
 def behind(model: Path, asked: list[tuple[Ids, Ids]], **options: Any) -> list[float]:
     """For each (prompt, answer): by how many nats any token of the answer is less likely than what it prefers."""
     return list(_asked(model, {"asked": asked}, options))
@@ -66,7 +71,10 @@ def main(question: Path, answer: Path) -> None:
         )
 
     found: list[Any]
-    if "prompts" in what:
+    if "inputs" in what:
+        outputs = llm.embed([{"prompt_token_ids": ids} for ids in what["inputs"]], use_tqdm=False)
+        found = [list(output.outputs.embedding) for output in outputs]
+    elif "prompts" in what:
         outputs = [o for p in what["prompts"] for o in generated([p], max_tokens=what["tokens"], ignore_eos=True)]
         found = [list(output.outputs[0].token_ids) for output in outputs]
     else:

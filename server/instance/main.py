@@ -115,7 +115,8 @@ async def build_app(engine: Any, args: Any, config: InstanceConfig) -> Any:
     app.include_router(router)
     app.include_router(openapi_router)
     # A parser of reasoning or tool calls has a state that depends on how its text was cut into deltas.
-    parsed = getattr(app.state.openai_serving_chat, "parser_cls", None) is not None
+    chat = getattr(app.state, "openai_serving_chat", None)  # a model that only pools has none
+    parsed = getattr(chat, "parser_cls", None) is not None
     resumable = ROUTES - {"/v1/chat/completions"} if parsed else ROUTES
     return ProvenanceMiddleware(app, engine.active_version, lambda: engine.dead, resumable)
 
