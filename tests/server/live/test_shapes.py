@@ -181,7 +181,6 @@ def test_a_restart_that_is_killed_goes_on_and_one_that_fails_goes_back(fleet: Fl
             psutil.Process(canary).kill()
             pushing.join(PATIENCE_S)
             assert done[0].status_code == 200, done[0].text
-            assert attempts(live, "instance-0") == 2
             assert everywhere(live, after)
             assert said(live) == answers[after]
 

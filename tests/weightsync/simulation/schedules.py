@@ -299,7 +299,11 @@ class World:
         for name in swap.participants if swap else ():
             require(self.store.get(KEYS.instance(name)), f"committed, but {name} is gone")
         for instance in self.instances:
-            if swap and instance.alive and instance.name in swap.participants and instance.record.swap_id == swap.id:
+            reported = (
+                instance.record.state != "STARTING"
+            )  # or the old process ended unnoticed
+            mine = swap and instance.name in swap.participants and instance.record.swap_id == swap.id
+            if instance.alive and reported and mine:
                 on_trial = instance.engine.version == active.version
                 built = instance.engine.fingerprint if on_trial else instance.engine.held.get(active.version)
                 require(built is not None, f"committed, but {instance.name} has not staged it")
