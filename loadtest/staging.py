@@ -74,7 +74,7 @@ def run(json: Path | None = None, *, rounds: int = 5, small: bool = False, kind:
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """No digest is taken of what is read and no sum of what is built; bytes still go where they belong."""
-    from weightsync.vllm_engine import build
+    from weightsync.vllm_engine import build, published, sums
 
     def pack(words: Any, target: Any, row: int = 0, col: int = 0) -> int:
         return _pack_only(words, target)
@@ -85,22 +85,29 @@ def unchecked() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, double in (
             (build, "pack_rectangle", pack),
-            (build, "rectangle", lambda *_: 0),
+            (sums, "rectangle", lambda *_: 0),
+            (published, "rectangle", lambda *_: 0),
             (build, "packed_rectangle", lambda *_: 0),
             (build, "compare", lambda *_: None),
-            (build.Published, "read", read),
-            (build.Published, "finish", lambda _: None),
+            (published.Published, "read", read),
+            (published.Published, "finish", lambda _: None),
         ):
             stack.enter_context(patch.object(owner, name, double))
         yield
 
 
 def _pack_only(words: Any, target: Any) -> int:
-    """The packing of `checksum_numba.pack`, and nothing summed."""
+    """The packing of `checksum_numba.pack` and `pack_words`, and nothing summed."""
     kernel = _pack_kernel()
     stride = words.strides[0] // 4
     flat = np.lib.stride_tricks.as_strided(words.view(np.int32), (words.shape[0] * stride,), (4,))
-    kernel(flat, stride, target)
+    if target.itemsize == 4:
+        kernel(flat, stride, target)
+        return 0
+    pairs = np.empty((target.shape[0], target.shape[1] // 2, target.shape[2]), np.int32)
+    kernel(flat, stride, pairs)
+    np.copyto(target[:, ::2], pairs, casting="unsafe")
+    np.copyto(target[:, 1::2], pairs >> 16, casting="unsafe")
     return 0
 
 

@@ -10,7 +10,9 @@
     moves.py          of those, layers whose words are only put into another order: filled without vLLM
     linear.py         which kernel multiplies by an unquantised matrix, and in which order it reads that
     layout.py         where each kernel tensor lies in a layout slot
-    build.py          reads a published slot, and fills a layout slot from it
+    build.py          fills a layout slot from a published one
+    published.py      a published slot as it is read for that: each byte digested once
+    sums.py           checksums of what was built, in terms of what was published
     pool.py           layout slots in shared memory: built once per host, mapped by every instance
     generation.py     one version, ready to run: what a commit flips to, and back
     cpu.py            staging on a CPU: versions in shared memory, commits by pointers

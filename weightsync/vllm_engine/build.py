@@ -5,46 +5,32 @@ or packed to its place, and summed there, in the kernels' order, while it is in 
 not determine the published ones, the published bytes are summed as they are read: for opaque parameters, and for casts
 that lose bits (an fp32 checkpoint served in bf16). The bytes of oneDNN's kernels are private to C++: what is summed is
 the matrix oneDNN is given.
-
-`Published` gives views of the published slot by rectangle; each byte is read and digested once.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 
-from weightsync.errors import ChecksumMismatch, DigestMismatch, NotFinite, PartsMismatch
+from weightsync.errors import NotFinite
 from weightsync.format.fingerprint import (
     MASK,
     Tile,
     TileSums,
-    Words,
-    add,
-    device_rectangle,
-    grid,
-    is_finite,
     pack_rectangle,
     packed_rectangle,
-    rectangle,
-    word_type,
 )
-from weightsync.format.manifest import Schema, TensorEntry
 from weightsync.memory.receiver import SlotReader
 from weightsync.vllm_engine.generation import Pace, StagingDevice
 from weightsync.vllm_engine.layout import Entry, Layout, View, place_views, plan_layout, words_of
-from weightsync.vllm_engine.linear import WORD, LinearFn, pack_into, private_linear
+from weightsync.vllm_engine.linear import LinearFn, pack_into, private_linear
 from weightsync.vllm_engine.moves import Moved, random_words, recognise
 from weightsync.vllm_engine.placement import (
-    Box,
     Pair,
     Placement,
     Rect,
@@ -54,122 +40,22 @@ from weightsync.vllm_engine.placement import (
     layer_of,
     learn,
     load_group,
-    matrix,
     pair_made,
 )
 from weightsync.vllm_engine.processing import Change, NotInPlace, Processing, in_place, same
-
-
-class Published:
-    """`pace` is called with the bytes about to be read. What is read before `finish` is trusted only after it.
-
-    Bytes that are NaN or infinite raise NotFinite as they are read, unless `allow_non_finite`. `share`: (index, of how
-    many): workers on one host look at every so many-th tensor each, as an instance stages a version only if all do.
-    """
-
-    def __init__(
-        self, reader: SlotReader, pace: Pace, *, allow_non_finite: bool = False, share: tuple[int, int] = (0, 1)
-    ) -> None:
-        self._reader, self._pace = reader, pace
-        self.allow_non_finite = allow_non_finite
-        self._entries = reader.manifest.tensors
-        index, shares = share
-        self._hashers = {n: xxhash.xxh3_128() for i, n in enumerate(self._entries) if i % shares == index}
-        self._digested = dict.fromkeys(self._entries, 0)
-        self._words: dict[str, Words] = {}
-
-    @property
-    def schema(self) -> Schema:
-        return self._reader.manifest.schema
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor in the published slot itself; not to be written to."""
-        entry = self._entries[name]
-        dtype = getattr(torch, entry.dtype)
-        if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=dtype)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that the mapping is read-only
-            return torch.frombuffer(self._reader.buffer(name), dtype=dtype).view(entry.shape)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: self.tensor(name) for name in self._entries}
-
-    def dtype(self, name: str) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self._entries[name].dtype)
-        return dtype
-
-    def row_nbytes(self, name: str) -> int:
-        entry = self._entries[name]
-        return max(1, entry.nbytes // max(1, matrix(entry.shape)[0]))
-
-    def whole(self, name: str) -> Box:
-        return Box(0, 0, *matrix(self._entries[name].shape))
-
-    def words(self, name: str, box: Box) -> Words:
-        """The 16-bit words (uint8 for types of 1 byte) of a rectangle, in place."""
-        if name not in self._words:
-            entry = self._entries[name]
-            flat = np.frombuffer(self._reader.buffer(name), word_type(entry.dtype))
-            self._words[name] = flat.reshape(grid(entry.dtype, entry.shape))
-        first, wide = self.first_word(name, box), self._words_per_element(name)
-        return self._words[name][box.row : box.row + box.rows, first : first + box.cols * wide]
-
-    def first_word(self, name: str, box: Box) -> int:
-        return box.col * self._words_per_element(name)
-
-    def sum(self, rect: Rect) -> int:
-        """Of the published bytes themselves."""
-        return rectangle(self.words(rect.name, rect.source), rect.source.row, self.first_word(rect.name, rect.source))
-
-    def part(self, rect: Rect, total: int) -> Tile:
-        """`total` as the sum over the rectangle of the published tensor that `rect` takes."""
-        entry, box = self._entries[rect.name], rect.source
-        first = self.first_word(rect.name, box)
-        end = first + box.cols * self._words_per_element(rect.name)
-        return Tile(*grid(entry.dtype, entry.shape), box.row, box.row + box.rows, first, end, total)
-
-    def read(self, name: str, box: Box) -> None:
-        """Digest the tensor up to the end of `box`, which is about to be used, unless that was done.
-
-        Raises NotFinite.
-        """
-        entry = self._entries[name]
-        end = (
-            entry.nbytes
-            if box.row + box.rows == matrix(entry.shape)[0]
-            else (box.row + box.rows) * self.row_nbytes(name)
-        )
-        begin = self._digested[name]
-        self._pace(max(end - begin, 0))
-        if end > begin and name in self._hashers:
-            with self._reader.buffer(name) as view, view[begin:end] as piece:
-                self._hashers[name].update(piece)
-                if not (self.allow_non_finite or is_finite(piece, entry.dtype)):
-                    raise NotFinite(name, entry.dtype)
-        self._digested[name] = max(begin, end)
-
-    def cast(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A part of the tensor in the type that it is served in. Raises NotFinite where it overflows there."""
-        cast = tensor.to(dtype)
-        if cast is not tensor and not (self.allow_non_finite or bool(torch.isfinite(cast).all())):
-            raise NotFinite(name, str(dtype).removeprefix("torch."))
-        return cast
-
-    def finish(self) -> None:
-        """Digest what was not read, and compare. Raises DigestMismatch, NotFinite."""
-        for name, hasher in self._hashers.items():
-            self.read(name, self.whole(name))
-            if (found := hasher.hexdigest()) != (expected := self._entries[name].digest):
-                raise DigestMismatch(name, expected, found)
-
-    def _words_per_element(self, name: str) -> int:
-        return math.ceil(self.dtype(name).itemsize / 2)
-
-
-DIGEST_COLS = 4096  # words in a row of what a digest is of
-LOSSLESS = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
-Sum: TypeAlias = "int | torch.Tensor"  # on a device it stays there until the end: nothing waits for a piece
+from weightsync.vllm_engine.published import Published
+from weightsync.vllm_engine.sums import (
+    LOSSLESS,
+    Sum,
+    compare,
+    crop,
+    in_blocks,
+    packed_words,
+    pieces,
+    sum_as,
+    sum_of,
+    unpacked,
+)
 
 
 @dataclass
@@ -620,83 +506,3 @@ class Builder:
             rect = Rect(published.whole(name), published.whole(name), name)
             published.read(name, rect.source)
             built.parts.append((name, published.part(rect, 0), published.sum(rect)))
-
-
-def compare(sums: TileSums, published: Mapping[str, TensorEntry]) -> None:
-    """Where one worker holds all of a tensor it can tell which one is wrong. Raises ChecksumMismatch."""
-    for name, rows in sums.items():
-        try:
-            found = add(name, (Tile(*row) for row in rows))
-        except PartsMismatch:  # the rest is on other ranks: `fingerprint.combine` compares them
-            continue
-        if found != published[name].checksum:
-            raise ChecksumMismatch(name, published[name].checksum, found)
-
-
-def crop(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """A part of a matrix, in place."""
-    return tensor[box.row : box.row + box.rows, box.col : box.col + box.cols]
-
-
-def pieces(rect: Rect, row_nbytes: int, nbytes: int, lanes: int = 1) -> Iterator[Rect]:
-    """`rect` in rows of some `nbytes`: whole blocks of `lanes` rows, then what is left."""
-    step = max(lanes, nbytes // row_nbytes // lanes * lanes)
-    whole = rect.target.rows // lanes * lanes
-    for start in [*range(0, whole, step), *([whole] if whole < rect.target.rows else [])]:
-        rows = min(step, (whole if start < whole else rect.target.rows) - start)
-        target, source = (replace(box, row=box.row + start, rows=rows) for box in (rect.target, rect.source))
-        yield Rect(target, source, rect.name)
-
-
-def in_blocks(box: Box, entry: Entry) -> bool:
-    """Whether `box` is made of whole blocks of the packed weight: whole rows, by `lanes` but for the last ones."""
-    rows, cols = entry.shape
-    by_blocks = box.row % entry.lanes == 0 and (box.rows % entry.lanes == 0 or box.row + box.rows == rows)
-    return box.cols == cols and by_blocks
-
-
-def packed_words(entry: Entry, box: Box, data: torch.Tensor) -> Words:
-    """The blocks of a packed weight that hold `box`, in place: [blocks, words of a row, rows per block]."""
-    row_nbytes = entry.nbytes // entry.shape[0]
-    lanes = entry.lanes if box.rows % entry.lanes == 0 else box.rows
-    begin = entry.offset + box.row * row_nbytes
-    words: Words = (
-        data[begin : begin + box.rows * row_nbytes].numpy().view(np.int32 if entry.word == WORD else np.int16)
-    )
-    return words.reshape(box.rows // lanes, row_nbytes // entry.word, lanes)
-
-
-def unpacked(entry: Entry, data: torch.Tensor) -> torch.Tensor:
-    """A packed weight (out, in) in its usual order; a copy."""
-    rows, cols = entry.shape
-    whole = rows // entry.lanes * entry.lanes
-    boxes = [Box(0, 0, whole, cols), Box(whole, 0, rows - whole, cols)]
-    packed = [packed_words(entry, box, data) for box in boxes if box.rows]
-    blocks = [words.transpose(0, 2, 1).reshape(-1, words.shape[1]) for words in packed]
-    return torch.from_numpy(np.ascontiguousarray(np.concatenate(blocks))).view(getattr(torch, entry.dtype))
-
-
-def sum_of(tensor: torch.Tensor) -> Sum:
-    """Over all words of a tensor, as rows of `DIGEST_COLS`."""
-    words = words_of(tensor.contiguous().flatten()[None])[0]
-    whole = words.numel() // DIGEST_COLS * DIGEST_COLS
-    rows, rest = words[:whole].view(-1, DIGEST_COLS), words[whole:][None]
-    total: Sum = sum_as(rows, rows.dtype, 0, 0) if rows.numel() else 0
-    return total + sum_as(rest, rest.dtype, rows.shape[0], 0) if rest.numel() else total
-
-
-def sum_as(view: torch.Tensor, dtype: torch.dtype, row: int, col: int) -> Sum:
-    """The sum over the words that `view` has in `dtype`, the published type, which `view` is wider than or equal to."""
-    if view.dtype is torch.float32 and dtype is torch.bfloat16:
-        # By its halves, not by a cast, which would not keep a NaN's bits: the lower ones must be, and so add, zero.
-        halves = [words_of(view)[:, 1::2], words_of(view)[:, ::2]]
-    else:
-        halves = [words_of(view if view.dtype is dtype else view.to(dtype))]
-    total: Sum = 0
-    for words in halves:
-        if words.device.type != "cpu":
-            total = total + device_rectangle(words, row, col)
-        else:
-            side_by_side = words.numpy() if words.stride(1) == 1 else np.ascontiguousarray(words.numpy())
-            total = total + rectangle(side_by_side, row, col)
-    return total

@@ -15,13 +15,15 @@ from weightsync.control.records import VersionRecord
 from weightsync.errors import ChecksumMismatch, NotFinite
 from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine import layout as layouts
-from weightsync.vllm_engine.build import Builder, Published, compare
+from weightsync.vllm_engine.build import Builder
 from weightsync.vllm_engine.cpu import Cpu
 from weightsync.vllm_engine.cuda import Cuda
 from weightsync.vllm_engine.generation import Generation, build_flips
 from weightsync.vllm_engine.layout import plan_layout
 from weightsync.vllm_engine.placement import pair_parameters
 from weightsync.vllm_engine.pool import LayoutPool, Notes
+from weightsync.vllm_engine.published import Published
+from weightsync.vllm_engine.sums import compare
 
 TENSORS = {
     "layers.0.q": torch.randn(5, 8),

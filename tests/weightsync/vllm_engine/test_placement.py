@@ -19,7 +19,7 @@ from weightsync import Publisher, SlotReader
 from weightsync.control.records import VersionRecord
 from weightsync.errors import ChecksumMismatch, DigestMismatch, MissingTensor
 from weightsync.format.fingerprint import combine
-from weightsync.vllm_engine import build, placement
+from weightsync.vllm_engine import cpu, placement
 from weightsync.vllm_engine.bundle import BASE, PartOrder
 from weightsync.vllm_engine.bundle_stager import BundleStager
 from weightsync.vllm_engine.placement import (
@@ -251,14 +251,14 @@ def test_a_wrong_copy_is_named(tmp_path: Path, publisher: Publisher, monkeypatch
     """The published bytes are sound, what is built from them is not."""
     checkpoint = checkpoint_of(tmp_path, "llama", "bfloat16")
     record = publish(publisher, tensors_of(checkpoint))
-    copy = build.np.copyto
+    copy = cpu.np.copyto
 
     def lossy(target: Any, source: Any) -> None:
         copy(target, source)
         target[0, 1] ^= 1
 
     with worker(checkpoint) as w:
-        monkeypatch.setattr(build.np, "copyto", lossy)
+        monkeypatch.setattr(cpu.np, "copyto", lossy)
         with pytest.raises(AssertionError, match=ChecksumMismatch.code):
             w.stage(record)
 
