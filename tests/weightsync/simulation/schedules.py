@@ -299,9 +299,7 @@ class World:
         for name in swap.participants if swap else ():
             require(self.store.get(KEYS.instance(name)), f"committed, but {name} is gone")
         for instance in self.instances:
-            reported = (
-                instance.record.state != "STARTING"
-            )  # or the old process ended unnoticed
+            reported = instance.record.state != "STARTING"  # or the old process ended unnoticed
             mine = swap and instance.name in swap.participants and instance.record.swap_id == swap.id
             if instance.alive and reported and mine:
                 on_trial = instance.engine.version == active.version
