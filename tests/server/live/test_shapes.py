@@ -116,11 +116,29 @@ class Fleet:
         return active
 
 
+@contextlib.contextmanager
+def supervised(live: LiveServer) -> Iterator[None]:
+    """What has ended is started again, as by `hotswap up`."""
+    done = threading.Event()
+
+    def supervise() -> None:
+        while not done.wait(0.1):
+            live.processes.restart_ended()
+
+    supervisor = threading.Thread(target=supervise)
+    supervisor.start()
+    try:
+        yield
+    finally:
+        done.set()
+        supervisor.join()
+
+
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     base = make_kind(tmp_path_factory.mktemp("base"), "llama", **TIED)
     live = LiveServer(base, tmp_path_factory.mktemp("shapes"), ("--max-model-len", "512"), name="shapes", instances=2)
-    with live.running():
+    with live.running(), supervised(live):
         yield Fleet(live, base)
 
 
@@ -163,43 +181,31 @@ def test_a_restart_that_is_killed_goes_on_and_one_that_fails_goes_back(fleet: Fl
     after = following(live)
     other = make_kind(tmp_path / "other", "llama", tie_word_embeddings=False)
     answers: dict[int, list[list[int]]] = {before: fleet.answers, after: stock.answers(other, PROMPTS, TOKENS)}
-    supervised = threading.Event()
-
-    def supervise() -> None:
-        while not supervised.wait(0.1):
-            live.processes.restart_ended()
-
-    supervisor = threading.Thread(target=supervise)
-    supervisor.start()
-    try:
-        with Clients(live.url, answers) as clients:
-            done: list[httpx.Response] = []
-            pushing = threading.Thread(target=lambda: done.append(ask(live, "", path=str(other), drain_s=5)))
-            pushing.start()
-            wait_until(lambda: attempts(live, "instance-0") == 1, PATIENCE_S)
-            canary = live.processes.children["instance-0"].process.pid
-            psutil.Process(canary).kill()
-            pushing.join(PATIENCE_S)
-            assert done[0].status_code == 200, done[0].text
-            assert everywhere(live, after)
-            assert said(live) == answers[after]
-
-            broken = json.loads((other / "config.json").read_text())
-            bad = make_kind(tmp_path / "bad", "llama", num_hidden_layers=3)
-            (bad / "config.json").write_text(
-                json.dumps(broken)
-            )  # of two layers: vLLM starts, and cannot load the third
-            answer = ask(live, "", path=str(bad), drain_s=5)
-            problem = answer.json()["error"]
-            assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
-            assert "model.layers.2." in problem["message"]
-            wait_until(lambda: everywhere(live, after), PATIENCE_S)
-        assert not clients.wrong
-        assert swap_of(live)["phase"] == "aborted"
+    with Clients(live.url, answers) as clients:
+        done: list[httpx.Response] = []
+        pushing = threading.Thread(target=lambda: done.append(ask(live, "", path=str(other), drain_s=5)))
+        pushing.start()
+        wait_until(lambda: attempts(live, "instance-0") == 1, PATIENCE_S)
+        canary = live.processes.children["instance-0"].process.pid
+        psutil.Process(canary).kill()
+        pushing.join(PATIENCE_S)
+        assert done[0].status_code == 200, done[0].text
+        assert attempts(live, "instance-0") == 2
+        assert everywhere(live, after)
         assert said(live) == answers[after]
-    finally:
-        supervised.set()
-        supervisor.join()
+
+        broken = json.loads((other / "config.json").read_text())
+        bad = make_kind(tmp_path / "bad", "llama", num_hidden_layers=3)
+        # Of two layers: vLLM starts, and cannot load the third.
+        (bad / "config.json").write_text(json.dumps(broken))
+        answer = ask(live, "", path=str(bad), drain_s=5)
+        problem = answer.json()["error"]
+        assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
+        assert "layers.2" in problem["message"]
+        wait_until(lambda: everywhere(live, after), PATIENCE_S)
+    assert not clients.wrong
+    assert swap_of(live)["phase"] == "aborted"
+    assert said(live) == answers[after]
 
 
 def test_what_no_restart_can_take_is_refused(fleet: Fleet, tmp_path: Path) -> None:

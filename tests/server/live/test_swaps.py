@@ -195,8 +195,7 @@ async def test_two_hundred_swaps_under_load(live: LiveServer, checkpoints: dict[
     assert finished > 20
     assert shm_after - shm <= slot
     assert fds_after - fds <= 8
-    # The engine core grows by up to 0.9 MB a swap, which README names among the limits: this bound is above that.
-    assert rss_after - rss <= max(slot, 320 << 20)
+    assert rss_after - rss <= max(slot, 24 << 20)
 
 
 @pytest.mark.parametrize("stream", [True, False])
