@@ -17,7 +17,7 @@ from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# oneDNN keeps 0.6 MB for each batch size that it has met: with room for 1,024, an engine would seem to leak for an hour.
+# oneDNN keeps 0.6 MB for each batch size that it has met: with room for 1,024, an engine seems to leak for an hour.
 os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
 # In this process the gateway runs from its sources, which tests may patch; the gateways that they start are compiled,
