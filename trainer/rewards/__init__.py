@@ -19,7 +19,7 @@ from trainer.config import (
     RegexReward,
     RewardConfig,
 )
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, RewardTimeout
 from trainer.rewards.code import Code
 from trainer.rewards.models import Judge
 from trainer.rewards.pool import WorkerPool
@@ -47,13 +47,19 @@ class InWorker(Reward):
 
     def __init__(self, config: RewardConfig, job: Mapping[str, Any]) -> None:
         self._pool = WorkerPool({"job": config.kind, **job}, config.workers, config.timeout_s)
+        self._rule = isinstance(config, MathReward | RegexReward)
 
     async def open(self) -> None:
         await self._pool.open()
         self.nbytes = self._pool.nbytes
 
     async def __call__(self, request: RewardRequest, /) -> float:
-        return float(await self._pool.ask(dataclasses.asdict(request)))
+        try:
+            return float(await self._pool.ask(dataclasses.asdict(request)))
+        except RewardTimeout:
+            if self._rule:
+                return 0.0  # the answer is too much for it, which is the answer's fault
+            raise
 
     async def close(self) -> None:
         await self._pool.close()
