@@ -92,6 +92,15 @@ class MathReward(RewardOptions):
 
 
 @dataclass(frozen=True)
+class GymReward(RewardOptions):
+    """What the verifier of a reasoning-gym task gives, for records of the data set `reasoning_gym`. It reads what is
+    between `<tag>` and `</tag>`, the last such place; with an empty `tag` the whole answer."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    tag: str = "answer"
+
+
+@dataclass(frozen=True)
 class FormatReward(RewardOptions):
     """1 when the whole answer is the named tags in order, each once, with something in each and only white space
     between them: `tags: [think, answer]` wants `<think>...</think><answer>...</answer>`."""
@@ -198,6 +207,7 @@ RewardConfig = (
     | RegexReward
     | CallableReward
     | MathReward
+    | GymReward
     | FormatReward
     | CodeReward
     | ClassifierReward

@@ -14,6 +14,7 @@ from trainer.config import (
     ExactMatchReward,
     FormatReward,
     GatewayConfig,
+    GymReward,
     JudgeReward,
     MathReward,
     RegexReward,
@@ -47,7 +48,7 @@ class InWorker(Reward):
 
     def __init__(self, config: RewardConfig, job: Mapping[str, Any]) -> None:
         self._pool = WorkerPool({"job": config.kind, **job}, config.workers, config.timeout_s)
-        self._rule = isinstance(config, MathReward | RegexReward)
+        self._rule = isinstance(config, MathReward | RegexReward | GymReward)
 
     async def open(self) -> None:
         await self._pool.open()
@@ -77,7 +78,7 @@ def _build(config: RewardConfig, gateway: GatewayConfig | None) -> Reward:
     return InWorker(config, _job(config))
 
 
-def _job(config: CallableReward | RegexReward | MathReward | ClassifierReward) -> dict[str, Any]:
+def _job(config: CallableReward | RegexReward | MathReward | GymReward | ClassifierReward) -> dict[str, Any]:
     if isinstance(config, CallableReward):
         return {"target": config.target, "concurrency": config.concurrency}
     if isinstance(config, RegexReward):
@@ -86,6 +87,8 @@ def _job(config: CallableReward | RegexReward | MathReward | ClassifierReward) -
         except re.error as error:
             raise ConfigError("rewards.pattern", f"{config.pattern!r}: {error}", "Correct the expression") from None
         return {"pattern": config.pattern}
+    if isinstance(config, GymReward):
+        return {"tag": config.tag}
     if isinstance(config, MathReward):
         return {"boxed_only": config.boxed_only, "precision": config.precision}
     options = ("path", "label", "probability", "max_tokens", "batch")
