@@ -144,6 +144,8 @@ class GenerateClient:
             async with self._http.stream("POST", "/generate", content=orjson.dumps(request.body())) as response:
                 if response.status_code != 200:
                     raise _problem(response.status_code, await response.aread(), response.headers)
+                if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                    raise ValueError(f"a {response.headers.get('content-type')} instead of a stream of events")
                 async for name, data in _events(response):
                     if name == "error":
                         raise _problem(int(data["error"].get("status", 500)), orjson.dumps(data), httpx.Headers())

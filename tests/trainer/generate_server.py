@@ -146,16 +146,22 @@ class Unmoved(GenerateServer):
 @contextlib.contextmanager
 def serve(server: GenerateServer) -> Iterator[GenerateServer]:
     """Serve on a free loopback port, from a thread, for the body's duration."""
-    config = uvicorn.Config(server.app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
+    with serve_app(server.app) as server.url:
+        yield server
+
+
+@contextlib.contextmanager
+def serve_app(app: FastAPI) -> Iterator[str]:
+    """Its URL."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
     instance = uvicorn.Server(config)
     thread = threading.Thread(target=instance.run, daemon=True)
     thread.start()
     started = threading.Event()
     while not instance.started and thread.is_alive():
         started.wait(0.01)
-    server.url = f"http://127.0.0.1:{instance.servers[0].sockets[0].getsockname()[1]}"
     try:
-        yield server
+        yield f"http://127.0.0.1:{instance.servers[0].sockets[0].getsockname()[1]}"
     finally:
         instance.should_exit = True
         thread.join(10)

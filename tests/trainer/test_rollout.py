@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import Response
 
-from tests.trainer.generate_server import GenerateServer, serve
+from tests.trainer.generate_server import GenerateServer, serve, serve_app
 from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
@@ -140,6 +142,20 @@ def test_an_answer_that_a_swap_did_not_wait_for_is_asked_for_again(
     with rollouts(server, tokenizer, on_swap="finish") as client, pytest.raises(RolloutError) as error:
         take(client, records(tokenizer, "1+2="), 1)
     assert error.value.status == 409
+
+
+@pytest.mark.parametrize("path", ["/json", "/broken"])
+def test_another_server_is_told_from_a_broken_one(tokenizer: Tokenizer, path: str) -> None:
+    other = FastAPI()
+    other.post("/json/generate")(lambda: {"choices": []})
+    other.post("/broken/generate")(
+        lambda: Response('event: token\ndata: {"text": "4"}\n\n', media_type="text/event-stream")
+    )
+    with serve_app(other) as url:
+        gateway = GatewayConfig(url=url + path, retry_s=60)
+        client = Rollouts(gateway, RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer, seed=0)
+        with client, pytest.raises(RolloutError, match="Is this hotswap"):
+            take(client, records(tokenizer, "1+2="), 1)
 
 
 def test_nobody_there_is_reported_within_the_budget(server: GenerateServer, tokenizer: Tokenizer) -> None:
