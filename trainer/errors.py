@@ -10,6 +10,7 @@ TrainerError                 base: message says what to do, `exit_code` is what 
 │   ├── RewardTimeout        it took too long and was killed
 │   ├── RewardWorkerDied     its process ended on its own
 │   └── SandboxUnavailable   code cannot be run in isolation on this machine
+├── EnvironmentFailed        an episode could not be played: the environment raised, hung, died or answered nonsense
 ├── RolloutError             the gateway refused a request
 │   └── GatewayUnreachable   nobody answered within the retry budget
 ├── PublishError             a version could not be published or did not become active
@@ -86,6 +87,10 @@ class SandboxUnavailable(RewardError):
     """This machine cannot isolate untrusted code: bubblewrap is missing, or the kernel refuses its namespaces."""
 
     exit_code = 2
+
+
+class EnvironmentFailed(TrainerError):
+    """An episode could not be played. It is played again or left out; nothing is trained on it."""
 
 
 class RolloutError(TrainerError):

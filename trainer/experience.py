@@ -26,8 +26,9 @@ from trainer.megatron.parallel import broadcast_json, broadcast_tensors, from_la
 from trainer.memory.phases import Phases
 from trainer.metrics.rollouts import rollout_metrics
 from trainer.metrics.throughput import Stopwatch
-from trainer.rollout import Group, Rollouts
+from trainer.rollout import Rollouts
 from trainer.schedules import Draw, Feed, Rollout, Schedule, build_schedule
+from trainer.trajectory import Group
 
 T = TypeVar("T")
 
@@ -136,8 +137,7 @@ class Experience:
         self.feed = Feed(dataset, config.seed)
         self.schedule: Schedule | None = None
         if algorithm.samples_per_prompt:
-            keep = algorithm.keep_group
-            self.schedule = build_schedule(config.schedule, config.batch, self.feed, self._start, keep)
+            self.schedule = build_schedule(config.schedule, config.batch, self.feed, self._start, self._keep)
         self._arriving: Iterator[Rollout] = iter(())
         self._taken: list[Rollout] = []
         self._sequences: list[Sequence] = []
@@ -185,7 +185,10 @@ class Experience:
     def batch(self) -> Fields:
         """The step's tensors. Raises DataError for a sequence that the model cannot take."""
         if not self._sequences:
-            raise RolloutError("the engine answered every prompt of a step with nothing. Check rollout.stop_token_ids.")
+            raise RolloutError(
+                "a step has nothing to train on: each trajectory is empty, or its environment or reward failed. Check "
+                "rollout.stop_token_ids, and the warnings above."
+            )
         c = self._config
         for length in (s.length for s in self._sequences):
             if length > self._longest:
@@ -210,6 +213,10 @@ class Experience:
     def _start(self, draw: Draw) -> Future[Group]:
         assert self._rollouts is not None  # the configuration insists on a gateway
         return self._rollouts.submit(draw.record, self._algorithm.samples_per_prompt, draw.number)
+
+    def _keep(self, group: Group) -> bool:
+        """Whether it is of use: an environment or a reward may have failed for all of it."""
+        return bool(group.trajectories) and self._algorithm.keep_group(group)
 
     def _draw(self) -> list[Record]:
         return [draw.record for draw in self.feed.draw(self._config.batch)]

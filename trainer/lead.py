@@ -16,7 +16,8 @@ from trainer.experience import Experience
 from trainer.megatron.hf_config import ModelShape
 from trainer.metrics.rollouts import evaluation_metrics
 from trainer.rewards import Scorer, build_scorer
-from trainer.rollout import Group, Rollouts
+from trainer.rollout import Rollouts
+from trainer.trajectory import Group
 
 FIRST_NUMBER = 2**40  # evaluations use no seed of the training
 
@@ -38,7 +39,9 @@ class Lead:
         self._rollouts: Rollouts | None = None
         if config.gateway is not None:
             self.scorer = build_scorer(config.rewards, config.gateway)
-            self._rollouts = Rollouts(config.gateway, config.rollout, self.scorer, tokenizer, config.seed)
+            self._rollouts = Rollouts(
+                config.gateway, config.rollout, self.scorer, tokenizer, config.seed, config.environment
+            )
         self.experience = Experience(config, algorithm, self._dataset, self._rollouts, shape.max_positions)
 
     @property
@@ -74,5 +77,5 @@ def answers(rollouts: Rollouts, records: Sequence[Record], samples: int) -> list
 def evaluate(rollouts: Rollouts, held_out: Sequence[Record], config: EvalConfig) -> dict[str, Any]:
     """What an `eval` event says of the first `config.prompts` held-out records. Raises RolloutError."""
     groups = answers(rollouts, held_out[: config.prompts], config.samples)
-    versions = sorted({span.version for g in groups for s in g.samples for span in s.versions})
+    versions = sorted({span.version for g in groups for t in g.trajectories for span in t.versions})
     return {"served_versions": versions, "prompts": len(groups), **evaluation_metrics(groups)}

@@ -1,93 +1,39 @@
-"""Rollouts through the gateway: prompts in; samples, log-probs, weight versions and scores out. On rank 0 only.
+"""Rollouts: records in; trajectories, with their scores, out. On rank 0 only.
 
 `Rollouts` samples and scores on a thread of its own, so that prompts decode while the training thread computes. A
-sample goes to its rewards the moment it is complete, while the others of its prompt still decode.
+trajectory goes to its rewards the moment it is complete, while the others of its prompt still decode.
+
+What fails outside of the model never becomes a reward: an episode that fails is played again, a score that is missing
+is asked for again, and in the end the trajectory is left out of its group.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import math
+import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import httpx
 import numpy as np
-import orjson
 
-from trainer.config import GatewayConfig, RolloutConfig
-from trainer.connection import Bearer, verify
+from trainer.config import EnvironmentConfig, GatewayConfig, RolloutConfig, SingleTurnEnvironment
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
-from trainer.errors import GatewayUnreachable, RolloutError
+from trainer.environments import EnvironmentHost, Episode, Message, Observation, Task, messages_of
+from trainer.errors import ConfigError, EnvironmentFailed, RolloutError
+from trainer.generate import SEEDS, GenerateClient, Request
 from trainer.rewards.scorer import RewardRequest, Score, Scorer
+from trainer.trajectory import LENGTH, Group, Trajectory, Turn
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
-RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
-FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 2.0
-
-
-@dataclass(frozen=True)
-class VersionSpan:
-    """Tokens [start, end) of a sample were written by weight version `version`."""
-
-    version: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One answer. `logprobs` are the engine's, of the chosen tokens: the behaviour policy."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    versions: tuple[VersionSpan, ...]
-
-    @property
-    def oldest(self) -> int | None:
-        """The oldest version that wrote one of its tokens; None if it has none, or nobody said."""
-        return min((span.version for span in self.versions if span.end > span.start), default=None)
-
-    def version_lags(self, version: int) -> list[float]:
-        """For each token, how many versions `version` is ahead of the one that wrote it. Tokens that no span covers,
-        and those of a version that is ahead itself (training was rolled back), count as current."""
-        lags = [0.0] * len(self.token_ids)
-        for span in self.versions:
-            lag = float(max(version - span.version, 0))
-            lags[span.start : span.end] = [lag] * len(lags[span.start : span.end])
-        return lags
-
-
-@dataclass(frozen=True)
-class Group:
-    """All samples of one prompt with their scores."""
-
-    prompt_ids: tuple[int, ...]
-    samples: tuple[Sample, ...]
-    scores: tuple[Score, ...]
-
-    def renumbered(self, by: int) -> Group:
-        """The group as if every version that wrote it had a number so much higher."""
-        spans = [tuple(replace(span, version=span.version + by) for span in s.versions) for s in self.samples]
-        samples = [replace(s, versions=found) for s, found in zip(self.samples, spans, strict=True)]
-        return replace(self, samples=tuple(samples))
-
-    @property
-    def rewards(self) -> list[float]:
-        return [score.total for score in self.scores]
-
-    @property
-    def oldest(self) -> int | None:
-        """The oldest version that wrote a token of the group."""
-        known = [sample.oldest for sample in self.samples]
-        return min((version for version in known if version is not None), default=None)
+ENVIRONMENT = "environment"  # the name of its part in a score
+CUT = "\n[cut]"  # after what an environment said too much of
 
 
 @dataclass
@@ -97,22 +43,46 @@ class _Times:
     score_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Played:
+    """A trajectory, the prompt that it began with, and all that was said in it as messages."""
+
+    prompt_ids: tuple[int, ...]
+    trajectory: Trajectory
+    said: tuple[Message, ...]
+
+
 class Rollouts:
-    """The gateway's `/generate` and the rewards behind it. Close it, or use it as a context."""
+    """The gateway's `/generate`, the environment, and the rewards behind them. Close it, or use it as a context."""
 
     def __init__(
-        self, gateway: GatewayConfig, rollout: RolloutConfig, scorer: Scorer, tokenizer: Tokenizer, seed: int
+        self,
+        gateway: GatewayConfig,
+        rollout: RolloutConfig,
+        scorer: Scorer,
+        tokenizer: Tokenizer,
+        seed: int,
+        environment: EnvironmentConfig | None = None,
     ) -> None:
+        """Raises ConfigError for an environment that cannot be made, or a key that is missing."""
         self._rollout, self._scorer, self._tokenizer, self._seed = rollout, scorer, tokenizer, seed
         self._client = GenerateClient(gateway)
-        self._times, self._tasks = _Times(), set[Future[Any]]()
+        self._times, self._counts, self._tasks = _Times(), Counter[str](), set[Future[Any]]()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._thread.start()
+        self._host: EnvironmentHost | None = None
+        if environment is not None and not isinstance(environment, SingleTurnEnvironment):
+            self._host = EnvironmentHost(environment)
+            try:
+                asyncio.run_coroutine_threadsafe(self._host.open(), self._loop).result()
+            except BaseException:
+                self.close()
+                raise
 
     def submit(self, record: Record, n: int, number: int) -> Future[Group]:
-        """Begin to sample and score `n` answers at temperature 1. `number` is the record's place in the run's order:
-        with `rollout.seeded` it decides the samples. The future raises RolloutError."""
+        """Begin to sample and score `n` trajectories at temperature 1. `number` is the record's place in the run's
+        order: with `rollout.seeded` it decides the samples. The future raises RolloutError."""
         c = self._rollout
         request = Request(record.prompt_ids, n, c.max_tokens, c.temperature, c.stop_token_ids, self._seed_of(number))
         return self._start(self._group(record, replace(request, on_swap=c.on_swap)))
@@ -126,12 +96,15 @@ class Rollouts:
 
     def stats(self) -> dict[str, float]:
         """Since the last call: mean milliseconds from a sample's request to its last token, and from there to its
-        score; and what the rewards say of themselves (`Scorer.stats`)."""
+        score; trajectories that were sampled again and left out, if any; and what the rewards say of themselves
+        (`Scorer.stats`)."""
         times, self._times = self._times, _Times()
+        counts, self._counts = self._counts, Counter[str]()
         count = max(times.samples, 1)
         return {
             "generate_ms_mean": round(times.generate_s * 1e3 / count, 3),
             "score_ms_mean": round(times.score_s * 1e3 / count, 3),
+            **{name: float(number) for name, number in counts.items()},
             **self._scorer.stats(),
         }
 
@@ -164,183 +137,145 @@ class Rollouts:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.close()
+        if self._host is not None:
+            await self._host.close()
 
     async def _group(self, record: Record, request: Request) -> Group:
+        whole = self._rollout.request == "group" and self._host is None
+        parts = [request] if whole else request.split()
         try:
             async with asyncio.TaskGroup() as tasks:
-                parts = request.split() if self._rollout.request == "sample" else [request]
                 running = [tasks.create_task(self._scored(record, part)) for part in parts]
         except ExceptionGroup as errors:  # one failure cancels the rest; it is what the user needs to see
             raise errors.exceptions[0] from None
         pairs = [pair for task in running for pair in task.result()]
-        return Group(record.prompt_ids, tuple(sample for sample, _ in pairs), tuple(score for _, score in pairs))
+        prompts = {played.prompt_ids for played, _ in pairs}
+        if len(prompts) > 1:
+            raise RolloutError(
+                f"the environment began {len(prompts)} episodes of record {record.index} in different ways. Make "
+                "`reset` depend on the task alone: only then can their rewards be compared."
+            )
+        prompt = prompts.pop() if prompts else record.prompt_ids
+        return Group(prompt, tuple(played.trajectory for played, _ in pairs), tuple(score for _, score in pairs))
 
-    async def _scored(self, record: Record, request: Request) -> list[tuple[Sample, Score]]:
+    async def _scored(self, record: Record, request: Request) -> list[tuple[_Played, Score]]:
+        """The trajectories that were played and have a score."""
         began = time.perf_counter()
-        samples = await self._client.generate(request)
+        host = self._host
+        played = await self._answers(request) if host is None else await self._episode(host, record, request)
         generated = time.perf_counter()
-        scores = await asyncio.gather(*(self._score(record, sample) for sample in samples))
-        self._times.samples += len(samples)
-        self._times.generate_s += (generated - began) * len(samples)
-        self._times.score_s += (time.perf_counter() - generated) * len(samples)
-        return list(zip(samples, scores, strict=True))
+        scores = await asyncio.gather(*(self._score(record, each) for each in played))
+        self._times.samples += len(played)
+        self._times.generate_s += (generated - began) * len(played)
+        self._times.score_s += (time.perf_counter() - generated) * len(played)
+        return [(each, score) for each, score in zip(played, scores, strict=True) if score is not None]
 
-    async def _score(self, record: Record, sample: Sample) -> Score:
-        answer = self._tokenizer.decode(sample.token_ids)
-        return await self._scorer(RewardRequest(record.prompt, answer, record.answer, record.extra))
+    async def _score(self, record: Record, played: _Played) -> Score | None:
+        """None when a reward has no value, though it was asked again."""
+        answers = [message["content"] for message in played.said if message["role"] == "assistant"]
+        trajectory = played.trajectory
+        request = RewardRequest(
+            record.prompt, answers[-1] if answers else "", record.answer, record.extra,
+            played.said, trajectory.policy_tokens, trajectory.truncated,
+        )  # fmt: skip
+        for _ in range(self._rollout.attempts):
+            score = await self._scorer(request)
+            if not score.missing:
+                if self._host is None:
+                    return score
+                own = sum(turn.reward for turn in trajectory.turns)
+                return score.plus(ENVIRONMENT, own, self._host.config.weight)
+        self._counts["trajectories_without_reward"] += 1
+        return None
+
+    async def _answers(self, request: Request) -> list[_Played]:
+        """Trajectories of one turn."""
+        return [
+            _Played(
+                request.prompt_ids,
+                Trajectory((answer.turn,), answer.finish_reason),
+                ({"role": "assistant", "content": self._tokenizer.decode(answer.turn.token_ids)},),
+            )
+            for answer in await self._client.generate(request)
+        ]
+
+    async def _episode(self, host: EnvironmentHost, record: Record, request: Request) -> list[_Played]:
+        """One trajectory, or none if every attempt failed."""
+        for attempt in range(1, host.config.attempts + 1):
+            try:
+                episode, first = await host.begin(self._task(record))
+                try:
+                    return [await self._play(episode, first, record, request)]
+                finally:
+                    await episode.close()
+            except EnvironmentFailed as error:
+                self._counts["episodes_failed"] += 1
+                log.warning("an episode of record %d failed (attempt %d): %s", record.index, attempt, error)
+        self._counts["episodes_left_out"] += 1
+        return []
+
+    async def _play(self, episode: Episode, first: Observation, record: Record, request: Request) -> _Played:
+        """Turn by turn, until the environment says it is done, or the turns or tokens are used up."""
+        config = episode.host.config
+        prompt_ids = self._prompt(first, record)
+        turns: list[Turn] = []
+        said: list[Message] = []
+        finish_reason = LENGTH
+        for number in range(config.max_turns):
+            written = tuple(token for turn in turns for token in turn.token_ids)
+            rest = replace(request, prompt_ids=prompt_ids).after(written)
+            if rest.max_tokens <= 0:
+                break
+            (answer,) = await self._client.generate(rest)
+            turns.append(answer.turn)
+            said.append({"role": "assistant", "content": self._tokenizer.decode(answer.turn.token_ids)})
+            if answer.finish_reason == LENGTH:
+                break
+            seen = await episode.step(said[-1]["content"])
+            turns[-1] = replace(answer.turn, reward=seen.reward)
+            if seen.done:
+                finish_reason = answer.finish_reason
+                break
+            if number < config.max_turns - 1:
+                turns.append(self._observed(seen, answer.turn, config.max_observation_tokens))
+                said += seen.messages
+        while turns and not turns[-1].of_policy:
+            turns.pop()  # nothing was written after it
+        return _Played(prompt_ids, Trajectory(tuple(turns), finish_reason), tuple(said))
+
+    def _task(self, record: Record) -> Task:
+        return Task(record.prompt, messages_of(record.prompt, record.messages), record.answer, record.extra)
+
+    def _prompt(self, first: Observation, record: Record) -> tuple[int, ...]:
+        if not first.messages:
+            return record.prompt_ids
+        if not self._tokenizer.has_chat_template:
+            return self._tokenizer.prompt("".join(message["content"] for message in first.messages))
+        try:
+            return self._tokenizer.chat(first.messages)[1]
+        except ValueError as error:
+            raise _unwritable(error) from None
+
+    def _observed(self, seen: Observation, turn: Turn, most: int) -> Turn:
+        messages = [{**m, "content": self._shortened(m["content"], most // len(seen.messages))} for m in seen.messages]
+        try:
+            return Turn(self._tokenizer.reply(messages, turn.token_ids))
+        except ValueError as error:
+            raise _unwritable(error) from None
+
+    def _shortened(self, text: str, most: int) -> str:
+        """At most about so many tokens of it. A flood is cut before it is tokenised."""
+        text = text[: most * 64]
+        ids = self._tokenizer.continuation(text)[:-1]
+        return text if len(ids) <= most else self._tokenizer.decode(ids[:most]) + CUT
 
     def _seed_of(self, number: int) -> int | None:
         if not self._rollout.seeded:
             return None
         rng = np.random.default_rng([self._seed, number])
-        return int(rng.integers(0, 2**31 - 1024))  # room for the sample's index, which is added to it
+        return int(rng.integers(0, SEEDS - 1024))  # room for the sample's index, which is added to it
 
 
-@dataclass(frozen=True)
-class Request:
-    """A request to `/generate` for one prompt. `on_swap` says what a swap in the middle of the answer does to it
-    (docs/api.md, policies)."""
-
-    prompt_ids: tuple[int, ...]
-    n: int
-    max_tokens: int
-    temperature: float
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
-    on_swap: str = "keep"
-
-    def split(self) -> list[Request]:
-        """One request a sample. The engine adds a sample's index to the seed, so these give the same samples."""
-        seeds = [None if self.seed is None else self.seed + i for i in range(self.n)]
-        return [replace(self, n=1, seed=seed) for seed in seeds]
-
-    def body(self) -> dict[str, Any]:
-        """The request's JSON."""
-        body: dict[str, Any] = {
-            "prompt_token_ids": self.prompt_ids,
-            "n": self.n,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "stop_token_ids": self.stop_token_ids,
-            "logprobs": True,
-            "stream": False,
-        }
-        if self.on_swap != "keep":
-            body["hotswap"] = {"policy": self.on_swap}
-        return body if self.seed is None else body | {"seed": self.seed}
-
-
-class GenerateClient:
-    """The gateway's `/generate`, with retries. Bound to the event loop it is first used on."""
-
-    def __init__(self, config: GatewayConfig) -> None:
-        """Raises ConfigError when a key or certificates are missing."""
-        self._config = config
-        self._room = asyncio.Semaphore(config.concurrency)  # httpx's own waiting line is slow with hundreds in it
-        limits = httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency)
-        timeout = httpx.Timeout(config.timeout_s, connect=5.0, pool=None)
-        self._http = httpx.AsyncClient(
-            base_url=config.url,
-            headers={"content-type": "application/json"},
-            auth=Bearer(config.api_key),
-            verify=verify(config),
-            limits=limits,
-            timeout=timeout,
-        )
-
-    async def generate(self, request: Request) -> tuple[Sample, ...]:
-        """`request.n` samples in index order. At most `concurrency` requests are under way, the others wait in line.
-        Retries what may pass (connection lost, 429, 5xx) for `retry_s` seconds from the first failure on. An answer
-        that a swap did not wait for is asked for again, of the new weights, however often that happens.
-
-        Raises GatewayUnreachable after that, RolloutError for a refusal or an answer that breaks the contract.
-        """
-        payload = orjson.dumps(request.body())
-        async with self._room:
-            return _samples(await self._answer(payload), request.n)
-
-    async def _answer(self, payload: bytes) -> bytes:
-        deadline, delay = math.inf, FIRST_DELAY_S
-        while True:
-            wait = delay
-            try:
-                response = await self._http.post("/generate", content=payload)
-                if response.status_code == 200:
-                    return response.content
-                problem = f"HTTP {response.status_code}: {_error(response.content, 'message')}"
-                if response.status_code == 409 and _error(response.content, "code") == "weights_changed":
-                    await asyncio.sleep(FIRST_DELAY_S)
-                    continue
-                if response.status_code not in RETRYABLE:
-                    raise RolloutError(f"the gateway refused a rollout ({problem}).", status=response.status_code)
-                wait = _retry_after(response, delay)
-            except httpx.TransportError as error:
-                problem = str(error) or type(error).__name__
-            deadline = min(deadline, time.monotonic() + self._config.retry_s)
-            if time.monotonic() + wait > deadline:
-                raise GatewayUnreachable(
-                    f"no rollout from {self._config.url} within {self._config.retry_s:g} s; last: {problem}. "
-                    "Start the server with `hotswap up`, or set gateway.url."
-                )
-            await asyncio.sleep(wait)
-            delay = min(2 * delay, LONGEST_DELAY_S)
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-
-def _samples(content: bytes, n: int) -> tuple[Sample, ...]:
-    """Parse an answer. Raises RolloutError when it breaks the contract."""
-    try:
-        choices = sorted(orjson.loads(content)["choices"], key=lambda choice: choice["index"])
-        samples = tuple(
-            Sample(
-                token_ids=tuple(choice["token_ids"]),
-                logprobs=tuple(choice["logprobs"]),
-                finish_reason=choice["finish_reason"],
-                versions=tuple(VersionSpan(v["version"], v["start"], v["end"]) for v in choice["weight_versions"]),
-            )
-            for choice in choices
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise RolloutError(
-            f"/generate answered something else than its contract ({error!r}). Is this hotswap?"
-        ) from None
-    if len(samples) != n or any(len(s.token_ids) != len(s.logprobs) for s in samples):
-        raise RolloutError("/generate left out samples or log-probs. Is the server of the same version?")
-    return samples
-
-
-def _error(content: bytes, part: str) -> str:
-    """The `message` or `code` of an error's body; of any other body its beginning."""
-    try:
-        return str(orjson.loads(content)["error"][part])
-    except (ValueError, KeyError, TypeError):
-        return content[:200].decode(errors="replace")
-
-
-def _retry_after(response: httpx.Response, default: float) -> float:
-    try:
-        return min(max(float(response.headers["retry-after"]), default), 30.0)
-    except (KeyError, ValueError):
-        return default
-
-
-def group_to_json(group: Group) -> dict[str, Any]:
-    """Lists, dictionaries, numbers and text only; floats survive exactly."""
-    return dataclasses.asdict(group)
-
-
-def group_from_json(data: dict[str, Any]) -> Group:
-    """The inverse of `group_to_json`, also after a round trip through a file."""
-    samples = tuple(_sample(sample) for sample in data["samples"])
-    return Group(tuple(data["prompt_ids"]), samples, tuple(Score(**s) for s in data["scores"]))
-
-
-def _sample(data: dict[str, Any]) -> Sample:
-    return Sample(
-        token_ids=tuple(data["token_ids"]),
-        logprobs=tuple(data["logprobs"]),
-        finish_reason=data["finish_reason"],
-        versions=tuple(VersionSpan(**span) for span in data["versions"]),
-    )
+def _unwritable(error: ValueError) -> ConfigError:
+    problem = f"the model's chat template cannot write what the environment says: {error}"
+    return ConfigError("environment", problem, "Use a model whose template knows these roles, or other roles")

@@ -26,7 +26,7 @@ from typing import Any
 
 from trainer.config.sections import AsyncSchedule, OneStepOffSchedule, ScheduleConfig
 from trainer.data.records import Contents, Dataset, Record, take
-from trainer.rollout import Group, group_from_json, group_to_json
+from trainer.trajectory import Group
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Schedule(ABC):
         self.feed.drawn = state["drawn"]
         entries = [(self.feed.at(entry["number"]), entry) for entry in state["pending"]]
         finished = [(draw, entry) for draw, entry in entries if entry["group"] is not None]
-        self.pending = [_done(draw, group_from_json(e["group"]), e["version"]) for draw, e in finished]
+        self.pending = [_done(draw, Group.from_json(e["group"]), e["version"]) for draw, e in finished]
         self._interrupted = [draw for draw, entry in entries if entry["group"] is None]
 
     def renumber(self, by: int) -> None:
@@ -179,7 +179,7 @@ def _done(draw: Draw, group: Group, version: int) -> Pending:
 def _finished(future: Future[Group]) -> dict[str, Any] | None:
     if not future.done() or future.cancelled() or future.exception() is not None:
         return None
-    return group_to_json(future.result())
+    return future.result().to_json()
 
 
 class InOrder(Schedule):

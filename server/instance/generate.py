@@ -27,7 +27,8 @@ _ONE_PROMPT: list[Any] = [
 
 
 class GenerateRequest(BaseModel):
-    """Body of POST /generate; unknown fields are refused. `logprobs` asks for the chosen tokens' log-probabilities."""
+    """Body of POST /generate; unknown fields are refused. `logprobs` asks for the chosen tokens' log-probabilities;
+    `stream_interval` is how many tokens an event of the stream has at least, its last one aside."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"oneOf": _ONE_PROMPT})
 
@@ -46,6 +47,7 @@ class GenerateRequest(BaseModel):
     ignore_eos: bool = False
     logprobs: bool = False
     stream: bool = True
+    stream_interval: int = Field(default=1, ge=1)
     priority: int = 0
 
 
@@ -60,10 +62,11 @@ class RequestProblem(Exception):
 
 
 class Choice:
-    """The output of one sample so far."""
+    """The output of one sample so far, of which the first `told` tokens were in an event."""
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.told = self._told_text = 0
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
@@ -71,30 +74,38 @@ class Choice:
         self.prompt: list[Span] = []
         self.finish_reason: str | None = None
 
-    def add(self, output: Any, prompt_tokens: int, *, logprobs: bool) -> dict[str, Any]:
-        """Take in an engine delta and return the `token` event for it."""
+    def add(self, output: Any, prompt_tokens: int, *, logprobs: bool) -> None:
+        """Take in an engine delta."""
         token_ids = list(output.token_ids)
-        new = [_chosen(p, t) for p, t in zip(output.logprobs or (), token_ids, strict=False)] if logprobs else []
+        if logprobs:
+            self.logprobs += [_chosen(p, t) for p, t in zip(output.logprobs or (), token_ids, strict=False)]
         self.text += output.text
         self.token_ids += token_ids
-        self.logprobs += new
         self.spans = to_spans(output.weight_versions or ())
-        first = bool(self.spans) and not self.prompt
-        if first:
+        if self.spans and not self.prompt:
             self.prompt = prompt_spans(output, self.spans[0]["version"], prompt_tokens)
         self.finish_reason = output.finish_reason or self.finish_reason
+
+    def untold(self) -> int:
+        """How many tokens no event had."""
+        return len(self.token_ids) - self.told
+
+    def event(self, *, logprobs: bool) -> dict[str, Any]:
+        """The `token` event for what no event had."""
+        start, self.told = self.told, len(self.token_ids)
+        text, self._told_text = self.text[self._told_text :], len(self.text)
         event = {
             "index": self.index,
-            "text": output.text,
-            "token_ids": token_ids,
-            "logprobs": new if logprobs else None,
+            "text": text,
+            "token_ids": self.token_ids[start:],
+            "logprobs": self.logprobs[start:] if logprobs else None,
             "weight_version": self.spans[-1]["version"] if self.spans else None,
         }
-        if first:
+        if not start and self.prompt:
             event["prompt_weight_versions"] = self.prompt
-        if len(self.spans) > 1 and self.spans[-1]["start"] > len(self.token_ids) - len(token_ids):
+        if len(self.spans) > 1 and self.spans[-1]["start"] > start:
             event["weight_versions"] = self.spans  # more than one wrote these tokens
-        return event if output.finish_reason is None else {**event, "finish_reason": output.finish_reason}
+        return event if self.finish_reason is None else {**event, "finish_reason": self.finish_reason}
 
     def summary(self) -> dict[str, Any]:
         spans = {"weight_versions": self.spans, "prompt_weight_versions": self.prompt}
@@ -215,18 +226,26 @@ class Run:
             raise RequestProblem(str(error), param="prompt") from error
 
     async def events(self) -> AsyncIterator[ServerSentEvent]:
-        """`token` events as they come, then `done`."""
+        """`token` events as they come, then `done`. What was written before an error is told before it."""
         try:
-            async for event in self._tokens():
-                yield ServerSentEvent(orjson.dumps(event).decode(), event="token", sep="\n")
-            done = self._answer([c.summary() | self._seams() for c in self._choices])
-            yield ServerSentEvent(orjson.dumps(done).decode(), event="done", sep="\n")
+            async for choice in self._tokens():
+                if choice.untold() >= self._request.stream_interval or choice.finish_reason is not None:
+                    yield self._event("token", choice.event(logprobs=self._request.logprobs))
+            yield self._event("done", self._answer([c.summary() | self._seams() for c in self._choices]))
+            return
         except WeightsChanged as ended:
-            yield ServerSentEvent(orjson.dumps(problem_body(ended)).decode(), event="error", sep="\n")
+            problem = problem_body(ended)
         except Exception as error:
             message = f"generation failed: {error or type(error).__name__}; the request can be retried"
-            problem = RequestProblem(message, status=500, code="engine_error")
-            yield ServerSentEvent(orjson.dumps(problem.body).decode(), event="error", sep="\n")
+            problem = RequestProblem(message, status=500, code="engine_error").body
+        for choice in self._choices:
+            if choice.untold():
+                yield self._event("token", choice.event(logprobs=self._request.logprobs))
+        yield self._event("error", problem)
+
+    @staticmethod
+    def _event(name: str, data: dict[str, Any]) -> ServerSentEvent:
+        return ServerSentEvent(orjson.dumps(data).decode(), event=name, sep="\n")
 
     async def whole(self) -> dict[str, Any]:
         """The finished answer as one JSON object."""
@@ -234,13 +253,16 @@ class Run:
             pass
         return self._answer([c.whole(logprobs=self._request.logprobs) for c in self._choices])
 
-    async def _tokens(self) -> AsyncIterator[dict[str, Any]]:
+    async def _tokens(self) -> AsyncIterator[Choice]:
+        """The choice that each of the engine's deltas was for, which has taken it in."""
         output = self._first
         try:
             while output is not None:
                 self._prompt_tokens = len(output.prompt_token_ids or ())
                 for delta in output.outputs:
-                    yield self._choices[delta.index].add(delta, self._prompt_tokens, logprobs=self._request.logprobs)
+                    choice = self._choices[delta.index]
+                    choice.add(delta, self._prompt_tokens, logprobs=self._request.logprobs)
+                    yield choice
                 output = await anext(self._outputs, None)
         finally:
             await self._outputs.aclose()

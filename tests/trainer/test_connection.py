@@ -17,16 +17,16 @@ from tests.cluster_tls import Authority
 from trainer.config import GatewayConfig, JudgeReward, ServingMemory, TelemetryConfig
 from trainer.connection import roll_back_serving, verify
 from trainer.errors import ConfigError, GatewayUnreachable, PublishError
+from trainer.generate import GenerateClient, Request
 from trainer.memory.serving import Fleet
 from trainer.metrics.dashboards import HttpMetrics
 from trainer.rewards import RewardRequest
 from trainer.rewards.models import Judge
-from trainer.rollout import GenerateClient, Request
 from weightsync.tls import ClusterTls
 
 CHOICE = {"index": 0, "token_ids": [1], "logprobs": [-0.5], "finish_reason": "stop"}
 ANSWERS: dict[str, Any] = {
-    "/generate": {"choices": [{**CHOICE, "weight_versions": [{"version": 1, "start": 0, "end": 1}]}]},
+    "/generate": {**CHOICE, "weight_versions": [{"version": 1, "start": 0, "end": 1}]},
     "/v1/chat/completions": {"choices": [{"message": {"content": "7"}}]},
     "/admin/sleep": {"orders": [], "asleep": []},
     "/admin/instances": {"instances": [{"id": "i0", "eligible": True}]},
@@ -70,6 +70,9 @@ class Handler(BaseHTTPRequestHandler):
         self.server.keys.append((self.path, self.headers.get("authorization", "")))
         body = orjson.dumps(ANSWERS.get(self.path, {}))
         self.send_response(200)
+        if self.path == "/generate":
+            body = b"event: token\ndata: " + body + b"\n\n"
+            self.send_header("content-type", "text/event-stream")
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -113,8 +116,8 @@ async def test_rollouts_over_mutual_tls_with_a_key_that_is_replaced(
     try:
         for content in ("first", "second", "", "third"):
             key.write_text(content)
-            (sample,) = await client.generate(ASK)
-            assert sample.token_ids == (1,)
+            (answer,) = await client.generate(ASK)
+            assert answer.turn.token_ids == (1,)
     finally:
         await client.close()
     assert [shown for _, shown in server.keys] == [f"Bearer {k}" for k in ("first", "second", "second", "third")]
@@ -132,7 +135,7 @@ async def test_rollouts_from_a_server_whose_authority_is_in_a_file(authority: Au
                 await client.generate(ASK)
             assert not server.keys
             ca.write_bytes(authority.ca.read_bytes())
-            assert (await client.generate(ASK))[0].token_ids == (1,)
+            assert (await client.generate(ASK))[0].turn.token_ids == (1,)
         finally:
             await client.close()
 

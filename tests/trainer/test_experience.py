@@ -15,8 +15,8 @@ from trainer.config import PackingConfig
 from trainer.data.records import Record
 from trainer.errors import DataError, RolloutError
 from trainer.experience import Experience
-from trainer.rollout import Group
 from trainer.schedules import Draw, Rollout
+from trainer.trajectory import Group
 
 LONGEST = 6
 

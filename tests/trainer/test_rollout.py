@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import Response
 
-from tests.trainer.generate_server import GenerateServer, serve
+from tests.trainer.generate_server import GenerateServer, serve, serve_app
 from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, GatewayUnreachable, RolloutError
 from trainer.metrics.rollouts import rollout_metrics
 from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_scorer
-from trainer.rollout import Group, Rollouts, VersionSpan
+from trainer.rollout import Rollouts
+from trainer.trajectory import Group, VersionSpan
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +55,8 @@ def test_samples_come_back_in_order_with_logprobs_and_versions(server: GenerateS
         groups = take(client, problems, 5)
     assert [group.prompt_ids for group in groups] == [record.prompt_ids for record in problems]
     for group in groups:
-        assert len(group.samples) == len(group.scores) == 5
-        for sample in group.samples:
+        assert len(group.trajectories) == len(group.scores) == 5
+        for sample in group.trajectories:
             assert len(sample.logprobs) == len(sample.token_ids) <= 4
             assert all(logprob <= 0 for logprob in sample.logprobs)
             assert sample.versions == (VersionSpan(7, 0, len(sample.token_ids)),)
@@ -79,7 +83,7 @@ def test_samples_are_asked_for_one_by_one_or_a_group_at_once(server: GenerateSer
     alone = server.requests[-4:]
     assert [body["n"] for body in alone] == [1] * 4
     assert sorted(body["seed"] for body in alone) == [base, base + 1, base + 2, base + 3]  # as an engine would
-    assert len({answer.token_ids for answer in group.samples}) > 1
+    assert len({answer.token_ids for answer in group.trajectories}) > 1
 
 
 def test_seeds_repeat_by_record_and_differ_between_records(server: GenerateServer, tokenizer: Tokenizer) -> None:
@@ -140,6 +144,20 @@ def test_an_answer_that_a_swap_did_not_wait_for_is_asked_for_again(
     assert error.value.status == 409
 
 
+@pytest.mark.parametrize("path", ["/json", "/broken"])
+def test_another_server_is_told_from_a_broken_one(tokenizer: Tokenizer, path: str) -> None:
+    other = FastAPI()
+    other.post("/json/generate")(lambda: {"choices": []})
+    other.post("/broken/generate")(
+        lambda: Response('event: token\ndata: {"text": "4"}\n\n', media_type="text/event-stream")
+    )
+    with serve_app(other) as url:
+        gateway = GatewayConfig(url=url + path, retry_s=60)
+        client = Rollouts(gateway, RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer, seed=0)
+        with client, pytest.raises(RolloutError, match="Is this hotswap"):
+            take(client, records(tokenizer, "1+2="), 1)
+
+
 def test_nobody_there_is_reported_within_the_budget(server: GenerateServer, tokenizer: Tokenizer) -> None:
     gateway = GatewayConfig(url="http://127.0.0.1:9", retry_s=0.3)
     client = Rollouts(gateway, RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer, seed=0)
@@ -175,20 +193,51 @@ def test_a_failing_reward_is_counted_and_the_rollout_goes_on(server: GenerateSer
     assert all("ZeroDivisionError" in score.failures["broken"] for group in groups for score in group.scores)
 
 
-def test_a_finished_sample_is_scored_while_others_decode(server: GenerateServer, tokenizer: Tokenizer) -> None:
-    """The server answers one request at a time: with every answer the next is still being written."""
-    answered_when_scored = []
+def test_a_finished_sample_is_scored_while_others_decode(
+    server: GenerateServer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server writes no second answer before the first one has its score."""
+    scored = []
 
     class Watching(Reward):
         async def __call__(self, request: RewardRequest, /) -> float:
-            answered_when_scored.append(server.answered)
+            scored.append(request)
             return 0.0
 
     scorer, before = Scorer({"watching": Weighted(Watching())}), server.answered
+    monkeypatch.setattr(server, "ready", lambda: server.answered == before or bool(scored))
     with Rollouts(GatewayConfig(url=server.url), RolloutConfig(), scorer, tokenizer, 0) as client:
         take(client, records(tokenizer, "1+2="), 16)
     assert server.answered == before + 16
-    assert min(answered_when_scored) < before + 16
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["error", "cut"])
+@pytest.mark.parametrize("request_by", ["sample", "group"])
+def test_what_a_stream_brought_is_kept_when_it_breaks(
+    server: GenerateServer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, cut: bool, request_by: str
+) -> None:
+    """The rest is asked for, of the weights that are there then; every token has its log-prob and its version."""
+    monkeypatch.setattr(server, "cut", cut)
+    monkeypatch.setattr(server, "fewest", 48)
+    monkeypatch.setattr(server, "break_after", [40] if request_by == "group" else [40, 40])
+    monkeypatch.setattr(server, "requests", [])
+    monkeypatch.setattr(server, "ready", lambda: server.requests[-1]["max_tokens"] == 64 or server.swap(4))
+    server.version = 3
+    with rollouts(server, tokenizer, max_tokens=64, request=request_by) as client:
+        (group,) = take(client, records(tokenizer, "1+2="), 2)
+    first, *_, last = server.requests
+    assert first["max_tokens"] == 64
+    assert last["max_tokens"] < 64
+    for answer in group.trajectories:
+        assert len(answer.token_ids) == len(answer.logprobs) >= 48
+        assert answer.versions[0].start == 0
+        assert answer.versions[-1].end == len(answer.token_ids)
+        assert all(one.end == other.start for one, other in itertools.pairwise(answer.versions))
+        assert {span.version for span in answer.versions} == {3, 4}
+    kept = [tuple(body["prompt_token_ids"]) for body in server.requests if body["max_tokens"] < 64]
+    whole = [group.prompt_ids + answer.token_ids for answer in group.trajectories]
+    assert kept
+    assert all(any(answer[: len(begun)] == begun for answer in whole) for begun in kept)
 
 
 def test_leaving_cancels_what_is_in_flight(server: GenerateServer, tokenizer: Tokenizer) -> None:

@@ -1,7 +1,7 @@
 """Advantages: group baselines on rank 0, estimators over the whole batch on every rank.
 
-Tensors are [B, T], over rows that may hold several sequences; their trained tokens are never adjacent across
-sequences, since a prompt lies between.
+Tensors are [B, T], over rows that may hold several sequences. A sequence's trained tokens need not follow each other: a
+tool's answer may lie between.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from trainer.batch import MASK, Fields, sequence_sum, to_tokens
+from trainer.batch import MASK, SEGMENTS, Fields, sequence_sum, to_tokens
 
 STD_FLOOR = 1e-4
 VARIANCE_FLOOR = 1e-8
@@ -36,21 +36,34 @@ def leave_one_out(rewards: Seq[float]) -> list[float]:
 
 
 def gae(
-    rewards_BT: torch.Tensor, values_BT: torch.Tensor, mask_BT: torch.Tensor, gamma: float, lam: float
+    rewards_BT: torch.Tensor, values_BT: torch.Tensor, fields: Fields, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438): (advantages, returns), 0 outside the mask.
+    """Generalised advantage estimation (arXiv 1506.02438): (advantages, returns), 0 outside the mask of `fields`.
 
-    delta_t = r_t + gamma V_(t+1) - V_t, A_t = sum over l of (gamma lam)^l delta_(t+l), return_t = A_t + V_t; there is
-    nothing after a sequence's last token. With values of 0 and lam 1, both are the discounted rewards to go.
+    delta_t = r_t + gamma V_(t+1) - V_t, A_t = sum over l of (gamma lam)^l delta_(t+l), return_t = A_t + V_t. Here t + 1
+    is the sequence's next trained token: what its environment wrote between takes no time and no credit. There is
+    nothing after a sequence's last one. With values of 0 and lam 1, both are the discounted rewards to go.
     """
-    advantages = torch.zeros_like(values_BT)
+    mask, advantages = fields[MASK], torch.zeros_like(values_BT)
+    goes_on = _goes_on(fields)
     following = next_value = torch.zeros_like(values_BT[:, 0])
     for t in reversed(range(values_BT.shape[1])):
+        trained = mask[:, t] > 0
+        following, next_value = following * goes_on[:, t], next_value * goes_on[:, t]
         delta = rewards_BT[:, t] + gamma * next_value - values_BT[:, t]
-        following = mask_BT[:, t] * (delta + gamma * lam * following)
-        next_value = mask_BT[:, t] * values_BT[:, t]
-        advantages[:, t] = following
-    return advantages, (advantages + values_BT) * mask_BT
+        following = torch.where(trained, delta + gamma * lam * following, following)
+        next_value = torch.where(trained, values_BT[:, t], next_value)
+        advantages[:, t] = following * trained
+    return advantages, (advantages + values_BT) * mask
+
+
+def _goes_on(fields: Fields) -> torch.Tensor:
+    """bool [B, T]: whether the token predicted at t + 1 is of the same sequence as the one predicted at t."""
+    same = torch.ones_like(fields[MASK], dtype=torch.bool)
+    if SEGMENTS in fields:
+        segments = fields[SEGMENTS][:, 1:]
+        same[:, :-1] = segments[:, :-1] == segments[:, 1:]
+    return same
 
 
 def whiten(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from trainer.batch import Fields, Sequence
 from trainer.data.records import Record
-from trainer.rollout import Group
+from trainer.trajectory import Group
 
 # Fields of a batch, all float32 [B, T] and about the token at t + 1, beside batch.MASK:
 BEHAVIOUR_LOGPROBS = "behaviour_logprobs"  # the engine's, when it sampled: the behaviour policy
@@ -18,7 +18,7 @@ OLD_LOGPROBS = "old_logprobs"  # the actor's at the start of the step: the proxi
 REFERENCE_LOGPROBS = "reference_logprobs"  # of the initial weights
 VALUES = "values"  # the critic's at the start of the step
 ADVANTAGES, RETURNS = "advantages", "returns"
-REWARDS = "rewards"  # by token; a sample's reward is on its last one
+REWARDS = "rewards"  # by token; what a whole trajectory is worth is on its last one
 VERSION_LAG = "version_lag"  # versions between the weights that sampled a token and the trainer's
 
 

@@ -13,7 +13,7 @@ from trainer.batch import MASK, SEGMENTS, Fields, Sequence, sequence_sum
 from trainer.config import DpoConfig, SftConfig
 from trainer.data.records import Record
 from trainer.errors import DataError
-from trainer.rollout import Group
+from trainer.trajectory import Group
 
 
 class Sft(AlgorithmBase):

@@ -51,7 +51,7 @@ from trainer.batch import MASK, Fields, Sequence, sequence_sum, to_tokens
 from trainer.config import GrpoConfig, PolicyConfig, PpoConfig, ReinforceConfig, RlooConfig
 from trainer.data.records import Record
 from trainer.errors import ConfigError
-from trainer.rollout import Group, Sample
+from trainer.trajectory import Group, Trajectory
 
 KEEP = "keep"  # 0 on the tokens of answers that are left out
 _LEVELS = {"token": "token", "sequence": "geometric", "trajectory": "sequence"}
@@ -62,8 +62,9 @@ _EXACT = 1 << 24  # whole numbers below are exact in float32
 
 
 class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
-    """`credit` gives one number for each sample of a group: its advantage on every token, or (`credit_is` REWARDS) its
-    reward on the last one, from which `prepare` makes advantages. `max_tokens` is how long answers may be."""
+    """`credit` gives one number for each trajectory of a group: its advantage on every token, or (`credit_is` REWARDS)
+    its reward, from which `prepare` makes advantages: each turn's own on the last token of that turn, and the rest on
+    the trajectory's last one. `max_tokens` is how long answers may be."""
 
     credit_is = ADVANTAGES
     kl_in_loss = False
@@ -81,18 +82,18 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         self.needs = self._needs()
 
     def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:
-        """One sequence per sample with an answer. Groups whose rewards are all equal teach nothing, but keep their
+        """One sequence per trajectory with an answer. Groups whose rewards are all equal teach nothing, but keep their
         tokens in the denominator."""
         return [
-            Sequence(group.prompt_ids, sample.token_ids, self._per_token(sample, credit, version))
+            Sequence(group.prompt_ids, t.token_ids, self._per_token(t, credit, version), mask=t.mask)
             for group in groups
-            for sample, credit in zip(group.samples, self.credit(self._rewards(group)), strict=True)
-            if sample.token_ids
+            for t, credit in zip(group.trajectories, self.credit(self._rewards(group)), strict=True)
+            if t.policy_tokens
         ]
 
     @abstractmethod
     def credit(self, rewards: list[float]) -> list[float]:
-        """What each sample of a group is worth."""
+        """What each trajectory of a group is worth."""
 
     def keep_group(self, group: Group) -> bool:
         return not self.config.drop_zero_std or len(set(group.rewards)) > 1
@@ -142,20 +143,19 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         if not c.overlong_buffer or self.max_tokens is None:
             return group.rewards
         free = self.max_tokens - c.overlong_buffer
-        over = [max(len(s.token_ids) - free, 0) / c.overlong_buffer for s in group.samples]
+        over = [max(t.policy_tokens - free, 0) / c.overlong_buffer for t in group.trajectories]
         return [r - c.overlong_penalty * min(o, 1.0) for r, o in zip(group.rewards, over, strict=True)]
 
-    def _per_token(self, sample: Sample, credit: float, version: int) -> dict[str, Seq[float]]:
-        count = len(sample.token_ids)
-        last = [0.0] * (count - 1) + [credit]
+    def _per_token(self, trajectory: Trajectory, credit: float, version: int) -> dict[str, Seq[float]]:
+        count = len(trajectory.token_ids)
         fields: dict[str, Seq[float]] = {
-            self.credit_is: [credit] * count if self.credit_is == ADVANTAGES else last,
-            BEHAVIOUR_LOGPROBS: sample.logprobs,
+            self.credit_is: [credit] * count if self.credit_is == ADVANTAGES else trajectory.rewards(credit),
+            BEHAVIOUR_LOGPROBS: trajectory.logprobs,
         }
         if self.config.correction.max_lag is not None or self.config.correction.lag_decay < 1:
-            fields[VERSION_LAG] = sample.version_lags(version)
+            fields[VERSION_LAG] = trajectory.version_lags(version)
         if self.config.mask_truncated:
-            fields[KEEP] = [float(sample.finish_reason != "length")] * count
+            fields[KEEP] = [float(not trajectory.truncated)] * count
         return fields
 
     def _surrogate(
@@ -264,7 +264,7 @@ class Reinforce(PolicyGradient[ReinforceConfig]):
 
     def prepare(self, fields: Fields) -> Fields:
         nothing = torch.zeros_like(fields[MASK])
-        returns, _ = gae(self._rewards_by_token(fields), nothing, fields[MASK], self.config.gamma, 1.0)
+        returns, _ = gae(self._rewards_by_token(fields), nothing, fields, self.config.gamma, 1.0)
         fields = super().prepare(fields)
         return fields | {ADVANTAGES: whiten(returns, fields[MASK])}
 
@@ -292,7 +292,7 @@ class Ppo(PolicyGradient[PpoConfig]):
 
     def prepare(self, fields: Fields) -> Fields:
         c, rewards = self.config, self._rewards_by_token(fields)
-        advantages, returns = gae(rewards, fields[VALUES], fields[MASK], c.gamma, c.lam)
+        advantages, returns = gae(rewards, fields[VALUES], fields, c.gamma, c.lam)
         fields = super().prepare(fields | {RETURNS: returns})
         advantages = whiten(advantages, fields[MASK]) if c.normalize_advantages else advantages
         return fields | {ADVANTAGES: advantages}

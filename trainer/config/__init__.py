@@ -28,9 +28,20 @@ from trainer.config.datasets import (
     CodeTasksData,
     DataConfig,
     FileData,
+    GymTask,
     JsonlData,
     ParquetData,
+    ReasoningGymData,
     WebDatasetData,
+)
+from trainer.config.environments import (
+    CallableEnvironment,
+    EnvironmentConfig,
+    FunctionTool,
+    McpTools,
+    PythonTool,
+    SingleTurnEnvironment,
+    ToolsEnvironment,
 )
 from trainer.config.operation import (
     CheckpointConfig,
@@ -48,6 +59,7 @@ from trainer.config.rewards import (
     CodeReward,
     ExactMatchReward,
     FormatReward,
+    GymReward,
     JudgeReward,
     MathReward,
     RegexReward,
@@ -75,6 +87,7 @@ __all__ = [
     "AlgorithmConfig",
     "ArithmeticData",
     "AsyncSchedule",
+    "CallableEnvironment",
     "CallableReward",
     "CheckpointConfig",
     "ClassifierReward",
@@ -85,16 +98,21 @@ __all__ = [
     "DataConfig",
     "DpoConfig",
     "Dtype",
+    "EnvironmentConfig",
     "EvalConfig",
     "ExactMatchReward",
     "FaultsConfig",
     "FileData",
     "FormatReward",
+    "FunctionTool",
     "GatewayConfig",
     "GrpoConfig",
+    "GymReward",
+    "GymTask",
     "JsonlData",
     "JudgeReward",
     "MathReward",
+    "McpTools",
     "MemoryConfig",
     "ModelConfig",
     "OneStepOffSchedule",
@@ -105,7 +123,9 @@ __all__ = [
     "PolicyConfig",
     "PpoConfig",
     "PublishConfig",
+    "PythonTool",
     "QuantizeConfig",
+    "ReasoningGymData",
     "RegexReward",
     "ReinforceConfig",
     "RewardConfig",
@@ -114,7 +134,9 @@ __all__ = [
     "ScheduleConfig",
     "ServingMemory",
     "SftConfig",
+    "SingleTurnEnvironment",
     "TelemetryConfig",
+    "ToolsEnvironment",
     "TrainerConfig",
     "WandbConfig",
     "WatchConfig",
@@ -138,6 +160,7 @@ class TrainerConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rewards: tuple[RewardConfig, ...] = (ExactMatchReward(),)
+    environment: EnvironmentConfig = field(default_factory=SingleTurnEnvironment)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     schedule: ScheduleConfig = field(default_factory=ColocatedSchedule)
     memory: MemoryConfig | None = None
@@ -157,8 +180,12 @@ class TrainerConfig:
         needs = self.algorithm.name if samples else "eval" if self.eval else ""
         if needs and self.gateway is None:
             raise ConfigError("gateway", f"missing, but {needs} samples through it", "Add gateway: {url: http://...}")
-        if samples and not self.rewards:
+        alone = isinstance(self.environment, SingleTurnEnvironment)
+        if samples and not self.rewards and alone:
             raise ConfigError("rewards", f"empty, but {needs} learns from rewards only", "Name at least one reward")
+        if not alone and self.rollout.request == "group":
+            problem = f"group, but the episodes of {self.environment.kind} go on one by one"
+            raise ConfigError("rollout.request", problem, "Set it to sample")
         if samples and self.packing is not None and self.packing.max_tokens <= self.rollout.max_tokens:
             problem = f"a row of {self.packing.max_tokens} cannot take answers of {self.rollout.max_tokens}"
             raise ConfigError("packing.max_tokens", problem, "Set it to the longest prompt and answer together")

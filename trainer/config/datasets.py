@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trainer.config.strict import in_range, positive
@@ -103,7 +103,39 @@ class CodeTasksData:
         in_range(self, "held_out", 0, 200)
 
 
-DataConfig = JsonlData | ParquetData | WebDatasetData | ArithmeticData | CodeTasksData
+@dataclass(frozen=True)
+class GymTask:
+    """A task of reasoning-gym, and its options (the package's gallery lists both). `weight` is its share of the
+    problems, against the other tasks'."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(self, "weight")
+
+
+@dataclass(frozen=True)
+class ReasoningGymData:
+    """Problems of reasoning-gym, generated; their reward is `reasoning_gym`. `instructions` follow each question.
+    `chat_template: false` leaves the prompt a plain text."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    tasks: tuple[GymTask, ...] = ()
+    records: int = 100_000
+    held_out: int = 128
+    instructions: str = "Give the final answer between <answer> and </answer>."
+    chat_template: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ConfigError("tasks", "empty", "Name at least one: - {name: chain_sum}")
+        positive(self, "records")
+        in_range(self, "held_out", 0, 100_000)
+
+
+DataConfig = ReasoningGymData | JsonlData | ParquetData | WebDatasetData | ArithmeticData | CodeTasksData
 
 
 def identity(config: DataConfig) -> dict[str, Any]:

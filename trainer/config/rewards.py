@@ -15,15 +15,17 @@ class RewardOptions:
     """The options of every reward.
 
     `weight` is its factor in the sum, `name` what metrics call it (default: its kind, numbered when used twice).
-    A reward that raises, hangs or dies counts as `on_failure` (before the weight), and the step goes on. `timeout_s` is
-    how long one evaluation may run before it is killed; `deadline_s` how long a sample may wait for its value,
-    queueing included. `workers` evaluations run at a time, each in its own process where the reward runs code.
+    A trajectory whose reward raises, hangs or dies is scored again (`rollout.attempts`) and then left out of the step:
+    an outage teaches nothing. (An answer that makes a regex, the math reward or the tests of code run into `timeout_s`
+    is worth 0: that is no outage.) With a number as `on_failure` the reward counts as that (before the weight) instead.
+    `timeout_s` is how long one evaluation may run before it is killed; `deadline_s` how long a sample may wait for its
+    value, queueing included. `workers` evaluations run at a time, each in its own process where the reward runs code.
     """
 
     kind: str = ""
     weight: float = 1.0
     name: str = ""
-    on_failure: float = 0.0
+    on_failure: float | None = None
     timeout_s: float = 10.0
     deadline_s: float = 120.0
     workers: int = 2
@@ -31,7 +33,7 @@ class RewardOptions:
     def __post_init__(self) -> None:
         positive(self, "timeout_s", "deadline_s", "workers")
         for key in ("weight", "on_failure"):
-            if not math.isfinite(getattr(self, key)):
+            if not math.isfinite(getattr(self, key) or 0.0):
                 raise ConfigError(key, f"{getattr(self, key)} is no finite number", "Give a finite number")
 
 
@@ -87,6 +89,15 @@ class MathReward(RewardOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         in_range(self, "precision", 0, 15)
+
+
+@dataclass(frozen=True)
+class GymReward(RewardOptions):
+    """What the verifier of a reasoning-gym task gives, for records of the data set `reasoning_gym`. It reads what is
+    between `<tag>` and `</tag>`, the last such place; with an empty `tag` the whole answer."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    tag: str = "answer"
 
 
 @dataclass(frozen=True)
@@ -196,6 +207,7 @@ RewardConfig = (
     | RegexReward
     | CallableReward
     | MathReward
+    | GymReward
     | FormatReward
     | CodeReward
     | ClassifierReward

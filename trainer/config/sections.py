@@ -132,7 +132,10 @@ class RolloutConfig:
     `request: sample` asks for each sample by itself: its rewards start when it is complete, and a fleet shares a
     prompt's samples. `group` asks for a prompt's samples at once, which costs less where answers are a few tokens.
     `on_swap` is what new weights do to an answer that is being written: `keep` its keys and values, `recompute` them,
-    or `finish` it on the version it began with.
+    or `finish` it on the version it began with; one that takes longer than the swap waits goes on with the new weights.
+
+    `max_tokens` is how much may follow a prompt: the answer, or all turns of an episode together, tools' answers too.
+    A trajectory without a reward (`rewards.on_failure`) is scored again up to `attempts` times in all.
     """
 
     max_tokens: int = 16
@@ -141,9 +144,10 @@ class RolloutConfig:
     seeded: bool = True
     request: Literal["sample", "group"] = "sample"
     on_swap: Literal["keep", "recompute", "finish"] = "keep"
+    attempts: int = 2
 
     def __post_init__(self) -> None:
-        positive(self, "max_tokens")
+        positive(self, "max_tokens", "attempts")
         if self.temperature != 1.0:
             raise ConfigError(
                 "temperature",

@@ -48,6 +48,10 @@ def convert(hint: Any, value: object, key: str) -> Any:
         return _convert_union(get_args(hint), value, key)
     if origin is Literal:
         return _convert_literal(get_args(hint), value, key)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(key, f"expected a mapping, got {_shown(value)}", "Write its keys below it, indented")
+        return dict(value)
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
             raise ConfigError(key, f"expected a list, got {_shown(value)}", "Write it as a YAML list")

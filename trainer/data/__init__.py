@@ -4,10 +4,12 @@ records.py    what a record and a data set are, and the order    problems.py   m
 cache.py      data sets in files, tokenised once                 tokenise.py   what a tokenising process does
 formats.py    JSON lines, Parquet, WebDataset                    parse.py      a raw record to token ids
 storage.py    files by path or URL                               tokenizer.py  the model's tokenizer and chat template
+gym.py        problems of reasoning-gym
 """
 
-from trainer.config import ArithmeticData, CodeTasksData, DataConfig
+from trainer.config import ArithmeticData, CodeTasksData, DataConfig, ReasoningGymData
 from trainer.data.cache import FileDataset
+from trainer.data.gym import ReasoningGym
 from trainer.data.problems import Arithmetic, CodeTasks
 from trainer.data.records import Dataset
 from trainer.data.tokenizer import Tokenizer
@@ -19,4 +21,6 @@ def build_dataset(config: DataConfig, tokenizer: Tokenizer, seed: int) -> Datase
         return Arithmetic(config, tokenizer, seed)
     if isinstance(config, CodeTasksData):
         return CodeTasks(config, tokenizer, seed)
+    if isinstance(config, ReasoningGymData):
+        return ReasoningGym(config, tokenizer, seed)
     return FileDataset(config, tokenizer)

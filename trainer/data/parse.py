@@ -31,6 +31,7 @@ class Tokenised(msgspec.Struct, array_like=True):
     chosen_ids: tuple[int, ...]
     rejected_ids: tuple[int, ...]
     extra: dict[str, Any]
+    messages: tuple[dict[str, Any], ...] = ()
 
     def record(self, index: int) -> Record:
         return Record(
@@ -42,6 +43,7 @@ class Tokenised(msgspec.Struct, array_like=True):
             self.chosen_ids,
             self.rejected_ids,
             self.extra,
+            self.messages,
         )
 
     @property
@@ -74,6 +76,7 @@ class Parser:
             chosen_ids=() if chosen is None else encode(chosen),
             rejected_ids=() if rejected is None else encode(rejected),
             extra=self._extra(value),
+            messages=() if isinstance(prompt, str) else tuple(prompt),
         )
         if c.max_length is not None and result.tokens > c.max_length:
             raise TooLong(f"it has {result.tokens} tokens, more than max_length")

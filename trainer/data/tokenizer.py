@@ -50,6 +50,10 @@ class Tokenizer:
         """With the special tokens that the model expects at the start (BOS, where it has one)."""
         return tuple(self._tokenizer.encode(text).ids)
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat is not None
+
     def continuation(self, text: str) -> tuple[int, ...]:
         """Without special tokens, then end-of-sequence."""
         return (*self._tokenizer.encode(text, add_special_tokens=False).ids, self.eos_id)
@@ -61,6 +65,25 @@ class Tokenizer:
             raise DataError(f"{self.directory} has no chat template. Add chat_template.jinja, or give prompts as text.")
         text = self._chat(messages)
         return text, tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)  # the template wrote them
+
+    def reply(self, messages: Sequence[dict[str, Any]], after: Sequence[int]) -> tuple[int, ...]:
+        """What follows a turn of the model that ended with the tokens `after`: the messages, and the beginning of the
+        model's next turn, as the chat template writes them. What was written before is not tokenised again. Raises
+        ValueError for messages that the template refuses. Without a template it is the messages' texts end to end."""
+        if self._chat is None:
+            text = "".join(message["content"] for message in messages)
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        end = self._tokenizer.id_to_token(self.eos_id) or ""
+        begun = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}]
+        before, whole = self._chat(begun, go_on=False), self._chat([*begun, *messages])
+        if not whole.startswith(before):
+            raise ValueError("the chat template writes a conversation anew with each turn, so none can be appended")
+        if not end or end not in before:  # it ends no turns
+            text = whole[len(before) :]
+        else:
+            text = whole[before.rindex(end) + len(end) :]
+            text = text if after and after[-1] == self.eos_id else end + text
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
@@ -90,10 +113,11 @@ class ChatTemplate:
         except TemplateError as error:
             raise DataError(f"the model's chat template cannot be used ({error}). Correct it.") from None
 
-    def __call__(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The prompt that asks the assistant to go on after `messages`. Raises ValueError for ones it refuses."""
+    def __call__(self, messages: Sequence[dict[str, Any]], *, go_on: bool = True) -> str:
+        """The messages as text, and if it is to `go_on` the beginning of the assistant's next one. Raises ValueError
+        for messages that it refuses."""
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self.variables)
+            return self._template.render(messages=messages, add_generation_prompt=go_on, **self.variables)
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses it ({error})") from None
 

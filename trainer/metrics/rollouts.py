@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from trainer.errors import RolloutError
 from trainer.rewards.scorer import Score
-from trainer.rollout import Group, Sample
+from trainer.trajectory import Group, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -16,19 +17,20 @@ def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     `truncated` is the share of samples that ran into `rollout.max_tokens`. A token's version lag is how many versions
     the weights that wrote it are behind `version`.
     """
+    groups = [group for group in groups if group.trajectories]  # of the others every episode or reward failed
     if not groups:
         return {}
-    samples = [s for g in groups for s in g.samples]
-    lags = [lag for s in samples for lag in s.version_lags(version)]
+    trajectories = [t for g in groups for t in g.trajectories]
+    lags = [lag for t in trajectories for lag, trained in zip(t.version_lags(version), t.mask, strict=True) if trained]
     return (
         score_metrics([s for g in groups for s in g.scores])
         | {"zero_std_groups": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups)}
-        | length_metrics(samples)
+        | length_metrics(trajectories)
         | {
-            "rollout_tokens": float(sum(len(s.token_ids) for s in samples)),
+            "rollout_tokens": float(sum(t.policy_tokens for t in trajectories)),
             "version_lag_mean": sum(lags) / max(len(lags), 1),
             "version_lag_max": max(lags, default=0.0),
-            "versions_per_sample": sum(len({span.version for span in s.versions}) for s in samples) / len(samples),
+            "versions_per_sample": statistics.fmean(len({v.version for v in t.versions}) for t in trajectories),
         }
     )
 
@@ -47,25 +49,33 @@ def score_metrics(scores: Sequence[Score]) -> dict[str, float]:
     return summed | {f"reward/{n}": statistics.fmean(s.parts[n] for s in scores if n in s.parts) for n in names}
 
 
-def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Answer lengths in tokens, and the share that was cut off."""
-    lengths = [len(s.token_ids) for s in samples]
-    return {
+def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Lengths of what the policy wrote, in tokens and turns, and the share that was cut off. The turns, and what tools
+    and others wrote between them, are told where an answer has more than one."""
+    lengths = [t.policy_tokens for t in trajectories]
+    turns = [sum(turn.of_policy for turn in t.turns) for t in trajectories]
+    result = {
         "answer_tokens_mean": statistics.fmean(lengths),
         "answer_tokens_max": float(max(lengths)),
-        "truncated": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        "truncated": statistics.fmean(t.truncated for t in trajectories),
     }
+    if max(turns) > 1:
+        read = statistics.fmean(len(t.token_ids) - t.policy_tokens for t in trajectories)
+        result |= {"turns_mean": statistics.fmean(turns), "observation_tokens_mean": read}
+    return result
 
 
 def evaluation_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """`accuracy` is the share of answers with every reward at its best. With several answers to a prompt it is their
     mean (avg@n), and `pass_any` the share of prompts with at least one such answer (pass@n)."""
     scores = [score for group in groups for score in group.scores]
+    if not scores:
+        raise RolloutError("no answer of an evaluation has a score. Look for warnings about rewards above.")
     found = score_metrics(scores)
     result = {
         "accuracy": found.pop("full_reward"),
         **{name: value for name, value in found.items() if name == "reward_mean" or name.startswith("reward/")},
-        **length_metrics([sample for group in groups for sample in group.samples]),
+        **length_metrics([t for group in groups for t in group.trajectories]),
     }
     if any(len(group.scores) > 1 for group in groups):
         result["pass_any"] = statistics.fmean(any(s.full for s in group.scores) for group in groups)

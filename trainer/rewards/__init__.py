@@ -14,12 +14,13 @@ from trainer.config import (
     ExactMatchReward,
     FormatReward,
     GatewayConfig,
+    GymReward,
     JudgeReward,
     MathReward,
     RegexReward,
     RewardConfig,
 )
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, RewardTimeout
 from trainer.rewards.code import Code
 from trainer.rewards.models import Judge
 from trainer.rewards.pool import WorkerPool
@@ -47,13 +48,19 @@ class InWorker(Reward):
 
     def __init__(self, config: RewardConfig, job: Mapping[str, Any]) -> None:
         self._pool = WorkerPool({"job": config.kind, **job}, config.workers, config.timeout_s)
+        self._rule = isinstance(config, MathReward | RegexReward | GymReward)
 
     async def open(self) -> None:
         await self._pool.open()
         self.nbytes = self._pool.nbytes
 
     async def __call__(self, request: RewardRequest, /) -> float:
-        return float(await self._pool.ask(dataclasses.asdict(request)))
+        try:
+            return float(await self._pool.ask(dataclasses.asdict(request)))
+        except RewardTimeout:
+            if self._rule:
+                return 0.0  # the answer is too much for it, which is the answer's fault
+            raise
 
     async def close(self) -> None:
         await self._pool.close()
@@ -71,7 +78,7 @@ def _build(config: RewardConfig, gateway: GatewayConfig | None) -> Reward:
     return InWorker(config, _job(config))
 
 
-def _job(config: CallableReward | RegexReward | MathReward | ClassifierReward) -> dict[str, Any]:
+def _job(config: CallableReward | RegexReward | MathReward | GymReward | ClassifierReward) -> dict[str, Any]:
     if isinstance(config, CallableReward):
         return {"target": config.target, "concurrency": config.concurrency}
     if isinstance(config, RegexReward):
@@ -80,6 +87,8 @@ def _job(config: CallableReward | RegexReward | MathReward | ClassifierReward) -
         except re.error as error:
             raise ConfigError("rewards.pattern", f"{config.pattern!r}: {error}", "Correct the expression") from None
         return {"pattern": config.pattern}
+    if isinstance(config, GymReward):
+        return {"tag": config.tag}
     if isinstance(config, MathReward):
         return {"boxed_only": config.boxed_only, "precision": config.precision}
     options = ("path", "label", "probability", "max_tokens", "batch")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config import CodeReward
-from trainer.errors import RewardError
+from trainer.errors import RewardError, RewardTimeout
 from trainer.rewards.sandbox import Limits, Sandbox
 from trainer.rewards.sandboxed import canonical
 from trainer.rewards.scorer import Reward, RewardRequest
@@ -107,7 +107,10 @@ class Code(Reward):
             raise RewardError(f"the record has no tests under {self._config.tests_key!r}. Give it a list of them.")
         cases = [read_case(test) for test in tests]
         async with self._room:
-            outcomes = await self._sandbox.run(program_in(request.answer), [case.asked for case in cases])
+            try:
+                outcomes = await self._sandbox.run(program_in(request.answer), [case.asked for case in cases])
+            except RewardTimeout:
+                return 0.0  # which is the program's fault
         passed = sum(case.passed(outcome) for case, outcome in zip(cases, outcomes, strict=False))
         return passed / len(cases) if self._config.partial else float(passed == len(cases))
 

@@ -9,25 +9,15 @@ fails. Who gives up waiting leaves the worker to it: nobody else is sent there b
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import secrets
-import signal
-import sys
 from collections.abc import Coroutine, Mapping
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
-import orjson
-
 from trainer.errors import ConfigError, RewardError, RewardTimeout, RewardWorkerDied
+from trainer.worker_process import GRACE_S, Lost, WorkerProcess, start_worker
 
-GRACE_S = 0.5  # for a coroutine to be cancelled in its worker before the worker is killed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0  # between attempts to replace a worker
-START_TIMEOUT_S = 120.0  # a classifier loads a model
-LINE_LIMIT = 64 * 2**20
-MARK = "HOTSWAP_REWARD_WORKER"  # in the environment of a worker and of all that descend from it
+MODULE = "trainer.rewards.worker"
 
 
 class WorkerPool:
@@ -45,9 +35,9 @@ class WorkerPool:
 
     async def open(self) -> None:
         """Start all workers. Raises ConfigError when the first cannot do its job."""
-        first = await start_worker(self._job)
+        first = await start_worker(MODULE, self._job)
         self._workers.append(first)
-        self._workers += await asyncio.gather(*(start_worker(self._job) for _ in range(self._size - 1)))
+        self._workers += await asyncio.gather(*(start_worker(MODULE, self._job) for _ in range(self._size - 1)))
         self._problem = ""
         self.nbytes = sum(worker.nbytes for worker in self._workers)
 
@@ -118,7 +108,7 @@ class WorkerPool:
         pause = FIRST_PAUSE_S
         while True:
             try:
-                self._workers.append(await start_worker(self._job))
+                self._workers.append(await start_worker(MODULE, self._job))
                 break
             except (RewardError, ConfigError, OSError) as error:
                 self._problem = str(error)
@@ -145,124 +135,3 @@ def _spawn(tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, Any]) -> asy
     tasks.add(task)
     task.add_done_callback(ended)
     return task
-
-
-class Lost(Exception):
-    """The worker was killed for another request's sake, or died."""
-
-
-class WorkerProcess:
-    """One process. `room` requests fit into it, `busy` are in it; `nbytes` is what it says it holds."""
-
-    def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
-        self.process, self.mark = process, mark
-        self.room, self.busy, self.nbytes, self._killed = 1, 0, 0, False
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._serial = 0
-        self._reader: asyncio.Task[None] | None = None
-
-    @property
-    def alive(self) -> bool:
-        ended = self._killed or self.process.returncode is not None
-        return not ended and (self._reader is None or not self._reader.done())
-
-    async def hello(self, timeout_s: float) -> dict[str, Any]:
-        """Read its first line. Raises RewardError if none comes, or a line that is none."""
-        assert self.process.stdout is not None
-        try:
-            line = await asyncio.wait_for(self.process.stdout.readline(), timeout_s)
-            said: dict[str, Any] = orjson.loads(line) if line else {"problem": "its process ended at once"}
-        except TimeoutError:
-            raise RewardError(f"a reward's process did not start within {timeout_s:g} s.") from None
-        except ValueError:
-            raise RewardError(
-                "a reward's process printed before it began. Look for a sitecustomize that does."
-            ) from None
-        self.room, self.nbytes = said.get("concurrency", 1), said.get("bytes", 0)
-        self._reader = asyncio.get_running_loop().create_task(self._read())
-        return said
-
-    async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask it, and wait for its reply. Raises Lost."""
-        assert self.process.stdin is not None
-        self._serial += 1
-        number, future = self._serial, asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
-        try:
-            self.process.stdin.write(orjson.dumps({"id": number, **request}) + b"\n")
-            await self.process.stdin.drain()
-            return await future
-        except (ConnectionError, BrokenPipeError):
-            raise Lost from None
-        finally:
-            self._waiting.pop(number, None)
-
-    def kill(self) -> None:
-        """Kill it and everything that it started, wherever that went."""
-        self._killed = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        for pid in _marked(self.mark):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-
-    async def end(self) -> None:
-        """Kill it; whoever still waits for a reply gets Lost."""
-        self.kill()
-        with contextlib.suppress(ProcessLookupError):
-            await self.process.wait()
-        if self._reader is not None:
-            self._reader.cancel()
-
-    async def status(self) -> int | None:
-        """The status with which it ended; None if it has not ended within a second."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.process.wait(), 1.0)
-        return self.process.returncode
-
-    async def _read(self) -> None:
-        assert self.process.stdout is not None
-        try:
-            while line := await self.process.stdout.readline():
-                reply = orjson.loads(line)
-                future = self._waiting.get(reply.pop("id", 0))
-                if future is not None and not future.done():
-                    future.set_result(reply)
-        except ValueError:
-            self.kill()  # it does not speak the protocol any more
-        finally:
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(Lost())
-
-
-async def start_worker(job: Mapping[str, Any]) -> WorkerProcess:
-    """Start a worker that can do `job`. Raises ConfigError when it says that it cannot, RewardError when it says
-    nothing."""
-    mark = secrets.token_hex(8)
-    path = os.pathsep.join(p for p in sys.path if p)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "trainer.rewards.worker", orjson.dumps(job).decode(),
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True, limit=LINE_LIMIT,
-        env=os.environ | {MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-    )  # fmt: skip
-    worker = WorkerProcess(process, mark)
-    try:
-        said = await worker.hello(START_TIMEOUT_S)
-    except BaseException:
-        await worker.end()
-        raise
-    if "problem" in said:
-        await worker.end()
-        raise ConfigError(said.get("key", "rewards"), said["problem"], said.get("advice", "Correct it"))
-    return worker
-
-
-def _marked(mark: str) -> list[int]:
-    """Processes whose environment has the mark: those that left the process group too."""
-    needle, found = f"{MARK}={mark}".encode(), []
-    for directory in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if needle in (directory / "environ").read_bytes():
-                found.append(int(directory.name))
-    return found

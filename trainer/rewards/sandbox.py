@@ -8,6 +8,7 @@ docs/trainer/rewards.md for what it does not cover.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import os
@@ -92,6 +93,13 @@ class Sandbox:
         if not outcomes and complaint:
             raise RewardError(f"the sandbox did not start: {complaint.decode(errors='replace').strip()[:300]}.")
         return outcomes
+
+    async def output(self, program: str) -> str:
+        """What a program prints, and the error that ended it. Raises RewardTimeout, RewardError."""
+        (outcome,) = await self.run(program, [{"input": "", "errors": True}]) or [{"error": "it said nothing"}]
+        if "output" in outcome:
+            return base64.b64decode(outcome["output"]).decode(errors="replace")
+        return f"error: {outcome['error']}"
 
     async def _talk(self, process: asyncio.subprocess.Process, job: bytes, cases: int) -> tuple[bytes, bytes]:
         assert process.stdin is not None

@@ -1,8 +1,9 @@
 """The code inside the sandbox: model-written programs, one process for each test case. Standard library only.
 
 `python -I -S sandboxed.py` reads a job, one line of JSON on standard input, and writes a line of JSON for each case:
-`{"value": TEXT}` as `canonical` spells it, `{"output": TEXT}` or `{"error": TEXT}`. It knows no expected results:
-whoever asked compares. A program may end, kill or flood anything in here; at worst its own cases fail.
+`{"value": TEXT}` as `canonical` spells it, `{"output": TEXT}` or `{"error": TEXT}`. A case with `errors` has what was
+raised in its output. It knows no expected results: whoever asked compares. A program may end, kill or flood anything in
+here; at worst its own cases fail.
 """
 
 from __future__ import annotations
@@ -150,6 +151,9 @@ def run_program(job: dict[str, Any], case: dict[str, Any], channel: int) -> None
     except BaseException as error:
         if "input" not in case:
             os.write(channel, f"e{type(error).__name__}: {error}".encode(errors="replace")[:CHUNK])
+        elif case.get("errors"):
+            with contextlib.suppress(BaseException):
+                print(f"{type(error).__name__}: {error}")
     finally:
         with contextlib.suppress(BaseException):  # the program may have closed it
             sys.stdout.flush()

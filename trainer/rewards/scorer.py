@@ -26,22 +26,38 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """A sample to score: the prompt's and the answer's text, the record's answer, and the record's `extra`."""
+    """A trajectory to score: the prompt's and the last answer's text, the record's answer, and the record's `extra`.
+
+    `turns` are all that was written after the prompt, as chat messages (`assistant`: the policy); `tokens` counts the
+    policy's tokens, and `truncated` says that the trajectory was cut off.
+    """
 
     prompt: str
     answer: str
     expected: str
     extra: Mapping[str, Any] = field(default_factory=dict)
+    turns: tuple[Mapping[str, Any], ...] = ()
+    tokens: int = 0
+    truncated: bool = False
 
 
 @dataclass(frozen=True)
 class Score:
     """Weighted sum, each reward's own (unweighted) value by name, and why a reward has none of its own (`failures`: its
-    part is the configured `on_failure` then). `full` when every reward gave its best, 1."""
+    part is the configured `on_failure` then, if there is one). `missing` are those without a value: the sum is not to
+    be trained on. `full` when every reward gave its best, 1."""
 
     total: float
     parts: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[str]:
+        return [name for name in self.failures if name not in self.parts]
+
+    def plus(self, name: str, value: float, weight: float) -> Score:
+        """With one more part."""
+        return Score(self.total + weight * value, {**self.parts, name: value}, self.failures)
 
     @property
     def full(self) -> bool:
@@ -72,7 +88,7 @@ class Weighted:
 
     reward: Reward
     weight: float = 1.0
-    on_failure: float = 0.0
+    on_failure: float | None = None
     deadline_s: float = 120.0
 
 
@@ -146,13 +162,14 @@ class Scorer:
     async def _score(self, request: RewardRequest) -> Score:
         names = list(self._rewards)
         results = await asyncio.gather(*(self._evaluate(name, request) for name in names))
-        parts = {name: value for name, (value, _) in zip(names, results, strict=True)}
+        parts = {name: value for name, (value, _) in zip(names, results, strict=True) if value is not None}
         failures = {name: why for name, (_, why) in zip(names, results, strict=True) if why}
         return Score(sum(self._rewards[name].weight * value for name, value in parts.items()), parts, failures)
 
-    async def _evaluate(self, name: str, request: RewardRequest) -> tuple[float, str]:
+    async def _evaluate(self, name: str, request: RewardRequest) -> tuple[float | None, str]:
         """The reward's value and '', or its `on_failure` and the reason."""
         weighted, began, why = self._rewards[name], time.perf_counter(), ""
+        value: float | None
         try:
             value = await _bounded(weighted, request)
         except Exception as error:

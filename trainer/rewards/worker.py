@@ -161,6 +161,12 @@ def _math(boxed_only: bool, precision: int) -> Function:
     return MathAnswer(boxed_only=boxed_only, precision=precision)
 
 
+def _gym(tag: str) -> Function:
+    from trainer.rewards.gym import GymAnswer
+
+    return GymAnswer(tag=tag)
+
+
 def _regex(pattern: str) -> Function:
     from trainer.rewards.rules import Regex
 
@@ -176,6 +182,7 @@ def _classifier(path: str, label: int, probability: bool, max_tokens: int, batch
 JOBS: dict[str, Callable[..., Function]] = {
     "callable": _callable,
     "math": _math,
+    "reasoning_gym": _gym,
     "regex": _regex,
     "classifier": _classifier,
 }

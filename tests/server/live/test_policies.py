@@ -49,6 +49,25 @@ def test_blocks_of_a_version_are_hit_again_after_rollback_and_only_in_their_scop
     assert hits(live, PROMPT, "a" * 32) == first
 
 
+@pytest.mark.parametrize("interval", [1, 8, 100])
+async def test_an_event_has_as_many_tokens_as_were_asked_for(live: LiveServer, interval: int) -> None:
+    """The last one may have fewer; together they are the whole answer."""
+    async with instance(live) as client:
+        whole = (await client.post("/generate", json=ask(20, logprobs=True))).json()["choices"][0]
+        body = ask(20, logprobs=True, stream_interval=interval) | {"stream": True}
+        lines = (await client.post("/generate", json=body)).text.splitlines()
+    events = [orjson.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    *told, done = events
+    assert all(len(event["token_ids"]) >= interval for event in told[:-1])
+    assert len(told) <= -(-20 // interval)
+    assert [token for event in told for token in event["token_ids"]] == whole["token_ids"]
+    assert [p for event in told for p in event["logprobs"]] == pytest.approx(whole["logprobs"], abs=1e-3)
+    assert "".join(event["text"] for event in told) == whole["text"]
+    assert "prompt_weight_versions" in told[0]
+    assert told[-1]["finish_reason"] == "length"
+    assert done["choices"][0]["weight_versions"] == whole["weight_versions"]
+
+
 async def back(live: LiveServer) -> int:
     """Roll back, which takes no time on a busy machine either, unlike a push; the version that is then active."""
     answer = await asyncio.to_thread(live.admin.post, "/admin/weights/rollback")

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tests.trainer.trajectories import answer
 from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, Algorithm, LossOutput
 from trainer.batch import MASK, TOKENS, Fields, Rows, Sequence, lay_out, plan_rows, take_back
 from trainer.rewards import Score
-from trainer.rollout import Group, Sample, VersionSpan
+from trainer.trajectory import Group, VersionSpan
 
 VOCAB = 11
 LONGEST = 6
@@ -26,7 +27,7 @@ def groups(count: int, samples: int, seed: int) -> list[Group]:
             length = rng.randint(1, LONGEST)
             cut = rng.randint(0, length)
             answers.append(
-                Sample(
+                answer(
                     token_ids=tuple(rng.randrange(VOCAB) for _ in range(length)),
                     logprobs=tuple(-1 - 3 * rng.random() for _ in range(length)),
                     finish_reason="length" if length == LONGEST else "stop",

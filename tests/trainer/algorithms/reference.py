@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainer.rollout import Group
+from trainer.trajectory import Group
 
 Numbers = list[torch.Tensor]
 

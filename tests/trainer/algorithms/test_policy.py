@@ -11,6 +11,7 @@ import torch
 
 from tests.trainer.algorithms import reference as plain
 from tests.trainer.algorithms.batches import LONGEST, Trial, groups
+from tests.trainer.trajectories import answer
 from trainer.algorithms import build_algorithm
 from trainer.algorithms.advantages import over_group
 from trainer.algorithms.base import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, VERSION_LAG, ActorCritic
@@ -28,10 +29,10 @@ from trainer.config import (
 )
 from trainer.errors import ConfigError
 from trainer.rewards import Score
-from trainer.rollout import Group, Sample
+from trainer.trajectory import Group
 
 BATCH = groups(4, 5, seed=1)
-BEHAVIOUR = [torch.tensor(s.logprobs, dtype=torch.float32).double() for g in BATCH for s in g.samples]
+BEHAVIOUR = [torch.tensor(s.logprobs, dtype=torch.float32).double() for g in BATCH for s in g.trajectories]
 
 
 def trial(config: AlgorithmConfig, *, packed: bool = False, version: int = 5) -> Trial:
@@ -108,7 +109,7 @@ def test_importance_correction(correction: CorrectionConfig, packed: bool, norma
     t = trial(config, packed=packed, version=5)
     corrected = correction.kind != "none"
     assert (OLD_LOGPROBS in t.algorithm.needs) == corrected
-    lags = [sample.version_lags(5) for group in BATCH for sample in group.samples]
+    lags = [sample.version_lags(5) for group in BATCH for sample in group.trajectories]
     behaviour = [tuple(b.tolist()) for b in BEHAVIOUR]
     old = t.given[OLD_LOGPROBS] if corrected else t.logprobs
     weights, kept = plain.correction_weights(dataclasses.asdict(correction), old, behaviour, lags)
@@ -221,7 +222,7 @@ def test_ppo(config: PpoConfig, packed: bool) -> None:
 )
 def test_truncated_answers_are_left_out(config: PolicyConfig) -> None:
     t = trial(config)  # type: ignore[arg-type]
-    output, samples = t.loss(), [s for g in BATCH for s in g.samples]
+    output, samples = t.loss(), [s for g in BATCH for s in g.trajectories]
     assert output.denominator == sum(len(s.token_ids) for s in samples if s.finish_reason != "length")
     gradients = torch.autograd.grad(output.total, t.logits)
     for sample, gradient in zip(samples, gradients, strict=True):
@@ -231,7 +232,7 @@ def test_truncated_answers_are_left_out(config: PolicyConfig) -> None:
 
 def test_answers_near_the_limit_lose_reward() -> None:
     config = GrpoConfig(overlong_buffer=4, overlong_penalty=0.5, scale_rewards=False)
-    samples = tuple(Sample((1,) * n, (-1.0,) * n, "stop", ()) for n in (6, 7, 8, 10, 12))
+    samples = tuple(answer((1,) * n, (-1.0,) * n, "stop", ()) for n in (6, 7, 8, 10, 12))
     group = Group((1,), samples, tuple(Score(1.0) for _ in samples))
     rewards = [1.0, 0.875, 0.75, 0.5, 0.5]  # 6 tokens are free, 10 are the limit
     sequences = Grpo(config, max_tokens=10).sequences([], [group])
@@ -240,7 +241,7 @@ def test_answers_near_the_limit_lose_reward() -> None:
 
 
 def test_groups_that_teach_nothing_are_sampled_again_if_wanted() -> None:
-    sample = Sample((1,), (-1.0,), "stop", ())
+    sample = answer((1,), (-1.0,), "stop", ())
     same, differ = (Group((1,), (sample,) * 2, (Score(1.0), Score(other))) for other in (1.0, 0.0))
     wanted = Grpo(GrpoConfig(drop_zero_std=True))
     assert [wanted.keep_group(same), wanted.keep_group(differ)] == [False, True]
@@ -284,13 +285,13 @@ def test_groups_are_told_apart_late_in_a_run_and_in_long_answers() -> None:
             fields[name] = torch.randn(fields[MASK].shape, generator=given) * fields[MASK]
         return algorithm.prepare(fields)[ADVANTAGES]
 
-    answers = [Sample((1,) * n, (-1.0,) * n, "stop", ()) for n in (700, 1400, 900, 2000)]
+    answers = [answer((1,) * n, (-1.0,) * n, "stop", ()) for n in (700, 1400, 900, 2000)]
     batch = [Group((1,), tuple(answers[i : i + 2]), (Score(0.0), Score(1.0))) for i in (0, 2)]
     torch.testing.assert_close(advantages(5_000_001), advantages(0))
 
 
 def test_an_empty_answer_is_no_sequence() -> None:
-    empty, full = Sample((), (), "stop", ()), Sample((1, 2), (-1.0, -1.0), "stop", ())
+    empty, full = answer((), (), "stop", ()), answer((1, 2), (-1.0, -1.0), "stop", ())
     group = Group((1,), (empty, full), (Score(0.0), Score(1.0)))
     for algorithm in (
         Grpo(GrpoConfig()),

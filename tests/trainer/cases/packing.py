@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from tests.trainer.trajectories import answer
 from trainer.batch import Sequence, assemble, lay_out, plan_rows
 from trainer.config import PackingConfig
 from trainer.data.records import Record
 from trainer.megatron.attention import Blocks, CausalAttention
 from trainer.megatron.engine import Engine
 from trainer.rewards.scorer import Score
-from trainer.rollout import Group, Sample
+from trainer.trajectory import Group
 
 
 def packed_attention(segments: list[list[int]], groups: int) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def _sequences(built: Engine, seed: int) -> list[Sequence]:
         records.append(Record(index, "", "", ids(9), ids(20), ids(20), ids(6)))
         count = built.algorithm.samples_per_prompt
         answers = [ids(20) for _ in range(count)]
-        samples = [Sample(a, tuple((-3 + 0.3 * rng.normal(size=len(a))).tolist()), "stop", ()) for a in answers]
+        samples = [answer(a, tuple((-3 + 0.3 * rng.normal(size=len(a))).tolist()), "stop", ()) for a in answers]
         scores = tuple(Score(float(rng.integers(0, 2))) for _ in range(count))
         groups.append(Group(records[-1].prompt_ids, tuple(samples), scores))
     return built.algorithm.sequences(records, groups if built.algorithm.samples_per_prompt else [])

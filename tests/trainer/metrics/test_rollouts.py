@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from tests.trainer.trajectories import answer
 from trainer.metrics.rollouts import evaluation_metrics, rollout_metrics
 from trainer.rewards.scorer import Score
-from trainer.rollout import Group, Sample, VersionSpan
+from trainer.trajectory import Group, Trajectory, VersionSpan
 
 
-def sample(*spans: tuple[int, int], finish: str = "stop") -> Sample:
+def sample(*spans: tuple[int, int], finish: str = "stop") -> Trajectory:
     """`spans` are (version, tokens)."""
     versions, start = [], 0
     for version, tokens in spans:
         versions.append(VersionSpan(version, start, start + tokens))
         start += tokens
-    return Sample((7,) * start, (-0.5,) * start, finish, tuple(versions))
+    return answer((7,) * start, (-0.5,) * start, finish, tuple(versions))
 
 
 def score(total: float, **parts: float) -> Score:
@@ -53,7 +54,7 @@ def test_no_rollouts_no_metrics() -> None:
 
 
 def test_an_evaluation_of_greedy_answers() -> None:
-    groups = [Group(g.prompt_ids, g.samples[:1], g.scores[:1]) for g in GROUPS]
+    groups = [Group(g.prompt_ids, g.trajectories[:1], g.scores[:1]) for g in GROUPS]
     found = evaluation_metrics(groups)
     assert found["accuracy"] == found["reward_mean"] == found["reward/a"] == 1
     assert found["truncated"] == 0

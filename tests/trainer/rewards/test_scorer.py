@@ -18,7 +18,8 @@ from tests.waiting import eventually, wait_until
 from trainer.config import CallableReward, ExactMatchReward, FormatReward, RegexReward, RewardConfig
 from trainer.errors import ConfigError, RewardError, RewardWorkerDied
 from trainer.rewards import Reward, RewardRequest, Score, Scorer, build_scorer
-from trainer.rewards.pool import WorkerPool, WorkerProcess, start_worker
+from trainer.rewards.pool import WorkerPool
+from trainer.worker_process import WorkerProcess, start_worker
 
 HERE = "tests.trainer.rewards.functions"
 
@@ -218,10 +219,10 @@ async def test_a_worker_is_replaced_even_when_the_one_who_found_it_dead_has_left
     request = {"prompt": "", "answer": "die", "expected": "", "extra": {}}
     began, go_on = asyncio.Event(), asyncio.Event()
 
-    async def slowly(job: Mapping[str, Any]) -> WorkerProcess:
+    async def slowly(module: str, job: Mapping[str, Any]) -> WorkerProcess:
         began.set()
         await go_on.wait()
-        return await start_worker(job)
+        return await start_worker(module, job)
 
     monkeypatch.setattr("trainer.rewards.pool.start_worker", slowly)
     try:
@@ -239,7 +240,7 @@ async def test_without_workers_a_reward_fails_at_once_and_says_why(monkeypatch: 
     pool = WorkerPool({"job": "callable", "target": f"{HERE}:misbehaves"}, 1, 60.0)
     await pool.open()
 
-    async def refused(_: Mapping[str, Any]) -> WorkerProcess:
+    async def refused(*_: object) -> WorkerProcess:
         raise OSError("no more processes")
 
     request = {"prompt": "", "answer": "fine", "expected": "", "extra": {}}

@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
+from tests.trainer.trajectories import answer
 from trainer.data.records import Record
 from trainer.rewards.scorer import Score
-from trainer.rollout import Group, Sample, VersionSpan
 from trainer.schedules import Draw, Feed, Rollout, Schedule
+from trainer.trajectory import Group, VersionSpan
 
 
 class Records:
@@ -28,7 +29,7 @@ class Records:
 
 def group(prompt: int, version: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> Group:
     """Samples of one token each, written by `version`."""
-    sample = Sample((7,), (-0.5,), "stop", (VersionSpan(version, 0, 1),))
+    sample = answer((7,), (-0.5,), "stop", (VersionSpan(version, 0, 1),))
     return Group((prompt,), (sample,) * len(rewards), tuple(Score(reward, {"r": reward}) for reward in rewards))
 
 

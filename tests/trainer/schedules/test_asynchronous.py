@@ -12,8 +12,8 @@ import pytest
 
 from tests.trainer.schedules.sampler import Records, Sampler, everything, numbers, useful
 from trainer.config.sections import AsyncSchedule
-from trainer.rollout import Group
 from trainer.schedules import Feed, Schedule, build_schedule
+from trainer.trajectory import Group
 
 BATCH = 2
 

@@ -13,8 +13,8 @@ import pytest
 from tests.trainer.schedules.sampler import Records, Sampler, everything, numbers, useful
 from trainer.config.sections import AsyncSchedule, ColocatedSchedule, OneStepOffSchedule
 from trainer.errors import RolloutError
-from trainer.rollout import Group
 from trainer.schedules import Draw, Feed, Schedule, build_schedule
+from trainer.trajectory import Group
 
 
 @pytest.fixture

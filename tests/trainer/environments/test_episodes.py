@@ -1,0 +1,153 @@
+"""Episodes through a model: turns, tokens and rewards; and what becomes of environments that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.generate_server import GenerateServer, serve
+from trainer.config import CallableEnvironment, ExactMatchReward, GatewayConfig, RolloutConfig
+from trainer.data.records import Record
+from trainer.data.tokenizer import Tokenizer
+from trainer.errors import ConfigError, RolloutError
+from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_scorer
+from trainer.rollout import ENVIRONMENT, Rollouts
+from trainer.trajectory import Group
+
+HERE = "tests.trainer.environments.functions"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str) -> Iterator[GenerateServer]:
+    with serve(GenerateServer(tiny_model)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: str) -> Tokenizer:
+    return Tokenizer(tiny_model)
+
+
+def rollouts(
+    server: GenerateServer, tokenizer: Tokenizer, options: dict[str, Any], scorer: Scorer | None = None, **config: Any
+) -> Rollouts:
+    environment = CallableEnvironment(**{"target": f"{HERE}:Countdown", "workers": 1, **config, "options": options})
+    scorer = scorer or build_scorer([ExactMatchReward()])
+    return Rollouts(GatewayConfig(url=server.url), RolloutConfig(max_tokens=64), scorer, tokenizer, 3, environment)
+
+
+def play(running: Rollouts, tokenizer: Tokenizer, n: int = 2) -> Group:
+    return running.submit(Record(0, "1+2=", "03", tokenizer.prompt("1+2="), ()), n, 0).result(timeout=120)
+
+
+def test_an_episode_is_one_trajectory(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    with rollouts(server, tokenizer, {}) as running:
+        group = play(running, tokenizer, 3)
+    assert group.prompt_ids == tokenizer.prompt("1+2=")
+    for trajectory, score in zip(group.trajectories, group.scores, strict=True):
+        assert [turn.of_policy for turn in trajectory.turns] == [True, False] * 2 + [True]
+        assert [tokenizer.decode(turn.token_ids) for turn in trajectory.turns[1::2]] == ["2+", "1+"]
+        assert [turn.reward for turn in trajectory.turns] == [1, 0, 1, 0, 1]
+        assert score.parts[ENVIRONMENT] == 3
+        assert score.total == 3 + score.parts["exact_match"]
+    for body in server.requests[-3:]:
+        assert body["max_tokens"] < 64, "the turns before count"
+    prompts = [tuple(body["prompt_token_ids"]) for body in server.requests]
+    whole = {group.prompt_ids + t.token_ids for t in group.trajectories}
+    assert all(any(w[: len(p)] == p for w in whole) for p in prompts[-9:]), "nothing is tokenised a second time"
+
+
+def test_turns_and_tokens_are_bounded(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    with rollouts(server, tokenizer, {"turns": 9}, max_turns=2) as running:
+        (cut,) = play(running, tokenizer, 1).trajectories
+    assert len(cut.turns) == 3
+    assert cut.truncated
+    with rollouts(server, tokenizer, {"turns": 1000}, max_turns=1000) as running:
+        (cut,) = play(running, tokenizer, 1).trajectories
+    assert cut.truncated
+    assert cut.turns[-1].of_policy
+    assert len(cut.token_ids) <= 64
+
+
+def test_a_flood_is_cut(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    with rollouts(server, tokenizer, {"how": "flood"}, max_observation_tokens=5) as running:
+        (trajectory,) = play(running, tokenizer, 1).trajectories
+    assert all(len(turn.token_ids) <= 5 + 8 for turn in trajectory.turns if not turn.of_policy)
+
+
+@pytest.mark.parametrize("how", ["raise", "hang", "die", "nonsense", "text"])
+def test_an_episode_that_failed_is_played_again(
+    server: GenerateServer, tokenizer: Tokenizer, tmp_path: Path, how: str
+) -> None:
+    with rollouts(server, tokenizer, {"how": how, "marker": str(tmp_path / "was here")}, timeout_s=2.0) as running:
+        group = play(running, tokenizer, 1)
+        assert running.stats()["episodes_failed"] == 1
+    assert group.scores[0].parts[ENVIRONMENT] == 3
+
+
+@pytest.mark.parametrize("how", ["raise", "die"])
+def test_one_that_fails_again_and_again_is_left_out(server: GenerateServer, tokenizer: Tokenizer, how: str) -> None:
+    with rollouts(server, tokenizer, {"how": how}) as running:
+        group = play(running, tokenizer, 2)
+        stats = running.stats()
+    assert (group.trajectories, group.scores) == ((), ())
+    assert (stats["episodes_failed"], stats["episodes_left_out"]) == (4, 2)
+
+
+def test_what_cannot_be_made_is_said_before_the_run(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    for name, options, key in (
+        ("Missing", {}, "environment.target"),
+        ("no_environment", {}, "environment.target"),
+        ("Countdown", {"turn": 3}, "environment.options"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            rollouts(server, tokenizer, options, target=f"{HERE}:{name}")
+        assert error.value.key == key
+
+
+def test_episodes_of_one_record_must_begin_alike(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    with (
+        rollouts(server, tokenizer, {}, target=f"{HERE}:Moody") as running,
+        pytest.raises(RolloutError, match="in different ways"),
+    ):
+        play(running, tokenizer, 2)
+
+
+def test_rewards_see_the_whole_trajectory(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    seen: list[RewardRequest] = []
+
+    class Watching(Reward):
+        async def __call__(self, request: RewardRequest, /) -> float:
+            seen.append(request)
+            return 0.0
+
+    with rollouts(server, tokenizer, {}, Scorer({"watching": Weighted(Watching())})) as running:
+        (trajectory,) = play(running, tokenizer, 1).trajectories
+    (request,) = seen
+    assert [turn["role"] for turn in request.turns] == ["assistant", "user"] * 2 + ["assistant"]
+    assert request.answer == request.turns[-1]["content"] == tokenizer.decode(trajectory.turns[-1].token_ids)
+    assert (request.tokens, request.truncated) == (trajectory.policy_tokens, False)
+
+
+def test_an_outage_of_a_reward_teaches_nothing(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    class Away(Reward):
+        """Fails until it was asked so often."""
+
+        def __init__(self, until: int) -> None:
+            self.asked, self.until = 0, until
+
+        async def __call__(self, request: RewardRequest, /) -> float:
+            self.asked += 1
+            if self.asked <= self.until:
+                raise ConnectionError("nobody there")
+            return 1.0
+
+    with rollouts(server, tokenizer, {}, Scorer({"away": Weighted(Away(1))})) as running:
+        assert play(running, tokenizer, 1).scores[0].parts["away"] == 1.0
+    with rollouts(server, tokenizer, {}, Scorer({"away": Weighted(Away(1000))})) as running:
+        group = play(running, tokenizer, 2)
+        assert running.stats()["trajectories_without_reward"] == 2
+    assert group.trajectories == ()

@@ -1,0 +1,97 @@
+"""Turns end to end: what belongs to which token, and what learns from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.trainer.algorithms import reference as plain
+from trainer.algorithms.advantages import gae
+from trainer.algorithms.base import ADVANTAGES, BEHAVIOUR_LOGPROBS, REWARDS
+from trainer.algorithms.policy import Grpo, Reinforce
+from trainer.batch import MASK, TOKENS, Sequence, collate, lay_out
+from trainer.config import GrpoConfig, ReinforceConfig
+from trainer.rewards import Score
+from trainer.trajectory import Group, Trajectory, Turn, VersionSpan
+
+CALL = Turn((11, 12, 13), (-0.1, -0.2, -0.3), (VersionSpan(4, 0, 2), VersionSpan(5, 2, 3)), reward=0.25)
+TOOL = Turn((21, 22))
+ANSWER = Turn((31, 32), (-0.4, -0.5), (VersionSpan(6, 0, 2),), reward=0.5)
+PLAYED = Trajectory((CALL, TOOL, ANSWER), "stop")
+
+
+def test_every_token_has_its_own() -> None:
+    assert PLAYED.token_ids == (11, 12, 13, 21, 22, 31, 32)
+    assert PLAYED.mask == (1, 1, 1, 0, 0, 1, 1)
+    assert PLAYED.logprobs == (-0.1, -0.2, -0.3, 0, 0, -0.4, -0.5)
+    assert PLAYED.versions == (VersionSpan(4, 0, 2), VersionSpan(5, 2, 3), VersionSpan(6, 5, 7))
+    assert PLAYED.policy_tokens == 5
+    assert PLAYED.oldest == 4
+    assert PLAYED.version_lags(6) == [2, 2, 1, 0, 0, 0, 0]
+
+
+def test_turns_have_their_own_rewards_and_the_rest_is_at_the_end() -> None:
+    assert PLAYED.rewards(2.0) == [0, 0, 0.25, 0, 0, 0, 1.75]
+    assert replace(PLAYED, turns=(CALL, TOOL)).rewards(1.0) == [0, 0, 1.0, 0, 0], "a tool's tokens get no reward"
+
+
+def test_it_survives_a_file() -> None:
+    group = Group((1, 2), (PLAYED, replace(PLAYED, finish_reason="length")), (Score(1.0, {"a": 1.0}), Score(0.1)))
+    assert Group.from_json(json.loads(json.dumps(group.to_json()))) == group
+    assert group.renumbered(3).oldest == 7
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_credit_goes_over_gaps_and_ends_with_the_sequence(packed: bool) -> None:
+    """Advantages are those of the trained tokens alone, as if nothing lay between them: also where sequences share a
+    row, and where a gap stands at either end."""
+    masks = [(1, 1, 0, 0, 1), (0, 1, 0, 1, 1, 1), (1, 0), (1,)]
+    sequences = [
+        Sequence((1, 2), (3,) * len(mask), {"reward": [0.0] * len(mask)}, mask=tuple(map(float, mask)))
+        for mask in masks
+    ]
+    rows = [[0, 1], [2, 3]] if packed else [[0], [1], [2], [3]]
+    fields = lay_out(sequences, rows, packed=packed)
+    generator = torch.Generator().manual_seed(5)
+    shape = fields[MASK].shape
+    rewards, values = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    advantages, returns = gae(rewards * fields[MASK], values, fields, 0.9, 0.8)
+    for number, row in enumerate(rows):
+        start = 0
+        for index in row:
+            end = start + sequences[index].length - 1
+            trained = [t for t in range(start, end) if fields[MASK][number, t] > 0]
+            r, v = ([x[number, t].item() for t in trained] for x in (rewards, values))
+            expected = plain.gae(r, v, 0.9, 0.8)
+            assert advantages[number, trained].tolist() == pytest.approx(expected)
+            assert returns[number, trained].tolist() == pytest.approx([a + b for a, b in zip(expected, v, strict=True)])
+            start += sequences[index].length
+    assert not advantages[fields[MASK] == 0].any()
+    assert not returns[fields[MASK] == 0].any()
+
+
+def test_what_a_tool_wrote_gets_no_gradient() -> None:
+    group = Group((1,), (PLAYED, replace(PLAYED, turns=(CALL,))), (Score(1.0), Score(0.0)))
+    algorithm = Grpo(GrpoConfig())
+    sequences = algorithm.sequences([], [group])
+    fields = algorithm.prepare(collate(sequences))
+    logprobs = fields[BEHAVIOUR_LOGPROBS].clone().requires_grad_(True)
+    output = algorithm.loss(logprobs, fields)
+    output.total.backward()
+    assert fields[MASK].tolist() == [[1, 1, 1, 0, 0, 1, 1], [1, 1, 1, 0, 0, 0, 0]]
+    assert (logprobs.grad != 0).tolist() == [[True] * 3 + [False] * 2 + [True] * 2, [True] * 3 + [False] * 4]
+    assert output.tokens.item() == 8
+    assert fields[BEHAVIOUR_LOGPROBS][0].tolist() == pytest.approx(PLAYED.logprobs)
+    assert fields[ADVANTAGES][0].unique().numel() == 1
+
+
+def test_rewards_by_turn_reach_the_algorithm() -> None:
+    group = Group((1,), (PLAYED,), (Score(2.0),))
+    algorithm = Reinforce(ReinforceConfig(samples_per_prompt=1, baseline=False))
+    (sequence,) = algorithm.sequences([], [group])
+    assert sequence.per_token[REWARDS] == [0, 0, 0.25, 0, 0, 0, 1.75]
+    fields = collate([sequence])
+    assert fields[TOKENS].tolist() == [[1, 11, 12, 13, 21, 22, 31, 32]]

@@ -1,0 +1,107 @@
+"""Episodes from the trainer's side: the processes that play them, and what became of one that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config.environments import CallableEnvironment, ToolsEnvironment
+from trainer.environments.base import Message, Observation, Task
+from trainer.errors import EnvironmentFailed
+from trainer.worker_process import Lost, WorkerProcess, start_worker
+
+MODULE = "trainer.environments.worker"
+
+
+class EnvironmentHost:
+    """`config.workers` processes. All methods belong to one event loop. `open` it before use, and close it."""
+
+    def __init__(self, config: CallableEnvironment | ToolsEnvironment) -> None:
+        self.config = config
+        self._job = dataclasses.asdict(config)
+        self._workers: list[WorkerProcess] = []
+        self._starting = asyncio.Lock()
+        self._numbers = itertools.count(1)
+
+    async def open(self) -> None:
+        """Start the processes. Raises ConfigError for an environment that cannot be made."""
+        self._workers = [await self._start()]
+        self._workers += await asyncio.gather(*(self._start() for _ in range(self.config.workers - 1)))
+
+    async def begin(self, task: Task) -> tuple[Episode, Observation]:
+        """A new episode. Raises EnvironmentFailed."""
+        worker = await self._free()
+        worker.busy += 1
+        episode = Episode(self, worker, next(self._numbers))
+        try:
+            return episode, await episode._ask({"op": "reset", "task": dataclasses.asdict(task)})
+        except BaseException:
+            await episode.close()
+            raise
+
+    async def close(self) -> None:
+        workers, self._workers = self._workers, []
+        await asyncio.gather(*(worker.end() for worker in workers), return_exceptions=True)
+
+    async def _start(self) -> WorkerProcess:
+        return await start_worker(MODULE, self._job, "environment")
+
+    async def _free(self) -> WorkerProcess:
+        """The process with the fewest episodes; those that died are replaced first."""
+        async with self._starting:
+            for dead in [worker for worker in self._workers if not worker.alive]:
+                self._workers.remove(dead)
+                await dead.end()
+                self._workers.append(await self._start())
+        return min(self._workers, key=lambda worker: worker.busy)
+
+
+@dataclass
+class Episode:
+    """One episode, in the process that it was begun in. Close it when it is over."""
+
+    host: EnvironmentHost
+    worker: WorkerProcess
+    number: int
+    open: bool = True
+
+    async def step(self, answer: str) -> Observation:
+        """What comes after the answer. Raises EnvironmentFailed."""
+        return await self._ask({"op": "step", "answer": answer})
+
+    async def close(self) -> None:
+        if self.open:
+            self.open = False
+            self.worker.busy -= 1
+            if self.worker.alive:
+                asyncio.get_running_loop().create_task(self._forget())
+
+    async def _forget(self) -> None:
+        try:
+            async with asyncio.timeout(self.host.config.timeout_s):
+                await self.worker.ask({"op": "close", "episode": self.number})
+        except (Lost, TimeoutError):
+            self.worker.kill()
+
+    async def _ask(self, request: dict[str, Any]) -> Observation:
+        limit = self.host.config.timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                reply = await self.worker.ask({**request, "episode": self.number})
+        except TimeoutError:
+            self.worker.kill()
+            raise EnvironmentFailed(f"the environment took over {limit:g} s for a {request['op']}; killed.") from None
+        except Lost:
+            raise EnvironmentFailed(f"the environment's process ended (status {await self.worker.status()}).") from None
+        if "problem" in reply:
+            raise EnvironmentFailed(f"the environment failed: {reply['problem']}")
+        value = reply["value"]
+        return Observation(tuple(dict[str, Any](m) for m in value["messages"]), value["reward"], value["done"])
+
+
+def messages_of(prompt: str, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """A record's messages; a text is one of the user's."""
+    return messages or ({"role": "user", "content": prompt},)

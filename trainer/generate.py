@@ -1,0 +1,287 @@
+"""The gateway's `/generate`: a prompt's tokens in; tokens, log-probs and weight versions out, as a stream.
+
+What a stream has brought is kept. If it ends early (the connection is lost, the server is overloaded or restarts, a
+swap did not wait for the answer any longer), the client asks for the rest: the prompt and the tokens so far go back as
+the new prompt. So an answer may take as long as it needs, and none is begun again for what happens to it on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+import orjson
+
+from trainer.config import GatewayConfig
+from trainer.connection import Bearer, verify
+from trainer.errors import GatewayUnreachable, RolloutError
+from trainer.trajectory import LENGTH, Turn, VersionSpan
+
+RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
+WEIGHTS_CHANGED = "weights_changed"
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 2.0
+LONGEST_WAIT_S = 30.0  # that a server's Retry-After may ask for
+SEEDS = 2**31
+STREAM_INTERVAL = 32  # tokens in an event of a stream: what an interruption can cost, and 32 times fewer events
+
+
+@dataclass(frozen=True)
+class Request:
+    """`n` answers to one prompt. `on_swap` says what a swap in the middle of an answer does to it (docs/api.md,
+    policies)."""
+
+    prompt_ids: tuple[int, ...]
+    n: int
+    max_tokens: int
+    temperature: float
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    on_swap: str = "keep"
+
+    def split(self) -> list[Request]:
+        """One request an answer. The engine adds an answer's index to the seed, so these give the same answers."""
+        seeds = [None if self.seed is None else self.seed + i for i in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
+
+    def after(self, token_ids: Sequence[int]) -> Request:
+        """The rest of an answer that has begun with these tokens. It goes on with another seed, since the same one
+        would repeat the choices that were made."""
+        seed = None if self.seed is None else (self.seed + len(token_ids)) % SEEDS
+        prompt, left = (*self.prompt_ids, *token_ids), self.max_tokens - len(token_ids)
+        return replace(self, prompt_ids=prompt, max_tokens=left, seed=seed)
+
+    def body(self) -> dict[str, Any]:
+        """The request's JSON."""
+        body: dict[str, Any] = {
+            "prompt_token_ids": self.prompt_ids,
+            "n": self.n,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "stop_token_ids": self.stop_token_ids,
+            "logprobs": True,
+            "stream": True,
+            "stream_interval": STREAM_INTERVAL,
+        }
+        if self.on_swap != "keep":
+            body["hotswap"] = {"policy": self.on_swap}
+        return body if self.seed is None else body | {"seed": self.seed}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer: its tokens as a turn, and why it ended."""
+
+    turn: Turn
+    finish_reason: str
+
+
+class GenerateClient:
+    """The gateway's `/generate`, with retries. Bound to the event loop it is first used on."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        """Raises ConfigError when a key or certificates are missing."""
+        self._config = config
+        self._room = asyncio.Semaphore(config.concurrency)  # httpx's own waiting line is slow with hundreds in it
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=config.concurrency)
+        timeout = httpx.Timeout(config.timeout_s, connect=5.0, pool=None)
+        self._http = httpx.AsyncClient(
+            base_url=config.url,
+            headers={"content-type": "application/json"},
+            auth=Bearer(config.api_key),
+            verify=verify(config),
+            limits=limits,
+            timeout=timeout,
+        )
+
+    async def generate(self, request: Request) -> tuple[Answer, ...]:
+        """`request.n` answers in index order. At most `concurrency` requests are under way, the others wait in line.
+        Retries what may pass (connection lost, 429, 5xx) for `retry_s` seconds since the last token that came. Silence
+        of `timeout_s` ends a stream.
+
+        Raises GatewayUnreachable after that, RolloutError for a refusal or an answer that breaks the contract.
+        """
+        drafts = [_Draft() for _ in range(request.n)]
+        patience = _Patience(self._config)
+        async with self._room:
+            while any(draft.finish_reason is None for draft in drafts):
+                before = sum(len(draft.token_ids) for draft in drafts)
+                try:
+                    await self._go_on(request, drafts)
+                except _Interrupted as interruption:
+                    progress = sum(len(draft.token_ids) for draft in drafts) > before
+                    await patience.pause(interruption, progress=progress)
+        return tuple(draft.answer() for draft in drafts)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _go_on(self, request: Request, drafts: list[_Draft]) -> None:
+        """All of them at once, unless some have begun: then each one's rest. Raises _Interrupted."""
+        if not any(draft.token_ids or draft.finish_reason for draft in drafts):
+            await self._stream(request, drafts)
+            return
+        rests = [(d, r.after(d.token_ids)) for d, r in zip(drafts, request.split(), strict=True) if not d.finish_reason]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for draft, rest in rests:
+                    tasks.create_task(self._stream(rest, [draft]))
+        except ExceptionGroup as errors:  # what the others have is kept
+            raise errors.exceptions[0] from None
+
+    async def _stream(self, request: Request, drafts: list[_Draft]) -> None:
+        """Write what comes into the drafts, as it comes. Raises _Interrupted, RolloutError."""
+        if request.max_tokens <= 0:
+            drafts[0].finish_reason = LENGTH
+            return
+        for draft in drafts:
+            draft.begin()
+        try:
+            async with self._http.stream("POST", "/generate", content=orjson.dumps(request.body())) as response:
+                if response.status_code != 200:
+                    raise _problem(response.status_code, await response.aread(), response.headers)
+                if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                    raise ValueError(f"a {response.headers.get('content-type')} instead of a stream of events")
+                async for name, data in _events(response):
+                    if name == "error":
+                        raise _problem(int(data["error"].get("status", 500)), orjson.dumps(data), httpx.Headers())
+                    for choice in [data] if name == "token" else data["choices"]:
+                        drafts[choice["index"]].take(choice)
+        except httpx.TransportError as error:
+            raise _Interrupted(str(error) or type(error).__name__) from None
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise RolloutError(
+                f"/generate answered something else than its contract ({error!r}). Is this hotswap, of this version?"
+            ) from None
+        if any(draft.finish_reason is None for draft in drafts):
+            raise _Interrupted("the stream ended before the answer did")
+
+
+class _Interrupted(Exception):
+    """The rest is to be asked for again, after `wait_s` if the server said so. `swap`: weights changed, which is no
+    fault."""
+
+    def __init__(self, problem: str, wait_s: float | None = None, *, swap: bool = False) -> None:
+        self.problem, self.wait_s, self.swap = problem, wait_s, swap
+        super().__init__(problem)
+
+
+@dataclass
+class _Draft:
+    """What has come of one answer; `begun` of its tokens before the request that is under way."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    earlier: tuple[VersionSpan, ...] = ()
+    spans: tuple[VersionSpan, ...] = ()
+    begun: int = 0
+    finish_reason: str | None = None
+
+    def begin(self) -> None:
+        self.earlier, self.spans, self.begun = self.earlier + self.spans, (), len(self.token_ids)
+
+    def take(self, choice: dict[str, Any]) -> None:
+        """Its next tokens, or what the end says of all of them."""
+        tokens, logprobs = choice.get("token_ids", ()), choice.get("logprobs", ())
+        if len(tokens) != len(logprobs):
+            raise ValueError("tokens without log-probs")
+        self.token_ids += tokens
+        self.logprobs += logprobs
+        if "weight_versions" in choice:
+            spans = (VersionSpan(v["version"], v["start"], v["end"]) for v in choice["weight_versions"])
+            self.spans = tuple(span.shifted(self.begun) for span in spans)
+        elif "weight_version" in choice and tokens:
+            self._written_by(choice["weight_version"])
+        if (reason := choice.get("finish_reason")) is not None:
+            if reason == "abort":
+                raise _Interrupted("the server gave the answer up")
+            self.finish_reason = reason
+
+    def answer(self) -> Answer:
+        assert self.finish_reason is not None
+        versions = _joined(self.earlier + self.spans)
+        return Answer(Turn(tuple(self.token_ids), tuple(self.logprobs), versions), self.finish_reason)
+
+    def _written_by(self, version: int) -> None:
+        end = len(self.token_ids)
+        if self.spans and self.spans[-1].version == version:
+            self.spans = (*self.spans[:-1], replace(self.spans[-1], end=end))
+        else:
+            start = self.spans[-1].end if self.spans else self.begun
+            self.spans = (*self.spans, VersionSpan(version, start, end))
+
+
+def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Neighbours of one version as one span."""
+    joined: list[VersionSpan] = []
+    for span in spans:
+        if joined and joined[-1].version == span.version and joined[-1].end == span.start:
+            joined[-1] = replace(joined[-1], end=span.end)
+        else:
+            joined.append(span)
+    return tuple(joined)
+
+
+class _Patience:
+    """How long to go on after interruptions in a row that brought no token."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        self._deadline, self._delay = math.inf, FIRST_DELAY_S
+
+    async def pause(self, interruption: _Interrupted, *, progress: bool) -> None:
+        """Wait before the next try. Raises GatewayUnreachable when it has been enough."""
+        if progress or interruption.swap:
+            self._relax()
+        else:
+            self._deadline = min(self._deadline, time.monotonic() + self._config.retry_s)
+        wait = self._delay if interruption.wait_s is None else max(interruption.wait_s, self._delay)
+        if time.monotonic() + wait > self._deadline:
+            raise GatewayUnreachable(
+                f"no rollout from {self._config.url} within {self._config.retry_s:g} s; last: {interruption.problem}. "
+                "Start the server with `hotswap up`, or set gateway.url."
+            )
+        self._delay = min(2 * self._delay, LONGEST_DELAY_S) if not interruption.swap else FIRST_DELAY_S
+        await asyncio.sleep(wait)
+
+    def _relax(self) -> None:
+        self._deadline, self._delay = math.inf, FIRST_DELAY_S
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    """(name, data) of the server-sent events that `/generate` writes: one line of each."""
+    name = ""
+    async for line in response.aiter_lines():
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield name, orjson.loads(line.removeprefix("data: "))
+
+
+def _problem(status: int, content: bytes, headers: httpx.Headers) -> Exception:
+    """What to raise for an error that the server answered."""
+    code, problem = _error(content, "code"), f"HTTP {status}: {_error(content, 'message')}"
+    if code == WEIGHTS_CHANGED:
+        return _Interrupted(problem, swap=True)
+    if status in RETRYABLE:
+        return _Interrupted(problem, _retry_after(headers))
+    return RolloutError(f"the gateway refused a rollout ({problem}).", status=status)
+
+
+def _error(content: bytes, part: str) -> str:
+    """The `message` or `code` of an error's body; of any other body its beginning."""
+    try:
+        return str(orjson.loads(content)["error"][part])
+    except (ValueError, KeyError, TypeError):
+        return content[:200].decode(errors="replace")
+
+
+def _retry_after(headers: httpx.Headers) -> float | None:
+    try:
+        return min(float(headers["retry-after"]), LONGEST_WAIT_S)
+    except (KeyError, ValueError):
+        return None

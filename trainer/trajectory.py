@@ -1,0 +1,171 @@
+"""What was sampled for a record: a group of trajectories, each made of turns, with their scores.
+
+A trajectory begins with the record's prompt. After it the policy and its environment write by turns: the policy its
+answers and tool calls, the environment what a tool or a user says. All tokens of the turns stand end to end in
+`Trajectory.token_ids`, and every per-token property has as many entries: `mask` is 1 on the policy's tokens, which are
+trained on, and 0 on the environment's, whose log-probs are 0. Nothing may assume that the policy's tokens follow each
+other: an answer of one turn is the special case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from trainer.rewards.scorer import Score
+
+LENGTH = "length"  # the finish reason of what was cut off
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Tokens [start, end) were written by weight version `version`."""
+
+    version: int
+    start: int
+    end: int
+
+    def shifted(self, by: int) -> VersionSpan:
+        return VersionSpan(self.version, self.start + by, self.end + by)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Tokens that one side wrote. The policy's have a log-prob each, the engine's of the chosen tokens (the behaviour
+    policy), and spans of versions, counted from the turn's first token. The environment's have none of both: `logprobs`
+    is None. `reward` is what the environment gave for a turn of the policy."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+    versions: tuple[VersionSpan, ...] = ()
+    reward: float = 0.0
+
+    @property
+    def of_policy(self) -> bool:
+        return self.logprobs is not None
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The turns after the prompt. `finish_reason`: `stop` when it is complete, `length` when it was cut off."""
+
+    turns: tuple[Turn, ...]
+    finish_reason: str
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens after the prompt."""
+        return tuple(token for turn in self.turns for token in turn.token_ids)
+
+    @cached_property
+    def logprobs(self) -> tuple[float, ...]:
+        """The behaviour policy's, 0 on the environment's tokens."""
+        return tuple(p for turn in self.turns for p in turn.logprobs or (0.0,) * len(turn.token_ids))
+
+    @cached_property
+    def mask(self) -> tuple[float, ...]:
+        """1 on the policy's tokens, 0 on the environment's."""
+        return tuple(float(turn.of_policy) for turn in self.turns for _ in turn.token_ids)
+
+    @cached_property
+    def versions(self) -> tuple[VersionSpan, ...]:
+        """Who wrote the policy's tokens, counted from the first token after the prompt."""
+        return tuple(span.shifted(start) for start, turn in self._placed() for span in turn.versions)
+
+    @cached_property
+    def policy_tokens(self) -> int:
+        """How many tokens the policy wrote."""
+        return sum(len(turn.token_ids) for turn in self.turns if turn.of_policy)
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == LENGTH
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest version that wrote one of its tokens; None if it has none, or nobody said."""
+        return min((span.version for span in self.versions if span.end > span.start), default=None)
+
+    def version_lags(self, version: int) -> list[float]:
+        """For each token, how many versions `version` is ahead of the one that wrote it. Tokens that no span covers,
+        and those of a version that is ahead itself (training was rolled back), count as current."""
+        lags = [0.0] * len(self.token_ids)
+        for span in self.versions:
+            lag = float(max(version - span.version, 0))
+            lags[span.start : span.end] = [lag] * len(lags[span.start : span.end])
+        return lags
+
+    def rewards(self, total: float) -> list[float]:
+        """`total` by token: each turn's own reward is on the last token of that turn, and what is left of `total` on
+        the policy's last one."""
+        by_token = [0.0] * len(self.token_ids)
+        last = None
+        for start, turn in self._placed():
+            if turn.of_policy and turn.token_ids:
+                last = start + len(turn.token_ids) - 1
+                by_token[last] = turn.reward
+        if last is not None:
+            by_token[last] += total - sum(by_token)
+        return by_token
+
+    def renumbered(self, by: int) -> Trajectory:
+        """As if every version that wrote it had a number so much higher."""
+        spans = [tuple(replace(span, version=span.version + by) for span in turn.versions) for turn in self.turns]
+        turns = tuple(replace(turn, versions=found) for turn, found in zip(self.turns, spans, strict=True))
+        return replace(self, turns=turns)
+
+    def _placed(self) -> Iterator[tuple[int, Turn]]:
+        """Each turn and the place of its first token."""
+        start = 0
+        for turn in self.turns:
+            yield start, turn
+            start += len(turn.token_ids)
+
+
+@dataclass(frozen=True)
+class Group:
+    """All trajectories of one prompt with their scores."""
+
+    prompt_ids: tuple[int, ...]
+    trajectories: tuple[Trajectory, ...]
+    scores: tuple[Score, ...]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [score.total for score in self.scores]
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest version that wrote a token of the group."""
+        known = [trajectory.oldest for trajectory in self.trajectories]
+        return min((version for version in known if version is not None), default=None)
+
+    def renumbered(self, by: int) -> Group:
+        """As if every version that wrote it had a number so much higher."""
+        return replace(self, trajectories=tuple(trajectory.renumbered(by) for trajectory in self.trajectories))
+
+    def to_json(self) -> dict[str, Any]:
+        """Lists, dictionaries, numbers and text only; floats survive exactly."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Group:
+        """The inverse of `to_json`, also after a round trip through a file."""
+        trajectories = tuple(trajectory_from_json(t) for t in data["trajectories"])
+        return Group(tuple(data["prompt_ids"]), trajectories, tuple(Score(**s) for s in data["scores"]))
+
+
+def trajectory_from_json(data: dict[str, Any]) -> Trajectory:
+    return Trajectory(tuple(_turn(turn) for turn in data["turns"]), data["finish_reason"])
+
+
+def _turn(data: dict[str, Any]) -> Turn:
+    return Turn(
+        token_ids=tuple(data["token_ids"]),
+        logprobs=None if data["logprobs"] is None else tuple(data["logprobs"]),
+        versions=tuple(VersionSpan(**span) for span in data["versions"]),
+        reward=data["reward"],
+    )

@@ -1,0 +1,146 @@
+"""Processes that run other people's code and can be killed: what hangs or dies there cannot stall a step.
+
+A worker is `python -m MODULE JOB`; it reads requests and writes replies, one JSON object a line; nothing is pickled.
+Its first line says `{"concurrency": n, "bytes": n}`, or `{"problem": ...}` if it cannot do the job. A reply repeats the
+`id` of its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trainer.errors import ConfigError, RewardError
+
+START_TIMEOUT_S = 120.0  # a classifier loads a model
+LINE_LIMIT = 64 * 2**20
+GRACE_S = 0.5  # for a coroutine to be cancelled in its worker before the worker is killed
+MARK = "HOTSWAP_WORKER"  # in the environment of a worker and of all that descend from it
+
+
+class Lost(Exception):
+    """The worker was killed for another request's sake, or died."""
+
+
+class WorkerProcess:
+    """One process. `room` requests fit into it, `busy` are in it; `nbytes` is what it says it holds."""
+
+    def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
+        self.process, self.mark = process, mark
+        self.room, self.busy, self.nbytes, self._killed = 1, 0, 0, False
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._serial = 0
+        self._reader: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        ended = self._killed or self.process.returncode is not None
+        return not ended and (self._reader is None or not self._reader.done())
+
+    async def hello(self, timeout_s: float) -> dict[str, Any]:
+        """Read its first line. Raises RewardError if none comes, or a line that is none."""
+        assert self.process.stdout is not None
+        try:
+            line = await asyncio.wait_for(self.process.stdout.readline(), timeout_s)
+            said: dict[str, Any] = orjson.loads(line) if line else {"problem": "its process ended at once"}
+        except TimeoutError:
+            raise RewardError(f"a worker process did not start within {timeout_s:g} s.") from None
+        except ValueError:
+            raise RewardError("a worker process printed before it began. Look for a sitecustomize that does.") from None
+        self.room, self.nbytes = said.get("concurrency", 1), said.get("bytes", 0)
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+        return said
+
+    async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask it, and wait for its reply. Raises Lost."""
+        assert self.process.stdin is not None
+        self._serial += 1
+        number, future = self._serial, asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            self.process.stdin.write(orjson.dumps({"id": number, **request}) + b"\n")
+            await self.process.stdin.drain()
+            return await future
+        except (ConnectionError, BrokenPipeError):
+            raise Lost from None
+        finally:
+            self._waiting.pop(number, None)
+
+    def kill(self) -> None:
+        """Kill it and everything that it started, wherever that went."""
+        self._killed = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in _marked(self.mark):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Kill it; whoever still waits for a reply gets Lost."""
+        self.kill()
+        with contextlib.suppress(ProcessLookupError):
+            await self.process.wait()
+        if self._reader is not None:
+            self._reader.cancel()
+
+    async def status(self) -> int | None:
+        """The status with which it ended; None if it has not ended within a second."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), 1.0)
+        return self.process.returncode
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        try:
+            while line := await self.process.stdout.readline():
+                reply = orjson.loads(line)
+                future = self._waiting.get(reply.pop("id", 0))
+                if future is not None and not future.done():
+                    future.set_result(reply)
+        except ValueError:
+            self.kill()  # it does not speak the protocol any more
+        finally:
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(Lost())
+
+
+async def start_worker(module: str, job: Mapping[str, Any], key: str = "rewards") -> WorkerProcess:
+    """Start a worker that can do `job`; `key` of the configuration names it in errors. Raises ConfigError when it says
+    that it cannot, RewardError when it says nothing."""
+    mark = secrets.token_hex(8)
+    path = os.pathsep.join(p for p in sys.path if p)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, orjson.dumps(job).decode(),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True, limit=LINE_LIMIT,
+        env=os.environ | {MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+    )  # fmt: skip
+    worker = WorkerProcess(process, mark)
+    try:
+        said = await worker.hello(START_TIMEOUT_S)
+    except BaseException:
+        await worker.end()
+        raise
+    if "problem" in said:
+        await worker.end()
+        raise ConfigError(said.get("key", key), said["problem"], said.get("advice", "Correct it"))
+    return worker
+
+
+def _marked(mark: str) -> list[int]:
+    """Processes whose environment has the mark: those that left the process group too."""
+    needle, found = f"{MARK}={mark}".encode(), []
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if needle in (directory / "environ").read_bytes():
+                found.append(int(directory.name))
+    return found
