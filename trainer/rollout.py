@@ -101,8 +101,16 @@ class Rollouts:
     """The gateway's `/generate` and the rewards behind it. Close it, or use it as a context."""
 
     def __init__(
-        self, gateway: GatewayConfig, rollout: RolloutConfig, scorer: Scorer, tokenizer: Tokenizer, seed: int
+        self,
+        gateway: GatewayConfig,
+        rollout: RolloutConfig,
+        scorer: Scorer,
+        tokenizer: Tokenizer,
+        seed: int,
+        model: str | None = None,
     ) -> None:
+        """`model`: the name to ask for; None: what the gateway serves."""
+        self._model = model
         self._rollout, self._scorer, self._tokenizer, self._seed = rollout, scorer, tokenizer, seed
         self._client = GenerateClient(gateway)
         self._times, self._tasks = _Times(), set[Future[Any]]()
@@ -115,12 +123,13 @@ class Rollouts:
         with `rollout.seeded` it decides the samples. The future raises RolloutError."""
         c = self._rollout
         request = Request(record.prompt_ids, n, c.max_tokens, c.temperature, c.stop_token_ids, self._seed_of(number))
-        return self._start(self._group(record, replace(request, on_swap=c.on_swap)))
+        return self._start(self._group(record, replace(request, on_swap=c.on_swap, model=self._model)))
 
     def greedy(self, records: Sequence[Record]) -> list[Group]:
         """The most probable answer to each record, scored."""
         c = self._rollout
-        requests = [Request(r.prompt_ids, 1, c.max_tokens, 0.0, c.stop_token_ids) for r in records]
+        one = Request((), 1, c.max_tokens, 0.0, c.stop_token_ids, model=self._model)
+        requests = [replace(one, prompt_ids=r.prompt_ids) for r in records]
         pairs = zip(records, requests, strict=True)
         return [future.result() for future in [self._start(self._group(*pair)) for pair in pairs]]
 
@@ -208,6 +217,7 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     on_swap: str = "keep"
+    model: str | None = None
 
     def split(self) -> list[Request]:
         """One request a sample. The engine adds a sample's index to the seed, so these give the same samples."""
@@ -225,6 +235,8 @@ class Request:
             "logprobs": True,
             "stream": False,
         }
+        if self.model is not None:
+            body["model"] = self.model
         if self.on_swap != "keep":
             body["hotswap"] = {"policy": self.on_swap}
         return body if self.seed is None else body | {"seed": self.seed}
@@ -271,7 +283,8 @@ class GenerateClient:
                 if response.status_code == 409 and _error(response.content, "code") == "weights_changed":
                     await asyncio.sleep(FIRST_DELAY_S)
                     continue
-                if response.status_code not in RETRYABLE:
+                code = _error(response.content, "code")
+                if response.status_code not in RETRYABLE and code != "model_not_found":  # an adapter is about to be
                     raise RolloutError(f"the gateway refused a rollout ({problem}).", status=response.status_code)
                 wait = _retry_after(response, delay)
             except httpx.TransportError as error:

@@ -208,6 +208,7 @@ from tests.trainer.cases.faults import *  # noqa: E402, F403
 from tests.trainer.cases.hostile import *  # noqa: E402, F403
 from tests.trainer.cases.hosts import *  # noqa: E402, F403
 from tests.trainer.cases.layouts import *  # noqa: E402, F403
+from tests.trainer.cases.lora import *  # noqa: E402, F403
 from tests.trainer.cases.memory import *  # noqa: E402, F403
 from tests.trainer.cases.packing import *  # noqa: E402, F403 - cases of their own file
 from tests.trainer.cases.plan import *  # noqa: E402, F403

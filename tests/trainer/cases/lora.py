@@ -1,0 +1,68 @@
+"""Cases about low-rank adapters, for the ranks of tests/trainer/ranks.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.trainer.batches import random_batch
+from trainer.batch import TOKENS
+from trainer.megatron.convert import export_hf
+from trainer.megatron.hf_files import finish_adapter, finish_checkpoint, write_shards
+from trainer.megatron.lora import adapter_config, adapters
+from trainer.megatron.parallel import gather_json, lead
+
+
+def write_adapter(built: Any, directory: str) -> None:
+    """What a run leaves in `save_to`."""
+    shares = gather_json(write_shards(directory, built.export("float32"), built.part))
+    written = [w for share in shares for w in share]
+    lora, path = built.config.lora, built.config.model.path
+    lead(lambda: finish_adapter(directory, written, adapter_config(built.shape, lora, path)))
+
+
+def adapted(path: str, parallel: dict[str, Any], lora: dict[str, Any], directory: str) -> list[float]:
+    """Two steps; then into `directory` the adapter, `merged/` the model with the adapter in it, this stage's
+    `logits.st`, and after one more step its `gradients-RANK.st` by PEFT's names. [loss, gradient norm] of that step."""
+    from tests.trainer.cases import engine, logits
+
+    config = {"parallel": parallel, "optimizer": {"lr": 3e-2, "clip_grad": 1e9}, "lora": lora}
+    with engine({"model": {"path": path}} | config) as built:
+        for step in range(2):
+            built.step(random_batch(built.shape.vocab, seed=step))
+        write_adapter(built, directory)
+        merged = Path(directory) / "merged"
+        lead(lambda: merged.mkdir())
+        shares = gather_json(write_shards(merged, built.export_merged("float32"), built.part))
+        lead(lambda: finish_checkpoint(merged, [w for share in shares for w in share], path, "float32"))
+        batch = random_batch(built.shape.vocab, seed=2)
+        if (found := logits(built, batch[TOKENS][:, :-1])) is not None and built.part in (0, 1):
+            save_file({"logits": found[..., : built.shape.vocab].contiguous()}, Path(directory) / "logits.st")
+        stats = built.step(batch)
+        named = [(name, p.main_grad) for chunk in built.model for name, p in adapters(chunk)]  # type: ignore[attr-defined]
+        gradients = {name: tensor.clone() for name, tensor in export_hf(named, built.shape)}
+        save_file(gradients, Path(directory) / f"gradients-{built.part}.st")
+        return [stats.loss, stats.grad_norm]
+
+
+def held(path: str, lora: dict[str, Any], **config: Any) -> dict[str, Any]:
+    """What training an adapter holds and moves, before and after a step: gradients, optimizer states, weights."""
+    from tests.trainer.cases import engine
+
+    with engine({"model": {"path": path}, "lora": lora} | config) as built:
+        (chunk,) = built.model
+        before = {name: p.detach().clone() for name, p in chunk.named_parameters()}
+        built.step(random_batch(built.shape.vocab))
+        trained = {name: p for name, p in chunk.named_parameters() if p.requires_grad}
+        states = [p for part in built.optimizer.chained_optimizers for g in part.param_groups for p in g["params"]]
+        return {
+            "moved": sorted(n for n, p in chunk.named_parameters() if not torch.equal(p, before[n])),
+            "trained": sorted(trained),
+            "elements": sum(p.numel() for p in trained.values()),
+            "gradients": sum(b.grad_data.numel() for b in (*chunk.buffers, *chunk.expert_parallel_buffers)),
+            "graded": sorted(n for n, p in chunk.named_parameters() if p.grad is not None or hasattr(p, "main_grad")),
+            "states": sum(p.numel() for p in states),
+        }
