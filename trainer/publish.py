@@ -12,7 +12,7 @@ use.
 Quantised weights have scales that belong to rows, groups or blocks, which a cut may go through. So a matrix that is to
 be quantised comes together on one of the ranks that hold it, on each of them in turn, and is quantised there.
 
-A run that trains an adapter publishes it alone, as a part of the version; the base model and other parts are carried on.
+A run that trains an adapter publishes it alone, as a part of the version, which keeps the base model and other parts.
 """
 
 from __future__ import annotations

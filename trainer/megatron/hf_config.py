@@ -83,9 +83,8 @@ class ModelShape:
 
     def module_names(self, targets: Container[str]) -> frozenset[str]:
         """The family's names of linear layers that are called by Llama's (`gate_proj`); Mixtral has others."""
-        own = (
-            dict(zip(("gate_proj", "up_proj", "down_proj"), self.expert_names[2:], strict=True)) if self.experts else {}
-        )
+        names = self.expert_names if self.experts else None
+        own = {"gate_proj": names.gate, "up_proj": names.up, "down_proj": names.down} if names is not None else {}
         return frozenset(own.get(name, name) for name in LINEAR_LAYERS if name in targets)
 
     @property

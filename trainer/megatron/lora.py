@@ -100,6 +100,10 @@ class Adapter(torch.nn.ModuleDict):
         cut, replicated = (pair.B, pair.A) if self.column else (pair.A, pair.B)
         set_tensor_model_parallel_attributes(cut, True, 0 if self.column else 1, 1)
         replicated.sequence_parallel = self.sequence  # each rank has the gradient of its part of the sequence
+        if self.expert:
+            # The norm counts what is whole once for the ranks that cut everything else; experts are cut over others.
+            set_tensor_model_parallel_attributes(replicated, True, 0, 1)
+            replicated.shared = dist.get_rank(self.group) > 0
         for matrix in (cut, replicated):
             matrix.allreduce = getattr(weight, "allreduce", True)  # False: replicas are the expert's, not everybody's
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from safetensors.torch import save_file
 
 from tests.trainer.batches import random_batch
 from trainer.batch import TOKENS
+from trainer.errors import PublishError
 from trainer.megatron.convert import export_hf
 from trainer.megatron.hf_files import finish_adapter, finish_checkpoint, write_shards
-from trainer.megatron.lora import adapter_config, adapters
+from trainer.megatron.lora import Pair, adapter_config, adapters
 from trainer.megatron.parallel import gather_json, lead
+from trainer.publish import WeightPublisher
 
 
 def write_adapter(built: Any, directory: str) -> None:
@@ -42,7 +45,7 @@ def adapted(path: str, parallel: dict[str, Any], lora: dict[str, Any], directory
         if (found := logits(built, batch[TOKENS][:, :-1])) is not None and built.part in (0, 1):
             save_file({"logits": found[..., : built.shape.vocab].contiguous()}, Path(directory) / "logits.st")
         stats = built.step(batch)
-        named = [(name, p.main_grad) for chunk in built.model for name, p in adapters(chunk)]  # type: ignore[attr-defined]
+        named = [(name, getattr(p, "main_grad", p.grad)) for chunk in built.model for name, p in adapters(chunk)]
         gradients = {name: tensor.clone() for name, tensor in export_hf(named, built.shape)}
         save_file(gradients, Path(directory) / f"gradients-{built.part}.st")
         return [stats.loss, stats.grad_norm]
@@ -66,3 +69,70 @@ def held(path: str, lora: dict[str, Any], **config: Any) -> dict[str, Any]:
             "graded": sorted(n for n, p in chunk.named_parameters() if p.grad is not None or hasattr(p, "main_grad")),
             "states": sum(p.numel() for p in states),
         }
+
+
+def references(path: str, parallel: dict[str, Any], lora: dict[str, Any] | None) -> dict[str, Any]:
+    """What the reference says of a batch before and after three steps of DPO, what the actor says then, and the bytes
+    of all roles."""
+    from tests.trainer.cases import engine
+
+    config = {"algorithm": {"name": "dpo"}, "parallel": parallel, "lora": lora, "optimizer": {"lr": 3e-2}}
+    with engine({"model": {"path": path}} | config) as built:
+        fields = random_batch(built.shape.vocab, rows=6, seed=9)
+        before = built._gathered("reference", fields)
+        losses = [built.step(random_batch(built.shape.vocab, rows=6, seed=step)).loss for step in range(3)]
+        after, actor = built._gathered("reference", fields), built._gathered("actor", fields)
+        tensors = {id(t): t for found in built.storages().values() for t in found}
+        held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors.values()}
+        parameters = {id(p) for role in built.roles.values() for chunk in role.model for p in chunk.parameters()}
+        return {
+            "before": before.tolist(),
+            "after": after.tolist(),
+            "actor": actor.tolist(),
+            "losses": losses,
+            "storages": sorted(built.storages()),
+            "bytes": sum(held.values()),
+            "parameters": len(parameters),
+        }
+
+
+def repeated(path: str, lora: dict[str, Any], recompute: str) -> dict[str, Any]:
+    """What the actor says twice of one batch without training, and the losses of two steps on the same batch at a
+    learning rate of nearly zero."""
+    from tests.trainer.cases import engine
+
+    model = {"path": path, "recompute": recompute}
+    with engine({"model": model, "lora": lora, "optimizer": {"lr": 1e-12}}) as built:
+        fields = random_batch(built.shape.vocab)
+        built.actor.model[0].apply(_randomise)
+        said = [built._gathered("actor", fields).tolist() for _ in range(2)]
+        stats = [built.step(fields) for _ in range(2)]
+        return {"said": said, "losses": [s.loss for s in stats], "norms": [s.grad_norm for s in stats]}
+
+
+def _randomise(module: torch.nn.Module) -> None:
+    """Make B count."""
+    if isinstance(module, Pair):
+        module.B.data.uniform_(-0.2, 0.2, generator=torch.Generator().manual_seed(1))
+
+
+def publish_adapter(path: str, parallel: dict[str, Any], store: str, lora: dict[str, Any], directory: str) -> int:
+    """A version with the adapter after one step, which lies in `directory`, too."""
+    from tests.trainer.cases import engine
+
+    section = {"model": "tiny", "store": store, "dtype": "float32", "timeout_s": 20}
+    with engine({"model": {"path": path}, "parallel": parallel, "publish": section, "lora": lora}) as built:
+        assert built.config.publish is not None
+        with contextlib.closing(WeightPublisher(built.config.publish, built)) as publisher:
+            built.step(random_batch(built.shape.vocab))
+            write_adapter(built, directory)
+            return publisher.publish(1).version
+
+
+def adapter_refused(path: str, store: str, lora: dict[str, Any], directory: str) -> str:
+    """Why an adapter cannot be published."""
+    try:
+        publish_adapter(path, {}, store, lora, directory)
+    except PublishError as error:
+        return str(error)
+    return ""
