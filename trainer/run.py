@@ -55,7 +55,8 @@ class Run:
         self.roll_back = Rollback(self)
         self._lead: Lead | None = lead(lambda: Lead(config, shape, self.algorithm))  # on rank 0
         peak = config.watch.peak_tflops
-        self._throughput = Throughput(shape, config.parallel.world_size, peak * 1e12 if peak else peak_flops())
+        peak_flops_s = peak * 1e12 if peak else peak_flops()
+        self._throughput = Throughput(shape, config.parallel.world_size, peak_flops_s, config.lora is not None)
         if config.publish is not None:
             self._publisher = WeightPublisher(config.publish, self.engine)
         if self.checkpoints is not None and self._lead is not None:

@@ -69,11 +69,10 @@ def test_inputs_drop_out_in_training_alone(one_rank: Ranks, small_models: dict[s
 def test_recomputed_layers_have_the_same_gradients(one_rank: Ranks, small_models: dict[str, str]) -> None:
     """With dropout, too: the second pass draws what the first one drew."""
     path = small_models["qwen2"]
+    arguments: dict[str, Any] = {"path": path, "parallel": {}, **HARD}
     for lora in (LORA, LORA | {"dropout": 0.3}):
-        kept, again = (
-            one_rank.call("losses", path=path, parallel={}, lora=lora, model={"path": path, "recompute": how}, **HARD)[0]
-            for how in ("none", "full")
-        )
+        models = [{"path": path, "recompute": how} for how in ("none", "full")]
+        kept, again = (one_rank.call("losses", lora=lora, model=model, **arguments)[0] for model in models)
         assert again == [pytest.approx(step, rel=1e-5) for step in kept]
         assert min(norm for _, norm in kept) > 0
 

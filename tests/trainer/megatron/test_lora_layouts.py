@@ -37,7 +37,8 @@ ONLY: list[tuple[str, dict[str, Any], list[str]]] = [
 @pytest.fixture(scope="module")
 def serial(one_rank: Ranks, models: dict[str, str]) -> dict[str, Any]:
     """What one rank computes, by model."""
-    found = {name: one_rank.call("losses", path=path, parallel={}, lora=LORA, **HARD)[0] for name, path in models.items()}
+    arguments: dict[str, Any] = {"parallel": {}, "lora": LORA, **HARD}
+    found = {name: one_rank.call("losses", path=path, **arguments)[0] for name, path in models.items()}
     assert all(losses[-1] != losses[0] for losses in found.values())
     return found
 
@@ -72,6 +73,29 @@ def test_any_choice_of_layers_is_trained_alike(
     ranks = two_ranks.call("losses", path=models[model], parallel=parallel, lora=lora, **HARD)
     assert ranks[0] == [pytest.approx(step, rel=5e-4) for step in alone]
     assert alone[-1] != alone[0]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("parallel", DENSE, ids=lambda layout: "-".join(layout))
+def test_algorithms_and_packed_rows_are_the_same_in_every_layout(
+    one_rank: Ranks, two_ranks: Ranks, models: dict[str, str], parallel: dict[str, Any]
+) -> None:
+    """GRPO with a KL term to the base, PPO whose critic has adapters of its own, and sequences end to end."""
+    path, lora = models["qwen2"], LORA
+    alone = one_rank.call("grpo", path=path, parallel={}, lora=lora)[0]
+    ranks = two_ranks.call("grpo", path=path, parallel=parallel, lora=lora)
+    assert ranks[0] == [pytest.approx(step, rel=1e-3, abs=1e-6) for step in alone]
+    assert alone[0]["kl"] < alone[-1]["kl"]
+    alone = one_rank.call("ppo", path=path, parallel={}, lora=lora)[0]
+    ranks = two_ranks.call("ppo", path=path, parallel=parallel, lora=lora)
+    for mine, serial in zip(ranks[0], alone, strict=True):
+        # A value that lies on the bound counts as clipped or not, by its last bit; three tokens may.
+        assert mine.pop("value_clip_ratio") == pytest.approx(serial.pop("value_clip_ratio"), abs=3 / serial["tokens"])
+        assert mine == pytest.approx(serial, rel=1e-3, abs=1e-6)
+    assert alone[1]["value_mean"] != 0.0
+    unpacked = one_rank.call("packed", path=path, parallel={}, rows=True, lora=lora)[0]
+    ranks = two_ranks.call("packed", path=path, parallel=parallel, rows=False, lora=lora)
+    assert ranks[0] == [pytest.approx(step, rel=5e-4) for step in unpacked]
 
 
 @pytest.mark.sample(2)
