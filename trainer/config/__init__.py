@@ -189,6 +189,8 @@ class TrainerConfig:
             raise ConfigError("save_to", "is model.path, which is read until the end", "Name another directory")
         if self.lora is not None and self.model.fp8 != "none":
             raise ConfigError("lora", "adapters are not trained on layers in 8 bits", "Set model.fp8 to none")
+        if self.lora is not None and self.publish is not None and self.lora.name == self.publish.model:
+            raise ConfigError("lora.name", f"{self.lora.name} is the base model's (publish.model)", "Choose another")
         if self.lora is not None and self.publish is not None and self.publish.quantize is not None:
             problem = "an adapter is published as it is, whatever the weights are that it is served over"
             raise ConfigError("publish.quantize", problem, "Leave it out")

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tests.trainer.batches import random_batch
 from trainer.batch import TOKENS
 from trainer.errors import PublishError
-from trainer.megatron.convert import export_hf
+from trainer.megatron.convert import export_hf, placement
 from trainer.megatron.hf_files import finish_adapter, finish_checkpoint, write_shards
 from trainer.megatron.lora import Pair, adapter_config, adapters
 from trainer.megatron.parallel import gather_json, lead
@@ -136,3 +136,15 @@ def adapter_refused(path: str, store: str, lora: dict[str, Any], directory: str)
     except PublishError as error:
         return str(error)
     return ""
+
+
+def replicas(path: str, parallel: dict[str, Any], lora: dict[str, Any]) -> dict[str, list[float]]:
+    """After three steps, what this rank has of the matrices that are whole on every rank, by name."""
+    from tests.trainer.cases import engine
+
+    config = {"parallel": parallel, "lora": lora, "optimizer": {"lr": 3e-2}}
+    with engine({"model": {"path": path}} | config) as built:
+        for step in range(3):
+            built.step(random_batch(built.shape.vocab, seed=step))
+        named = [(name, p) for chunk in built.model for name, p in adapters(chunk)]
+        return {n: p.flatten().tolist() for n, p in named if placement(built.shape, n).cut == "replicated"}

@@ -107,6 +107,7 @@ def test_an_adapter_and_its_optimizer_are_resumed(
     assert [name for name in kept if name.endswith("weight")] == []  # the frozen ones
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

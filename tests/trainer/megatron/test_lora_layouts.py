@@ -63,6 +63,17 @@ def test_four_ranks_train_an_adapter_alike(
     assert ranks[0] == [pytest.approx(step, rel=5e-4) for step in serial[model]]
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("model", "parallel"), [TWO[0], CUT_TWO[1], CUT_TWO[5]], ids=named([TWO[0], *CUT_TWO[1:6:4]]))
+def test_ranks_that_hold_the_same_matrix_keep_it_the_same(
+    two_ranks: Ranks, models: dict[str, str], model: str, parallel: dict[str, Any]
+) -> None:
+    """With dropout, too: where all have the same input, they drop the same of it."""
+    first, second = two_ranks.call("replicas", path=models[model], parallel=parallel, lora=LORA | {"dropout": 0.4})
+    assert first == second
+    assert any(number for name, matrix in first.items() if name.endswith(".B") for number in matrix)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "parallel", "targets"), ONLY)
 def test_any_choice_of_layers_is_trained_alike(

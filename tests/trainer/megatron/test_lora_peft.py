@@ -32,6 +32,7 @@ def expected(path: str, adapter: Path) -> tuple[torch.Tensor, float, dict[str, t
     return logits.detach(), loss.item(), trained
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("lora", [LORA, SOME], ids=["all", "some"])
 @pytest.mark.parametrize("model", ["llama", "qwen2-tied", "qwen3"])
 def test_peft_computes_the_same_with_the_saved_adapter(
@@ -52,6 +53,7 @@ def test_peft_computes_the_same_with_the_saved_adapter(
     assert norm == pytest.approx(sum(g.square().sum().item() for g in gradients.values()) ** 0.5, rel=1e-4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["qwen2", "llama-tied"])
 def test_the_merged_model_is_the_base_with_the_adapter(
     one_rank: Ranks, small_models: dict[str, str], tmp_path: Path, model: str
