@@ -32,8 +32,8 @@ STREAM_INTERVAL = 32  # tokens in an event of a stream: what an interruption can
 
 @dataclass(frozen=True)
 class Request:
-    """`n` answers to one prompt. `on_swap` says what a swap in the middle of an answer does to it (docs/api.md,
-    policies)."""
+    """`n` answers to one prompt, by the name `model` (None: what is served). `on_swap` says what a swap in the middle
+    of an answer does to it (docs/api.md, policies)."""
 
     prompt_ids: tuple[int, ...]
     n: int
@@ -42,6 +42,7 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     on_swap: str = "keep"
+    model: str | None = None
 
     def split(self) -> list[Request]:
         """One request an answer. The engine adds an answer's index to the seed, so these give the same answers."""
@@ -67,6 +68,8 @@ class Request:
             "stream": True,
             "stream_interval": STREAM_INTERVAL,
         }
+        if self.model is not None:
+            body["model"] = self.model
         if self.on_swap != "keep":
             body["hotswap"] = {"policy": self.on_swap}
         return body if self.seed is None else body | {"seed": self.seed}

@@ -39,9 +39,8 @@ class Lead:
         self._rollouts: Rollouts | None = None
         if config.gateway is not None:
             self.scorer = build_scorer(config.rewards, config.gateway)
-            self._rollouts = Rollouts(
-                config.gateway, config.rollout, self.scorer, tokenizer, config.seed, config.environment
-            )
+            about = (config.gateway, config.rollout, self.scorer, tokenizer, config.seed)
+            self._rollouts = Rollouts(*about, environment=config.environment, model=config.served_name)
         self.experience = Experience(config, algorithm, self._dataset, self._rollouts, shape.max_positions)
 
     @property

@@ -11,6 +11,8 @@ use.
 
 Quantised weights have scales that belong to rows, groups or blocks, which a cut may go through. So a matrix that is to
 be quantised comes together on one of the ranks that hold it, on each of them in turn, and is quantised there.
+
+A run that trains an adapter publishes it alone, as a part of the version, which keeps the base model and other parts.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ from trainer.config import PublishConfig
 from trainer.errors import ConfigError, PublishError
 from trainer.megatron.convert import Slice
 from trainer.megatron.engine import Engine
+from trainer.megatron.lora import adapter_config
 from trainer.megatron.parallel import broadcast_json, gather_json, lead
 from weightsync.control.hosts import this_host
 from weightsync.errors import QuantizationError, StalePublisher, WeightSyncError
 from weightsync.format.manifest import Schema
+from weightsync.memory.parts import BASE, Adapter
 from weightsync.tls import ClusterTls
 from weightsync.transport import Transport, open_transport
 
@@ -63,7 +67,11 @@ class WeightPublisher:
         """Raises PublishError when the store does not let it, ConfigError for hosts that cannot reach each other, and
         for weights that are not quantised as the served ones are."""
         self._config, self._engine = config, engine
-        exported = weightsync.as_schema(engine.shape.schema(config.dtype))
+        exported = weightsync.as_schema(engine.schema(config.dtype))
+        self._part, self._metadata = BASE, dict[str, str]()
+        if (lora := engine.config.lora) is not None:
+            described = adapter_config(engine.shape, lora, engine.config.model.path)
+            self._part, self._metadata = lora.part, Adapter((), described).metadata
         self._hosts = SeveralHosts(config)
         self._publisher: Any = lead(self._open)
         try:
@@ -80,7 +88,8 @@ class WeightPublisher:
     def publish(self, step: int) -> Published:
         """Publish the current weights and wait until they serve. Raises PublishError on every rank (see `lead`)."""
         began = time.perf_counter()
-        draft: Any = lead(lambda: _typed(self._publisher.begin, self._schema, step=step))
+        about = {"step": step, "part": self._part, "metadata": self._metadata}
+        draft: Any = lead(lambda: _typed(self._publisher.begin, self._schema, **about))
         outcomes = gather_json(self._write(draft))
         published: dict[str, Any] | None = lead(lambda: self._commit(draft, outcomes, began))
         return Published(**broadcast_json(published))
@@ -93,6 +102,8 @@ class WeightPublisher:
 
     def _chosen(self, exported: Schema) -> dict[str, Any] | None:
         """The fields of the quantizer, if there is to be one."""
+        if self._part != BASE:
+            return None  # an adapter is served as it is over weights of any kind
         quantizer = quantizer_for(self._config, self._publisher.schema(), exported)
         return None if quantizer is None else dataclasses.asdict(quantizer)
 

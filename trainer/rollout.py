@@ -63,8 +63,11 @@ class Rollouts:
         tokenizer: Tokenizer,
         seed: int,
         environment: EnvironmentConfig | None = None,
+        model: str | None = None,
     ) -> None:
-        """Raises ConfigError for an environment that cannot be made, or a key that is missing."""
+        """`model`: the name to ask for; None: what the gateway serves. Raises ConfigError for an environment that
+        cannot be made, or a key that is missing."""
+        self._model = model
         self._rollout, self._scorer, self._tokenizer, self._seed = rollout, scorer, tokenizer, seed
         self._client = GenerateClient(gateway)
         self._times, self._counts, self._tasks = _Times(), Counter[str](), set[Future[Any]]()
@@ -85,12 +88,13 @@ class Rollouts:
         order: with `rollout.seeded` it decides the samples. The future raises RolloutError."""
         c = self._rollout
         request = Request(record.prompt_ids, n, c.max_tokens, c.temperature, c.stop_token_ids, self._seed_of(number))
-        return self._start(self._group(record, replace(request, on_swap=c.on_swap)))
+        return self._start(self._group(record, replace(request, on_swap=c.on_swap, model=self._model)))
 
     def greedy(self, records: Sequence[Record]) -> list[Group]:
         """The most probable answer to each record, scored."""
         c = self._rollout
-        requests = [Request(r.prompt_ids, 1, c.max_tokens, 0.0, c.stop_token_ids) for r in records]
+        one = Request((), 1, c.max_tokens, 0.0, c.stop_token_ids, model=self._model)
+        requests = [replace(one, prompt_ids=r.prompt_ids) for r in records]
         pairs = zip(records, requests, strict=True)
         return [future.result() for future in [self._start(self._group(*pair)) for pair in pairs]]
 

@@ -26,7 +26,8 @@ from trainer.faults.supervision import Faults
 from trainer.lead import Lead
 from trainer.megatron.engine import Engine, StepStats
 from trainer.megatron.hf_config import ModelShape
-from trainer.megatron.hf_files import finish_checkpoint, write_shards
+from trainer.megatron.hf_files import finish_adapter, finish_checkpoint, write_shards
+from trainer.megatron.lora import adapter_config
 from trainer.megatron.parallel import broadcast_json, gather_json, is_lead, lead
 from trainer.memory.build import build_memory
 from trainer.memory.phases import Phases
@@ -54,7 +55,8 @@ class Run:
         self.roll_back = Rollback(self)
         self._lead: Lead | None = lead(lambda: Lead(config, shape, self.algorithm))  # on rank 0
         peak = config.watch.peak_tflops
-        self._throughput = Throughput(shape, config.parallel.world_size, peak * 1e12 if peak else peak_flops())
+        peak_flops_s = peak * 1e12 if peak else peak_flops()
+        self._throughput = Throughput(shape, config.parallel.world_size, peak_flops_s, config.lora is not None)
         if config.publish is not None:
             self._publisher = WeightPublisher(config.publish, self.engine)
         if self.checkpoints is not None and self._lead is not None:
@@ -188,11 +190,18 @@ class Run:
                 last_first.callback(self._lead.close)
 
     def _save_hf(self, directory: str) -> None:
-        """The current weights as a Hugging Face checkpoint directory; every rank writes what it holds."""
+        """The current weights as a Hugging Face checkpoint directory, or an adapter as PEFT's; every rank writes what
+        it holds."""
         lead(lambda: Path(directory).mkdir(parents=True, exist_ok=True))
-        model = self.config.model
-        written = gather_json(write_shards(directory, self.engine.export(model.dtype), self.engine.part))
-        lead(lambda: finish_checkpoint(directory, [w for share in written for w in share], model.path, model.dtype))
+        model, lora = self.config.model, self.config.lora
+        merged = lora is not None and lora.save == "merged"
+        tensors = self.engine.export_merged(model.dtype) if merged else self.engine.export(model.dtype)
+        shares = gather_json(write_shards(directory, tensors, self.engine.part))
+        written = [w for share in shares for w in share]
+        if lora is None or merged:
+            lead(lambda: finish_checkpoint(directory, written, model.path, model.dtype))
+        else:
+            lead(lambda: finish_adapter(directory, written, adapter_config(self.shape, lora, model.path)))
 
     def _evaluate(self, state: TrainState) -> None:
         assert self._lead is not None
@@ -227,7 +236,9 @@ class Run:
         """What must be equal for a checkpoint to be continued."""
         c = self.config
         shape = {k: v for k, v in dataclasses.asdict(self.shape).items() if k != "max_positions"}
-        return {"seed": c.seed, "algorithm": c.algorithm.name, "data": identity(c.data), "model": shape}
+        lora = c.lora and {"rank": c.lora.rank, "alpha": c.lora.alpha, "targets": sorted(c.lora.target_modules)}
+        known = {"seed": c.seed, "algorithm": c.algorithm.name, "data": identity(c.data), "model": shape}
+        return known | {"lora": lora}
 
 
 class Rollback:

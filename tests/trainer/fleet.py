@@ -19,6 +19,7 @@ from weightsync.control.coordinator import Coordinator
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord
 from weightsync.errors import ManifestError
 from weightsync.memory.ledger import ensure_arena
+from weightsync.memory.parts import base_of
 from weightsync.memory.receiver import SlotReader
 from weightsync.store import Store, SyncStore, open_store
 
@@ -54,7 +55,9 @@ class Fleet:
     async def _stage(self, version: VersionRecord) -> StageResult:
         if self.refuse:
             raise ManifestError("made to refuse")
-        with SlotReader.open(version.slot, manifest_digest=version.manifest_digest, version=version.version) as reader:
+        base = base_of(version)  # parts beside it are nothing that a transformers model runs
+        assert base is not None
+        with SlotReader.open(base.slot, manifest_digest=base.manifest_digest, version=base.version) as reader:
             reader.verify_all()
             self._staged = {version.version: {name: _tensor(reader, name) for name in reader.manifest.tensors}}
         return StageResult()

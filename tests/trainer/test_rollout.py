@@ -62,6 +62,22 @@ def test_samples_come_back_in_order_with_logprobs_and_versions(server: GenerateS
             assert sample.versions == (VersionSpan(7, 0, len(sample.token_ids)),)
 
 
+def test_an_adapter_is_asked_for_by_name_until_an_instance_has_it(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    """The commit record of its first version is there a moment before the instances have it."""
+    server.failures, server.code = [404, 404], "model_not_found"
+    about = (GatewayConfig(url=server.url, retry_s=5.0), RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer)
+    with Rollouts(*about, seed=3, model="sums") as client:
+        take(client, records(tokenizer, "1+2="), 1)
+        assert server.requests[-1]["model"] == "sums"
+        client.greedy(records(tokenizer, "3+4="))
+    assert server.requests[-1]["model"] == "sums"
+    assert server.failures == []
+    server.failures, server.code = [404], "test"
+    with rollouts(server, tokenizer) as client, pytest.raises(RolloutError, match="404"):
+        take(client, records(tokenizer, "1+2="), 1)
+    assert "model" not in server.requests[-1]
+
+
 def test_the_request_is_tokens_in_tokens_out(server: GenerateServer, tokenizer: Tokenizer) -> None:
     with rollouts(server, tokenizer, max_tokens=3, request="group", on_swap="recompute") as client:
         take(client, records(tokenizer, "1+2="), 2)

@@ -7,7 +7,7 @@ schedule, and the random generators.
     DIRECTORY/rank-00000.json     the generators of a rank; restored only on as many ranks (elsewhere exactness is
                                   lost, training is not)
 
-The reference model is not saved: it is the checkpoint that the run started from.
+Frozen weights are not saved: they are those of the checkpoint that the run started from. So is the reference model.
 
 Three defects of Megatron-Core 0.16.1 with torch's Adam are worked around (`_prepare_optimizer`, `_load_optimizer`): it
 expects optimizer state, `step` included, before the first step ever ran; it then looks for `step` among the
@@ -130,7 +130,8 @@ def _taken(role: Role, directory: Path, buffers: Buffers | None) -> StagedTensor
 def _load(role: Role, directory: Path) -> None:
     state = shards.load(_sharded(role, loading=True), directory)
     for key, chunk in _chunks(role).items():
-        unwrap(chunk).load_state_dict(state[key])
+        model = unwrap(chunk)
+        model.load_state_dict(state[key], strict=all(p.requires_grad for p in model.parameters()))
     _load_optimizer(role, _regrouped(role, state["optimizer"]))
     role.scheduler.num_steps = 0  # Megatron's loader adds what was saved to what there is
     role.scheduler.load_state_dict(state["scheduler"])
@@ -143,7 +144,7 @@ def _chunks(role: Role) -> dict[str, Any]:
 
 
 def _sharded(role: Role, *, loading: bool) -> dict[str, Any]:
-    models = {key: unwrap(chunk).sharded_state_dict() for key, chunk in _chunks(role).items()}
+    models = {key: _trainable(unwrap(chunk)) for key, chunk in _chunks(role).items()}
     _prepare_optimizer(role)
     gc.freeze()  # Megatron collects garbage in there: spare it the walk over everything that was there before
     try:
@@ -152,6 +153,12 @@ def _sharded(role: Role, *, loading: bool) -> dict[str, Any]:
     finally:
         gc.unfreeze()
     return {**models, "optimizer": optimizer, "scheduler": role.scheduler.state_dict()}
+
+
+def _trainable(model: Any) -> dict[str, Any]:
+    """The model's shards, without those of frozen weights."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: shards for name, shards in model.sharded_state_dict().items() if name not in frozen}
 
 
 @contextlib.contextmanager

@@ -74,10 +74,11 @@ def check_format(role: Role, directory: Path) -> None:
 
 
 def _weights(role: Role) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(name, weight, what Adam updates: the weight itself or its fp32 main weight)."""
+    """(name, weight, what Adam updates: the weight itself or its fp32 main weight) of what is trained."""
     (chunk,) = role.model  # there are no pipeline stages
     for name, weight in chunk.module.named_parameters():
-        yield name, weight, getattr(weight, "main_param", weight)
+        if weight.requires_grad:
+            yield name, weight, getattr(weight, "main_param", weight)
 
 
 def _states(role: Role) -> dict[torch.Tensor, Any]:

@@ -66,10 +66,12 @@ from trainer.config.rewards import (
     RewardConfig,
 )
 from trainer.config.sections import (
+    LINEAR_LAYERS,
     AsyncSchedule,
     ColocatedSchedule,
     Dtype,
     GatewayConfig,
+    LoraConfig,
     ModelConfig,
     OneStepOffSchedule,
     OptimizerConfig,
@@ -84,6 +86,7 @@ from trainer.config.strict import positive
 from trainer.errors import ConfigError
 
 __all__ = [
+    "LINEAR_LAYERS",
     "AlgorithmConfig",
     "ArithmeticData",
     "AsyncSchedule",
@@ -111,6 +114,7 @@ __all__ = [
     "GymTask",
     "JsonlData",
     "JudgeReward",
+    "LoraConfig",
     "MathReward",
     "McpTools",
     "MemoryConfig",
@@ -156,6 +160,7 @@ class TrainerConfig:
     batch: int = 16
     micro_batch: int = 128
     packing: PackingConfig | None = None
+    lora: LoraConfig | None = None
     seed: int = 0
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -173,6 +178,11 @@ class TrainerConfig:
     metrics: str = "-"
     watch: WatchConfig = field(default_factory=WatchConfig)
     save_to: str | None = None
+
+    @property
+    def served_name(self) -> str | None:
+        """The model that the gateway is asked for; None: whichever it serves."""
+        return self.lora.name if self.lora is not None and self.publish is not None else None
 
     def __post_init__(self) -> None:
         positive(self, "steps", "batch", "micro_batch")
@@ -204,6 +214,13 @@ class TrainerConfig:
             raise ConfigError("checkpoint.resume", problem, "Set it to auto, with a checkpoint.path of its own")
         if self.save_to is not None and Path(self.save_to).resolve() == Path(self.model.path).resolve():
             raise ConfigError("save_to", "is model.path, which is read until the end", "Name another directory")
+        if self.lora is not None and self.model.fp8 != "none":
+            raise ConfigError("lora", "adapters are not trained on layers in 8 bits", "Set model.fp8 to none")
+        if self.lora is not None and self.publish is not None and self.lora.name == self.publish.model:
+            raise ConfigError("lora.name", f"{self.lora.name} is the base model's (publish.model)", "Choose another")
+        if self.lora is not None and self.publish is not None and self.publish.quantize is not None:
+            problem = "an adapter is published as it is, whatever the weights are that it is served over"
+            raise ConfigError("publish.quantize", problem, "Leave it out")
         if self.publish is not None and not self.publish.store_url:
             raise ConfigError("publish.store", "missing, and HOTSWAP_STORE is not set", "Set it to the store's URL")
 

@@ -22,7 +22,8 @@ class SftConfig:
 
 @dataclass(frozen=True)
 class DpoConfig:
-    """Direct preference optimisation (arXiv 2305.18290) against the initial weights, a second copy of the model.
+    """Direct preference optimisation (arXiv 2305.18290) against the initial weights: a second copy of the model, or
+    with `lora` the model without its adapters.
 
     `loss: sigmoid` is DPO's, with `label_smoothing` the conservative one (the share of preferences that are wrong);
     `robust` removes that share's bias (2403.00409); `ipo` regresses the per-token margin to 1 / (2 beta) (2310.12036).

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from trainer.config.strict import in_range, key_in, positive, server
 from trainer.errors import ConfigError
+from weightsync.errors import BadPart
+from weightsync.memory.parts import LORA, check_name
 
+LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LINEAR_LAYERS: tuple[LinearLayer, ...] = get_args(LinearLayer)
 Dtype = Literal["float32", "bfloat16"]
 TrainDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -33,6 +37,42 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.fp8 != "none" and self.dtype != "bfloat16":
             raise ConfigError("fp8", f"{self.fp8} works on top of bfloat16, not {self.dtype}", "Set dtype to bfloat16")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv 2106.09685) are trained instead of the weights, which stay as they are in `model.path`.
+
+    A linear layer in `target_modules` (default: all; in a mixture those of every expert) adds `alpha` / `rank` x B A x,
+    with `dropout` on x while it trains. The adapter is published, and asked for answers, as `name`. `save_to` gets the
+    adapter in PEFT's format, or with `save: merged` the whole model with the adapter added to its weights.
+    """
+
+    name: str = "adapter"
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: tuple[LinearLayer, ...] = LINEAR_LAYERS
+    save: Literal["adapter", "merged"] = "adapter"
+
+    def __post_init__(self) -> None:
+        positive(self, "rank", "alpha")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError("dropout", f"must be in [0, 1), got {self.dropout}", "Give a value in that range")
+        if not self.target_modules:
+            raise ConfigError("target_modules", "empty, so nothing would be trained", "Name one, or leave it out")
+        if len(set(self.target_modules)) < len(self.target_modules):
+            raise ConfigError("target_modules", "names a layer twice", "Name each once")
+        try:
+            check_name(self.part)
+        except BadPart:
+            advice = "Use letters, digits and . _ : - (a letter or digit first)"
+            raise ConfigError("name", f"{self.name!r} cannot be an adapter's", advice) from None
+
+    @property
+    def part(self) -> str:
+        """What the adapter is called in a version of the weights."""
+        return LORA + self.name
 
 
 @dataclass(frozen=True)

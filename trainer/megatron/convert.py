@@ -1,8 +1,9 @@
 """Hugging Face <-> Megatron-Core names and layouts for Llama, Qwen2, Qwen3, Mixtral and Qwen3-MoE.
 
-A Megatron parameter is made of one or more Hugging Face tensors, cut over tensor-parallel ranks in one of five ways:
+A Megatron parameter is made of one or more Hugging Face tensors, cut over tensor-parallel ranks in one of six ways:
 
     replicated   the same everywhere (norms)
+    column       rows cut (B of an adapter of a column-parallel layer)
     row          columns cut (the input dimension of o_proj, down_proj)
     vocab        rows cut, padded to a multiple of the ranks (embedding, output layer)
     gate_up      gate and up cut apart, then concatenated on each rank
@@ -11,12 +12,14 @@ A Megatron parameter is made of one or more Hugging Face tensors, cut over tenso
 Both directions are exact copies. Pipeline stages hold disjoint sets of layers, expert-parallel ranks disjoint sets of
 experts, so no tensor crosses either. Experts are cut over the expert-tensor-parallel ranks, everything else over the
 tensor-parallel ones; of the replicas of a part, the first speaks for it.
+
+The matrices of low-rank adapters (lora.py) have PEFT's names there.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +33,8 @@ from trainer.megatron.hf_config import ModelShape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
+_ADAPTER = re.compile(r"(.+)_lora\.(\w+)\.([AB])")
+ADAPTER_SUFFIX = "_lora"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -37,7 +42,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class Placement:
     """The Hugging Face tensors behind one Megatron parameter, and how ranks cut them."""
 
-    cut: Literal["replicated", "row", "vocab", "gate_up", "qkv"]
+    cut: Literal["replicated", "column", "row", "vocab", "gate_up", "qkv"]
     hf_names: tuple[str, ...]
     expert: bool = False
 
@@ -52,6 +57,12 @@ class Placement:
         if self.expert:
             return int(ps.get_expert_data_parallel_rank()) == 0
         return int(ps.get_data_parallel_rank(with_context_parallel=True)) == 0
+
+    def of_adapter(self, matrix: str, hf_name: str) -> Placement:
+        """Placement of A or B of an adapter of this weight: one is whole everywhere, the other cut as the weight is."""
+        if self.cut == "row":
+            return replace(self, cut="row" if matrix == "A" else "replicated", hf_names=(hf_name,))
+        return replace(self, cut="column" if matrix == "B" else "replicated", hf_names=(hf_name,))
 
 
 class Slice(NamedTuple):
@@ -83,6 +94,10 @@ _IN_LAYER = {
 
 def placement(shape: ModelShape, megatron_name: str) -> Placement:
     """Placement of a Megatron parameter, by its global name. KeyError: a parameter no supported model has."""
+    if (match := _ADAPTER.fullmatch(megatron_name)) is not None:
+        weight = placement(shape, match[1] + ".weight")
+        (hf_name,) = (name for name in weight.hf_names if name.endswith(f".{match[2]}.weight"))
+        return weight.of_adapter(match[3], adapter_name(hf_name, match[3]))
     match = _LAYER.fullmatch(megatron_name)
     if match is None:
         return _OUTSIDE_LAYERS[megatron_name]
@@ -103,16 +118,25 @@ def _mixture_placement(shape: ModelShape, name: str) -> Placement | None:
     return Placement("gate_up" if match[2] == "1" else "row", hf_names, expert=True)
 
 
+def is_adapter(megatron_name: str) -> bool:
+    return _ADAPTER.fullmatch(megatron_name) is not None
+
+
+def adapter_name(hf_name: str, matrix: str) -> str:
+    """PEFT's name of A or B for a weight."""
+    return f"base_model.model.{hf_name.removesuffix('.weight')}.lora_{matrix}.weight"
+
+
 def shard(shape: ModelShape, place: Placement, full: Sequence[Tensor], ranks: int, rank: int) -> Tensor:
     """Full Hugging Face tensors -> the Megatron parameter of one tensor-parallel rank."""
     if place.cut == "replicated":
         return full[0]
-    if place.cut == "row":
-        return full[0].chunk(ranks, dim=1)[rank]
+    if place.cut in ("row", "column"):
+        return full[0].chunk(ranks, dim=1 if place.cut == "row" else 0)[rank]
     if place.cut == "gate_up":
         return torch.cat([t.chunk(ranks, dim=0)[rank] for t in full])
     if place.cut == "qkv":
-        return _fuse_qkv(shape, *full).chunk(ranks, dim=0)[rank]
+        return fuse_heads(shape.kv_heads, full).chunk(ranks, dim=0)[rank]
     padding = shape.padded_vocab(ranks) - shape.vocab
     return torch.nn.functional.pad(full[0], (0, 0, 0, padding)).chunk(ranks, dim=0)[rank]
 
@@ -121,8 +145,9 @@ def cut(shape: ModelShape, place: Placement, local: Tensor, ranks: int, rank: in
     """One rank's Megatron parameter -> its slices of the Hugging Face tensors: the inverse of `shard`."""
     if place.cut == "replicated":
         return [Slice(place.hf_names[0], local, 0, 0)] if rank == 0 else []
-    if place.cut == "row":
-        return [Slice(place.hf_names[0], local, 1, rank * local.shape[1])]
+    if place.cut in ("row", "column"):
+        dim = 1 if place.cut == "row" else 0
+        return [Slice(place.hf_names[0], local, dim, rank * local.shape[dim])]
     if place.cut == "vocab":
         first = rank * local.shape[0]
         rows = local[: max(shape.vocab - first, 0)]
@@ -139,10 +164,11 @@ def join(slices: Sequence[Slice]) -> list[tuple[str, Tensor]]:
     return [(n, p[0].tensor if len(p) == 1 else torch.cat([s.tensor for s in p], p[0].dim)) for n, p in by_name.items()]
 
 
-def _fuse_qkv(shape: ModelShape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    tail = q.shape[1:]
-    grouped = [t.reshape(shape.kv_heads, -1, *tail) for t in (q, k, v)]
-    return torch.cat(grouped, dim=1).reshape(-1, *tail)
+def fuse_heads(kv_heads: int, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """q, k and v along `dim`, interleaved by key-value group: the inverse of `_split_qkv`."""
+    dim %= parts[0].ndim
+    grouped = [t.unflatten(dim, (kv_heads, -1)) for t in parts]
+    return torch.cat(grouped, dim=dim + 1).flatten(dim, dim + 1)
 
 
 def _split_qkv(shape: ModelShape, fused: Tensor, ranks: int) -> list[Tensor]:
@@ -160,13 +186,22 @@ def unwrap(model: Any) -> Any:
 
 
 def parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """(global Megatron name, this rank's parameter): layer numbers count over all pipeline stages and chunks, expert
-    numbers over all expert-parallel ranks."""
+    """(global Megatron name, this rank's parameter)."""
     model = unwrap(model)
+    return ((global_name(model, name), parameter) for name, parameter in model.named_parameters())
+
+
+def global_name(model: Any, name: str) -> str:
+    """The name of a module or parameter of a GPTModel with layer numbers that count over all pipeline stages and
+    chunks, and expert numbers over all expert-parallel ranks."""
     first = model.decoder.layers[0].layer_number - 1
-    for name, parameter in model.named_parameters():
-        name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda m: str(int(m[0]) + first), name)
-        yield re.sub(r"(?<=local_experts\.)\d+", lambda m: str(int(m[0]) + _first_expert(model)), name), parameter
+    name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda m: str(int(m[0]) + first), name)
+    return re.sub(r"(?<=local_experts\.)\d+", lambda m: str(int(m[0]) + _first_expert(model)), name)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """What a tensor-parallel rank holds of a parameter. Collective if it is sharded over data-parallel ranks too."""
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def _first_expert(model: Any) -> int:
@@ -183,13 +218,16 @@ def load_hf(model: Any, shape: ModelShape, get: Callable[[str], Tensor]) -> None
         parameter.data.copy_(shard(shape, place, [get(n) for n in names], ranks, rank))
 
 
-def export_slices(model: Any, shape: ModelShape, whole: Container[str] = frozenset()) -> Iterator[Slice]:
-    """What this rank speaks for, as slices of Hugging Face tensors. The slices of all ranks cover every tensor exactly
-    once. Without communication, but for tensors that are named in `whole`: one of the ranks that cut them gets all of
-    them, each in turn, one parameter at a time; and under `shard: full`, where one parameter at a time is gathered."""
-    for turn, (place, local) in enumerate(_exported(model, shape)):
+def export_slices(
+    named: Iterable[tuple[str, Tensor]], shape: ModelShape, together: Container[str] = frozenset()
+) -> Iterator[Slice]:
+    """What this rank speaks for of its parameters, as slices of Hugging Face tensors. The slices of all ranks cover
+    every tensor exactly once. Without communication, but for tensors that are named in `together`: one of the ranks
+    that cut them gets all of them, each in turn, one parameter at a time; and under `shard: full`, where one parameter
+    at a time is gathered."""
+    for turn, (place, local) in enumerate(_exported(named, shape)):
         ranks = dist.get_world_size(place.group)
-        if place.cut != "replicated" and any(name in whole for name in place.hf_names):
+        if place.cut != "replicated" and any(name in together for name in place.hf_names):
             yield from (
                 Slice(n, tensor, 0, 0) for n, tensor in _joined(shape, place, _gather(local, place, turn % ranks))
             )
@@ -197,11 +235,11 @@ def export_slices(model: Any, shape: ModelShape, whole: Container[str] = frozens
             yield from cut(shape, place, local, ranks, dist.get_rank(place.group))
 
 
-def export_hf(model: Any, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of what this pipeline stage, or expert-parallel rank, has; on one rank of those
-    that cut it. Collective over these ranks: all must exhaust it. One parameter is gathered at a time.
+def export_hf(named: Iterable[tuple[str, Tensor]], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) of the parameters that this pipeline stage, or expert-parallel rank, has; on one
+    rank of those that cut it. Collective over these ranks: all must exhaust it. One parameter is gathered at a time.
     """
-    for place, local in _exported(model, shape):
+    for place, local in _exported(named, shape):
         yield from _joined(shape, place, _gather(local, place))
 
 
@@ -210,13 +248,13 @@ def _joined(shape: ModelShape, place: Placement, parts: Sequence[Tensor]) -> lis
     return join([piece for r, part in enumerate(parts) for piece in cut(shape, place, part, len(parts), r)])
 
 
-def _exported(model: Any, shape: ModelShape) -> Iterator[tuple[Placement, Tensor]]:
+def _exported(named: Iterable[tuple[str, Tensor]], shape: ModelShape) -> Iterator[tuple[Placement, Tensor]]:
     """Parameters of which this rank holds the copy to export."""
-    for name, parameter in parameters(model):
+    for name, parameter in named:
         place = placement(shape, name)
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data  # a collective if sharded
+        local = whole(parameter)
         if place.first_replica and not (shape.tied and place.hf_names == (_HEAD,)):  # the last stage's copy
-            yield place, whole.detach()
+            yield place, local
 
 
 def _gather(local: Tensor, place: Placement, to: int = 0) -> list[Tensor]:

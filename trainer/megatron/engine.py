@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,11 @@ from megatron.core import parallel_state as ps
 from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, ActorCritic, Algorithm, LossOutput
 from trainer.batch import MASK, SEGMENTS, Fields
 from trainer.config import TrainerConfig
-from trainer.config.sections import TrainDtype
+from trainer.config.sections import Dtype, TrainDtype
 from trainer.errors import ConfigError, Diverged
-from trainer.megatron.convert import Slice, export_hf, export_slices
+from trainer.megatron.convert import Slice, export_hf, export_slices, parameters
 from trainer.megatron.hf_config import ModelShape
+from trainer.megatron.lora import adapter_schema, adapters, merged
 from trainer.megatron.model import DTYPES
 from trainer.megatron.parallel import broadcast_json
 from trainer.megatron.passes import run, tokens_once
@@ -96,18 +97,34 @@ class Engine:
         return {name: tensors for role in self.roles.values() for name, tensors in role.storages().items()}
 
     def slices(self, dtype: TrainDtype, whole: Container[str] = frozenset()) -> Iterator[Slice]:
-        """This rank's slices of the Hugging Face tensors, cast; each slice is some one rank's. No communication, except
+        """This rank's slices of the tensors in `schema`, cast; each slice is some one rank's. No communication, except
         that those named in `whole`, and under `parallel.shard: full` all, are gathered one at a time: then every rank
         must exhaust it."""
         for chunk in self.model:
-            for piece in export_slices(chunk, self.shape, whole):
+            for piece in export_slices(self._trained(chunk), self.shape, whole):
                 yield piece._replace(tensor=piece.tensor.to(DTYPES[dtype]))
 
     def export(self, dtype: TrainDtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors, cast, each on some one rank. Gathers one at a time: `slices` is what publishing uses."""
+        """The full tensors in `schema`, cast, each on some one rank. Gathers one at a time: `slices` is what publishing
+        uses."""
         for chunk in self.model:
-            for name, tensor in export_hf(chunk, self.shape):
+            for name, tensor in export_hf(self._trained(chunk), self.shape):
                 yield name, tensor.to(DTYPES[dtype])
+
+    def export_merged(self, dtype: TrainDtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole model as `export` gives it without adapters, which are added to its weights."""
+        for chunk in self.model:
+            for name, tensor in export_hf(merged(chunk), self.shape):
+                yield name, tensor.to(DTYPES[dtype])
+
+    def schema(self, dtype: Dtype) -> list[tuple[str, Dtype, tuple[int, ...]]]:
+        """(name, dtype, shape) of every tensor that is trained and published: the model's under Hugging Face's names,
+        or the adapter's under PEFT's."""
+        lora = self.config.lora
+        return self.shape.schema(dtype) if lora is None else adapter_schema(self.shape, lora, dtype)
+
+    def _trained(self, chunk: Any) -> Iterable[tuple[str, torch.Tensor]]:
+        return parameters(chunk) if self.config.lora is None else adapters(chunk)
 
     def _minibatches(self, fields: Fields) -> list[Fields]:
         together = self._rows_together(fields)
@@ -174,7 +191,7 @@ class Engine:
 
     def _gathered(self, role: RoleName, fields: Fields) -> torch.Tensor:
         """[B, T] float32 over all data-parallel ranks, on every rank."""
-        with torch.no_grad():
+        with torch.no_grad(), self.roles[role].evaluating():
             parts = self._run(self.roles[role], fields, lambda output_BT, _: output_BT, forward_only=True)
         result = torch.zeros_like(fields[MASK])
         if ps.is_pipeline_last_stage():

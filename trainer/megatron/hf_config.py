@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.config import Dtype, ParallelConfig
+from trainer.config import LINEAR_LAYERS, Dtype, ParallelConfig
 from trainer.errors import ConfigError, ModelError, UnsupportedModel
 
 ARCHITECTURES = {
@@ -79,6 +80,12 @@ class ModelShape:
     def expert_names(self) -> ExpertNames:
         """KeyError for a dense family."""
         return _EXPERT_NAMES[self.family]
+
+    def module_names(self, targets: Container[str]) -> frozenset[str]:
+        """The family's names of linear layers that are called by Llama's (`gate_proj`); Mixtral has others."""
+        names = self.expert_names if self.experts else None
+        own = {"gate_proj": names.gate, "up_proj": names.up, "down_proj": names.down} if names is not None else {}
+        return frozenset(own.get(name, name) for name in LINEAR_LAYERS if name in targets)
 
     @property
     def parameters(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from trainer.errors import WeightsError
 
 INDEX = "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_model.safetensors"
 SHARD_BYTES = 4 << 30
 _COPIED = ("tokenizer*", "special_tokens*", "vocab.*", "merges.txt", "chat_template*", "generation_config.json")
 
@@ -122,6 +123,19 @@ def _write_shard(directory: Path, shard: dict[str, Any], part: int, number: int)
     file = f"model-{part:05d}-{number:05d}.safetensors"
     save_file(shard, str(directory / file), metadata={"format": "pt"})
     return [(name, file, tensor.nbytes) for name, tensor in shard.items()]
+
+
+def finish_adapter(directory: str | Path, written: list[tuple[str, str, int]], config: dict[str, Any]) -> None:
+    """Make PEFT's two files of a directory that holds an adapter's shards."""
+    from safetensors.torch import load_file, save_file
+
+    target = Path(directory)
+    shards = [target / file for file in sorted({file for _, file, _ in written})]
+    tensors = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    save_file(tensors, str(target / ADAPTER_FILE), metadata={"format": "pt"})
+    (target / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+    for shard in shards:
+        shard.unlink()
 
 
 def finish_checkpoint(directory: str | Path, written: list[tuple[str, str, int]], like: str | Path, dtype: str) -> None:

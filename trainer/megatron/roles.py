@@ -4,13 +4,17 @@
     critic     a value for every token: the same, with its own optimizer; for algorithms that need `values`
     reference  the initial policy, only ever evaluated; for algorithms that need `reference_logprobs`
 
-Each has its own TransformerConfig: Megatron hangs the optimizer's loss scale on it.
+With low-rank adapters (lora.py), actor and critic train these alone (the critic its head too), and the reference is no
+model of its own: it is the actor with its adapters switched off.
+
+Each model has its own TransformerConfig: Megatron hangs the optimizer's loss scale on it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,7 +34,8 @@ from trainer.config import TrainerConfig
 from trainer.megatron.convert import load_hf
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import HfTensors
-from trainer.megatron.model import DTYPES, build_model, load_critic, transformer_config
+from trainer.megatron.lora import Switch, attach
+from trainer.megatron.model import DTYPES, ValueHead, build_model, load_critic, transformer_config
 from trainer.megatron.optimizer import build_optimizer, build_scheduler
 from trainer.megatron.parallel import device
 
@@ -47,6 +52,11 @@ class Role:
     model: list[Any]
     optimizer: Any = None
     scheduler: Any = None
+    adapters: Switch | None = None
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """For passes that train nothing: adapters count unless this is the reference, and nothing drops out."""
+        return nullcontext() if self.adapters is None else self.adapters.set(on=self.name != "reference", dropout=False)
 
     def storages(self) -> dict[str, list[torch.Tensor]]:
         """The tensors whose storages hold this role's memory: `name`, and `name_optimizer` where it has one.
@@ -54,6 +64,8 @@ class Role:
         A tensor is listed under the part that owns it: fp32 main weights that are views of the model's buffers are
         the model's. Adam's states exist from the first step on.
         """
+        if self.optimizer is None and self.adapters is not None:
+            return {}  # the actor's
         if self.optimizer is None:
             return {self.name: _distinct(t for chunk in self.model for t in chunk.parameters())}
         mine = _distinct(t for chunk in self.model for t in _model_tensors(chunk))
@@ -64,18 +76,39 @@ def build_roles(config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) 
     """Every role the algorithm needs, each from the initial checkpoint. Collective."""
     tensors = None if config.model.random_init else HfTensors(config.model.path)
     roles: dict[RoleName, Role] = {}
-    if REFERENCE_LOGPROBS in algorithm.needs:
+    reference = REFERENCE_LOGPROBS in algorithm.needs
+    if reference and config.lora is None:
         transformer = _transformer(config, shape)
         roles["reference"] = Role("reference", transformer, load_model(shape, transformer, tensors))
-    transformer = _transformer(config, shape)
-    roles["actor"] = _trained("actor", config, config.optimizer, transformer, load_model(shape, transformer, tensors))
+    transformer, adapted = _transformer(config, shape), _Adapted(config, shape)
+    model = _placed(transformer, lambda chunk: adapted(_language_model(shape, transformer, tensors, chunk)))
+    actor = _trained("actor", config, config.optimizer, transformer, model, adapted.switch)
+    roles["actor"] = actor
+    if reference and config.lora is not None:
+        roles["reference"] = Role("reference", actor.transformer, actor.model, adapters=actor.adapters)
     if VALUES in algorithm.needs:
         transformer, section = _transformer(config, shape), _critic_optimizer(config)
         if (path := getattr(config.algorithm, "critic_path", None)) is not None:
             tensors = HfTensors(path)
-        critic = _placed(transformer, lambda chunk: load_critic(shape, transformer, tensors, chunk))
-        roles["critic"] = _trained("critic", config, section, transformer, critic)
+        adapted = _Adapted(config, shape)
+        critic = _placed(transformer, lambda chunk: adapted(load_critic(shape, transformer, tensors, chunk)))
+        roles["critic"] = _trained("critic", config, section, transformer, critic, adapted.switch)
     return roles
+
+
+class _Adapted:
+    """Puts adapters on the chunks of one model, if the run trains these. `switch` is what turns them off."""
+
+    def __init__(self, config: TrainerConfig, shape: ModelShape) -> None:
+        self._lora, self._seed, self._shape = config.lora, config.seed, shape
+        self.switch = Switch() if config.lora is not None else None
+
+    def __call__(self, model: Any) -> Any:
+        if self._lora is not None and self.switch is not None:
+            attach(model, self._shape, self._lora, self._seed, self.switch)
+            if isinstance(getattr(model, "output_layer", None), ValueHead):
+                model.output_layer.requires_grad_(True)
+        return model
 
 
 def load_model(shape: ModelShape, transformer: TransformerConfig, tensors: HfTensors | None) -> list[Any]:
@@ -106,7 +139,12 @@ def _transformer(config: TrainerConfig, shape: ModelShape) -> TransformerConfig:
 
 
 def _trained(
-    name: RoleName, config: TrainerConfig, section: OptimizerSection, transformer: TransformerConfig, model: list[Any]
+    name: RoleName,
+    config: TrainerConfig,
+    section: OptimizerSection,
+    transformer: TransformerConfig,
+    model: list[Any],
+    adapters: Switch | None,
 ) -> Role:
     sharded = config.parallel.shard == "full"
     wrap = FullySharded if sharded else _replicated
@@ -114,7 +152,7 @@ def _trained(
     optimizer = build_optimizer(section, DTYPES[config.model.dtype], model, sharded=sharded)
     transformer.finalize_model_grads_func = finalize_model_grads
     transformer.grad_scale_func = optimizer.scale_loss
-    return Role(name, transformer, model, optimizer, build_scheduler(config, section, optimizer))
+    return Role(name, transformer, model, optimizer, build_scheduler(config, section, optimizer), adapters)
 
 
 def _replicated(transformer: TransformerConfig, chunk: Any) -> Any:
@@ -129,13 +167,14 @@ def _critic_optimizer(config: TrainerConfig) -> OptimizerSection:
 
 
 def _model_tensors(chunk: Any) -> Iterator[torch.Tensor]:
-    """Weights and gradients, out of Megatron's buffers or FSDP's shards."""
+    """Weights and gradients, out of Megatron's buffers or FSDP's shards; frozen weights are in no buffer."""
     if isinstance(chunk, FullySharded):
         for parameter in chunk.parameters():
             yield from (t.to_local() for t in (parameter, parameter.grad) if t is not None)
         return
     for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
         yield from (t for t in (buffer.param_data, buffer.grad_data) if t is not None)
+    yield from (parameter for parameter in chunk.parameters() if not parameter.requires_grad)
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:

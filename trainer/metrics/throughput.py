@@ -2,7 +2,8 @@
 
 Model FLOPs utilisation, after PaLM (arXiv 2204.02311, appendix B): a trained token costs 6 N + 12 L H Q T operations,
 for N weights (the input embedding is a look-up and counts only where it is the output layer too), L layers, H heads
-of size Q, and T tokens in its sequence. Operations that a recomputed activation repeats do not count, nor does padding.
+of size Q, and T tokens in its sequence; where weights are frozen under an adapter 4 N in place of 6 N, for want of
+their gradients. Operations that a recomputed activation repeats do not count, nor does padding.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ PEAKS: Mapping[str, float] = {
 _EDGE, _ROUNDS = 1024, 3  # of the matrix product that stands for a peak nobody published
 
 
-def flops_per_token(shape: ModelShape, length: float) -> float:
+def flops_per_token(shape: ModelShape, length: float, *, frozen: bool = False) -> float:
     """Operations of forward and backward, for a token in a sequence of `length` tokens. Of a mixture of experts the
-    active weights count."""
+    active weights count. `frozen`: an adapter is trained in place of the weights."""
     looked_up = 0 if shape.tied else shape.vocab * shape.hidden
     idle = (shape.experts - shape.experts_per_token) * 3 * shape.hidden * shape.expert_ffn * shape.layers
     attention = 12 * shape.layers * shape.heads * shape.head_dim * length
-    return 6.0 * (shape.parameters - looked_up - idle) + attention
+    return (4.0 if frozen else 6.0) * (shape.parameters - looked_up - idle) + attention
 
 
 @cache
@@ -93,11 +94,12 @@ def lengths(fields: Fields) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Rates of steps on `ranks` devices of `peak` operations a second each."""
+    """Rates of steps on `ranks` devices of `peak` operations a second each. `frozen` as above."""
 
     shape: ModelShape
     ranks: int
     peak: float
+    frozen: bool = False
 
     def metrics(self, fields: Fields, train_ms: float, passes: int = 1) -> dict[str, float]:
         """What a step's `fields` (all of them, of every rank) took: `train_tokens_per_s` counts prompts too.
@@ -107,7 +109,7 @@ class Throughput:
         if not tokens or train_ms <= 0:
             return {}
         mean = float((found * found).sum() / found.sum())  # of a token, not of a sequence
-        flops = flops_per_token(self.shape, mean) * tokens / (train_ms / 1e3) / self.ranks
+        flops = flops_per_token(self.shape, mean, frozen=self.frozen) * tokens / (train_ms / 1e3) / self.ranks
         return {
             "train_tokens_per_s": round(tokens / (train_ms / 1e3), 1),
             "train_tflops": flops / 1e12,

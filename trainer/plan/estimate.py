@@ -2,7 +2,7 @@
 
 Weights are counted as Megatron places them, without building it. Gradients and optimizer states are counted as the
 engine allocates them: gradients in fp32; fp32 main weights and Adam's moments sharded over data-parallel ranks (ZeRO,
-arXiv 1910.02054); everything sharded under `shard: full`.
+arXiv 1910.02054); everything sharded under `shard: full`. Weights that are frozen under adapters have neither.
 Activations are what the unfused layers of trainer/megatron keep for the backward pass, counted as in Korthikanti et al.
 (arXiv 2205.05198) for this decoder: RMSNorm, rotary attention without a score matrix, gated feed-forward.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from trainer.config import ParallelConfig
+from trainer.config import LoraConfig, ParallelConfig
 from trainer.megatron.hf_config import ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -24,7 +24,7 @@ FP32 = 4
 class Workload:
     """The work of a step: `length` in tokens a sequence, at most `micro_batch` sequences a forward pass, `sequences`
     an optimizer step, over all data-parallel ranks (0: more than any layout has under way at a time); `critics` models
-    are trained besides the actor, `references` only evaluated."""
+    are trained besides the actor, `references` only evaluated. With `lora` adapters are trained over frozen weights."""
 
     length: int
     micro_batch: int = 1
@@ -34,6 +34,7 @@ class Workload:
     offload: bool = False
     critics: int = 0
     references: int = 0
+    lora: LoraConfig | None = None
 
     def rows(self, parallel: ParallelConfig) -> int:
         """Sequences of a forward pass: no more than a rank has of an optimizer step."""
@@ -69,14 +70,19 @@ def estimate(shape: ModelShape, parallel: ParallelConfig, workload: Workload) ->
 
 def _stage(shape: ModelShape, parallel: ParallelConfig, work: Workload, stage: int) -> Estimate:
     weights = rank_weights(shape, parallel, stage)
-    trained, copies = 1 + work.critics, 1 + work.critics + work.references
+    adapters = Weights(0, 0, 0) if work.lora is None else adapter_weights(shape, parallel, work.lora)
+    moved = weights if work.lora is None else adapters
+    trained = 1 + work.critics
+    copies = trained + work.references
     size, full = BYTES[work.dtype], parallel.shard == "full"
-    replicas = parallel.data * parallel.context
-    held = -(-weights.total // replicas) if full else weights.total
+
+    def held(part: Weights) -> int:
+        return -(-part.total // (parallel.data * parallel.context)) if full else part.total
+
     return Estimate(
-        weights=copies * held * size + (weights.largest * size if full else 0),
-        gradients=trained * held * (size if full else FP32) + (weights.largest * size if full else 0),
-        optimizer=trained * _optimizer_bytes(weights, parallel, work),
+        weights=(copies * held(weights) + trained * held(adapters) + (weights.largest if full else 0)) * size,
+        gradients=trained * held(moved) * (size if full else FP32) + (moved.largest * size if full else 0),
+        optimizer=trained * _optimizer_bytes(moved, parallel, work),
         activations=_activations(shape, parallel, work, stage),
         logits=_logits(shape, parallel, work) if stage == parallel.pipeline - 1 else 0,
     )
@@ -166,6 +172,25 @@ def rank_weights(shape: ModelShape, parallel: ParallelConfig, stage: int) -> Wei
     tables = first + (last and not (shape.tied and first))  # a tied output layer on another stage is a copy
     ends = tables * vocabulary + (shape.hidden if last else 0)
     return Weights(layers * layer + ends, layers * expert, max(layer + expert, ends))
+
+
+def adapter_weights(shape: ModelShape, parallel: ParallelConfig, lora: LoraConfig) -> Weights:
+    """The adapters of a rank, which are the same many in every stage: of each pair A or B is cut with its layer."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = {"q_proj": q, "k_proj": kv, "v_proj": kv, "o_proj": q}
+    width = shape.expert_ffn if shape.experts else shape.ffn
+    feed_forward = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), width)
+
+    def pairs(widths: dict[str, int], ranks: int) -> int:
+        return sum(lora.rank * (shape.hidden + w // ranks) for name, w in widths.items() if name in lora.target_modules)
+
+    dense, expert = pairs(attention, parallel.tensor), 0
+    if shape.experts:
+        expert = shape.experts // parallel.expert * pairs(feed_forward, parallel.expert_tensor_size)
+    else:
+        dense += pairs(feed_forward, parallel.tensor)
+    layers = shape.layers // parallel.pipeline
+    return Weights(layers * dense, layers * expert, dense + expert)
 
 
 def _layer(shape: ModelShape, parallel: ParallelConfig) -> int:

@@ -53,7 +53,8 @@ def workload_of(config: TrainerConfig, length: int) -> Workload:
         recompute=config.model.recompute,
         offload=config.optimizer.offload,
         critics=int(isinstance(algorithm, PpoConfig)),
-        references=int(reference),
+        references=int(reference and config.lora is None),
+        lora=config.lora,
     )
 
 
@@ -91,7 +92,8 @@ def _say_what(console: Console, config: TrainerConfig, shape: ModelShape, work: 
     mixture = f", {shape.experts} experts of which {shape.experts_per_token} work" if shape.experts else ""
     others = [f"{work.critics} critic"] * bool(work.critics) + [f"{work.references} reference"] * bool(work.references)
     besides = f" and {', '.join(others)}" if others else ""
-    console.print(f"{shape.family}, {shape.parameters / 1e9:.2f} B weights{mixture}; actor{besides}, {work.dtype}")
+    actor = "actor" if work.lora is None else f"adapters of rank {work.lora.rank}"
+    console.print(f"{shape.family}, {shape.parameters / 1e9:.2f} B weights{mixture}; {actor}{besides}, {work.dtype}")
     console.print(f"{config.algorithm.name}: micro-batches of {work.rows(config.parallel)} x {work.length} tokens")
 
 

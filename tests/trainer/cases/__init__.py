@@ -130,11 +130,11 @@ def losses(
         return trained
 
 
-def grpo(path: str, parallel: dict[str, int]) -> list[dict[str, float]]:
+def grpo(path: str, parallel: dict[str, int], **more: Any) -> list[dict[str, float]]:
     """All numbers of three GRPO steps with a KL term to the initial weights, in two minibatches each."""
     algorithm = {"name": "grpo", "kl_coef": 0.1, "minibatches": 2}
     config = {"algorithm": algorithm, "gateway": {"url": "http://unused"}, "optimizer": {"lr": 1e-2}, "micro_batch": 2}
-    with engine({"model": {"path": path}, "parallel": parallel} | config) as built:
+    with engine({"model": {"path": path}, "parallel": parallel} | config | more) as built:
         result = []
         for step in range(3):
             fields = random_batch(built.shape.vocab, rows=8, seed=step)
@@ -208,6 +208,7 @@ from tests.trainer.cases.faults import *  # noqa: E402, F403
 from tests.trainer.cases.hostile import *  # noqa: E402, F403
 from tests.trainer.cases.hosts import *  # noqa: E402, F403
 from tests.trainer.cases.layouts import *  # noqa: E402, F403
+from tests.trainer.cases.lora import *  # noqa: E402, F403
 from tests.trainer.cases.memory import *  # noqa: E402, F403
 from tests.trainer.cases.packing import *  # noqa: E402, F403 - cases of their own file
 from tests.trainer.cases.plan import *  # noqa: E402, F403

@@ -32,12 +32,12 @@ def ppo(path: str, parallel: dict[str, Any], **config: Any) -> list[dict[str, fl
         return result
 
 
-def packed(path: str, parallel: dict[str, Any], *, rows: bool) -> list[list[float]]:
+def packed(path: str, parallel: dict[str, Any], *, rows: bool, **more: Any) -> list[list[float]]:
     """[loss, gradient norm] of three steps on sequences of many lengths, packed or one a row."""
     from tests.trainer.cases import engine
 
     config = {"model": {"path": path}, "parallel": parallel, "optimizer": {"lr": 1e-2}, "micro_batch": 3}
-    with engine(config) as built:
+    with engine(config | more) as built:
         trained = []
         for step in range(3):
             generator = torch.Generator().manual_seed(step)

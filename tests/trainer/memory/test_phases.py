@@ -30,8 +30,10 @@ def even_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def phases(ranks: Ranks, path: str, directory: Path, spare: float | None, **parallel: int) -> list[dict[str, Any]]:
-    return ranks.call("phases", path=path, parallel=parallel, directory=str(directory), spare=spare)
+def phases(
+    ranks: Ranks, path: str, directory: Path, spare: float | None, lora: dict[str, Any] | None = None, **parallel: int
+) -> list[dict[str, Any]]:
+    return ranks.call("phases", path=path, parallel=parallel, directory=str(directory), spare=spare, lora=lora)
 
 
 @pytest.mark.broad
@@ -79,3 +81,20 @@ def test_what_cannot_be_is_refused_on_every_rank(two_ranks: Ranks, tiny_model: s
     assert "rank 1" in first[2][1]
     assert last[2][0] == "OffloadError"
     assert "memory.directory" in last[2][1]
+
+
+@pytest.mark.parametrize("parallel", [{}, {"data": 2}], ids=["one", "data"])
+def test_frozen_weights_leave_with_their_adapter(
+    one_rank: Ranks, even_model: str, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    """The reference is the actor's weights, moved once; the frozen ones are in none of the actor's buffers."""
+    ranks = one_rank.sharing(2 if parallel else 1)
+    alone = phases(ranks, even_model, tmp_path, None, {"rank": 4}, **parallel)
+    shared = phases(ranks, even_model, tmp_path, 0.6, {"rank": 4}, **parallel)
+    assert [rank["losses"] for rank in shared] == [rank["losses"] for rank in alone]
+    moved = {name for taken in shared[0]["took"] for name in taken}
+    assert "memory_ms/rollout/actor" in moved
+    assert "memory_ms/rollout/reference" not in moved
+    weights = (Path(even_model) / "model.safetensors").stat().st_size
+    assert shared[0]["own"] > 2 * weights  # of actor and critic, and something for their adapters
+    assert shared[0]["own"] < 4 * weights

@@ -38,8 +38,10 @@ def test_lengths_of_packed_rows_are_counted_by_segment() -> None:
     assert lengths(fields).tolist() == [3, 2, 1]
 
 
-def test_operations_are_those_of_the_models_matrix_products(shape: ModelShape) -> None:
-    """Counted by torch on transformers' model: 2 operations a multiply-add forward, three times that with backward."""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_operations_are_those_of_the_models_matrix_products(shape: ModelShape, frozen: bool) -> None:
+    """Counted by torch on transformers' model: 2 operations a multiply-add forward, three times that with backward. For
+    frozen weights there are no gradients of their own, only those of what goes through them."""
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -54,9 +56,11 @@ def test_operations_are_those_of_the_models_matrix_products(shape: ModelShape) -
         attn_implementation="eager",
     )
     length = 24
+    model = LlamaForCausalLM(config).requires_grad_(not frozen)
+    inputs = torch.zeros(1, length, shape.hidden, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        LlamaForCausalLM(config)(torch.zeros(1, length, dtype=torch.int64)).logits.sum().backward()
-    ours = flops_per_token(shape, length) * length
+        model(inputs_embeds=inputs).logits.sum().backward()
+    ours = flops_per_token(shape, length, frozen=frozen) * length
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.03)  # norms count in N, and are no products
 
 

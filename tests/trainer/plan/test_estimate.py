@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.trainer.ranks import Ranks
-from trainer.config import ParallelConfig
+from trainer.config import LoraConfig, ParallelConfig
 from trainer.megatron.hf_config import load_shape
-from trainer.plan.estimate import Workload, estimate, rank_weights
+from trainer.plan.estimate import Workload, adapter_weights, estimate, rank_weights
 from trainer.tiny_model import write_tiny_model
 
 SIZES = {
@@ -81,3 +81,26 @@ def test_every_layout_holds_what_was_estimated(
     two_ranks: Ranks, models: dict[str, str], family: str, parallel: dict[str, Any]
 ) -> None:
     check(two_ranks, models[family], parallel, {}, kept=0.08)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [("llama", {}), ("qwen3_moe", {}), ("llama", {"tensor": 2}), ("qwen3_moe", {"data": 2, "expert": 2})],
+    ids=str,
+)
+def test_adapters_hold_what_was_estimated(
+    one_rank: Ranks, models: dict[str, str], family: str, parallel: dict[str, Any]
+) -> None:
+    shape, layout, lora = load_shape(models[family]), ParallelConfig(**parallel), LoraConfig(rank=8)
+    ranks = one_rank.sharing(layout.world_size)
+    arguments: dict[str, Any] = {"rows": ROWS, "length": LENGTH, "lora": {"rank": 8}}
+    found = ranks.call("measured", path=models[family], parallel=parallel, **arguments)[0]
+    told = estimate(shape, layout, Workload(LENGTH, ROWS, sequences=ROWS * layout.data, dtype="float32", lora=lora))
+    adapters = adapter_weights(shape, layout, lora)
+    assert found["parameters"] == rank_weights(shape, layout, 0).total + adapters.total
+    assert told.weights == found["weights"]
+    assert told.gradients == 4 * adapters.total == pytest.approx(found["gradients"], rel=0.05)  # which is padded
+    assert told.optimizer == pytest.approx(found["optimizer"], rel=0.05)
+    full = estimate(shape, layout, Workload(LENGTH, ROWS, sequences=ROWS * layout.data, dtype="float32"))
+    assert told.total < full.total
