@@ -24,6 +24,7 @@ from trainer.trajectory import LENGTH, Turn, VersionSpan
 
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 WEIGHTS_CHANGED = "weights_changed"
+NOT_YET = "model_not_found"  # an adapter's commit record is there a moment before the instances have it
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 2.0
 LONGEST_WAIT_S = 30.0  # that a server's Retry-After may ask for
 SEEDS = 2**31
@@ -270,7 +271,7 @@ def _problem(status: int, content: bytes, headers: httpx.Headers) -> Exception:
     code, problem = _error(content, "code"), f"HTTP {status}: {_error(content, 'message')}"
     if code == WEIGHTS_CHANGED:
         return _Interrupted(problem, swap=True)
-    if status in RETRYABLE:
+    if status in RETRYABLE or code == NOT_YET:
         return _Interrupted(problem, _retry_after(headers))
     return RolloutError(f"the gateway refused a rollout ({problem}).", status=status)
 
