@@ -7,8 +7,8 @@ arXiv 2507.18071) or of its product (`trajectory`), the loss of a token is
             with `dual_clip` c: r is at most c (1912.09729)
     cispo   -w A logprob min(r, 1 + clip_high), no gradient through the minimum (MiniMax-M1, 2506.13585)
 
-w is the importance correction's weight (correction.py). With a correction the proximal policy is the trainer's at the
-start of the step; without one it is the engine's, whose log-probs came with the samples. A step's loss is
+w is the importance correction's weight (correction.py). With a correction, and always in RLOO, the proximal policy is
+the trainer's at the start of the step; else it is the engine's, whose log-probs came with the samples. A step's loss is
 
     token      the mean over all kept tokens (DAPO)
     sequence   the mean over answers of the mean over their tokens (GRPO)
@@ -67,6 +67,7 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
 
     credit_is = ADVANTAGES
     kl_in_loss = False
+    own_proximal = False
 
     def __init__(self, config: ConfigT, max_tokens: int | None = None) -> None:
         self.config = config
@@ -105,7 +106,7 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         c, mask, advantage = self.config, fields[MASK], fields[ADVANTAGES]
         old = fields.get(OLD_LOGPROBS, logprobs_BT.detach())
         correction = correct(c.correction, old, fields)
-        proximal = fields[BEHAVIOUR_LOGPROBS] if c.correction.kind == "none" else old
+        proximal = old if self._proximal_is_own else fields[BEHAVIOUR_LOGPROBS]
         ratio = at_level(_LEVELS[c.ratio], (logprobs_BT - proximal) * mask, fields).exp()
         per_token, clipped = self._surrogate(ratio, advantage, logprobs_BT)
         per_token = per_token * correction.weights
@@ -132,9 +133,14 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         c = self.config
         needs = {REFERENCE_LOGPROBS} if c.kl_coef > 0 else set()
         # In a step's only update the proximal policy is the current one: no pass of its own.
-        if (c.correction.kind != "none" and c.updates > 1) or (needs and not self.kl_in_loss):
+        if (self._proximal_is_own and c.updates > 1) or (needs and not self.kl_in_loss):
             needs.add(OLD_LOGPROBS)
         return frozenset(needs)
+
+    @property
+    def _proximal_is_own(self) -> bool:
+        """Whether the ratio is against the trainer's policy at the start of the step, not the engine's."""
+        return self.own_proximal or self.config.correction.kind != "none"
 
     def _rewards(self, group: Group) -> list[float]:
         """With DAPO's soft punishment of answers that come near the limit (section 3.4)."""
@@ -215,10 +221,17 @@ class Grpo(PolicyGradient[GrpoConfig]):
 class Rloo(PolicyGradient[RlooConfig]):
     """REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740).
 
-    A = R - mean of R over the prompt's other samples, with R = reward - kl_coef * sum over tokens of (old - reference).
+    The whole answer y is one action. In a step's only update the gradient of the loss is
+
+        -(mean over answers of A * the gradient of log p(y)),  log p(y) = sum over its tokens of their log-probs
+
+    with A = R - mean of R over the prompt's other samples, R = reward - kl_coef * sum over tokens of (old - reference).
+    Further updates clip the ratio of p(y) to the trainer's own at the start of the step.
     A is linear in R, so the two parts are computed apart: the rewards' on rank 0, the KL's once the log-probs are
     there.
     """
+
+    own_proximal = True
 
     def __init__(self, config: RlooConfig, max_tokens: int | None = None) -> None:
         super().__init__(config, max_tokens)

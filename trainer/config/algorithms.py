@@ -146,10 +146,13 @@ class GrpoConfig(PolicyConfig):
 class RlooConfig(PolicyConfig):
     """REINFORCE leave-one-out (arXiv 2402.14740): the reward against the mean of the prompt's other samples.
 
+    The whole answer is one action: `ratio` is that of its probability, against the trainer's own at the start of the
+    step, and the gradient of a step's only update is A times that of the sum of its tokens' log-probs.
     `kl_coef` weighs the answer's KL in the reward. `normalize_advantages` divides by the batch's standard deviation.
     """
 
     name: Literal["rloo"] = "rloo"
+    ratio: Literal["token", "sequence", "trajectory"] = "trajectory"
     normalize: Literal["token", "sequence", "length"] = "sequence"
     clip_high: float = 0.2
     normalize_advantages: bool = False

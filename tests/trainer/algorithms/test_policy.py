@@ -144,8 +144,13 @@ def test_in_the_only_update_the_current_policy_is_the_old_one() -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize(
     "config",
-    [RlooConfig(), RlooConfig(kl_coef=0.3), RlooConfig(kl_coef=0.3, ratio="trajectory", normalize_advantages=True)],
-    ids=["plain", "kl", "normalized"],
+    [
+        RlooConfig(),
+        RlooConfig(epochs=2),
+        RlooConfig(kl_coef=0.3),
+        RlooConfig(kl_coef=0.3, ratio="token", normalize_advantages=True),
+    ],
+    ids=["plain", "epochs", "kl", "normalized"],
 )
 def test_rloo(config: RlooConfig, packed: bool) -> None:
     t = trial(config, packed=packed)
@@ -156,12 +161,29 @@ def test_rloo(config: RlooConfig, packed: bool) -> None:
         middle, std = plain.mean(advantages), plain.sample_std(advantages)
         advantages = [(a - middle) / (std + 1e-4) for a in advantages]
     exact = [[a] * len(b) for a, b in zip(advantages, BEHAVIOUR, strict=True)]
-    expected = plain.policy_loss(dataclasses.asdict(config), t.logprobs, BEHAVIOUR, exact)
+    proximal = t.given[OLD_LOGPROBS] if OLD_LOGPROBS in t.algorithm.needs else [p.detach() for p in t.logprobs]
+    expected = plain.policy_loss(dataclasses.asdict(config), t.logprobs, proximal, exact)
     output = t.loss()
     # The rewards' part of the advantages travelled in single precision.
     torch.testing.assert_close(output.total / output.denominator, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
         t.gradient(output.total / output.denominator), t.gradient(expected), rtol=1e-5, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_rloo_is_the_gradient_of_the_paper(packed: bool) -> None:
+    """REINFORCE's of arXiv 2402.14740: of an answer's log-probability, the sum over its tokens however many they are,
+    and whatever the engine said of them."""
+    t = trial(RlooConfig(), packed=packed)
+    advantages = plain.rloo_advantages(BATCH, [0.0] * len(BEHAVIOUR))
+    terms = [-a * logprobs.sum() for a, logprobs in zip(advantages, t.logprobs, strict=True)]
+    output = t.loss()
+    torch.testing.assert_close(
+        t.gradient(output.total / output.denominator),
+        t.gradient(torch.stack(terms).sum() / len(terms)),
+        rtol=1e-5,
+        atol=1e-7,
     )
 
 
