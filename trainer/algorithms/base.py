@@ -19,6 +19,7 @@ REFERENCE_LOGPROBS = "reference_logprobs"  # of the initial weights
 VALUES = "values"  # the critic's at the start of the step
 ADVANTAGES, RETURNS = "advantages", "returns"
 REWARDS = "rewards"  # by token; a sample's reward is on its last one
+ENTROPY = "entropy"  # of the whole distribution there, under the current weights, with gradient: what `loss` is given
 VERSION_LAG = "version_lag"  # versions between the weights that sampled a token and the trainer's
 
 
@@ -77,7 +78,7 @@ class Algorithm(Protocol):
         ...
 
     def loss(self, logprobs_BT: torch.Tensor, fields: Fields) -> LossOutput:
-        """`logprobs_BT` float32, of the tokens at t + 1 under the current weights, with gradient."""
+        """`logprobs_BT` float32, of the tokens at t + 1 under the current weights, with gradient. `fields` has ENTROPY."""
         ...
 
 

@@ -7,6 +7,10 @@ arXiv 2507.18071) or of its product (`trajectory`), the loss of a token is
             with `dual_clip` c: r is at most c (1912.09729)
     cispo   -w A logprob min(r, 1 + clip_high), no gradient through the minimum (MiniMax-M1, 2506.13585)
 
+less entropy_coef * H, with the exact entropy of the policy at that token, over the whole vocabulary V:
+
+    H = -sum over v in V of p(v) log p(v)
+
 w is the importance correction's weight (correction.py). With a correction, and always in RLOO, the proximal policy is
 the trainer's at the start of the step; else it is the engine's, whose log-probs came with the samples. A step's loss is
 
@@ -37,6 +41,7 @@ from trainer.algorithms.advantages import (
 from trainer.algorithms.base import (
     ADVANTAGES,
     BEHAVIOUR_LOGPROBS,
+    ENTROPY,
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
     RETURNS,
@@ -117,7 +122,7 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
             "clip_ratio_low": (clipped * (advantage < 0)).sum(),
             "clip_ratio_high": (clipped * (advantage > 0)).sum(),
             "logprob_gap_mean": gap.sum(),
-            "entropy": -(logprobs_BT.detach() * mask).sum(),
+            "entropy": (fields[ENTROPY].detach() * mask).sum(),
         }
         if c.correction.kind != "none" or VERSION_LAG in fields:
             sums["correction_weight"] = correction.weights.sum()
@@ -126,6 +131,8 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
             kl = self._kl(logprobs_BT, fields)
             sums["kl"] = (kl.detach() * mask).sum()
             per_token = per_token + c.kl_coef * kl if self.kl_in_loss else per_token
+        if c.entropy_coef:
+            per_token = per_token - c.entropy_coef * fields[ENTROPY]
         total, over = self._normalized(per_token * correction.kept, fields | {MASK: correction.kept})
         return LossOutput(total, mask.sum(), sums, {"logprob_gap_max": gap.max()}, over)
 

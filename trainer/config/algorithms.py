@@ -80,6 +80,7 @@ class PolicyConfig:
     `objective: cispo` clips the ratio as a weight, without gradient, so that clipped tokens still learn.
     The loss is a mean over tokens, or over answers of their mean (`normalize: sequence`) or of their sum divided by
     `rollout.max_tokens` (`length`).
+    `entropy_coef` above 0 rewards the policy's entropy, averaged as the loss is.
     `kl_coef` above 0 penalises KL to the initial weights, at the price of a second copy of the model.
     `mask_truncated` leaves answers out that met `rollout.max_tokens`. Within the last `overlong_buffer` tokens before
     it the reward falls by up to `overlong_penalty`. `drop_zero_std` replaces groups with equal rewards by others.
@@ -94,6 +95,7 @@ class PolicyConfig:
     objective: Literal["clip", "cispo"] = "clip"
     normalize: Literal["token", "sequence", "length"] = "token"
     kl_coef: float = 0.0
+    entropy_coef: float = 0.0
     minibatches: int = 1
     epochs: int = 1
     mask_truncated: bool = False
@@ -107,6 +109,7 @@ class PolicyConfig:
         in_range(self, "clip_low", 0.0, 1.0)
         in_range(self, "clip_high", 0.0, 100.0)
         in_range(self, "kl_coef", 0.0, 10.0)
+        in_range(self, "entropy_coef", 0.0, 10.0)
         in_range(self, "overlong_buffer", 0, 10**9)
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ConfigError("dual_clip", f"{self.dual_clip} is within the clip range", "Set it above 1 + clip_high")

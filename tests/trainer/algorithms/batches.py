@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, Algorithm, LossOutput
+from trainer.algorithms.base import ENTROPY, OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, Algorithm, LossOutput
 from trainer.batch import MASK, TOKENS, Fields, Rows, Sequence, lay_out, plan_rows, take_back
 from trainer.rewards import Score
 from trainer.rollout import Group, Sample, VersionSpan
@@ -73,6 +73,11 @@ class Trial:
         return [logits.log_softmax(-1)[range(len(logits)), list(s.continuation)] for logits, s in pairs]
 
     @property
+    def entropies(self) -> list[torch.Tensor]:
+        """[tokens] of each sequence, of the whole distribution, with gradient."""
+        return [-(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1) for logits in self.logits]
+
+    @property
     def rows(self) -> Rows:
         if self.packed:
             return plan_rows(self.sequences, 40)
@@ -96,6 +101,7 @@ class Trial:
     def loss(self) -> LossOutput:
         fields = self.fields()
         assert fields[TOKENS].shape[1] == fields[MASK].shape[1] + 1
+        fields[ENTROPY] = self.scatter(self.entropies, fields)
         return self.algorithm.loss(self.scatter(self.logprobs, fields), fields)
 
     def gradient(self, loss: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,15 @@ from tests.trainer.algorithms import reference as plain
 from tests.trainer.algorithms.batches import LONGEST, Trial, groups
 from trainer.algorithms import build_algorithm
 from trainer.algorithms.advantages import over_group
-from trainer.algorithms.base import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, VERSION_LAG, ActorCritic
+from trainer.algorithms.base import (
+    ADVANTAGES,
+    ENTROPY,
+    OLD_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    VALUES,
+    VERSION_LAG,
+    ActorCritic,
+)
 from trainer.algorithms.correction import correct
 from trainer.algorithms.policy import Grpo, PolicyGradient, Ppo, Reinforce, Rloo
 from trainer.batch import MASK, lay_out
@@ -62,6 +70,8 @@ GRPO = {
     "dapo": GrpoConfig(clip_high=0.28),
     "dual_clip": GrpoConfig(dual_clip=1.5),
     "gspo": GrpoConfig(ratio="sequence", normalize="sequence", clip_low=0.2, clip_high=0.3),
+    "entropy": GrpoConfig(entropy_coef=0.3),
+    "entropy_of_answers": GrpoConfig(entropy_coef=0.3, kl_coef=0.2, normalize="sequence"),
     "trajectory": GrpoConfig(ratio="trajectory", normalize="sequence"),
     "cispo": GrpoConfig(objective="cispo", clip_high=0.5),
 }
@@ -77,9 +87,11 @@ def test_grpo_and_its_descendants(config: GrpoConfig, packed: bool) -> None:
         BEHAVIOUR,
         constant(plain.grpo_advantages(BATCH, scale=config.scale_rewards)),
         reference=t.given[REFERENCE_LOGPROBS] if config.kl_coef else None,
+        logits=t.logits if config.entropy_coef else None,
         max_tokens=LONGEST,
     )
     output = t.check(expected)
+    assert output.sums["entropy"].item() == pytest.approx(sum(h.sum().item() for h in t.entropies))
     assert 0 < output.sums["clip_ratio"] < output.tokens
     assert output.sums["clip_ratio"] == output.sums["clip_ratio_low"] + output.sums["clip_ratio_high"]
     assert (output.sums["clip_ratio_low"] == 0) == (config.objective == "cispo")
@@ -327,7 +339,8 @@ def test_the_logprob_gap_is_between_engine_and_trainer() -> None:
     algorithm = Grpo(GrpoConfig())
     t = Trial(algorithm, algorithm.sequences([], BATCH))
     fields = t.fields()
-    output = algorithm.loss(fields["behaviour_logprobs"] + 0.5 * fields[MASK], fields)
+    entropies = {ENTROPY: torch.zeros_like(fields[MASK])}
+    output = algorithm.loss(fields["behaviour_logprobs"] + 0.5 * fields[MASK], fields | entropies)
     assert output.maxima["logprob_gap_max"].item() == pytest.approx(0.5, abs=1e-5)
     assert (output.sums["logprob_gap_mean"] / output.tokens).item() == pytest.approx(0.5, abs=1e-5)
 

@@ -87,7 +87,6 @@ def parity(path: str, parallel: dict[str, int], dtype: str = "float32") -> dict[
         result: dict[str, Any] = {}
         if (mine := logits(built, inputs)) is not None:
             result["logits"] = (mine[..., : built.shape.vocab] - expected).abs().max().item()
-            result["padding_probability"] = mine.float().softmax(-1)[..., built.shape.vocab :].sum().item()
         if (logprobs := built.logprobs(fields)) is not None:
             reference = expected.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
             result["logprobs"] = (logprobs - reference).abs().max().item()
@@ -208,6 +207,7 @@ from tests.trainer.cases.faults import *  # noqa: E402, F403
 from tests.trainer.cases.hostile import *  # noqa: E402, F403
 from tests.trainer.cases.hosts import *  # noqa: E402, F403
 from tests.trainer.cases.layouts import *  # noqa: E402, F403
+from tests.trainer.cases.logprobs import *  # noqa: E402, F403
 from tests.trainer.cases.memory import *  # noqa: E402, F403
 from tests.trainer.cases.packing import *  # noqa: E402, F403 - cases of their own file
 from tests.trainer.cases.plan import *  # noqa: E402, F403
