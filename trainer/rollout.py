@@ -26,6 +26,7 @@ from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import GatewayUnreachable, RolloutError
 from trainer.rewards.scorer import RewardRequest, Score, Scorer
+from trainer.staleness import StepsOfVersions
 
 T = TypeVar("T")
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -34,11 +35,13 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 2.0
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens [start, end) of a sample were written by weight version `version`."""
+    """Tokens [start, end) of a sample were written by weight version `version`, the weights after `step` optimizer
+    steps (as far as the trainer knows: see `Group.dated`)."""
 
     version: int
     start: int
     end: int
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,15 @@ class Sample:
 
     @property
     def oldest(self) -> int | None:
-        """The oldest version that wrote one of its tokens; None if it has none, or nobody said."""
-        return min((span.version for span in self.versions if span.end > span.start), default=None)
+        """Steps in the oldest weights that wrote one of its tokens; None if it has none, or nobody said."""
+        return min((span.step for span in self.versions if span.end > span.start), default=None)
 
-    def version_lags(self, version: int) -> list[float]:
-        """For each token, how many versions `version` is ahead of the one that wrote it. Tokens that no span covers,
-        and those of a version that is ahead itself (training was rolled back), count as current."""
+    def lags(self, step: int) -> list[float]:
+        """For each token, how many optimizer steps `step` is ahead of the weights that wrote it. Tokens that no span
+        covers, and those of weights that are ahead themselves (training was rolled back), count as current."""
         lags = [0.0] * len(self.token_ids)
         for span in self.versions:
-            lag = float(max(version - span.version, 0))
+            lag = float(max(step - span.step, 0))
             lags[span.start : span.end] = [lag] * len(lags[span.start : span.end])
         return lags
 
@@ -73,9 +76,9 @@ class Group:
     samples: tuple[Sample, ...]
     scores: tuple[Score, ...]
 
-    def renumbered(self, by: int) -> Group:
-        """The group as if every version that wrote it had a number so much higher."""
-        spans = [tuple(replace(span, version=span.version + by) for span in s.versions) for s in self.samples]
+    def dated(self, steps: StepsOfVersions) -> Group:
+        """The group with the optimizer steps in the versions that wrote it."""
+        spans = [tuple(replace(span, step=steps[span.version]) for span in s.versions) for s in self.samples]
         samples = [replace(s, versions=found) for s, found in zip(self.samples, spans, strict=True)]
         return replace(self, samples=tuple(samples))
 
@@ -85,9 +88,9 @@ class Group:
 
     @property
     def oldest(self) -> int | None:
-        """The oldest version that wrote a token of the group."""
+        """Steps in the oldest weights that wrote a token of the group."""
         known = [sample.oldest for sample in self.samples]
-        return min((version for version in known if version is not None), default=None)
+        return min((step for step in known if step is not None), default=None)
 
 
 @dataclass

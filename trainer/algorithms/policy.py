@@ -86,11 +86,11 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
             raise ConfigError("algorithm.overlong_buffer", problem, "Lower it: shorter answers would be punished too")
         self.needs = self._needs()
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:
+    def sequences(self, records: Seq[Record], groups: Seq[Group], step: int = 0) -> list[Sequence]:
         """One sequence per sample with an answer. Groups whose rewards are all equal teach nothing, but keep their
         tokens in the denominator."""
         return [
-            Sequence(group.prompt_ids, sample.token_ids, self._per_token(sample, credit, version))
+            Sequence(group.prompt_ids, sample.token_ids, self._per_token(sample, credit, step))
             for group in groups
             for sample, credit in zip(group.samples, self.credit(self._rewards(group)), strict=True)
             if sample.token_ids
@@ -158,7 +158,7 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         over = [max(len(s.token_ids) - free, 0) / c.overlong_buffer for s in group.samples]
         return [r - c.overlong_penalty * min(o, 1.0) for r, o in zip(group.rewards, over, strict=True)]
 
-    def _per_token(self, sample: Sample, credit: float, version: int) -> dict[str, Seq[float]]:
+    def _per_token(self, sample: Sample, credit: float, step: int) -> dict[str, Seq[float]]:
         count = len(sample.token_ids)
         last = [0.0] * (count - 1) + [credit]
         fields: dict[str, Seq[float]] = {
@@ -166,7 +166,7 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
             BEHAVIOUR_LOGPROBS: sample.logprobs,
         }
         if self.config.correction.max_lag is not None or self.config.correction.lag_decay < 1:
-            fields[VERSION_LAG] = sample.version_lags(version)
+            fields[VERSION_LAG] = sample.lags(step)
         if self.config.mask_truncated:
             fields[KEEP] = [float(sample.finish_reason != "length")] * count
         return fields
@@ -247,14 +247,14 @@ class Rloo(PolicyGradient[RlooConfig]):
     def credit(self, rewards: list[float]) -> list[float]:
         return leave_one_out(rewards)
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:
+    def sequences(self, records: Seq[Record], groups: Seq[Group], step: int = 0) -> list[Sequence]:
         """As every policy gradient's, and numbered by group where KL needs to know."""
         if self.config.kl_coef == 0:
-            return super().sequences(records, groups, version)
+            return super().sequences(records, groups, step)
         result: list[Sequence] = []
         for group in groups:
             number = float(next(self._number) % _EXACT)
-            sampled = super().sequences([], [group], version)
+            sampled = super().sequences([], [group], step)
             result += [replace(s, per_sequence={GROUP: number}) for s in sampled]
         return result
 

@@ -51,8 +51,8 @@ class CorrectionConfig:
     w where it is within [low, high] and leaves other tokens out of the loss and of its denominator (MIS, IcePop).
     `none` puts the engine's log-probs straight into the clipped ratio.
 
-    Staleness, with or without that: tokens sampled more than `max_lag` versions ago are left out likewise, the others
-    weigh `lag_decay` to the power of their lag. At the levels of answers, the oldest token decides for all.
+    Staleness, with or without that: tokens of weights more than `max_lag` optimizer steps old are left out likewise,
+    the others weigh `lag_decay` to the power of their lag. At the levels of answers, the oldest token decides for all.
     """
 
     kind: Literal["none", "truncated", "masked"] = "none"

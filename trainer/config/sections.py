@@ -132,7 +132,8 @@ class RolloutConfig:
     `request: sample` asks for each sample by itself: its rewards start when it is complete, and a fleet shares a
     prompt's samples. `group` asks for a prompt's samples at once, which costs less where answers are a few tokens.
     `on_swap` is what new weights do to an answer that is being written: `keep` its keys and values, `recompute` them,
-    or `finish` it on the version it began with.
+    or `finish` it on the version it began with. `fixed_sampler` says that the server is meant to keep its weights:
+    a run that samples and publishes nothing is refused without it.
     """
 
     max_tokens: int = 16
@@ -141,6 +142,7 @@ class RolloutConfig:
     seeded: bool = True
     request: Literal["sample", "group"] = "sample"
     on_swap: Literal["keep", "recompute", "finish"] = "keep"
+    fixed_sampler: bool = False
 
     def __post_init__(self) -> None:
         positive(self, "max_tokens")
@@ -254,7 +256,7 @@ class ColocatedSchedule:
 
 @dataclass(frozen=True)
 class OneStepOffSchedule:
-    """The next step's rollouts are under way while this one trains: tokens are at most one version old."""
+    """The next step's rollouts are under way while this one trains: tokens are at most `publish.every` steps old."""
 
     name: Literal["one-step-off"] = "one-step-off"
     max_refills: int = 3
@@ -267,8 +269,8 @@ class OneStepOffSchedule:
 class AsyncSchedule:
     """The server never stops: groups are taken as they finish, answers go on across swaps.
 
-    No token is trained on that is more than `max_lag` versions old. `buffer` is how many groups may be sampled ahead,
-    in flight and finished together; null is the most that the bound allows, (`max_lag` + 1) x `batch`.
+    No token is trained on that is more than `max_lag` optimizer steps old. `buffer` is how many groups may be sampled
+    ahead, in flight and finished together; null is the most that the bound allows, (`max_lag` + 1) x `batch`.
     """
 
     name: Literal["async"] = "async"

@@ -9,17 +9,17 @@ from trainer.rewards.scorer import Score
 from trainer.rollout import Group, Sample
 
 
-def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Means over the step's samples, on rank 0. `version` is the newest when the step was trained.
+def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """Means over the step's samples, on rank 0. `step` counts the optimizer steps before it.
 
     `zero_std_groups` is the share of groups whose rewards are all equal: they teach a group-relative algorithm nothing.
-    `truncated` is the share of samples that ran into `rollout.max_tokens`. A token's version lag is how many versions
-    the weights that wrote it are behind `version`.
+    `truncated` is the share of samples that ran into `rollout.max_tokens`. A token's version lag is how many
+    optimizer steps the version that wrote it is behind `step`.
     """
     if not groups:
         return {}
     samples = [s for g in groups for s in g.samples]
-    lags = [lag for s in samples for lag in s.version_lags(version)]
+    lags = [lag for s in samples for lag in s.lags(step)]
     return (
         score_metrics([s for g in groups for s in g.scores])
         | {"zero_std_groups": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups)}

@@ -17,7 +17,8 @@ LONGEST = 6
 
 
 def groups(count: int, samples: int, seed: int) -> list[Group]:
-    """Answers of 1 to 6 tokens, the longest truncated; begun by version 3 and ended by 5, or all by one of them."""
+    """Answers of 1 to 6 tokens, the longest truncated; begun by the weights of step 3 and ended by those of 5, or
+    all by one of them."""
     rng = random.Random(seed)
     made = []
     for _ in range(count):
@@ -30,7 +31,7 @@ def groups(count: int, samples: int, seed: int) -> list[Group]:
                     token_ids=tuple(rng.randrange(VOCAB) for _ in range(length)),
                     logprobs=tuple(-1 - 3 * rng.random() for _ in range(length)),
                     finish_reason="length" if length == LONGEST else "stop",
-                    versions=(VersionSpan(3, 0, cut), VersionSpan(5, cut, length)),
+                    versions=(VersionSpan(3, 0, cut, step=3), VersionSpan(5, cut, length, step=5)),
                 )
             )
         scores = tuple(Score(rng.random() if rng.random() < 0.7 else 1.0) for _ in answers)

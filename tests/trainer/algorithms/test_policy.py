@@ -42,9 +42,9 @@ BATCH = groups(4, 5, seed=1)
 BEHAVIOUR = [torch.tensor(s.logprobs, dtype=torch.float32).double() for g in BATCH for s in g.samples]
 
 
-def trial(config: AlgorithmConfig, *, packed: bool = False, version: int = 5) -> Trial:
+def trial(config: AlgorithmConfig, *, packed: bool = False, step: int = 5) -> Trial:
     algorithm = build_algorithm(config, LONGEST)
-    return Trial(algorithm, algorithm.sequences([], BATCH, version), packed=packed)
+    return Trial(algorithm, algorithm.sequences([], BATCH, step), packed=packed)
 
 
 def constant(advantages: list[float]) -> list[list[float]]:
@@ -117,10 +117,10 @@ CORRECTIONS = {
 @pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
 def test_importance_correction(correction: CorrectionConfig, packed: bool, normalize: Any) -> None:
     config = GrpoConfig(normalize=normalize, minibatches=2, correction=correction)
-    t = trial(config, packed=packed, version=5)
+    t = trial(config, packed=packed, step=5)
     corrected = correction.kind != "none"
     assert (OLD_LOGPROBS in t.algorithm.needs) == corrected
-    lags = [sample.version_lags(5) for group in BATCH for sample in group.samples]
+    lags = [sample.lags(5) for group in BATCH for sample in group.samples]
     behaviour = [tuple(b.tolist()) for b in BEHAVIOUR]
     old = t.given[OLD_LOGPROBS] if corrected else t.logprobs
     weights, kept = plain.correction_weights(dataclasses.asdict(correction), old, behaviour, lags)
@@ -346,7 +346,7 @@ def test_the_logprob_gap_is_between_engine_and_trainer() -> None:
 
 
 def test_a_batch_of_rejected_tokens_moves_nothing() -> None:
-    t = trial(GrpoConfig(correction=CorrectionConfig(max_lag=0)), version=9)
+    t = trial(GrpoConfig(correction=CorrectionConfig(max_lag=0)), step=9)
     output = t.loss()
     assert output.denominator == 0
     assert output.sums["rejected"] == output.tokens

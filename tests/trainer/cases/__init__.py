@@ -32,9 +32,11 @@ from trainer.publish import WeightPublisher
 
 @contextlib.contextmanager
 def engine(config: dict[str, Any]) -> Iterator[Engine]:
-    parsed = strict.build(
-        TrainerConfig, {"data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}, "steps": 10} | config
-    )
+    """Built from the configuration, which need not say what every engine in these tests has in common."""
+    common: dict[str, Any] = {"data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}, "steps": 10}
+    if "publish" not in config:
+        common["rollout"] = {"fixed_sampler": True}
+    parsed = strict.build(TrainerConfig, common | config)
     split(parsed.parallel, parsed.seed)
     try:
         yield Engine(

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.megatron.logprobs import logprobs_and_entropy
 
 
-
 def chunked_logprobs(
     tokens: int, hidden: int, vocab: int, padded: int, chunks: list[int], dtypes: list[str]
 ) -> list[dict[str, Any]]:
