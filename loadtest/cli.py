@@ -62,6 +62,14 @@ def phases(
 
 
 @app.command()
+def logprobs(json: Json = None, small: Small = False) -> None:
+    """Log-probs over a vocabulary of 150,000, in chunks and over whole logits: peak memory, CPU time."""
+    from loadtest.logprobs import run
+
+    run(json, small=small)
+
+
+@app.command()
 def soak(
     json: Json = None,
     swaps: Annotated[int, typer.Option(help="how many")] = 10_000,

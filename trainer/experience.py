@@ -70,7 +70,7 @@ class Sampling:
         algorithm, steps_left = self._engine.algorithm, self._steps - state.step
         if algorithm.samples_per_prompt:
             self._phases.enter("rollout", watch)
-        self._ask(lambda e: e.begin(state.version, state.consumed, steps_left))
+        self._ask(lambda e: e.begin(state.step, state.consumed, steps_left))
         if self._phases.shared and algorithm.samples_per_prompt:
             with watch("rollout"):
                 self._ask(lambda e: e.wait())
@@ -94,9 +94,10 @@ class Sampling:
         """Use no record before number `drawn` any more, nor what was sampled for one."""
         self._ask(lambda e: e.skip_to(drawn))
 
-    def renumber(self, by: int) -> None:
-        """The version that training stands at has a number `by` higher now."""
-        self._ask(lambda e: e.schedule.renumber(by) if e.schedule is not None else None)
+    def published(self, version: int, step: int) -> None:
+        """The server has the weights after `step` optimizer steps, as `version`. Not collective."""
+        if self._experience is not None and self._experience.schedule is not None:
+            self._experience.schedule.steps.published(version, step)
 
     def _ask(self, question: Callable[[Experience], T]) -> T | None:
         """What rank 0's experience answers; None on the other ranks. See `lead` for errors."""
@@ -137,24 +138,25 @@ class Experience:
         self.feed = Feed(dataset, config.seed)
         self.schedule: Schedule | None = None
         if algorithm.samples_per_prompt:
-            self.schedule = build_schedule(config.schedule, config.batch, self.feed, self._start, self._keep)
+            every = config.publish.every if config.publish is not None else 1
+            self.schedule = build_schedule(config.schedule, config.batch, self.feed, self._start, self._keep, every)
         self._arriving: Iterator[Rollout] = iter(())
         self._taken: list[Rollout] = []
         self._sequences: list[Sequence] = []
         self._part: list[Sequence] = []
         self._rows: Rows = []
 
-    def begin(self, version: int, consumed: int, steps_left: int) -> None:
-        """Start on a step whose weights are `version`, for a run that has used `consumed` records. `steps_left` counts
-        this step."""
-        self._version, self._steps_left = version, steps_left
+    def begin(self, step: int, consumed: int, steps_left: int) -> None:
+        """Start on a step from weights of `step` optimizer steps, for a run that has used `consumed` records.
+        `steps_left` counts this step."""
+        self._step, self._steps_left = step, steps_left
         self._taken, self._sequences = [], []
         if self.schedule is None:
             self.feed.drawn = consumed
-            self._sequences = self._algorithm.sequences(self._draw(), [], version)
+            self._sequences = self._algorithm.sequences(self._draw(), [], step)
             return
         self.feed.drawn = max(self.feed.drawn, consumed)
-        self._arriving = self.schedule.take(version, steps_left)
+        self._arriving = self.schedule.take(step, steps_left)
 
     def wait(self) -> None:
         """Take all of the step's rollouts now, because the server must not sample while the models compute."""
@@ -201,14 +203,14 @@ class Experience:
         """Use no record before number `drawn` any more, nor what was sampled for one."""
         self.feed.drawn = drawn
         if self.schedule is not None:
-            self.schedule.load_state_dict({"drawn": drawn, "pending": []})
+            self.schedule.skip_to(drawn)
 
     def metrics(self) -> dict[str, float]:
         """What is reported about the step's rollouts."""
         if self.schedule is None or self._rollouts is None:
             return {}
         groups = [rollout.group for rollout in self._taken]
-        return rollout_metrics(groups, self._version) | self.schedule.stats() | self._rollouts.stats()
+        return rollout_metrics(groups, self._step) | self.schedule.stats() | self._rollouts.stats()
 
     def _start(self, draw: Draw) -> Future[Group]:
         assert self._rollouts is not None  # the configuration insists on a gateway
@@ -224,11 +226,11 @@ class Experience:
     def _take(self, rollouts: list[Rollout]) -> None:
         self._taken += rollouts
         if self.schedule is not None and len(self._taken) == self._config.batch:
-            self.schedule.ahead(self._version, self._steps_left - 1)
+            self.schedule.ahead(self._step, self._steps_left - 1)
 
     def _sequences_of(self, rollouts: list[Rollout]) -> list[Sequence]:
         records, groups = [r.draw.record for r in rollouts], [r.group for r in rollouts]
-        return self._algorithm.sequences(records, groups, self._version)
+        return self._algorithm.sequences(records, groups, self._step)
 
     def _full(self, part: list[Sequence]) -> bool:
         """Whether every data-parallel rank has a forward pass's worth."""

@@ -98,7 +98,7 @@ def _run_rank(config: TrainerConfig, shape: ModelShape) -> None:
     from trainer.run import Run
 
     with (
-        distributed(config.parallel, config.seed),
+        distributed(config.parallel, config.seed, config.faults.collective_timeout_s),
         Faults(config.faults) as faults,
         closing(build_writers(config) if is_first() else silent()) as metrics,
         closing(Run(config, shape, metrics)) as run,

@@ -126,17 +126,15 @@ class Run:
                 self._metrics.write("publish_failed", {"step": state.step, "message": str(error)})
             return state, {}
         self._failed_publishes = 0
+        self.sampling.published(published.version, state.step)
         return dataclasses.replace(state, version=published.version), {
             "swap_ms": published.swap_ms,
             "write_ms": published.write_ms,
         }
 
     def publish_again(self, state: TrainState) -> TrainState:
-        """Publish the weights of `state` again; they get a new number: at the start, or after going back.
-        What was sampled from them, and is still to be trained on, is as old as it was."""
-        published, _ = self.publish(state)
-        self.sampling.renumber(published.version - state.version)
-        return published
+        """Publish the weights of `state` again; they get a new number: at the start, or after going back."""
+        return self.publish(state)[0]
 
     def evaluate(self, state: TrainState) -> None:
         """Greedy answers to the held-out records through the gateway."""

@@ -16,20 +16,23 @@ from functools import cached_property
 from typing import Any
 
 from trainer.rewards.scorer import Score
+from trainer.staleness import StepsOfVersions
 
 LENGTH = "length"  # the finish reason of what was cut off
 
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens [start, end) were written by weight version `version`."""
+    """Tokens [start, end) were written by weight version `version`, the weights after `step` optimizer steps (as far as
+    the trainer knows: see `Group.dated`)."""
 
     version: int
     start: int
     end: int
+    step: int = 0
 
     def shifted(self, by: int) -> VersionSpan:
-        return VersionSpan(self.version, self.start + by, self.end + by)
+        return replace(self, start=self.start + by, end=self.end + by)
 
 
 @dataclass(frozen=True)
@@ -86,15 +89,15 @@ class Trajectory:
 
     @property
     def oldest(self) -> int | None:
-        """The oldest version that wrote one of its tokens; None if it has none, or nobody said."""
-        return min((span.version for span in self.versions if span.end > span.start), default=None)
+        """Optimizer steps in the oldest weights that wrote one of its tokens; None if it has none, or nobody said."""
+        return min((span.step for span in self.versions if span.end > span.start), default=None)
 
-    def version_lags(self, version: int) -> list[float]:
-        """For each token, how many versions `version` is ahead of the one that wrote it. Tokens that no span covers,
-        and those of a version that is ahead itself (training was rolled back), count as current."""
+    def lags(self, step: int) -> list[float]:
+        """For each token, how many optimizer steps `step` is ahead of the weights that wrote it. Tokens that no span
+        covers, and those of weights that are ahead themselves (training was rolled back), count as current."""
         lags = [0.0] * len(self.token_ids)
         for span in self.versions:
-            lag = float(max(version - span.version, 0))
+            lag = float(max(step - span.step, 0))
             lags[span.start : span.end] = [lag] * len(lags[span.start : span.end])
         return lags
 
@@ -111,9 +114,9 @@ class Trajectory:
             by_token[last] += total - sum(by_token)
         return by_token
 
-    def renumbered(self, by: int) -> Trajectory:
-        """As if every version that wrote it had a number so much higher."""
-        spans = [tuple(replace(span, version=span.version + by) for span in turn.versions) for turn in self.turns]
+    def dated(self, steps: StepsOfVersions) -> Trajectory:
+        """With the optimizer steps in the versions that wrote it."""
+        spans = [tuple(replace(span, step=steps[span.version]) for span in turn.versions) for turn in self.turns]
         turns = tuple(replace(turn, versions=found) for turn, found in zip(self.turns, spans, strict=True))
         return replace(self, turns=turns)
 
@@ -139,13 +142,13 @@ class Group:
 
     @property
     def oldest(self) -> int | None:
-        """The oldest version that wrote a token of the group."""
+        """Optimizer steps in the oldest weights that wrote a token of the group."""
         known = [trajectory.oldest for trajectory in self.trajectories]
-        return min((version for version in known if version is not None), default=None)
+        return min((step for step in known if step is not None), default=None)
 
-    def renumbered(self, by: int) -> Group:
-        """As if every version that wrote it had a number so much higher."""
-        return replace(self, trajectories=tuple(trajectory.renumbered(by) for trajectory in self.trajectories))
+    def dated(self, steps: StepsOfVersions) -> Group:
+        """With the optimizer steps in the versions that wrote it."""
+        return replace(self, trajectories=tuple(trajectory.dated(steps) for trajectory in self.trajectories))
 
     def to_json(self) -> dict[str, Any]:
         """Lists, dictionaries, numbers and text only; floats survive exactly."""

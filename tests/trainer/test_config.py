@@ -20,7 +20,8 @@ MINIMAL: dict[str, Any] = {
     "algorithm": {"name": "sft"},
     "steps": 3,
 }
-GRPO: dict[str, Any] = {"algorithm": {"name": "grpo"}, "gateway": {"url": "http://localhost:1"}}
+PUBLISH: dict[str, Any] = {"publish": {"model": "m", "store": "sqlite:///store.db"}}
+GRPO: dict[str, Any] = {"algorithm": {"name": "grpo"}, "gateway": {"url": "http://localhost:1"}} | PUBLISH
 
 
 def parse(tmp_path: Path, changes: dict[str, Any], *overrides: str) -> trainer.TrainerConfig:
@@ -39,6 +40,11 @@ def test_the_tag_chooses_the_section(tmp_path: Path) -> None:
     config = parse(tmp_path, GRPO | {"algorithm": {"name": "grpo", "clip_high": 0.3}})
     assert isinstance(config.algorithm, GrpoConfig)
     assert config.algorithm.clip_high == 0.3
+
+
+def test_a_run_may_sample_from_weights_that_stay_as_they_are(tmp_path: Path) -> None:
+    config = parse(tmp_path, GRPO | {"publish": None, "rollout": {"fixed_sampler": True}})
+    assert config.publish is None
 
 
 def test_overrides_reach_into_sections_that_are_not_there(tmp_path: Path) -> None:
@@ -64,6 +70,13 @@ def test_overrides_reach_into_sections_that_are_not_there(tmp_path: Path) -> Non
         ({"algorithm": {"name": "sft", "clip_low": 0.2}}, "algorithm.clip_low", "unknown key"),
         ({"algorithm": {"name": "grpo"}}, "gateway", "Add gateway"),
         (GRPO | {"algorithm": {"name": "grpo", "samples_per_prompt": 1}}, "algorithm.samples_per_prompt", "at least 2"),
+        (GRPO | {"publish": None}, "publish", "Add publish: {model: NAME}, or set rollout.fixed_sampler"),
+        (GRPO | {"rollout": {"fixed_sampler": True}}, "rollout.fixed_sampler", "Leave one out"),
+        (
+            GRPO | {"publish": PUBLISH["publish"] | {"every": 3}, "schedule": {"name": "async", "max_lag": 2}},
+            "schedule.max_lag",
+            "Raise it to publish.every",
+        ),
         (GRPO | {"rollout": {"temperature": 0.7}}, "rollout.temperature", "Leave it at 1.0"),
         (GRPO | {"rewards": []}, "rewards", "at least one"),
         (GRPO | {"rewards": [{"kind": "regex"}]}, "rewards[0].pattern", "regular expression"),

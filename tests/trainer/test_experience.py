@@ -32,9 +32,9 @@ class Algorithm:
     def keep_group(self, group: Group) -> bool:
         return True
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:
+    def sequences(self, records: Seq[Record], groups: Seq[Group], step: int = 0) -> list[Sequence]:
         tokens = (7,) * (self.length - 1)
-        return [Sequence((g.prompt_ids[0],), tokens, {"lag": [float(version)] * len(tokens)}) for g in groups]
+        return [Sequence((g.prompt_ids[0],), tokens, {"lag": [float(step)] * len(tokens)}) for g in groups]
 
 
 class Schedule:
@@ -44,12 +44,12 @@ class Schedule:
         self._numbers = numbers
         self.told: list[tuple[int, int]] = []
 
-    def take(self, version: int, steps_left: int) -> Any:
+    def take(self, step: int, steps_left: int) -> Any:
         record = Records()[0]
-        return iter([Rollout(Draw(number, record), group(number, version)) for number in self._numbers])
+        return iter([Rollout(Draw(number, record), group(number, step)) for number in self._numbers])
 
-    def ahead(self, version: int, steps_left: int) -> None:
-        self.told.append((version, steps_left))
+    def ahead(self, step: int, steps_left: int) -> None:
+        self.told.append((step, steps_left))
 
 
 def experience(algorithm: Algorithm, schedule: Schedule | None, **config: Any) -> Experience:

@@ -100,6 +100,7 @@ def test_user_errors_are_one_line_and_status_2(
 def test_run_time_faults_are_one_line_too(zygote: Zygote, config: dict[str, Any], tmp_path: Path) -> None:
     """In ranks under torchrun: the cause is printed once, by the rank that knows it."""
     faulty = config | {"parallel": {"data": 2}, "algorithm": {"name": "grpo"}, "checkpoint": None}
+    faulty |= {"rollout": {"fixed_sampler": True}}
     faulty |= {"gateway": {"url": "http://127.0.0.1:9", "retry_s": 0.2}}
     status, _, errors = zygote.run(command(faulty, tmp_path)[3:], tmp_path)
     assert status == 1

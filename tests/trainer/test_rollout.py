@@ -19,6 +19,7 @@ from trainer.errors import ConfigError, GatewayUnreachable, RolloutError
 from trainer.metrics.rollouts import rollout_metrics
 from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_scorer
 from trainer.rollout import Rollouts
+from trainer.staleness import StepsOfVersions
 from trainer.trajectory import Group, VersionSpan
 
 
@@ -269,6 +270,8 @@ def test_version_lag_counts_tokens(server: GenerateServer, tokenizer: Tokenizer)
     server.version = 5
     with rollouts(server, tokenizer) as client:
         groups: list[Group] = take(client, records(tokenizer, "1+2="), 4)
-    metrics = rollout_metrics(groups, version=8)
+    steps = StepsOfVersions()
+    steps.published(5, step=40)
+    metrics = rollout_metrics([group.dated(steps) for group in groups], step=43)
     assert (metrics["version_lag_mean"], metrics["version_lag_max"]) == (3.0, 3.0)
     assert metrics["reward_mean"] == metrics["reward/exact_match"]

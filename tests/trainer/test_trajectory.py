@@ -10,16 +10,17 @@ import torch
 
 from tests.trainer.algorithms import reference as plain
 from trainer.algorithms.advantages import gae
-from trainer.algorithms.base import ADVANTAGES, BEHAVIOUR_LOGPROBS, REWARDS
+from trainer.algorithms.base import ADVANTAGES, BEHAVIOUR_LOGPROBS, ENTROPY, REWARDS
 from trainer.algorithms.policy import Grpo, Reinforce
 from trainer.batch import MASK, TOKENS, Sequence, collate, lay_out
 from trainer.config import GrpoConfig, ReinforceConfig
 from trainer.rewards import Score
+from trainer.staleness import StepsOfVersions
 from trainer.trajectory import Group, Trajectory, Turn, VersionSpan
 
-CALL = Turn((11, 12, 13), (-0.1, -0.2, -0.3), (VersionSpan(4, 0, 2), VersionSpan(5, 2, 3)), reward=0.25)
+CALL = Turn((11, 12, 13), (-0.1, -0.2, -0.3), (VersionSpan(4, 0, 2, 4), VersionSpan(5, 2, 3, 5)), reward=0.25)
 TOOL = Turn((21, 22))
-ANSWER = Turn((31, 32), (-0.4, -0.5), (VersionSpan(6, 0, 2),), reward=0.5)
+ANSWER = Turn((31, 32), (-0.4, -0.5), (VersionSpan(6, 0, 2, 6),), reward=0.5)
 PLAYED = Trajectory((CALL, TOOL, ANSWER), "stop")
 
 
@@ -27,10 +28,10 @@ def test_every_token_has_its_own() -> None:
     assert PLAYED.token_ids == (11, 12, 13, 21, 22, 31, 32)
     assert PLAYED.mask == (1, 1, 1, 0, 0, 1, 1)
     assert PLAYED.logprobs == (-0.1, -0.2, -0.3, 0, 0, -0.4, -0.5)
-    assert PLAYED.versions == (VersionSpan(4, 0, 2), VersionSpan(5, 2, 3), VersionSpan(6, 5, 7))
+    assert PLAYED.versions == (VersionSpan(4, 0, 2, 4), VersionSpan(5, 2, 3, 5), VersionSpan(6, 5, 7, 6))
     assert PLAYED.policy_tokens == 5
     assert PLAYED.oldest == 4
-    assert PLAYED.version_lags(6) == [2, 2, 1, 0, 0, 0, 0]
+    assert PLAYED.lags(6) == [2, 2, 1, 0, 0, 0, 0]
 
 
 def test_turns_have_their_own_rewards_and_the_rest_is_at_the_end() -> None:
@@ -41,7 +42,10 @@ def test_turns_have_their_own_rewards_and_the_rest_is_at_the_end() -> None:
 def test_it_survives_a_file() -> None:
     group = Group((1, 2), (PLAYED, replace(PLAYED, finish_reason="length")), (Score(1.0, {"a": 1.0}), Score(0.1)))
     assert Group.from_json(json.loads(json.dumps(group.to_json()))) == group
-    assert group.renumbered(3).oldest == 7
+    steps = StepsOfVersions()
+    steps.published(1, 0)
+    steps.published(5, 30)
+    assert [span.step for span in group.dated(steps).trajectories[0].versions] == [0, 30, 30]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -79,7 +83,7 @@ def test_what_a_tool_wrote_gets_no_gradient() -> None:
     sequences = algorithm.sequences([], [group])
     fields = algorithm.prepare(collate(sequences))
     logprobs = fields[BEHAVIOUR_LOGPROBS].clone().requires_grad_(True)
-    output = algorithm.loss(logprobs, fields)
+    output = algorithm.loss(logprobs, fields | {ENTROPY: torch.zeros_like(logprobs)})
     output.total.backward()
     assert fields[MASK].tolist() == [[1, 1, 1, 0, 0, 1, 1], [1, 1, 1, 0, 0, 0, 0]]
     assert (logprobs.grad != 0).tolist() == [[True] * 3 + [False] * 2 + [True] * 2, [True] * 3 + [False] * 4]

@@ -19,7 +19,8 @@ REFERENCE_LOGPROBS = "reference_logprobs"  # of the initial weights
 VALUES = "values"  # the critic's at the start of the step
 ADVANTAGES, RETURNS = "advantages", "returns"
 REWARDS = "rewards"  # by token; what a whole trajectory is worth is on its last one
-VERSION_LAG = "version_lag"  # versions between the weights that sampled a token and the trainer's
+ENTROPY = "entropy"  # of the whole distribution there, under the current weights, with gradient: what `loss` is given
+VERSION_LAG = "version_lag"  # optimizer steps between the weights that sampled a token and the trainer's
 
 
 @dataclass
@@ -64,8 +65,9 @@ class Algorithm(Protocol):
     rows_together: int  # sequences that must stay in one micro-batch, in order (the two of a preference)
     critic_warmup: int  # steps at the start that train the critic alone
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:
-        """What to train on. `groups` is empty when no rollouts are wanted; `version` is the trainer's last one."""
+    def sequences(self, records: Seq[Record], groups: Seq[Group], step: int = 0) -> list[Sequence]:
+        """What to train on. `groups` is empty when no rollouts are wanted; `step` counts the
+        optimizer steps in the trainer's weights."""
         ...
 
     def keep_group(self, group: Group) -> bool:
@@ -77,7 +79,7 @@ class Algorithm(Protocol):
         ...
 
     def loss(self, logprobs_BT: torch.Tensor, fields: Fields) -> LossOutput:
-        """`logprobs_BT` float32, of the tokens at t + 1 under the current weights, with gradient."""
+        """`logprobs_BT` float32, of the tokens at t + 1 under the current weights, with gradient, as has ENTROPY."""
         ...
 
 

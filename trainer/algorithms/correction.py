@@ -7,7 +7,7 @@ precision, and with asynchronous schedules its weights were older. w = exp(old -
     masked      w where low <= w <= high; the others leave loss and denominator     MIS (Liu et al. 2025), IcePop
 
 by token, or w over the whole answer: its product (`sequence`) or geometric mean (`geometric`). Tokens older than
-`max_lag` versions leave too; the others' weight is multiplied by lag_decay ^ lag.
+`max_lag` optimizer steps leave too; the others' weight is multiplied by lag_decay ^ lag.
 """
 
 from __future__ import annotations

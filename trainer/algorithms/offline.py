@@ -22,7 +22,7 @@ class Sft(AlgorithmBase):
     def __init__(self, config: SftConfig) -> None:
         self.config = config
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:
+    def sequences(self, records: Seq[Record], groups: Seq[Group], step: int = 0) -> list[Sequence]:
         """One sequence per record. Raises DataError for a record without a target."""
         for record in records:
             if not record.target_ids:
@@ -56,7 +56,7 @@ class Dpo(AlgorithmBase):
         self.minibatches = config.minibatches
         self._number = itertools.count()
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:
+    def sequences(self, records: Seq[Record], groups: Seq[Group], step: int = 0) -> list[Sequence]:
         """Two sequences per record, chosen first. Raises DataError for a record that is no preference."""
         result = []
         for r in records:

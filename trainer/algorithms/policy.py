@@ -7,8 +7,12 @@ arXiv 2507.18071) or of its product (`trajectory`), the loss of a token is
             with `dual_clip` c: r is at most c (1912.09729)
     cispo   -w A logprob min(r, 1 + clip_high), no gradient through the minimum (MiniMax-M1, 2506.13585)
 
-w is the importance correction's weight (correction.py). With a correction the proximal policy is the trainer's at the
-start of the step; without one it is the engine's, whose log-probs came with the samples. A step's loss is
+less entropy_coef * H, with the exact entropy of the policy at that token, over the whole vocabulary V:
+
+    H = -sum over v in V of p(v) log p(v)
+
+w is the importance correction's weight (correction.py). With a correction, and always in RLOO, the proximal policy is
+the trainer's at the start of the step; else it is the engine's, whose log-probs came with the samples. A step's loss is
 
     token      the mean over all kept tokens (DAPO)
     sequence   the mean over answers of the mean over their tokens (GRPO)
@@ -37,6 +41,7 @@ from trainer.algorithms.advantages import (
 from trainer.algorithms.base import (
     ADVANTAGES,
     BEHAVIOUR_LOGPROBS,
+    ENTROPY,
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
     RETURNS,
@@ -68,6 +73,7 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
 
     credit_is = ADVANTAGES
     kl_in_loss = False
+    own_proximal = False
 
     def __init__(self, config: ConfigT, max_tokens: int | None = None) -> None:
         self.config = config
@@ -81,11 +87,11 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
             raise ConfigError("algorithm.overlong_buffer", problem, "Lower it: shorter answers would be punished too")
         self.needs = self._needs()
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:
+    def sequences(self, records: Seq[Record], groups: Seq[Group], step: int = 0) -> list[Sequence]:
         """One sequence per trajectory with an answer. Groups whose rewards are all equal teach nothing, but keep their
         tokens in the denominator."""
         return [
-            Sequence(group.prompt_ids, t.token_ids, self._per_token(t, credit, version), mask=t.mask)
+            Sequence(group.prompt_ids, t.token_ids, self._per_token(t, credit, step), mask=t.mask)
             for group in groups
             for t, credit in zip(group.trajectories, self.credit(self._rewards(group)), strict=True)
             if t.policy_tokens
@@ -106,7 +112,7 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         c, mask, advantage = self.config, fields[MASK], fields[ADVANTAGES]
         old = fields.get(OLD_LOGPROBS, logprobs_BT.detach())
         correction = correct(c.correction, old, fields)
-        proximal = fields[BEHAVIOUR_LOGPROBS] if c.correction.kind == "none" else old
+        proximal = old if self._proximal_is_own else fields[BEHAVIOUR_LOGPROBS]
         ratio = at_level(_LEVELS[c.ratio], (logprobs_BT - proximal) * mask, fields).exp()
         per_token, clipped = self._surrogate(ratio, advantage, logprobs_BT)
         per_token = per_token * correction.weights
@@ -117,7 +123,7 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
             "clip_ratio_low": (clipped * (advantage < 0)).sum(),
             "clip_ratio_high": (clipped * (advantage > 0)).sum(),
             "logprob_gap_mean": gap.sum(),
-            "entropy": -(logprobs_BT.detach() * mask).sum(),
+            "entropy": (fields[ENTROPY].detach() * mask).sum(),
         }
         if c.correction.kind != "none" or VERSION_LAG in fields:
             sums["correction_weight"] = correction.weights.sum()
@@ -126,6 +132,8 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
             kl = self._kl(logprobs_BT, fields)
             sums["kl"] = (kl.detach() * mask).sum()
             per_token = per_token + c.kl_coef * kl if self.kl_in_loss else per_token
+        if c.entropy_coef:
+            per_token = per_token - c.entropy_coef * fields[ENTROPY]
         total, over = self._normalized(per_token * correction.kept, fields | {MASK: correction.kept})
         return LossOutput(total, mask.sum(), sums, {"logprob_gap_max": gap.max()}, over)
 
@@ -133,9 +141,14 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         c = self.config
         needs = {REFERENCE_LOGPROBS} if c.kl_coef > 0 else set()
         # In a step's only update the proximal policy is the current one: no pass of its own.
-        if (c.correction.kind != "none" and c.updates > 1) or (needs and not self.kl_in_loss):
+        if (self._proximal_is_own and c.updates > 1) or (needs and not self.kl_in_loss):
             needs.add(OLD_LOGPROBS)
         return frozenset(needs)
+
+    @property
+    def _proximal_is_own(self) -> bool:
+        """Whether the ratio is against the trainer's policy at the start of the step, not the engine's."""
+        return self.own_proximal or self.config.correction.kind != "none"
 
     def _rewards(self, group: Group) -> list[float]:
         """With DAPO's soft punishment of answers that come near the limit (section 3.4)."""
@@ -146,14 +159,14 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         over = [max(t.policy_tokens - free, 0) / c.overlong_buffer for t in group.trajectories]
         return [r - c.overlong_penalty * min(o, 1.0) for r, o in zip(group.rewards, over, strict=True)]
 
-    def _per_token(self, trajectory: Trajectory, credit: float, version: int) -> dict[str, Seq[float]]:
+    def _per_token(self, trajectory: Trajectory, credit: float, step: int) -> dict[str, Seq[float]]:
         count = len(trajectory.token_ids)
         fields: dict[str, Seq[float]] = {
             self.credit_is: [credit] * count if self.credit_is == ADVANTAGES else trajectory.rewards(credit),
             BEHAVIOUR_LOGPROBS: trajectory.logprobs,
         }
         if self.config.correction.max_lag is not None or self.config.correction.lag_decay < 1:
-            fields[VERSION_LAG] = trajectory.version_lags(version)
+            fields[VERSION_LAG] = trajectory.lags(step)
         if self.config.mask_truncated:
             fields[KEEP] = [float(not trajectory.truncated)] * count
         return fields
@@ -215,10 +228,17 @@ class Grpo(PolicyGradient[GrpoConfig]):
 class Rloo(PolicyGradient[RlooConfig]):
     """REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740).
 
-    A = R - mean of R over the prompt's other samples, with R = reward - kl_coef * sum over tokens of (old - reference).
+    The whole answer y is one action. In a step's only update the gradient of the loss is
+
+        -(mean over answers of A * the gradient of log p(y)),  log p(y) = sum over its tokens of their log-probs
+
+    with A = R - mean of R over the prompt's other samples, R = reward - kl_coef * sum over tokens of (old - reference).
+    Further updates clip the ratio of p(y) to the trainer's own at the start of the step.
     A is linear in R, so the two parts are computed apart: the rewards' on rank 0, the KL's once the log-probs are
     there.
     """
+
+    own_proximal = True
 
     def __init__(self, config: RlooConfig, max_tokens: int | None = None) -> None:
         super().__init__(config, max_tokens)
@@ -227,14 +247,14 @@ class Rloo(PolicyGradient[RlooConfig]):
     def credit(self, rewards: list[float]) -> list[float]:
         return leave_one_out(rewards)
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group], version: int = 0) -> list[Sequence]:
+    def sequences(self, records: Seq[Record], groups: Seq[Group], step: int = 0) -> list[Sequence]:
         """As every policy gradient's, and numbered by group where KL needs to know."""
         if self.config.kl_coef == 0:
-            return super().sequences(records, groups, version)
+            return super().sequences(records, groups, step)
         result: list[Sequence] = []
         for group in groups:
             number = float(next(self._number) % _EXACT)
-            sampled = super().sequences([], [group], version)
+            sampled = super().sequences([], [group], step)
             result += [replace(s, per_sequence={GROUP: number}) for s in sampled]
         return result
 

@@ -38,7 +38,7 @@ from trainer.checkpoint.share import Share
 from trainer.errors import CheckpointError
 from trainer.megatron.convert import unwrap
 from trainer.megatron.engine import Engine
-from trainer.megatron.parallel import gather_json
+from trainer.megatron.parallel import control, gather_json
 from trainer.megatron.roles import Role
 
 _SHARDING = {
@@ -94,7 +94,7 @@ def save(engine: Engine, directory: Path) -> None:
         raise CheckpointError("; ".join(problems))
     if dist.get_rank() == 0:
         staged.finish([Share(pieces=pieces) for pieces, _ in told])
-    dist.barrier()
+    dist.barrier(group=control())
 
 
 def load(engine: Engine, directory: Path) -> None:

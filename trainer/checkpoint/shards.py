@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trainer.errors import ResumeError
+from trainer.megatron.parallel import control
 
 Piece = list[Any]
 """[name, offset or None, index or None, file, first byte, bytes]: where a shard lies; JSON."""
@@ -168,7 +169,7 @@ def lead_makes(directory: Path) -> None:
     """Rank 0 makes the directory, and the others wait for it."""
     if dist.get_rank() == 0:
         directory.mkdir(parents=True)
-    dist.barrier()
+    dist.barrier(group=control())
 
 
 _CLASSES = (

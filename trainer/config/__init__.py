@@ -196,6 +196,8 @@ class TrainerConfig:
         if not alone and self.rollout.request == "group":
             problem = f"group, but the episodes of {self.environment.kind} go on one by one"
             raise ConfigError("rollout.request", problem, "Set it to sample")
+        if samples:
+            self._check_publishing()
         if samples and self.packing is not None and self.packing.max_tokens <= self.rollout.max_tokens:
             problem = f"a row of {self.packing.max_tokens} cannot take answers of {self.rollout.max_tokens}"
             raise ConfigError("packing.max_tokens", problem, "Set it to the longest prompt and answer together")
@@ -223,6 +225,24 @@ class TrainerConfig:
             raise ConfigError("publish.quantize", problem, "Leave it out")
         if self.publish is not None and not self.publish.store_url:
             raise ConfigError("publish.store", "missing, and HOTSWAP_STORE is not set", "Set it to the store's URL")
+
+    def _check_publishing(self) -> None:
+        """Samples come from the weights that are trained, and the bound on their age leaves time to publish."""
+        if self.publish is None and not self.rollout.fixed_sampler:
+            problem = (
+                f"missing, so {self.algorithm.name} would go on sampling from the weights that the server began with"
+            )
+            advice = "Add publish: {model: NAME}, or set rollout.fixed_sampler if the server is to keep its weights"
+            raise ConfigError("publish", problem, advice)
+        if self.publish is None:
+            return
+        if self.rollout.fixed_sampler:
+            raise ConfigError("rollout.fixed_sampler", "set, but publish changes the server's weights", "Leave one out")
+        if isinstance(self.schedule, AsyncSchedule) and self.schedule.max_lag < self.publish.every:
+            problem = (
+                f"{self.schedule.max_lag}, but samples are {self.publish.every} steps old when the next version comes"
+            )
+            raise ConfigError("schedule.max_lag", problem, "Raise it to publish.every, or publish more often")
 
 
 def load(path: str | Path, overrides: list[str] | None = None) -> TrainerConfig:

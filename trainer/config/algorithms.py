@@ -52,8 +52,8 @@ class CorrectionConfig:
     w where it is within [low, high] and leaves other tokens out of the loss and of its denominator (MIS, IcePop).
     `none` puts the engine's log-probs straight into the clipped ratio.
 
-    Staleness, with or without that: tokens sampled more than `max_lag` versions ago are left out likewise, the others
-    weigh `lag_decay` to the power of their lag. At the levels of answers, the oldest token decides for all.
+    Staleness, with or without that: tokens of weights more than `max_lag` optimizer steps old are left out likewise,
+    the others weigh `lag_decay` to the power of their lag. At the levels of answers, the oldest token decides for all.
     """
 
     kind: Literal["none", "truncated", "masked"] = "none"
@@ -81,6 +81,7 @@ class PolicyConfig:
     `objective: cispo` clips the ratio as a weight, without gradient, so that clipped tokens still learn.
     The loss is a mean over tokens, or over answers of their mean (`normalize: sequence`) or of their sum divided by
     `rollout.max_tokens` (`length`).
+    `entropy_coef` above 0 rewards the policy's entropy, averaged as the loss is.
     `kl_coef` above 0 penalises KL to the initial weights, at the price of a second copy of the model.
     `mask_truncated` leaves answers out that met `rollout.max_tokens`. Within the last `overlong_buffer` tokens before
     it the reward falls by up to `overlong_penalty`. `drop_zero_std` replaces groups with equal rewards by others.
@@ -95,6 +96,7 @@ class PolicyConfig:
     objective: Literal["clip", "cispo"] = "clip"
     normalize: Literal["token", "sequence", "length"] = "token"
     kl_coef: float = 0.0
+    entropy_coef: float = 0.0
     minibatches: int = 1
     epochs: int = 1
     mask_truncated: bool = False
@@ -108,6 +110,7 @@ class PolicyConfig:
         in_range(self, "clip_low", 0.0, 1.0)
         in_range(self, "clip_high", 0.0, 100.0)
         in_range(self, "kl_coef", 0.0, 10.0)
+        in_range(self, "entropy_coef", 0.0, 10.0)
         in_range(self, "overlong_buffer", 0, 10**9)
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ConfigError("dual_clip", f"{self.dual_clip} is within the clip range", "Set it above 1 + clip_high")
@@ -147,10 +150,13 @@ class GrpoConfig(PolicyConfig):
 class RlooConfig(PolicyConfig):
     """REINFORCE leave-one-out (arXiv 2402.14740): the reward against the mean of the prompt's other samples.
 
+    The whole answer is one action: `ratio` is that of its probability, against the trainer's own at the start of the
+    step, and the gradient of a step's only update is A times that of the sum of its tokens' log-probs.
     `kl_coef` weighs the answer's KL in the reward. `normalize_advantages` divides by the batch's standard deviation.
     """
 
     name: Literal["rloo"] = "rloo"
+    ratio: Literal["token", "sequence", "trajectory"] = "trajectory"
     normalize: Literal["token", "sequence", "length"] = "sequence"
     clip_high: float = 0.2
     normalize_advantages: bool = False

@@ -39,8 +39,9 @@ class FaultsConfig:
     """`max_restarts`: how often all ranks are started anew after one failed (not after a mistake of the user's).
 
     Every rank sends a heartbeat each `heartbeat_s`; one that is silent for `heartbeat_timeout_s` is named and ended.
-    When no rank gets on for `hang_s`, each says where it is and ends (0: never; it must be longer than the longest
-    phase, rollouts included). After SIGTERM the ranks have `grace_s` to save and leave.
+    A collective of the backend that computes (NCCL) fails after `collective_timeout_s`; ranks that wait for samples are
+    in none. When no rank gets on for `hang_s`, each says where it is and ends (0: never; it must be longer than the
+    longest phase, rollouts included). After SIGTERM the ranks have `grace_s` to save and leave.
 
     `on_diverged` says what a loss or gradient that is not finite, or that leaps, leads to: `stop` ends the run,
     `rollback` goes back to the last checkpoint, at most `max_rollbacks` times; the batch that did it twice is left out.
@@ -53,6 +54,7 @@ class FaultsConfig:
     heartbeat_s: float = 2.0
     heartbeat_timeout_s: float = 60.0
     hang_s: float = 1800.0
+    collective_timeout_s: float = 600.0
     grace_s: float = 120.0
     on_diverged: Literal["stop", "rollback"] = "stop"
     max_rollbacks: int = 3
@@ -62,7 +64,15 @@ class FaultsConfig:
     spike_patience: int = 1
 
     def __post_init__(self) -> None:
-        positive(self, "heartbeat_s", "heartbeat_timeout_s", "grace_s", "max_rollbacks", "spike_patience")
+        positive(
+            self,
+            "heartbeat_s",
+            "heartbeat_timeout_s",
+            "collective_timeout_s",
+            "grace_s",
+            "max_rollbacks",
+            "spike_patience",
+        )
         in_range(self, "max_restarts", 0, 10**6)
         in_range(self, "hang_s", 0.0, 1e9)
         in_range(self, "spike_sigma", 0.0, 1e6)

@@ -173,6 +173,8 @@ class RolloutConfig:
     prompt's samples. `group` asks for a prompt's samples at once, which costs less where answers are a few tokens.
     `on_swap` is what new weights do to an answer that is being written: `keep` its keys and values, `recompute` them,
     or `finish` it on the version it began with; one that takes longer than the swap waits goes on with the new weights.
+    `fixed_sampler` says that the server is meant to keep its weights: a run that samples and publishes nothing is
+    refused without it.
 
     `max_tokens` is how much may follow a prompt: the answer, or all turns of an episode together, tools' answers too.
     A trajectory without a reward (`rewards.on_failure`) is scored again up to `attempts` times in all.
@@ -185,6 +187,7 @@ class RolloutConfig:
     request: Literal["sample", "group"] = "sample"
     on_swap: Literal["keep", "recompute", "finish"] = "keep"
     attempts: int = 2
+    fixed_sampler: bool = False
 
     def __post_init__(self) -> None:
         positive(self, "max_tokens", "attempts")
@@ -298,7 +301,7 @@ class ColocatedSchedule:
 
 @dataclass(frozen=True)
 class OneStepOffSchedule:
-    """The next step's rollouts are under way while this one trains: tokens are at most one version old."""
+    """The next step's rollouts are under way while this one trains: tokens are at most `publish.every` steps old."""
 
     name: Literal["one-step-off"] = "one-step-off"
     max_refills: int = 3
@@ -311,8 +314,8 @@ class OneStepOffSchedule:
 class AsyncSchedule:
     """The server never stops: groups are taken as they finish, answers go on across swaps.
 
-    No token is trained on that is more than `max_lag` versions old. `buffer` is how many groups may be sampled ahead,
-    in flight and finished together; null is the most that the bound allows, (`max_lag` + 1) x `batch`.
+    No token is trained on that is more than `max_lag` optimizer steps old. `buffer` is how many groups may be sampled
+    ahead, in flight and finished together; null is the most that the bound allows, (`max_lag` + 1) x `batch`.
     """
 
     name: Literal["async"] = "async"

@@ -15,7 +15,7 @@ from trainer.config import FaultsConfig
 from trainer.errors import Preempted, RankFailed, RankLost
 from trainer.faults.heartbeat import Beat, Board, Heartbeat, LocalBoard, StoreBoard, here
 from trainer.launch import RunDir, Stopping, attempt
-from trainer.megatron.parallel import device
+from trainer.megatron.parallel import control
 
 
 class Faults:
@@ -40,8 +40,8 @@ class Faults:
 
     def leaving(self) -> bool:
         """Whether any rank was sent SIGTERM. Collective, so that all leave after the same step."""
-        asked = torch.tensor([int(self._stopping is not None and self._stopping.requested)], device=device())
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        asked = torch.tensor([int(self._stopping is not None and self._stopping.requested)])
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=control())
         return bool(asked)
 
     def __enter__(self) -> Faults:

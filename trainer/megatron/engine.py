@@ -222,8 +222,7 @@ def _reduce(outputs: list[LossOutput]) -> dict[str, float]:
             result[name] = value.item()
     if ps.get_pipeline_model_parallel_world_size() == 1:
         return result
-    group = ps.get_pipeline_model_parallel_group()
-    shared: dict[str, float] = broadcast_json(result, ps.get_pipeline_model_parallel_last_rank(), group)
+    shared: dict[str, float] = broadcast_json(result, dist.get_world_size() - 1)  # which is of the last stage
     # JSON has no NaN: it arrives as null.
     return {name: math.nan if value is None else value for name, value in shared.items()}
 

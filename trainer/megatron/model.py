@@ -21,6 +21,7 @@ from trainer.megatron.attention import block_spec, follow_positions
 from trainer.megatron.convert import load_hf
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import HfTensors
+from trainer.megatron.logprobs import logprobs_and_entropy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -68,7 +69,7 @@ def build_model(shape: ModelShape, config: TransformerConfig, chunk: int | None 
     """This rank's part of the model, with Megatron's initial weights. `chunk` counts the chunks of layers of a pipeline
     stage under the interleaved schedule, None without it."""
     tensor_parallel = config.tensor_model_parallel_size
-    model = GPTModel(
+    model = LanguageModel(
         config,
         block_spec(config, chunk),
         vocab_size=shape.padded_vocab(tensor_parallel),
@@ -82,13 +83,30 @@ def build_model(shape: ModelShape, config: TransformerConfig, chunk: int | None 
         rope_scaling_factor=shape.rope_factor or 1.0,
         vp_stage=chunk,
     )
-    model.vp_stage = chunk
+    model.vp_stage, model.real_vocab = chunk, shape.vocab
     follow_positions(model)
-    local = shape.padded_vocab(tensor_parallel) // tensor_parallel
-    real = shape.vocab - ps.get_tensor_model_parallel_rank() * local
-    if model.post_process and real < local:
-        model.output_layer.register_forward_hook(_MaskPadding(max(real, 0)))
     return model
+
+
+class LanguageModel(GPTModel):  # type: ignore[misc]
+    """GPTModel that answers to labels [B, T] with their log-probs and the entropies, [B, T, 2], and never holds the
+    logits of the whole vocabulary for all tokens. Without labels it is Megatron's."""
+
+    real_vocab: int  # without what pads the vocabulary for the layout
+
+    def _postprocess(self, hidden_states: torch.Tensor, *, labels: torch.Tensor | None, **given: Any) -> torch.Tensor:
+        if labels is None or not self.post_process:
+            output: torch.Tensor = super()._postprocess(hidden_states=hidden_states, labels=labels, **given)
+            return output
+        tied, group = self.share_embeddings_and_output_weights, ps.get_tensor_model_parallel_group()
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        if self.config.sequence_parallel:
+            hidden_TBH = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
+        else:
+            hidden_TBH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        labels_TB = labels.t()
+        found = logprobs_and_entropy(hidden_TBH.flatten(0, 1), weight, labels_TB.flatten(), self.real_vocab, group)
+        return found.reshape(*labels_TB.shape, 2).transpose(0, 1).contiguous()
 
 
 def _layout(parallel: ParallelConfig) -> dict[str, Any]:
@@ -128,18 +146,6 @@ def _recompute(model: ModelConfig) -> dict[str, Any]:
     if model.recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-class _MaskPadding:
-    """Takes the vocabulary's padding out of the softmax: no tokens are there, yet a zero logit is not improbable."""
-
-    def __init__(self, real: int) -> None:
-        self.real = real
-
-    def __call__(self, _module: Any, _inputs: Any, output: tuple[Any, Any]) -> tuple[Any, Any]:
-        logits_TBV, bias = output
-        is_padding = torch.arange(logits_TBV.shape[-1], device=logits_TBV.device) >= self.real
-        return logits_TBV.masked_fill(is_padding, torch.finfo(logits_TBV.dtype).min), bias
 
 
 class ValueHead(torch.nn.Linear):  # type: ignore[misc]

@@ -2,6 +2,10 @@
 
 Objects travel as JSON and tensors as tensors; nothing is pickled. Rank 0 is the lead: it alone samples, talks to the
 gateway and to the store, and shares what it got or why it failed (`lead`).
+
+All that goes over a group of its own (`control`), on gloo. There ranks may wait for the lead for as long as it samples;
+in a collective of the backend that computes, such a wait would end the run (NCCL's watchdog). A rank that dies is
+noticed at once, since its connections break, and one that hangs by the heartbeats (trainer/faults).
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,38 +25,47 @@ from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import random as tp_random
 from torch.distributed.rendezvous import rendezvous
 
-from trainer.config import ParallelConfig
+from trainer.config import FaultsConfig, ParallelConfig
 from trainer.errors import RankFailed
 from trainer.launch import attempt
 from trainer.megatron import shim
 from weightsync.control.hosts import keep_to_loopback
 
 T = TypeVar("T")
+CONTROL_TIMEOUT = timedelta(days=30)
+"""No wait for the lead is too long by itself: heartbeats end those that are for nothing."""
+_control: Any = None
 
 
 @contextmanager
-def distributed(parallel: ParallelConfig, seed: int) -> Iterator[None]:
-    """Join the run's process groups (torchrun's environment variables; alone without them) for the body's duration."""
-    on_cpu = shim.install()
+def distributed(
+    parallel: ParallelConfig, seed: int, timeout_s: float = FaultsConfig.collective_timeout_s
+) -> Iterator[None]:
+    """Join the run's process groups (torchrun's environment variables; alone without them) for the body's duration.
+    `timeout_s` bounds a collective of the groups that compute."""
+    on_cpu, timeout = shim.install(), timedelta(seconds=timeout_s)
     if not on_cpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if parallel.world_size == 1 and "RANK" not in os.environ:
         keep_to_loopback()
-        dist.init_process_group("gloo" if on_cpu else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timeout, **alone)
     else:
         store, rank, world = next(rendezvous("env://"))
         # torchrun's agent keeps its store over restarts: peers must not be looked up under addresses from before one.
         mine = dist.PrefixStore(f"attempt-{attempt()}", store)
-        dist.init_process_group("gloo" if on_cpu else "nccl", store=mine, rank=rank, world_size=world)
+        dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timeout, store=mine, rank=rank, world_size=world)
     try:
-        split(parallel, seed)
+        split(parallel, seed, timeout_s)
         yield
     finally:
+        global _control
+        _control = None
         ps.destroy_model_parallel()
         dist.destroy_process_group()
 
 
-def split(parallel: ParallelConfig, seed: int) -> None:
+def split(parallel: ParallelConfig, seed: int, timeout_s: float = FaultsConfig.collective_timeout_s) -> None:
     """Cut the world into Megatron's groups and seed every generator. The sizes must multiply to the world's."""
     assert dist.get_world_size() == parallel.world_size
     ps.initialize_model_parallel(
@@ -61,6 +75,7 @@ def split(parallel: ParallelConfig, seed: int) -> None:
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor_size,
+        distributed_timeout_minutes=timeout_s / 60,
     )
     random.seed(seed)
     np.random.seed(seed)
@@ -76,26 +91,34 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def broadcast_json(value: Any, src: int = 0, group: Any = None) -> Any:
-    """`value` of the global rank `src` on every rank of the group. orjson types only."""
+def control() -> Any:
+    """The group of all ranks for what they tell each other and for waits. Collective where it is first asked for."""
+    global _control
+    if _control is None:
+        _control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+    return _control
+
+
+def broadcast_json(value: Any, src: int = 0) -> Any:
+    """`value` of the rank `src` on every rank. orjson types only."""
     mine = dist.get_rank() == src
     payload = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY) if mine else b""
-    size = torch.tensor([len(payload)], device=device())
-    dist.broadcast(size, src, group=group)
+    size = torch.tensor([len(payload)])
+    dist.broadcast(size, src, group=control())
     data = _to_tensor(payload, int(size))
-    dist.broadcast(data, src, group=group)
-    return value if mine else orjson.loads(bytes(data.cpu().numpy()))
+    dist.broadcast(data, src, group=control())
+    return value if mine else orjson.loads(bytes(data.numpy()))
 
 
 def gather_json(value: Any) -> list[Any]:
     """Every rank's value, in rank order, on every rank."""
     payload = orjson.dumps(value)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device()) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(payload)], device=device()))
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(payload)]), group=control())
     longest = max(int(size) for size in sizes)
-    parts = [torch.empty(longest, dtype=torch.uint8, device=device()) for _ in sizes]
-    dist.all_gather(parts, _to_tensor(payload, longest))
-    return [orjson.loads(bytes(p[: int(n)].cpu().numpy())) for p, n in zip(parts, sizes, strict=True)]
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(parts, _to_tensor(payload, longest), group=control())
+    return [orjson.loads(bytes(p[: int(n)].numpy())) for p, n in zip(parts, sizes, strict=True)]
 
 
 def broadcast_tensors(tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
@@ -103,16 +126,17 @@ def broadcast_tensors(tensors: dict[str, torch.Tensor] | None) -> dict[str, torc
     described = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in (tensors or {}).items()}
     result = {}
     for name, (dtype, shape) in broadcast_json(described).items():
-        source = tensors[name].to(device()) if tensors is not None else None
-        result[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device()) if source is None else source
-        dist.broadcast(result[name], 0)
+        source = tensors[name].cpu() if tensors is not None else None
+        whole = torch.empty(shape, dtype=getattr(torch, dtype)) if source is None else source
+        dist.broadcast(whole, 0, group=control())
+        result[name] = whole.to(device())
     return result
 
 
 def from_last(tensor: torch.Tensor) -> torch.Tensor:
     """The last rank's tensor on every rank, all of which hold one of this shape: what the last pipeline stage found."""
-    result = tensor.contiguous()
-    dist.broadcast(result, dist.get_world_size() - 1)
+    result = tensor.cpu().contiguous()
+    dist.broadcast(result, dist.get_world_size() - 1, group=control())
     return result
 
 
@@ -135,4 +159,4 @@ def _to_tensor(payload: bytes, size: int) -> torch.Tensor:
     data = torch.zeros(size, dtype=torch.uint8)
     if payload:
         data[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    return data.to(device())
+    return data

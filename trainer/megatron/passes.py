@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from trainer.algorithms.base import ENTROPY
 from trainer.batch import MASK, POSITIONS, SEGMENTS, TOKENS, Fields, share
 from trainer.megatron.attention import local_positions, rotary_positions, whole_sequence
 
@@ -51,7 +52,8 @@ def run(
     pipeline stage; an empty list on the others. Collective.
 
     `chunks` are the model's parts on this rank. Their output are the log-probs float32 [B, T] of the tokens at t + 1,
-    or the values of a critic (`values`). To train, `reduce` returns (loss, number of tokens, anything).
+    and the entropies there are the micro-batch's field ENTROPY; or the values of a critic (`values`). To train,
+    `reduce` returns (loss, number of tokens, anything).
     """
     micro_batches = share(
         fields, ps.get_data_parallel_rank(), ps.get_data_parallel_world_size(), micro_batch, unit, _group(chunks)
@@ -63,7 +65,12 @@ def run(
         given = inputs(batch, config)
         with rotary_positions(given.rotary):
             output = part(given.tokens, given.positions, given.segments, labels=None if values else given.labels)
-        return output, lambda out, **_: reduce(_whole(out[..., 0] if values else -out, width), batch)
+
+        def reduced(out: Tensor, **_: Any) -> Any:
+            whole = _whole(out, width)
+            return reduce(whole[..., 0], batch if values else batch | {ENTROPY: whole[..., 1]})
+
+        return output, reduced
 
     batches = [iter(micro_batches) for _ in chunks]
     result: list[Any] = get_forward_backward_func()(

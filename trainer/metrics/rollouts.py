@@ -10,18 +10,18 @@ from trainer.rewards.scorer import Score
 from trainer.trajectory import Group, Trajectory
 
 
-def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Means over the step's samples, on rank 0. `version` is the newest when the step was trained.
+def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """Means over the step's samples, on rank 0. `step` counts the optimizer steps before it.
 
     `zero_std_groups` is the share of groups whose rewards are all equal: they teach a group-relative algorithm nothing.
-    `truncated` is the share of samples that ran into `rollout.max_tokens`. A token's version lag is how many versions
-    the weights that wrote it are behind `version`.
+    `truncated` is the share of samples that ran into `rollout.max_tokens`. A token's version lag is how many
+    optimizer steps the version that wrote it is behind `step`.
     """
     groups = [group for group in groups if group.trajectories]  # of the others every episode or reward failed
     if not groups:
         return {}
     trajectories = [t for g in groups for t in g.trajectories]
-    lags = [lag for t in trajectories for lag, trained in zip(t.version_lags(version), t.mask, strict=True) if trained]
+    lags = [lag for t in trajectories for lag, trained in zip(t.lags(step), t.mask, strict=True) if trained]
     return (
         score_metrics([s for g in groups for s in g.scores])
         | {"zero_std_groups": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups)}

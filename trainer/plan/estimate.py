@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 
 from trainer.config import LoraConfig, ParallelConfig
 from trainer.megatron.hf_config import ModelShape
+from trainer.megatron.logprobs import LOGITS
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP32 = 4
@@ -143,10 +144,12 @@ def _cut(hidden: int, parallel: ParallelConfig) -> float:
 
 
 def _logits(shape: ModelShape, parallel: ParallelConfig, work: Workload) -> int:
-    """Logits in the model's precision, and the fp32 softmax that the loss is made of."""
+    """Of a chunk (megatron/logprobs.py): logits in the model's precision and in fp32, and their softmax. And the
+    gradient of the output layer, which chunks add to in fp32."""
     tokens = work.rows(parallel) * -(-work.length // parallel.context)
     columns = shape.padded_vocab(parallel.tensor) // parallel.tensor
-    return tokens * columns * (BYTES[work.dtype] + 2 * FP32)
+    tokens = min(tokens, max(LOGITS // columns, 1))
+    return columns * (tokens * (BYTES[work.dtype] + 2 * FP32) + shape.hidden * FP32)
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,8 @@ def _gap(run: RunEvents) -> Iterator[str]:
 def _entropy(run: RunEvents) -> Iterator[str]:
     entropy = at_end(run, "entropy")
     if entropy is not None and entropy < LOW_ENTROPY:
-        yield f"The policy's entropy fell to {entropy:.3f}: it explores little. Raise algorithm.clip_high."
+        advice = "Raise algorithm.clip_high or algorithm.entropy_coef"
+        yield f"The policy's entropy fell to {entropy:.3f}: it explores little. {advice}."
 
 
 def _spikes(run: RunEvents) -> Iterator[str]:

@@ -33,7 +33,7 @@ PANELS = (
     Panel("length", ("answer_tokens_mean", "answer_tokens_max"), "tokens an answer"),
     Panel("policy", ("entropy", "kl", "clip_ratio", "clip_ratio_low", "clip_ratio_high"), "policy"),
     Panel("gap", ("logprob_gap_mean", "logprob_gap_max"), "|log-prob, engine - trainer|", log=True),
-    Panel("lag", ("version_lag_mean", "version_lag_max"), "versions behind"),
+    Panel("lag", ("version_lag_mean", "version_lag_max"), "optimizer steps behind"),
     Panel("time", ("*_ms",), "milliseconds a step"),
     Panel("throughput", ("tokens_per_s", "train_tokens_per_s"), "tokens/s"),
     Panel("mfu", ("mfu",), "share of the peak", share=True),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.trainer.trajectories import answer
-from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, Algorithm, LossOutput
+from trainer.algorithms.base import ENTROPY, OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, Algorithm, LossOutput
 from trainer.batch import MASK, TOKENS, Fields, Rows, Sequence, lay_out, plan_rows, take_back
 from trainer.rewards import Score
 from trainer.trajectory import Group, VersionSpan
@@ -18,7 +18,8 @@ LONGEST = 6
 
 
 def groups(count: int, samples: int, seed: int) -> list[Group]:
-    """Answers of 1 to 6 tokens, the longest truncated; begun by version 3 and ended by 5, or all by one of them."""
+    """Answers of 1 to 6 tokens, the longest truncated; begun by the weights of step 3 and ended by those of 5, or
+    all by one of them."""
     rng = random.Random(seed)
     made = []
     for _ in range(count):
@@ -31,7 +32,7 @@ def groups(count: int, samples: int, seed: int) -> list[Group]:
                     token_ids=tuple(rng.randrange(VOCAB) for _ in range(length)),
                     logprobs=tuple(-1 - 3 * rng.random() for _ in range(length)),
                     finish_reason="length" if length == LONGEST else "stop",
-                    versions=(VersionSpan(3, 0, cut), VersionSpan(5, cut, length)),
+                    versions=(VersionSpan(3, 0, cut, step=3), VersionSpan(5, cut, length, step=5)),
                 )
             )
         scores = tuple(Score(rng.random() if rng.random() < 0.7 else 1.0) for _ in answers)
@@ -74,6 +75,11 @@ class Trial:
         return [logits.log_softmax(-1)[range(len(logits)), list(s.continuation)] for logits, s in pairs]
 
     @property
+    def entropies(self) -> list[torch.Tensor]:
+        """[tokens] of each sequence, of the whole distribution, with gradient."""
+        return [-(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1) for logits in self.logits]
+
+    @property
     def rows(self) -> Rows:
         if self.packed:
             return plan_rows(self.sequences, 40)
@@ -97,6 +103,7 @@ class Trial:
     def loss(self) -> LossOutput:
         fields = self.fields()
         assert fields[TOKENS].shape[1] == fields[MASK].shape[1] + 1
+        fields[ENTROPY] = self.scatter(self.entropies, fields)
         return self.algorithm.loss(self.scatter(self.logprobs, fields), fields)
 
     def gradient(self, loss: torch.Tensor) -> torch.Tensor:

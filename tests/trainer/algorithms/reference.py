@@ -89,9 +89,10 @@ def policy_loss(
     weights: list[list[float]] | None = None,
     kept: list[list[bool]] | None = None,
     reference: Numbers | None = None,
+    logits: Numbers | None = None,
     max_tokens: int = 6,
 ) -> torch.Tensor:
-    """`c` are the fields of a PolicyConfig. `reference`: for KL in the loss."""
+    """`c` are the fields of a PolicyConfig. `reference`: for KL in the loss; `logits` [tokens, V]: for the entropy."""
     by_answer: list[list[torch.Tensor]] = []
     for i, (new, prox) in enumerate(zip(logprobs, proximal, strict=True)):
         difference = [new[t] - prox[t] for t in range(len(new))]
@@ -111,6 +112,9 @@ def policy_loss(
             if reference is not None:
                 d = reference[i][t] - new[t]
                 term = term + c["kl_coef"] * (torch.exp(d) - d - 1)
+            if logits is not None:
+                p = torch.exp(logits[i][t]) / torch.exp(logits[i][t]).sum()
+                term = term + c["entropy_coef"] * sum(q * torch.log(q) for q in p)
             if kept is None or kept[i][t]:
                 terms.append(term)
         if terms:

@@ -14,7 +14,15 @@ from tests.trainer.algorithms.batches import LONGEST, Trial, groups
 from tests.trainer.trajectories import answer
 from trainer.algorithms import build_algorithm
 from trainer.algorithms.advantages import over_group
-from trainer.algorithms.base import ADVANTAGES, OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, VERSION_LAG, ActorCritic
+from trainer.algorithms.base import (
+    ADVANTAGES,
+    ENTROPY,
+    OLD_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    VALUES,
+    VERSION_LAG,
+    ActorCritic,
+)
 from trainer.algorithms.correction import correct
 from trainer.algorithms.policy import Grpo, PolicyGradient, Ppo, Reinforce, Rloo
 from trainer.batch import MASK, lay_out
@@ -35,9 +43,9 @@ BATCH = groups(4, 5, seed=1)
 BEHAVIOUR = [torch.tensor(s.logprobs, dtype=torch.float32).double() for g in BATCH for s in g.trajectories]
 
 
-def trial(config: AlgorithmConfig, *, packed: bool = False, version: int = 5) -> Trial:
+def trial(config: AlgorithmConfig, *, packed: bool = False, step: int = 5) -> Trial:
     algorithm = build_algorithm(config, LONGEST)
-    return Trial(algorithm, algorithm.sequences([], BATCH, version), packed=packed)
+    return Trial(algorithm, algorithm.sequences([], BATCH, step), packed=packed)
 
 
 def constant(advantages: list[float]) -> list[list[float]]:
@@ -63,6 +71,8 @@ GRPO = {
     "dapo": GrpoConfig(clip_high=0.28),
     "dual_clip": GrpoConfig(dual_clip=1.5),
     "gspo": GrpoConfig(ratio="sequence", normalize="sequence", clip_low=0.2, clip_high=0.3),
+    "entropy": GrpoConfig(entropy_coef=0.3),
+    "entropy_of_answers": GrpoConfig(entropy_coef=0.3, kl_coef=0.2, normalize="sequence"),
     "trajectory": GrpoConfig(ratio="trajectory", normalize="sequence"),
     "cispo": GrpoConfig(objective="cispo", clip_high=0.5),
 }
@@ -78,9 +88,11 @@ def test_grpo_and_its_descendants(config: GrpoConfig, packed: bool) -> None:
         BEHAVIOUR,
         constant(plain.grpo_advantages(BATCH, scale=config.scale_rewards)),
         reference=t.given[REFERENCE_LOGPROBS] if config.kl_coef else None,
+        logits=t.logits if config.entropy_coef else None,
         max_tokens=LONGEST,
     )
     output = t.check(expected)
+    assert output.sums["entropy"].item() == pytest.approx(sum(h.sum().item() for h in t.entropies))
     assert 0 < output.sums["clip_ratio"] < output.tokens
     assert output.sums["clip_ratio"] == output.sums["clip_ratio_low"] + output.sums["clip_ratio_high"]
     assert (output.sums["clip_ratio_low"] == 0) == (config.objective == "cispo")
@@ -106,10 +118,10 @@ CORRECTIONS = {
 @pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
 def test_importance_correction(correction: CorrectionConfig, packed: bool, normalize: Any) -> None:
     config = GrpoConfig(normalize=normalize, minibatches=2, correction=correction)
-    t = trial(config, packed=packed, version=5)
+    t = trial(config, packed=packed, step=5)
     corrected = correction.kind != "none"
     assert (OLD_LOGPROBS in t.algorithm.needs) == corrected
-    lags = [sample.version_lags(5) for group in BATCH for sample in group.trajectories]
+    lags = [sample.lags(5) for group in BATCH for sample in group.trajectories]
     behaviour = [tuple(b.tolist()) for b in BEHAVIOUR]
     old = t.given[OLD_LOGPROBS] if corrected else t.logprobs
     weights, kept = plain.correction_weights(dataclasses.asdict(correction), old, behaviour, lags)
@@ -145,8 +157,13 @@ def test_in_the_only_update_the_current_policy_is_the_old_one() -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize(
     "config",
-    [RlooConfig(), RlooConfig(kl_coef=0.3), RlooConfig(kl_coef=0.3, ratio="trajectory", normalize_advantages=True)],
-    ids=["plain", "kl", "normalized"],
+    [
+        RlooConfig(),
+        RlooConfig(epochs=2),
+        RlooConfig(kl_coef=0.3),
+        RlooConfig(kl_coef=0.3, ratio="token", normalize_advantages=True),
+    ],
+    ids=["plain", "epochs", "kl", "normalized"],
 )
 def test_rloo(config: RlooConfig, packed: bool) -> None:
     t = trial(config, packed=packed)
@@ -157,12 +174,29 @@ def test_rloo(config: RlooConfig, packed: bool) -> None:
         middle, std = plain.mean(advantages), plain.sample_std(advantages)
         advantages = [(a - middle) / (std + 1e-4) for a in advantages]
     exact = [[a] * len(b) for a, b in zip(advantages, BEHAVIOUR, strict=True)]
-    expected = plain.policy_loss(dataclasses.asdict(config), t.logprobs, BEHAVIOUR, exact)
+    proximal = t.given[OLD_LOGPROBS] if OLD_LOGPROBS in t.algorithm.needs else [p.detach() for p in t.logprobs]
+    expected = plain.policy_loss(dataclasses.asdict(config), t.logprobs, proximal, exact)
     output = t.loss()
     # The rewards' part of the advantages travelled in single precision.
     torch.testing.assert_close(output.total / output.denominator, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
         t.gradient(output.total / output.denominator), t.gradient(expected), rtol=1e-5, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_rloo_is_the_gradient_of_the_paper(packed: bool) -> None:
+    """REINFORCE's of arXiv 2402.14740: of an answer's log-probability, the sum over its tokens however many they are,
+    and whatever the engine said of them."""
+    t = trial(RlooConfig(), packed=packed)
+    advantages = plain.rloo_advantages(BATCH, [0.0] * len(BEHAVIOUR))
+    terms = [-a * logprobs.sum() for a, logprobs in zip(advantages, t.logprobs, strict=True)]
+    output = t.loss()
+    torch.testing.assert_close(
+        t.gradient(output.total / output.denominator),
+        t.gradient(torch.stack(terms).sum() / len(terms)),
+        rtol=1e-5,
+        atol=1e-7,
     )
 
 
@@ -306,13 +340,14 @@ def test_the_logprob_gap_is_between_engine_and_trainer() -> None:
     algorithm = Grpo(GrpoConfig())
     t = Trial(algorithm, algorithm.sequences([], BATCH))
     fields = t.fields()
-    output = algorithm.loss(fields["behaviour_logprobs"] + 0.5 * fields[MASK], fields)
+    entropies = {ENTROPY: torch.zeros_like(fields[MASK])}
+    output = algorithm.loss(fields["behaviour_logprobs"] + 0.5 * fields[MASK], fields | entropies)
     assert output.maxima["logprob_gap_max"].item() == pytest.approx(0.5, abs=1e-5)
     assert (output.sums["logprob_gap_mean"] / output.tokens).item() == pytest.approx(0.5, abs=1e-5)
 
 
 def test_a_batch_of_rejected_tokens_moves_nothing() -> None:
-    t = trial(GrpoConfig(correction=CorrectionConfig(max_lag=0)), version=9)
+    t = trial(GrpoConfig(correction=CorrectionConfig(max_lag=0)), step=9)
     output = t.loss()
     assert output.denominator == 0
     assert output.sums["rejected"] == output.tokens

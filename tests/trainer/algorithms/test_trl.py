@@ -40,6 +40,7 @@ class Accelerator:
     device = torch.device("cpu")
     num_processes = 1
     is_main_process = True
+    sync_gradients = True
     parallelism_config = None
 
     def gather(self, x: Any) -> Any:
@@ -88,8 +89,8 @@ def behaviour(t: Trial) -> list[torch.Tensor]:
 
 def told_logprobs(t: Trial) -> Any:
     """In place of TRL's pass through a model."""
-    logprobs = padded(t.logprobs)
-    return lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None)
+    logprobs, entropies = padded(t.logprobs), padded(t.entropies)
+    return lambda *_, **__: (logprobs, entropies, None)
 
 
 def grpo_trainer(t: Trial, loss_type: str, level: str, c: GrpoConfig) -> Any:
@@ -108,7 +109,9 @@ def grpo_trainer(t: Trial, loss_type: str, level: str, c: GrpoConfig) -> Any:
         off_policy_mask_threshold=None,
         use_vllm=c.correction.kind != "none",
         vllm_importance_sampling_correction=True,
-        _entropy_bonus_enabled=False,
+        _entropy_bonus_enabled=c.entropy_coef > 0,
+        use_adaptive_entropy=False,
+        entropy_coef=c.entropy_coef,
         _get_per_token_logps_and_entropies=told_logprobs(t),
     )
 
@@ -138,6 +141,7 @@ GRPO: dict[str, tuple[GrpoConfig, str, str]] = {
     "bnpo": (GrpoConfig(clip_high=0.2), "bnpo", "token"),
     "dr_grpo": (GrpoConfig(normalize="length", scale_rewards=False), "dr_grpo", "token"),
     "dapo": (GrpoConfig(clip_high=0.28, kl_coef=0.1), "dapo", "token"),
+    "entropy": (GrpoConfig(entropy_coef=0.3), "dapo", "token"),
     "dual_clip": (GrpoConfig(dual_clip=1.5), "dapo", "token"),
     "gspo": (GrpoConfig(ratio="sequence", normalize="sequence"), "grpo", "sequence"),
     "cispo": (GrpoConfig(objective="cispo", clip_high=0.5), "cispo", "token"),
@@ -165,7 +169,7 @@ def test_truncated_importance_sampling(level: Any) -> None:
 
 
 def test_rloo() -> None:
-    config = RlooConfig(ratio="trajectory", kl_coef=0.2)
+    config = RlooConfig(kl_coef=0.2)
     t = trial(config)
     given = zip(t.given[OLD_LOGPROBS], t.given[REFERENCE_LOGPROBS], strict=True)
     advantages = plain.rloo_advantages(BATCH, [0.2 * (old - ref).sum().item() for old, ref in given])
@@ -177,7 +181,7 @@ def test_rloo() -> None:
     )
     inputs = completions(t) | {
         "advantages": torch.tensor(advantages, dtype=torch.float64),
-        "old_logps": padded(behaviour(t)).sum(-1),
+        "old_logps": padded(t.given[OLD_LOGPROBS]).sum(-1),
     }
     same(t, theirs._compute_loss(None, inputs), rtol=1e-5)
 

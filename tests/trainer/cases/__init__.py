@@ -32,9 +32,11 @@ from trainer.publish import WeightPublisher
 
 @contextlib.contextmanager
 def engine(config: dict[str, Any]) -> Iterator[Engine]:
-    parsed = strict.build(
-        TrainerConfig, {"data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}, "steps": 10} | config
-    )
+    """Built from the configuration, which need not say what every engine in these tests has in common."""
+    common: dict[str, Any] = {"data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}, "steps": 10}
+    if "publish" not in config:
+        common["rollout"] = {"fixed_sampler": True}
+    parsed = strict.build(TrainerConfig, common | config)
     split(parsed.parallel, parsed.seed)
     try:
         yield Engine(
@@ -87,7 +89,6 @@ def parity(path: str, parallel: dict[str, int], dtype: str = "float32") -> dict[
         result: dict[str, Any] = {}
         if (mine := logits(built, inputs)) is not None:
             result["logits"] = (mine[..., : built.shape.vocab] - expected).abs().max().item()
-            result["padding_probability"] = mine.float().softmax(-1)[..., built.shape.vocab :].sum().item()
         if (logprobs := built.logprobs(fields)) is not None:
             reference = expected.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
             result["logprobs"] = (logprobs - reference).abs().max().item()
@@ -204,10 +205,12 @@ def publish_taken_over(path: str, parallel: dict[str, int], store: str) -> list[
 
 
 from tests.trainer.cases.algorithms import *  # noqa: E402, F403
+from tests.trainer.cases.control import *  # noqa: E402, F403
 from tests.trainer.cases.faults import *  # noqa: E402, F403
 from tests.trainer.cases.hostile import *  # noqa: E402, F403
 from tests.trainer.cases.hosts import *  # noqa: E402, F403
 from tests.trainer.cases.layouts import *  # noqa: E402, F403
+from tests.trainer.cases.logprobs import *  # noqa: E402, F403
 from tests.trainer.cases.lora import *  # noqa: E402, F403
 from tests.trainer.cases.memory import *  # noqa: E402, F403
 from tests.trainer.cases.packing import *  # noqa: E402, F403 - cases of their own file

@@ -9,7 +9,12 @@ import pytest
 from trainer.config import TrainerConfig, strict
 from trainer.errors import ConfigError
 
-ASYNC = {"schedule": {"name": "async"}, "algorithm": {"name": "grpo"}, "gateway": {"url": "http://unused"}}
+ASYNC = {
+    "schedule": {"name": "async"},
+    "algorithm": {"name": "grpo"},
+    "gateway": {"url": "http://unused"},
+    "rollout": {"fixed_sampler": True},
+}
 SERVING = {"admin_url": "http://127.0.0.1:8001"}
 
 

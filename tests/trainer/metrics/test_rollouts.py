@@ -14,7 +14,7 @@ def sample(*spans: tuple[int, int], finish: str = "stop") -> Trajectory:
     """`spans` are (version, tokens)."""
     versions, start = [], 0
     for version, tokens in spans:
-        versions.append(VersionSpan(version, start, start + tokens))
+        versions.append(VersionSpan(version, start, start + tokens, step=version))
         start += tokens
     return answer((7,) * start, (-0.5,) * start, finish, tuple(versions))
 
@@ -30,7 +30,7 @@ GROUPS = [
 
 
 def test_rewards_by_function_groups_and_lengths() -> None:
-    found = rollout_metrics(GROUPS, version=3)
+    found = rollout_metrics(GROUPS, step=3)
     assert found["reward_mean"] == pytest.approx(0.875)
     assert found["reward_std"] == pytest.approx((3 * 0.125**2 + 0.375**2) ** 0.5 / 2)
     assert (found["reward_min"], found["reward_max"]) == (0.5, 1)
@@ -43,7 +43,7 @@ def test_rewards_by_function_groups_and_lengths() -> None:
 
 
 def test_version_lag_is_counted_by_token() -> None:
-    found = rollout_metrics(GROUPS, version=4)
+    found = rollout_metrics(GROUPS, step=4)
     assert found["version_lag_mean"] == pytest.approx((4 * 1 + 1 * 2 + 1 * 1 + 2 * 3 + 2 * 1) / 10)
     assert found["version_lag_max"] == 3
     assert found["versions_per_sample"] == 1.25

@@ -153,6 +153,7 @@ def test_a_runs_models_and_micro_batches_are_counted(tmp_path: Path) -> None:
     gateway = {"url": "http://unused"}
     ppo = {"name": "ppo", "kl_coef": 0.1, "minibatches": 2, "samples_per_prompt": 8}
     more = {"algorithm": ppo, "gateway": gateway, "batch": 64, "micro_batch": 4, "parallel": {"data": 2}}
+    more["rollout"] = {"fixed_sampler": True}
     config = strict.build(TrainerConfig, settings("unused", **more))
     work = workload_of(config, 1000)
     assert (work.critics, work.references, work.sequences, work.length) == (1, 1, 64 * 8 // 2, 1000)

@@ -10,6 +10,7 @@ from tests.trainer.trajectories import answer
 from trainer.data.records import Record
 from trainer.rewards.scorer import Score
 from trainer.schedules import Draw, Feed, Rollout, Schedule
+from trainer.staleness import StepsOfVersions
 from trainer.trajectory import Group, VersionSpan
 
 
@@ -31,6 +32,27 @@ def group(prompt: int, version: int, rewards: tuple[float, ...] = (0.0, 1.0)) ->
     """Samples of one token each, written by `version`."""
     sample = answer((7,), (-0.5,), "stop", (VersionSpan(version, 0, 1),))
     return Group((prompt,), (sample,) * len(rewards), tuple(Score(reward, {"r": reward}) for reward in rewards))
+
+
+class EveryStep(StepsOfVersions):
+    """Every step is published, as the version of its number; the server has the sampler's."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        super().__init__()
+        self._sampler = sampler
+
+    def __getitem__(self, version: int) -> int:
+        return version
+
+    @property
+    def served(self) -> int:
+        return self._sampler.version
+
+
+def published(schedule: Schedule, sampler: Sampler) -> Schedule:
+    """The schedule of a run that publishes every step."""
+    schedule.steps = EveryStep(sampler)
+    return schedule
 
 
 class Sampler:

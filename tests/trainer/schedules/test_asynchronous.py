@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.schedules.sampler import Records, Sampler, everything, numbers, useful
+from tests.trainer.schedules.sampler import Records, Sampler, everything, numbers, published, useful
 from trainer.config.sections import AsyncSchedule
 from trainer.schedules import Feed, Schedule, build_schedule
 from trainer.trajectory import Group
@@ -24,12 +24,13 @@ def sampler() -> Sampler:
 
 
 def schedule(sampler: Sampler, max_lag: int = 1, buffer: int | None = None) -> Schedule:
-    return build_schedule(AsyncSchedule(max_lag=max_lag, buffer=buffer), BATCH, Feed(Records(), 0), sampler, everything)
+    config = AsyncSchedule(max_lag=max_lag, buffer=buffer)
+    return published(build_schedule(config, BATCH, Feed(Records(), 0), sampler, everything), sampler)
 
 
 def test_groups_are_taken_as_they_finish(sampler: Sampler) -> None:
     built = schedule(sampler)
-    taking = built.take(version=0, steps_left=9)
+    taking = built.take(step=0, steps_left=9)
     sampler.soon(lambda: sampler.finish(3))
     assert next(taking).draw.number == 3
     assert sampler.in_flight == [0, 1, 2]
@@ -39,18 +40,18 @@ def test_groups_are_taken_as_they_finish(sampler: Sampler) -> None:
 
 def test_back_pressure_bounds_what_is_ahead(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=3)
-    taking = built.take(version=0, steps_left=99)
+    taking = built.take(step=0, steps_left=99)
     finishing = sampler.soon(lambda: sampler.finish(*range((3 + 1) * BATCH)))
     numbers(taking)
     finishing.join()
-    built.ahead(version=0, steps_left=98)
+    built.ahead(step=0, steps_left=98)
     assert len(sampler.sent) == (3 + 1) * BATCH  # all are finished, and still no more are sent
     assert built.stats()["groups_ready"] == 3 * BATCH
 
 
 def test_a_smaller_buffer_is_respected(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=3, buffer=3)
-    taking = built.take(version=0, steps_left=99)
+    taking = built.take(step=0, steps_left=99)
     finishing = sampler.soon(lambda: sampler.finish(*range(3)))
     numbers(taking)
     finishing.join()
@@ -59,21 +60,21 @@ def test_a_smaller_buffer_is_respected(sampler: Sampler) -> None:
 
 def test_nothing_is_sampled_that_no_step_will_use(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=5)
-    taking = built.take(version=0, steps_left=2)
+    taking = built.take(step=0, steps_left=2)
     finishing = sampler.soon(lambda: sampler.finish(*range(2 * BATCH)))
     numbers(taking)
     finishing.join()
-    built.ahead(version=0, steps_left=1)
+    built.ahead(step=0, steps_left=1)
     assert len(sampler.sent) == 2 * BATCH
 
 
 def test_a_slow_group_is_waited_for_before_it_is_too_old(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=1)
-    taking = built.take(version=0, steps_left=9)
+    taking = built.take(step=0, steps_left=9)
     sampler.soon(lambda: sampler.finish(1, 2, 3))
     assert numbers(taking) == [1, 2]  # 0 is slow, and may be
     sampler.version = 1
-    taking = built.take(version=1, steps_left=8)
+    taking = built.take(step=1, steps_left=8)
     sampler.soon(lambda: sampler.finish(0))
     assert sorted(numbers(taking)) == [0, 3]  # 4 and 5 were sent for version 1 and would do as well, 0 would not later
 
@@ -109,11 +110,11 @@ def test_no_token_is_older_than_the_bound_whatever_finishes_when(sampler: Sample
 
 def test_a_group_over_the_bound_all_the_same_is_sampled_again(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=1)
-    taking = built.take(version=0, steps_left=9)
+    taking = built.take(step=0, steps_left=9)
     sampler.soon(lambda: sampler.finish(0, 1, 2, 3))
     assert numbers(taking) == [0, 1]
     sampler.version = 5  # versions were skipped
-    taking = built.take(version=5, steps_left=8)
+    taking = built.take(step=5, steps_left=8)
     done = threading.Event()
 
     def serve() -> None:
@@ -143,7 +144,7 @@ def test_a_server_that_went_back_beyond_the_bound_does_not_stop_training(sampler
     server = threading.Thread(target=serve)
     server.start()
     try:
-        rollouts = list(built.take(version=9, steps_left=1))
+        rollouts = list(built.take(step=9, steps_left=1))
     finally:
         over.set()
         server.join(10)
@@ -152,8 +153,8 @@ def test_a_server_that_went_back_beyond_the_bound_does_not_stop_training(sampler
 
 
 def test_groups_that_teach_nothing_are_replaced(sampler: Sampler) -> None:
-    built = build_schedule(AsyncSchedule(max_lag=1), BATCH, Feed(Records(), 0), sampler, useful)
-    taking = built.take(version=0, steps_left=9)
+    built = published(build_schedule(AsyncSchedule(max_lag=1), BATCH, Feed(Records(), 0), sampler, useful), sampler)
+    taking = built.take(step=0, steps_left=9)
     sampler.soon(lambda: (sampler.finish(0, 1, rewards=(1.0, 1.0)), sampler.finish(2, 3)))
     assert numbers(taking) == [2, 3]
     assert built.stats()["filtered_groups"] == 2
@@ -162,7 +163,7 @@ def test_groups_that_teach_nothing_are_replaced(sampler: Sampler) -> None:
 
 def test_a_checkpoint_loses_and_repeats_nothing(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=2)
-    taking = built.take(version=0, steps_left=9)
+    taking = built.take(step=0, steps_left=9)
     finishing = sampler.soon(lambda: sampler.finish(4, 1, 2))
     used = set(numbers(taking))
     finishing.join()
@@ -185,7 +186,7 @@ def test_going_back_gives_up_what_was_in_flight(sampler: Sampler) -> None:
     built = schedule(sampler)
     saved = built.state_dict()
     sampler.soon(lambda: sampler.finish(0, 1))
-    numbers(built.take(version=0, steps_left=9))
+    numbers(built.take(step=0, steps_left=9))
     flying = [pending.future for pending in built.pending]
     assert len(flying) == 2
     built.load_state_dict(saved)
@@ -194,26 +195,72 @@ def test_going_back_gives_up_what_was_in_flight(sampler: Sampler) -> None:
     assert built.feed.drawn == 0
 
 
+def real(sampler: Sampler, max_lag: int, every: int = 1) -> Schedule:
+    """One that learns of versions from whoever publishes them."""
+    return build_schedule(AsyncSchedule(max_lag=max_lag), BATCH, Feed(Records(), 0), sampler, everything, every)
+
+
 def test_what_is_restored_keeps_its_age_under_new_numbers(sampler: Sampler) -> None:
     """The killed run had published on: the checkpoint's weights, version 7, are version 30 now."""
     sampler.version = 6
-    built = schedule(sampler, max_lag=2)
-    taking = built.take(version=6, steps_left=9)
+    built = real(sampler, max_lag=2)
+    built.steps.published(6, 60)
+    taking = built.take(step=60, steps_left=9)
     finishing = sampler.soon(lambda: sampler.finish(*range((2 + 1) * BATCH)))
     used = numbers(taking)
     finishing.join()
+    built.steps.published(7, 61)
     saved = json.loads(json.dumps(built.state_dict()))
 
     after = Sampler()
     after.version = 30
-    resumed = schedule(after, max_lag=2)
+    resumed = real(after, max_lag=2)
     resumed.load_state_dict(saved)
-    resumed.renumber(30 - 7)
-    rollouts = list(resumed.take(version=30, steps_left=8))
-    assert [rollout.group.oldest for rollout in rollouts] == [29, 29], "one version old, as it was"
+    resumed.steps.published(30, 61)
+    rollouts = list(resumed.take(step=61, steps_left=8))
+    assert [rollout.group.trajectories[0].lags(61) for rollout in rollouts] == [[1.0], [1.0]], "one step old, as it was"
     assert [rollout.draw.number for rollout in rollouts] == [used[-1] + 1, used[-1] + 2]
     assert resumed.stats()["stale_groups"] == 0
     assert {draw.number for draw in after.sent}.isdisjoint(p["number"] for p in saved["pending"])
+
+
+def test_steps_that_were_not_published_make_tokens_older(sampler: Sampler) -> None:
+    """Steps 1 and 2 are trained on what step 0 sampled, since their own weights could not be published. At step 3 that
+    is over the bound: there are newer weights, and they are asked."""
+    built, lags = real(sampler, max_lag=2), []
+    sampler.version = 7
+    built.steps.published(7, 0)
+    for step in (0, 1, 2, 3):
+        if step == 3:
+            sampler.version = 8  # one version on, three steps on
+            built.steps.published(8, 3)
+        over = threading.Event()
+
+        def serve(until: threading.Event) -> None:
+            while not until.is_set():
+                sampler.finish(*sampler.in_flight)
+
+        server = threading.Thread(target=serve, args=(over,))
+        server.start()
+        try:
+            lags.append([rollout.group.trajectories[0].lags(step) for rollout in built.take(step, 9 - step)])
+        finally:
+            over.set()
+            server.join(10)
+    assert lags == [[[0.0]] * BATCH, [[1.0]] * BATCH, [[2.0]] * BATCH, [[0.0]] * BATCH]
+
+
+def test_what_cannot_be_used_in_time_is_not_sampled(sampler: Sampler) -> None:
+    """The server's weights are a step old already: they are good for two steps where new ones were for three."""
+    built = real(sampler, max_lag=2, every=2)
+    built.steps.published(1, 4)
+    taking = built.take(step=5, steps_left=9)
+    finishing = sampler.soon(lambda: sampler.finish(*range(2 * BATCH)))
+    numbers(taking)
+    finishing.join()
+    assert len(sampler.sent) == 2 * BATCH
+    built.ahead(step=5, steps_left=8)
+    assert len(sampler.sent) == 2 * BATCH
 
 
 def test_what_is_due_is_waited_for_though_younger_groups_are_ready(
@@ -225,7 +272,7 @@ def test_what_is_due_is_waited_for_though_younger_groups_are_ready(
     sampler.soon(lambda: sampler.finish(*first))
     assert numbers(built.take(1, 9)) == [*first]
     sampler.version = 2
-    built._send_next(BATCH, 2)
+    built._send_next(BATCH)
     sampler.finish(*young)
 
     def finishes_only_what_is_waited_for(futures: list[Future[Group]], **how: Any) -> Any:

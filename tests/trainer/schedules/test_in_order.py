@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.schedules.sampler import Records, Sampler, everything, numbers, useful
+from tests.trainer.schedules.sampler import Records, Sampler, everything, numbers, published, useful
 from trainer.config.sections import AsyncSchedule, ColocatedSchedule, OneStepOffSchedule
 from trainer.errors import RolloutError
 from trainer.schedules import Draw, Feed, Schedule, build_schedule
@@ -23,24 +23,25 @@ def sampler() -> Sampler:
 
 
 def colocated(sampler: Sampler, keep: Callable[[Group], bool] = everything, refills: int = 3) -> Schedule:
-    return build_schedule(ColocatedSchedule(max_refills=refills), 4, Feed(Records(), 0), sampler, keep)
+    built = build_schedule(ColocatedSchedule(max_refills=refills), 4, Feed(Records(), 0), sampler, keep)
+    return published(built, sampler)
 
 
 def one_step_off(sampler: Sampler) -> Schedule:
-    return build_schedule(OneStepOffSchedule(), 4, Feed(Records(), 0), sampler, everything)
+    return published(build_schedule(OneStepOffSchedule(), 4, Feed(Records(), 0), sampler, everything), sampler)
 
 
 def test_a_step_gets_its_batch_in_the_order_it_was_drawn(sampler: Sampler) -> None:
     schedule = colocated(sampler)
-    taking = schedule.take(version=1, steps_left=2)
+    taking = schedule.take(step=1, steps_left=2)
     sampler.soon(lambda: sampler.finish(3, 1, 2, 0))
     assert numbers(taking) == [0, 1, 2, 3]
-    schedule.ahead(version=1, steps_left=1)
+    schedule.ahead(step=1, steps_left=1)
     assert sampler.in_flight == []  # training has the machine to itself
 
 
 def test_what_is_ready_is_handed_out_while_the_rest_is_sampled(sampler: Sampler) -> None:
-    taking = colocated(sampler).take(version=1, steps_left=1)
+    taking = colocated(sampler).take(step=1, steps_left=1)
     sampler.soon(lambda: sampler.finish(0))
     assert next(taking).draw.number == 0
     assert sampler.in_flight == [1, 2, 3]
@@ -56,7 +57,7 @@ def test_every_record_of_an_epoch_is_used_once(sampler: Sampler) -> None:
 
 def test_groups_that_teach_nothing_are_replaced(sampler: Sampler) -> None:
     schedule = colocated(sampler, useful)
-    taking = schedule.take(version=1, steps_left=1)
+    taking = schedule.take(step=1, steps_left=1)
     sampler.soon(lambda: (sampler.finish(0, 2, rewards=(1.0, 1.0)), sampler.finish(1, 3)))
     assert next(taking).draw.number == 1
     assert next(taking).draw.number == 3
@@ -69,7 +70,7 @@ def test_groups_that_teach_nothing_are_replaced(sampler: Sampler) -> None:
 
 def test_refills_are_bounded_and_the_step_is_whole_all_the_same(sampler: Sampler) -> None:
     schedule = colocated(sampler, useful, refills=1)
-    taking = schedule.take(version=1, steps_left=1)
+    taking = schedule.take(step=1, steps_left=1)
 
     def all_alike(draw_count: int = 8) -> None:
         while len(sampler.sent) < draw_count or sampler.in_flight:
@@ -85,23 +86,23 @@ def test_refills_are_bounded_and_the_step_is_whole_all_the_same(sampler: Sampler
 def test_the_next_batch_is_sampled_while_this_one_trains(sampler: Sampler) -> None:
     sampler.version = 1
     schedule = one_step_off(sampler)
-    taking = schedule.take(version=1, steps_left=3)
+    taking = schedule.take(step=1, steps_left=3)
     sampler.soon(lambda: sampler.finish(0, 1, 2, 3))
     assert numbers(taking) == [0, 1, 2, 3]
-    schedule.ahead(version=1, steps_left=2)
+    schedule.ahead(step=1, steps_left=2)
     assert sampler.in_flight == [4, 5, 6, 7]
     sampler.finish(4, 5, 6, 7)
-    assert numbers(schedule.take(version=2, steps_left=2)) == [4, 5, 6, 7]
+    assert numbers(schedule.take(step=2, steps_left=2)) == [4, 5, 6, 7]
     sampler.version = 2
-    schedule.ahead(version=2, steps_left=1)
+    schedule.ahead(step=2, steps_left=1)
     sampler.finish(8, 9, 10, 11)
-    assert numbers(schedule.take(version=3, steps_left=1)) == [8, 9, 10, 11]
-    schedule.ahead(version=3, steps_left=0)
+    assert numbers(schedule.take(step=3, steps_left=1)) == [8, 9, 10, 11]
+    schedule.ahead(step=3, steps_left=0)
     assert sampler.in_flight == []  # nothing that no step will use
 
 
 def test_what_sampling_raises_reaches_the_step(sampler: Sampler) -> None:
-    taking = colocated(sampler).take(version=1, steps_left=1)
+    taking = colocated(sampler).take(step=1, steps_left=1)
     sampler.soon(lambda: sampler.fail(0, RolloutError("refused")))
     with pytest.raises(RolloutError, match="refused"):
         next(taking)
@@ -110,10 +111,10 @@ def test_what_sampling_raises_reaches_the_step(sampler: Sampler) -> None:
 def test_a_checkpoint_keeps_what_is_finished_and_repeats_what_was_in_flight(sampler: Sampler) -> None:
     sampler.version = 1
     schedule = one_step_off(sampler)
-    taking = schedule.take(version=1, steps_left=3)
+    taking = schedule.take(step=1, steps_left=3)
     sampler.soon(lambda: sampler.finish(0, 1, 2, 3))
     numbers(taking)
-    schedule.ahead(version=1, steps_left=2)
+    schedule.ahead(step=1, steps_left=2)
     sampler.finish(5)
     saved = json.loads(json.dumps(schedule.state_dict()))
 
@@ -122,15 +123,15 @@ def test_a_checkpoint_keeps_what_is_finished_and_repeats_what_was_in_flight(samp
     resumed = one_step_off(after)
     resumed.load_state_dict(saved)
     assert after.sent == []  # the server has not got its weights yet
-    taking = resumed.take(version=2, steps_left=2)
+    taking = resumed.take(step=2, steps_left=2)
     after.soon(lambda: after.finish(4, 6, 7))
     theirs = list(taking)
     assert [draw.number for draw in after.sent] == [4, 6, 7]
     assert [draw.record for draw in after.sent] == [draw.record for draw in sampler.sent if draw.number in (4, 6, 7)]
     sampler.finish(4, 6, 7)
-    assert list(schedule.take(version=2, steps_left=2)) == theirs
+    assert list(schedule.take(step=2, steps_left=2)) == theirs
     assert [rollout.draw.number for rollout in theirs] == [4, 5, 6, 7]
-    resumed.ahead(version=2, steps_left=1)
+    resumed.ahead(step=2, steps_left=1)
     assert after.in_flight == [8, 9, 10, 11]
 
 
@@ -151,8 +152,8 @@ class AtOnce(Sampler):
 def left_by_an_asynchronous_run() -> dict[str, Any]:
     """Its state after a step at version 2: of 12 groups 4 are used, 6 are finished and 2 in flight."""
     before = AtOnce(version=2, slow=(10, 11))
-    schedule = build_schedule(AsyncSchedule(max_lag=2), 4, Feed(Records(), 0), before, everything)
-    assert numbers(schedule.take(version=2, steps_left=9)) == [0, 1, 2, 3]
+    schedule = published(build_schedule(AsyncSchedule(max_lag=2), 4, Feed(Records(), 0), before, everything), before)
+    assert numbers(schedule.take(step=2, steps_left=9)) == [0, 1, 2, 3]
     state: dict[str, Any] = json.loads(json.dumps(schedule.state_dict()))
     return state
 
@@ -182,10 +183,10 @@ def test_the_bound_holds_for_what_an_asynchronous_run_has_left(
 def test_a_batch_that_is_too_old_since_versions_were_skipped_is_sampled_again() -> None:
     server = AtOnce()
     schedule = one_step_off(server)
-    numbers(schedule.take(version=0, steps_left=2))
-    schedule.ahead(version=0, steps_left=1)
+    numbers(schedule.take(step=0, steps_left=2))
+    schedule.ahead(step=0, steps_left=1)
     server.version = 2  # 1 could not be published
-    rollouts = list(schedule.take(version=2, steps_left=1))
+    rollouts = list(schedule.take(step=2, steps_left=1))
     assert [rollout.group.oldest for rollout in rollouts] == [2] * 4
     assert [rollout.draw.number for rollout in rollouts] == [4, 5, 6, 7]
     assert schedule.stats()["stale_groups"] == 4
