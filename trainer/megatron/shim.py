@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -89,8 +90,9 @@ def _patch_cuda_module() -> None:
     cuda.default_stream = lambda *_, **__: _InertStream()
     cuda.stream = lambda *_: contextlib.nullcontext()
     cuda.Stream = cuda.Event = _InertStream
-    for name in ("synchronize", "set_device", "empty_cache", "manual_seed", "manual_seed_all"):
+    for name in ("synchronize", "set_device", "empty_cache", "manual_seed_all"):
         setattr(cuda, name, lambda *_, **__: None)
+    cuda.manual_seed = _manual_seed
     cuda.get_rng_state = _get_rng_state
     cuda.set_rng_state = _set_rng_state
 
@@ -115,6 +117,8 @@ def _patch_megatron_rng() -> None:
 
     random._get_cuda_rng_state = _get_rng_state
     random._set_cuda_rng_state = _set_rng_state
+    # Its tracker warns when the CPU's generator moves while the CUDA one is in use; here they are the same.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 def _patch_megatron_dispatch() -> None:
@@ -128,6 +132,10 @@ def _patch_megatron_dispatch() -> None:
         return tensor.numpy() if is_split else plain(tensor, as_numpy, record_stream)
 
     token_dispatcher.maybe_move_tensor_to_cpu = move
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
 
 
 def _get_rng_state(*_: Any, **__: Any) -> Any:
