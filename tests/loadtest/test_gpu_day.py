@@ -42,7 +42,7 @@ def test_a_phase_runs_small_on_a_cpu(phase: str, capsys: pytest.CaptureFixture[s
     checks = gpu_day.run(phase, small=True)
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert printed == checks
-    assert status_of(checks) == (SKIPPED if phase == "remap" else PASSED), checks
+    assert status_of(checks) == (SKIPPED if phase in ("remap", "checksum") else PASSED), checks
     for check in checks:
         assert check.pop("phase") == phase
         assert check.pop("check")
