@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +54,9 @@ def flip(report: Report, device: Device, small: bool) -> None:
     """By copies, and by remapping under names that begin with `remap_`."""
     shape = SMALL if small else LLAMA_8B.fitted(device.free_nbytes(), FLIP_COPIES)
     _flip(report, Observed(shape, device))
+    gc.collect()  # a model and its graphs hold each other
+    if device.cuda:
+        torch.cuda.empty_cache()
     try:
         remapped = Observed(shape, device, "remap")
     except Skipped as why:
