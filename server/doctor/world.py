@@ -24,6 +24,7 @@ from weightsync.errors import StoreError
 from weightsync.memory.arena import DEFAULT_ROOT, default_directory
 
 RUN_TIMEOUT_S = 20.0
+MEASURED_NBYTES = 1 << 30  # of which a half is copied to the other: more than a cache of a GPU holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ def find_accelerator() -> Accelerator | None:
         return None
     device = torch.device("cuda:0")
     found = torch.cuda.get_device_properties(device)
-    on_device, from_host = cuda.ms_per_byte_on_device(device), cuda.ms_per_byte_from_host(device)
+    data = torch.empty(MEASURED_NBYTES, dtype=torch.uint8, device=device)
+    on_device, from_host = cuda.ms_per_byte_on_device(data), cuda.ms_per_byte_from_host(device)
     return Accelerator(found.name, found.total_memory, on_device, from_host)
 
 

@@ -48,7 +48,6 @@ MOST_COPIES = 3  # live, previous, staged
 SHARES = {3: 0.5, 2: 0.6, 1: 0.75}
 PIECE_NBYTES = 32 << 20
 PIECES = 4  # of the ring: one is filled while others are under way
-MEASURED_NBYTES = 512 << 20  # more than a cache of the device holds
 ALIGN = 256
 
 
@@ -201,6 +200,12 @@ class DevicePool:
                 return
             self._slabs.append(slab)
 
+    def measure(self) -> None:
+        """What copies take, before anybody runs on the device."""
+        self.ms_per_byte[False] = ms_per_byte_from_host(self._device)
+        if self._slabs:
+            self.ms_per_byte[True] = ms_per_byte_on_device(self._slabs[0])
+
     def acquire(self, nbytes: int) -> DeviceBuffer:
         """A buffer to stage in: on the device if one of `copies` can be had there."""
         self.reserve(nbytes)
@@ -339,7 +344,7 @@ class Cuda:
         self._pool = DevicePool(self.device, copies)
         self._pool.reserve(nbytes)
         if self._stream is not None:
-            self._pool.ms_per_byte[False] = ms_per_byte_from_host(self.device)
+            self._pool.measure()
 
     def arranged(self, layout: Layout, _running: Mapping[str, Sequence[torch.Tensor]]) -> Layout:
         """As it is: what is copied may lie anywhere."""
@@ -373,20 +378,22 @@ class Cuda:
 
 def ms_per_byte_from_host(device: torch.device) -> float:
     """Of a copy out of pinned memory, measured now."""
-    return _ms_per_byte(pinned(PIECES * PIECE_NBYTES, device), device)
+    host = pinned(PIECES * PIECE_NBYTES, device)
+    return _ms_per_byte(host, torch.empty_like(host, device=device))
 
 
-def ms_per_byte_on_device(device: torch.device) -> float:
-    """Of a copy from one place on the device to another, measured now."""
-    return _ms_per_byte(torch.empty(MEASURED_NBYTES, dtype=torch.uint8, device=device), device)
+def ms_per_byte_on_device(data: torch.Tensor) -> float:
+    """Of a copy from one half of `data`, on the device, to the other one, measured now."""
+    half = max(1, data.numel() // 2)
+    return _ms_per_byte(data[:half], data[-half:])
 
 
-def _ms_per_byte(source: torch.Tensor, device: torch.device) -> float:
-    there, times = torch.empty_like(source, device=device), []
+def _ms_per_byte(source: torch.Tensor, target: torch.Tensor) -> float:
+    times = []
     for _ in range(3):  # the first one is slower
-        begin = _mark(device)
-        there.copy_(source, non_blocking=True)
-        end = _mark(device)
+        begin = _mark(target.device)
+        target.copy_(source, non_blocking=True)
+        end = _mark(target.device)
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return min(times) / source.numel()

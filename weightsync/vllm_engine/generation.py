@@ -93,7 +93,7 @@ class StagingDevice(Protocol):
         """Queue a copy of words on the host onto a matrix of as many. The source may change once this returns."""
 
     def expected_flip_ms(self, memory: Memory, /) -> float | None:
-        """How long a commit of what lies there will stall decoding, if that depends on its size and is known."""
+        """How long a commit of what lies there will stall decoding; None where references change, or unknown."""
 
     def vacate(self) -> None:
         """Give back what a sleeping instance does not need. The next `acquire` takes it again."""

@@ -314,11 +314,13 @@ class RemapPool(DevicePool):
         buffer.move(shown)
 
     def measure(self) -> None:
-        """How long a flip takes, by one to what is there: before anybody runs on it."""
+        """What a flip takes, by one to what is there, and an exchange: before anybody runs on the device."""
         memory, started = self._memory(self._shown), time.perf_counter()
         self._driver.wait()
         self.live.show(memory, memory)
         self.ms_per_byte[True] = (time.perf_counter() - started) * 1e3 / self.live.nbytes
+        if self._device.type == "cuda":
+            self.ms_per_byte[False] = 2 * ms_per_byte_from_host(self._device)  # there and back
 
 
 class Remap(Cuda):
@@ -365,8 +367,6 @@ class Remap(Cuda):
         if len(pool._slabs) < FEWEST_SETS:
             raise RemapUnavailable("the device has no memory for a second version; take smaller weights or more ranks")
         pool.measure()
-        if self._stream is not None:
-            pool.ms_per_byte[False] = 2 * ms_per_byte_from_host(self.device)  # there and back
         self._pool = self._mapped = pool
 
     def arranged(self, layout: Layout, running: Mapping[str, Sequence[torch.Tensor]]) -> Layout:

@@ -62,7 +62,7 @@ class StageReport:
 
     `sums` goes to `format.fingerprint.combine`: {tensor: [Tile.to_row(), ...]} of what this worker will run. `built`:
     "LAYOUT:DIGEST" of what vLLM's processing made, equal wherever the same layout was built right; "": it made nothing.
-    `expected_flip_ms`: how long the commit will stall decoding, where that depends on the size of the version.
+    `expected_flip_ms`: how long the commit will stall decoding; None where it changes references.
     """
 
     version: int
