@@ -14,13 +14,16 @@ import torch
 from torch import nn
 
 from loadtest import vllm_worker
+from loadtest.mapped_memory import HostDriver
 from loadtest.vllm_worker import Worker
 from weightsync import Publisher
 from weightsync.control.records import VersionRecord
 from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine.cuda import Cuda
+from weightsync.vllm_engine.remap import Remap
 
 Tensors = Mapping[str, torch.Tensor]
+HANDLE_NBYTES = 64 << 10  # small ones, so that a tiny model lies in several
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -57,17 +60,23 @@ def fresh(w: Worker, tensors: Tensors) -> nn.Module:
 
 @contextlib.contextmanager
 def flipping(how: str) -> Iterator[None]:
-    """Stage and flip as on a CPU ("pointed"), or as on a GPU ("copied"): what is not replaced keeps its address.
+    """Stage and flip as on a CPU ("pointed"), or as on a GPU ("copied", "remapped"): what is not replaced keeps its
+    address.
 
-    There is room for one version on the "device": others wait on the host.
+    There is room for one version on the "device" beside the live one: others wait on the host.
     """
     if how == "pointed":
         yield
         return
     from vllm.model_executor.layers import utils
 
+    def place(device: torch.device) -> Cuda:
+        if how == "copied":
+            return Cuda(device, copies=1)
+        return Remap(device, copies=2, driver=HostDriver(), largest_handle=HANDLE_NBYTES)
+
     with (
-        patch.object(vllm_worker, "staging_device", lambda device: Cuda(device, copies=1)),
+        patch.object(vllm_worker, "staging_device", place),
         patch.dict(os.environ, {"HOTSWAP_LINEAR_KERNEL": "private"}),
         patch.object(utils, "check_cpu_sgl_kernel", lambda *_: False),  # which keeps biases in a type of its own
     ):
@@ -93,7 +102,7 @@ def swap(w: Worker, publisher: Publisher, versions: Sequence[Tensors], how: str)
         yield name, differences(w.model, references[index], dtype)
     yield "versions", [] if differences(w.model, references[1], dtype) else ["both versions are equal"]
     moved = [live for live, address in kept if live.data_ptr() != address]
-    right = kept and len(moved) == (0 if how == "copied" else len(kept))
+    right = kept and len(moved) == (len(kept) if how == "pointed" else 0)
     yield "addresses", [] if right else [f"{len(moved)} of {len(kept)} tensors moved"]
 
 

@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 LEAVES_S = 15.0  # for a phase behind its limit to end what it has started
 PHASES = {
     "env": "hardware", "copy": "hardware", "flip": "flips", "tied": "flips", "undo": "flips", "race": "flips",
-    "memory": "stagings", "stage": "stagings", "remap": "hardware",
+    "memory": "stagings", "stage": "stagings", "checksum": "stagings", "remap": "hardware",
     "serve-small": "serving", "streams-small": "serving", "serve-fp8": "serving", "serve-8b": "serving",
     "streams-8b": "serving",
 }  # fmt: skip

@@ -23,19 +23,23 @@ import torch
 from torch import nn
 
 from loadtest.gpu_day.device import Device
+from loadtest.gpu_day.report import Skipped
 from loadtest.gpu_day.stack import DTYPE, Part, Shape, Stack, parts
+from loadtest.mapped_memory import HostDriver
 from weightsync import Publisher
 from weightsync.control.records import VersionRecord
 from weightsync.format.fingerprint import combine
 from weightsync.store import SyncStore
 from weightsync.vllm_engine import stager as stagers
 from weightsync.vllm_engine.bundle import BASE, Bundle, HeldBundles, Piece
-from weightsync.vllm_engine.cuda import MOST_COPIES, CopyGeneration, Cuda, DevicePool
-from weightsync.vllm_engine.generation import Generation, build_flips
+from weightsync.vllm_engine.cuda import MOST_COPIES, CopyGeneration, Cuda
+from weightsync.vllm_engine.generation import Generation, build_flips, running
 from weightsync.vllm_engine.layout import plan_layout
+from weightsync.vllm_engine.mapping import RemapUnavailable
 from weightsync.vllm_engine.placement import pair_parameters
 from weightsync.vllm_engine.pool import Notes
 from weightsync.vllm_engine.processing import Change
+from weightsync.vllm_engine.remap import Remap
 from weightsync.vllm_engine.stager import Garbage, StageOrder, Stager
 
 __all__ = ["BASE", "Bundle", "HeldBundles"]
@@ -118,6 +122,22 @@ def versions(shape: Shape, device: Device) -> Iterator[Versions]:
             yield Versions(publisher, shape, device)
 
 
+def placed(live: nn.Module, device: Device, way: str, copies: int = MOST_COPIES) -> Cuda:
+    """Where versions of `live` wait, and how they are flipped to: "copy" or "remap"; its memory is taken.
+
+    On a CPU remapping goes through a stand-in of the driver. Raises Skipped.
+    """
+    if way == "copy":
+        place = Cuda(device.torch, copies=copies)
+    else:
+        try:
+            place = Remap(device.torch, copies=copies, driver=None if device.cuda else HostDriver())
+        except RemapUnavailable as error:
+            raise Skipped(str(error)) from None
+    place.reserve(live)
+    return place
+
+
 class Side:
     """The staging side of a worker: a model that runs, its twin, and the stager over both."""
 
@@ -126,8 +146,7 @@ class Side:
     ) -> None:
         """`copies`: versions that lie on the device."""
         parallel = SimpleNamespace(rank=0, world_size=1, local_world_size=1)
-        place = Cuda(device.torch, copies=copies)
-        place.reserve(live)
+        place = placed(live, device, "copy", copies)
         self.live = live
         self.twin: nn.Module | None = None
 
@@ -172,24 +191,31 @@ def bundle(version: int, generation: Generation) -> Bundle:
 class Unpublished:
     """Generations of a `Stack` whose buffers are filled on the device itself: nothing is published or staged."""
 
-    def __init__(self, live: Stack, device: Device) -> None:
+    def __init__(self, live: Stack, place: Cuda) -> None:
+        """`place`: as `placed` made it for `live`."""
         twin = Stack(live.shape, torch.device("meta"))
         self._parts: dict[str, list[Part]] = {}
         for part in parts(live.shape):
             self._parts.setdefault(part.target, []).append(part)
-        self._pairs = pair_parameters(live, twin)
-        self._layout = plan_layout(self._pairs, device.torch, 0, 1, filled=self._parts)
-        self._pool = DevicePool(device.torch, MOST_COPIES)
+        self._place, self._pairs = place, pair_parameters(live, twin)
+        layout, lives = (
+            plan_layout(self._pairs, place.device, 0, 1, filled=self._parts),
+            dict[str, list[torch.Tensor]](),
+        )
+        for source, tensor in running(self._pairs, layout):
+            lives.setdefault(source, []).append(tensor)
+        self._layout = place.arranged(layout, lives)
 
     def generation(self, number: int) -> CopyGeneration:
         """One that makes the live model what `live.load(number)` makes it."""
-        slot = self._pool.acquire(self._layout.nbytes)
+        slot = self._place.acquire(Path(), self._layout, "")
         for entry in self._layout.entries:
             target = entry.view(slot.data)
             for part in self._parts[entry.source]:
                 part.of(target).copy_(part.value(number, target.device))
         slot.seal(f"v{number}", Notes())
-        return CopyGeneration(number, f"v{number}", build_flips(self._pairs, self._layout, slot.data, {}), slot)
+        flips = build_flips(self._pairs, self._layout, slot.data, {})
+        return self._place.generation(number, f"v{number}", flips, slot)
 
 
 class FlipRefused(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from loadtest.gpu_day import engine
 from loadtest.gpu_day.device import Device, Replayed
-from loadtest.gpu_day.report import Report
+from loadtest.gpu_day.report import Report, Skipped
 from loadtest.gpu_day.stack import LLAMA_8B, SMALL, Shape, Stack
 from weightsync.vllm_engine.stager import Garbage
 
@@ -23,8 +24,10 @@ CONTROL_NBYTES = 1 << 30
 class Observed:
     """A model whose graph gives its outputs, and whose second graph gives the sums of all of its tensors."""
 
-    def __init__(self, shape: Shape, device: Device) -> None:
+    def __init__(self, shape: Shape, device: Device, way: str = "copy") -> None:
+        """`way`: see `engine.placed`. Memory is taken, and weights move, before the capture."""
         self.device, self.live = device, Stack(shape, device.torch)
+        self.place = engine.placed(self.live, device, way)
         self.tokens = torch.arange(STEP_TOKENS, device=device.torch) % shape.vocab
         self.live.load(1)  # random weights: a library may choose kernels by what it sees
         self.step = Replayed(device, lambda: self.live(self.tokens))
@@ -48,12 +51,26 @@ def same(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tens
 
 
 def flip(report: Report, device: Device, small: bool) -> None:
+    """By copies, and by remapping under names that begin with `remap_`."""
     shape = SMALL if small else LLAMA_8B.fitted(device.free_nbytes(), FLIP_COPIES)
-    watched = Observed(shape, device)
-    live = watched.live
+    _flip(report, Observed(shape, device))
+    gc.collect()  # a model and its graphs hold each other
+    if device.cuda:
+        torch.cuda.empty_cache()
+    try:
+        remapped = Observed(shape, device, "remap")
+    except Skipped as why:
+        report.say("remap_flips", reason=str(why))
+    else:
+        _flip(report, remapped, "remap_")
+
+
+def _flip(report: Report, watched: Observed, prefix: str = "") -> None:
+    device, live = watched.device, watched.live
     expected = {number: watched.loaded(number) for number in (1, 2)}
-    report.say("versions_differ", not same(expected[1], expected[2]), layers=shape.layers, weights_gb=live_gb(live))
-    unpublished = engine.Unpublished(live, device)
+    differ = not same(expected[1], expected[2])
+    report.say(f"{prefix}versions_differ", differ, layers=live.shape.layers, weights_gb=live_gb(live))
+    unpublished = engine.Unpublished(live, watched.place)
     one, two = (unpublished.generation(number) for number in (1, 2))
     addresses = [tensor.data_ptr() for tensor in live.tensors().values()]
     live.clear()
@@ -64,22 +81,24 @@ def flip(report: Report, device: Device, small: bool) -> None:
         seen.append(watched.look())
     device.wait()
     for index, (name, number) in enumerate([("first", 1), ("second", 2), ("rollback", 1), ("again", 2)]):
-        report.say(f"graph_sees_{name}", same(seen[index], expected[number]))
-    report.say("every_byte_is_right", not (wrong := live.wrong(2)), wrong=wrong[:5])
+        report.say(f"{prefix}graph_sees_{name}", same(seen[index], expected[number]))
+    report.say(f"{prefix}every_byte_is_right", not (wrong := live.wrong(2)), wrong=wrong[:5])
     kept = [tensor.data_ptr() for tensor in live.tensors().values()] == addresses
-    report.say("addresses_stay", kept, tensors=len(addresses))
-    _flip_times(report, device, watched, one, two)
+    report.say(f"{prefix}addresses_stay", kept, tensors=len(addresses))
+    _flip_times(report, watched, one, two, prefix)
 
 
-def _flip_times(report: Report, device: Device, watched: Observed, one: Any, two: Any) -> None:
+def _flip_times(report: Report, watched: Observed, one: Any, two: Any, prefix: str) -> None:
+    """Of a copy the device tells the time, of a remapping the host."""
+    device = watched.device
     nbytes = sum(tensor.nbytes for tensor in watched.live.tensors().values())
     step = device.timed(watched.step)
-    report.say("step", device_ms=step.device_ms, host_ms=step.host_ms)
+    report.say(f"{prefix}step", device_ms=step.device_ms, host_ms=step.host_ms)
     turns = iter([one, two] * 10)
     commit = device.timed(lambda: next(turns).commit(), rounds=10)
     report.say(
-        "commit", device_ms=commit.device_ms, host_ms=commit.host_ms, weights_gb=nbytes / 1e9,
-        copied_gbps=commit.gbps(nbytes), moved_gbps=commit.gbps(2 * nbytes),
+        f"{prefix}commit", device_ms=commit.device_ms, host_ms=commit.host_ms, weights_gb=nbytes / 1e9,
+        copied_gbps=None if prefix else commit.gbps(nbytes), moved_gbps=None if prefix else commit.gbps(2 * nbytes),
     )  # fmt: skip
     turns = iter([one, two] * 10)
 
@@ -88,7 +107,7 @@ def _flip_times(report: Report, device: Device, watched: Observed, one: Any, two
         watched.step()
 
     both = device.timed(between, rounds=10)
-    report.say("commit_and_step", device_ms=both.device_ms, host_ms=both.host_ms, gap_ms=both.device_ms)
+    report.say(f"{prefix}commit_and_step", device_ms=both.device_ms, host_ms=both.host_ms, gap_ms=both.device_ms)
 
 
 def live_gb(live: Stack) -> float:
@@ -168,7 +187,7 @@ def undo(report: Report, device: Device, small: bool) -> None:
     watched = Observed(shape, device)
     expected = {number: watched.loaded(number) for number in (1, 2)}
     watched.live.clear()
-    unpublished, held = engine.Unpublished(watched.live, device), engine.HeldBundles()
+    unpublished, held = engine.Unpublished(watched.live, watched.place), engine.HeldBundles()
     held.commit(engine.bundle(1, unpublished.generation(1)), None)
     before = watched.look()
     broken = unpublished.generation(2)

@@ -26,6 +26,7 @@ from loadtest.gpu_day.device import Device
 from loadtest.gpu_day.report import Report, Skipped
 from loadtest.gpu_day.stack import LLAMA_8B, SMALL, Stack
 from loadtest.machine import machine, memcpy_gbps
+from weightsync.vllm_engine.mapping import CudaDriver, Memory, Range, RemapUnavailable
 
 NEEDED = ("numpy", "torch", "xxhash", "orjson")  # by the phases without vLLM
 WANTED = (
@@ -276,106 +277,43 @@ def remap(report: Report, device: Device, small: bool) -> None:
     """What a flip would cost that maps other memory at the addresses of the weights, and whether a graph follows."""
     if not device.cuda:
         raise Skipped("addresses are remapped on CUDA alone")
-    driver = _bindings("driver")
-    if driver is None:
-        raise Skipped("cuda.bindings is missing: install cuda-python of the release of the driver")
+    try:
+        driver = CudaDriver(device.torch)
+    except RemapUnavailable as error:
+        raise Skipped(str(error)) from None
     handles = min(HANDLES, int(device.free_nbytes() * 0.4) // GIB)
-    with _mapped(driver, handles) as (address, ours, theirs, put):
-        put(ours)
-        words = _words_at(address, handles * GIB)
-        total = torch.empty((), dtype=torch.int64, device=device.torch)
-        graph = torch.cuda.CUDAGraph()
-        first = words[:: GIB // words.element_size()]  # one of each handle
+    ours, theirs = (Memory(driver, [GIB] * handles) for _ in range(2))
+    place = Range(driver, ours)
+    words = place.data.view(torch.int64)
+    total = torch.empty((), dtype=torch.int64, device=device.torch)
+    graph = torch.cuda.CUDAGraph()
+    first = words[:: GIB // words.element_size()]  # one of each handle
+    torch.sum(first, dim=0, out=total)
+    device.wait()
+    with torch.cuda.graph(graph):
         torch.sum(first, dim=0, out=total)
+    for value, memory, other in ((1, ours, theirs), (2, theirs, ours)):
+        place.show(memory, other)
+        words.fill_(value)
         device.wait()
-        with torch.cuda.graph(graph):
-            torch.sum(first, dim=0, out=total)
-        for value, memory in ((1, ours), (2, theirs)):
-            put(memory)
-            words.fill_(value)
-            device.wait()
-        seen, milliseconds = [], []
-        for turn in range(REMAPS):
-            memory, expected = ((ours, 1), (theirs, 2))[turn % 2]
-            device.wait()  # nothing may run on addresses that are taken away
-            begun = time.perf_counter()
-            put(memory)
-            milliseconds.append((time.perf_counter() - begun) * 1e3)
-            graph.replay()
-            device.wait()
-            seen.append(int(total) == expected * handles)
-        del words, first, total, graph
+    seen, milliseconds = [], []
+    for turn in range(REMAPS):
+        memory, other, expected = ((ours, theirs, 1), (theirs, ours, 2))[turn % 2]
+        device.wait()  # nothing may run on addresses that are taken away
+        begun = time.perf_counter()
+        place.show(memory, other)
+        milliseconds.append((time.perf_counter() - begun) * 1e3)
+        graph.replay()
         device.wait()
+        seen.append(int(total) == expected * handles)
     report.say("graph_sees_remapped_memory", all(seen), turns=len(seen), gib=handles)
+    aliases = [
+        bool((memory.data.view(torch.int64)[:: GIB // 8] == value).all()) for memory, value in ((ours, 1), (theirs, 2))
+    ]
+    report.say("its_own_addresses_show_the_same", all(aliases))
     report.say(
         "remap", gib=handles, handles=handles, median_ms=statistics.median(milliseconds), max_ms=max(milliseconds)
     )
-
-
-@contextlib.contextmanager
-def _mapped(driver: Any, handles: int) -> Iterator[tuple[int, list[Any], list[Any], Any]]:
-    """A range of addresses, two sets of memory for it, and a function that maps one of them there."""
-    torch.zeros(1, device="cuda")  # torch's context is the one that is used
-    kind = driver.CUmemAllocationProp()
-    kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    kind.location.id = 0
-    access = driver.CUmemAccessDesc()
-    access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    access.location.id = 0
-    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    size = handles * GIB
-    (base,) = _done(driver.cuMemAddressReserve(size, 0, 0, 0))
-    memory: list[Any] = []
-    mapped = False
-
-    def put(chosen: list[Any]) -> None:
-        nonlocal mapped
-        if mapped:
-            _done(driver.cuMemUnmap(base, size))
-            mapped = False
-        for index, handle in enumerate(chosen):
-            _done(driver.cuMemMap(int(base) + index * GIB, GIB, 0, handle, 0))
-        mapped = True  # all of them, else the range is not one that can be unmapped
-        _done(driver.cuMemSetAccess(base, size, [access], 1))
-
-    try:
-        for _ in range(2 * handles):
-            memory += _done(driver.cuMemCreate(GIB, kind, 0))
-        yield int(base), memory[:handles], memory[handles:], put
-    finally:
-        if mapped:
-            _done(driver.cuMemUnmap(base, size))
-        for handle in memory:
-            _done(driver.cuMemRelease(handle))
-        _done(driver.cuMemAddressFree(base, size))
-
-
-class DriverError(RuntimeError):
-    """The CUDA driver refused a call."""
-
-
-def _done(answer: tuple[Any, ...]) -> list[Any]:
-    """What a call of the driver returned behind its status. Raises DriverError."""
-    status, *values = answer
-    if int(status):
-        raise DriverError(f"the driver answers {status}")
-    return values
-
-
-def _words_at(address: int, nbytes: int) -> torch.Tensor:
-    """Memory that torch did not allocate, as a tensor."""
-
-    class Foreign:
-        __cuda_array_interface__ = {  # noqa: RUF012 - a protocol
-            "shape": (nbytes // 8,),
-            "typestr": "<i8",
-            "data": (address, False),
-            "version": 3,
-            "strides": None,
-        }
-
-    return torch.as_tensor(Foreign(), device="cuda")
 
 
 def _bindings(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`memory`, `stage`: what a staging takes of the device's memory, and of the steps that run beside it."""
+"""`memory`, `stage`, `checksum`: what a staging takes of the device's memory, and of the steps that run beside it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from loadtest.gpu_day import engine
+from loadtest.gpu_day import engine, hardware
 from loadtest.gpu_day.device import Device, Replayed
-from loadtest.gpu_day.report import Report
+from loadtest.gpu_day.report import Report, Skipped
 from loadtest.gpu_day.stack import LLAMA_8B, SMALL, Shape, Stack
+from weightsync.format import fingerprint
+from weightsync.format.fingerprint import MASK, torch_rectangle
 from weightsync.vllm_engine.stager import Garbage
 
 SWAPS = 5
@@ -29,6 +32,7 @@ Block = tuple[int, int]  # address and size
 ALONE_S, BESIDE = 2.0, 3
 STEP_TOKENS = 16
 SMALLEST_STEPS = 20
+SUMMED_ROWS, SUMMED_COLS = 128256, 4096  # the embedding of Llama 3
 
 
 def memory(report: Report, device: Device, small: bool) -> None:
@@ -252,3 +256,30 @@ def _steps(ms: list[float]) -> dict[str, float | int]:
     at = {"p50": 0.5, "p99": 0.99, "max": 1.0}
     figures = {f"step_{k}_ms": ordered[min(len(ordered) - 1, int(q * len(ordered)))] for k, q in at.items()}
     return {"steps": len(ms), **figures}
+
+
+def checksum(report: Report, device: Device, small: bool) -> None:
+    """Triton's checksum of words, in one launch, against torch's."""
+    if not device.cuda or not hardware.there("triton"):
+        raise Skipped("the kernel runs on CUDA, with Triton")
+    from weightsync.format import checksum_triton
+
+    report.say("instances_take_it", fingerprint._triton_kernel(device.torch) is checksum_triton.rectangle)
+    for name, words in _summed(device):
+        a = torch.from_numpy(fingerprint.row_multipliers(0, words.shape[0]).copy()).to(device.torch)
+        b = torch.from_numpy(fingerprint.column_multipliers(0, words.shape[1]).copy()).to(device.torch)
+        found, expected = (int(f(words, a, b)) & MASK for f in (checksum_triton.rectangle, torch_rectangle))
+        ours, theirs = (device.timed(partial(f, words, a, b)) for f in (checksum_triton.rectangle, torch_rectangle))
+        report.say(name, found == expected, gb=words.nbytes / 1e9, triton_gbps=ours.gbps(words.nbytes),
+                   torch_gbps=theirs.gbps(words.nbytes))  # fmt: skip
+
+
+def _summed(device: Device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Words as a model's tensors have them: a matrix, a part of one, the halves of fp32, a vector, bytes."""
+    words = torch.randint(-(1 << 15), 1 << 15, (SUMMED_ROWS, SUMMED_COLS), dtype=torch.int16, device=device.torch)
+    yield "matrix", words
+    yield "part_of_a_matrix", words[3:-5, 7:-9]
+    yield "every_other_word", words[:, 1::2]
+    yield "vector", words.view(1, -1)[:, :SUMMED_COLS]
+    yield "odd", words.view(-1)[: 33 * 17].view(33, 17)
+    yield "bytes", words.view(torch.uint8)

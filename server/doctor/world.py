@@ -24,6 +24,7 @@ from weightsync.errors import StoreError
 from weightsync.memory.arena import DEFAULT_ROOT, default_directory
 
 RUN_TIMEOUT_S = 20.0
+MEASURED_NBYTES = 1 << 30  # of which a half is copied to the other: more than a cache of a GPU holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,39 @@ def run_command(command: Sequence[str]) -> Ran:
     return Ran(done.returncode, done.stdout.decode(errors="replace").strip())
 
 
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """The first GPU: its memory in bytes, and the ms that a byte of a copy takes there and from pinned host memory."""
+
+    name: str
+    nbytes: int
+    ms_per_byte: float
+    ms_per_byte_from_host: float
+
+
+def find_accelerator() -> Accelerator | None:
+    """Measures for a fraction of a second. Raises RuntimeError, as when the device has no memory left."""
+    if torch_cuda() is None:
+        return None
+    import torch
+
+    from weightsync.vllm_engine import cuda
+
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda:0")
+    found = torch.cuda.get_device_properties(device)
+    data = torch.empty(MEASURED_NBYTES, dtype=torch.uint8, device=device)
+    on_device, from_host = cuda.ms_per_byte_on_device(data), cuda.ms_per_byte_from_host(device)
+    return Accelerator(found.name, found.total_memory, on_device, from_host)
+
+
 @dataclass(frozen=True)
 class World:
     """This host and what is to run on it. None: not asked for, so what needs it is skipped or takes its default.
 
-    `root` stands for `/` where `/proc` and `/sys` are read. `limit` gives the soft limit of a resource (-1: none).
+    `root` stands for `/` where `/proc` and `/sys` are read. `accelerator` measures the first GPU; None if there is none
+    that torch uses. `limit` gives the soft limit of a resource (-1: none).
     """
 
     store: Annotated[str | None, Option("store URL to check", env="HOTSWAP_STORE")] = None
@@ -64,11 +93,13 @@ class World:
     port: Annotated[int, Option("port the gateway is to listen on")] = 8000
     admin_port: Annotated[int | None, Option("its admin port, if it must be that one")] = None
     instances: Annotated[int, Option("vLLM instances on this host")] = 1
+    tensor_parallel_size: Annotated[int, Option("GPUs that share the model of an instance")] = 1
     keep_versions: Annotated[int, Option("versions kept staged, the active one included")] = 2
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     root: Path = Path("/")
     shm: Path = DEFAULT_ROOT
     run: Callable[[Sequence[str]], Ran] = run_command
+    accelerator: Callable[[], Accelerator | None] = find_accelerator
     limit: Callable[[int], int] = lambda which: resource.getrlimit(which)[0]
 
     def path(self, absolute: str) -> Path:

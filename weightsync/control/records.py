@@ -347,7 +347,7 @@ class InstanceRecord(Record):
 
     `fingerprint` is that of the weights it runs, `staged_fingerprint` that of what it has staged. `built` is
     LAYOUT:DIGEST of what its engine made of the weights that it staged last, where that is not what was published;
-    `expected_flip_ms` how long their commit stalls decoding, where that depends on their size.
+    `expected_flip_ms` how long their commit stalls decoding (None: it changes references).
     `max_num_seqs` is how many requests its engine runs at one time (None: it does not say). `key` is what its port asks
     of a gateway: whoever reads the store is a member; nobody shows it. `form` is that of the versions its engine can
     run (None: whatever fits its directory, before the first version). `restarts`: it can start itself anew in another

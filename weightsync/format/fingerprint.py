@@ -27,7 +27,9 @@ clear, and from `limit` with the sign bit on where it is set. So the largest sig
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
+import logging
 import math
 import sys
 import threading
@@ -44,6 +46,8 @@ from weightsync.format.dtypes import ITEMSIZE
 if TYPE_CHECKING:
     import torch
 
+
+log = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 NUMPY_WORDS = 1 << 16
@@ -243,12 +247,20 @@ def _unit_multipliers(units: Words, col: int) -> Words:
 def device_rectangle(words: torch.Tensor, row: int = 0, col: int = 0) -> torch.Tensor:
     """As `rectangle` from a torch tensor (int16 or uint8 [rows, cols], any strides) on any device.
 
-    The sum stays there, as int32 []; `int(sum) & MASK` is the part of F. Nothing is waited for.
+    The sum stays there, as an integer []; `int(sum) & MASK` is the part of F. Nothing is waited for. On CUDA it is one
+    launch where Triton is installed (checksum_triton.py).
     """
+    a = _ROWS.on(words.device, row, row + words.shape[0])
+    b = _COLUMNS.on(words.device, col, col + words.shape[1])
+    kernel = _triton_kernel(words.device) if words.is_cuda else None
+    return (kernel or torch_rectangle)(words, a, b)
+
+
+def torch_rectangle(words: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """int32 []: the sum of a[r] * b[c] * words[r, c] by torch's operators."""
     import torch
 
-    a = _ROWS.on(words.device, row, row + words.shape[0])
-    b = _COLUMNS.on(words.device, col, col + words.shape[1]).int()
+    b = b.int()
     step = max(1, (32 << 20) // max(1, words.shape[1]))  # the products are 32-bit: bound what they take
     total = torch.zeros((), dtype=torch.int32, device=words.device)
     for start in range(0, words.shape[0], step):
@@ -256,6 +268,28 @@ def device_rectangle(words: torch.Tensor, row: int = 0, col: int = 0) -> torch.T
         sums = (piece * b).sum(dim=1, dtype=torch.int32)
         total += (sums * a[start : start + step]).sum(dtype=torch.int32)
     return total
+
+
+@functools.cache
+def _triton_kernel(device: torch.device) -> Callable[..., torch.Tensor] | None:
+    """The kernel, once it has summed some words as torch does. Triton compiles on the machine: that may fail."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    import torch
+
+    words = torch.arange(-3000, 3000, device=device).to(torch.int16).view(40, 150)[:, ::2]
+    a, b = _ROWS.on(device, 0, 40), _COLUMNS.on(device, 0, 75)
+    try:
+        from weightsync.format import checksum_triton
+
+        found, expected = (int(f(words, a, b)) & MASK for f in (checksum_triton.rectangle, torch_rectangle))
+    except Exception as error:  # of Triton's, of many kinds
+        log.warning("Triton does not sum here (%s): torch does, in several launches", error)
+        return None
+    if found != expected:
+        log.warning("Triton's sum is %08x, and torch's %08x: torch sums", found, expected)
+        return None
+    return checksum_triton.rectangle
 
 
 class Running:

@@ -17,6 +17,8 @@
     generation.py     one version, ready to run: what a commit flips to, and back
     cpu.py            staging on a CPU: versions in shared memory, commits by pointers
     cuda.py           staging on an accelerator: buffers, pinned memory, commits by copies
+    remap.py          the same without copies: other memory is mapped at the addresses of the live weights
+    mapping.py        handles, addresses and the driver for that
     lora.py           adapters: built beside the running ones, replaced between two batches
     core.py           additions to vLLM's engine core: the atomic commit, version labels, zeroed blocks
     requests.py       what a commit does to requests in flight: policies, cache namespaces, replays

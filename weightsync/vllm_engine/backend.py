@@ -24,7 +24,9 @@ from weightsync.format.manifest import schema_of
 from weightsync.vllm_engine import core
 from weightsync.vllm_engine.bundle import BASE, Bundle, HeldBundles, PartOrder
 from weightsync.vllm_engine.bundle_stager import BundleReport, BundleStager, prediction_head
+from weightsync.vllm_engine.mapping import RemapUnavailable
 from weightsync.vllm_engine.placement import UnsupportedModelError
+from weightsync.vllm_engine.remap import Remap
 from weightsync.vllm_engine.stager import Garbage, Stager, staging_device
 from weightsync.vllm_engine.tether import Tether, hold
 
@@ -86,6 +88,11 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "the instance without --enable-eplb"
             )
         self._place = staging_device(device)
+        if isinstance(self._place, Remap) and vllm_config.model_config.enable_cumem_allocator:
+            raise RemapUnavailable(
+                "vLLM's own allocator keeps the memory that the weights move out of; start the instance without "
+                "--enable-sleep-mode and --enable-cumem-allocator"
+            )
         self._place.reserve(model)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:

@@ -26,7 +26,7 @@ from weightsync.format.fingerprint import (
     packed_rectangle,
 )
 from weightsync.memory.receiver import SlotReader
-from weightsync.vllm_engine.generation import Pace, StagingDevice
+from weightsync.vllm_engine.generation import Pace, StagingDevice, running
 from weightsync.vllm_engine.layout import Entry, Layout, View, place_views, plan_layout, words_of
 from weightsync.vllm_engine.linear import LinearFn, pack_into, private_linear
 from weightsync.vllm_engine.moves import Moved, random_words, recognise
@@ -139,9 +139,13 @@ class Builder:
             filled = {n for n, found in [*placement.rects.items(), *placement.constants.items()] if found}
             filled |= placement.opaque.keys()
             self.plan = self._rehearse(placement, published)
-            self.layout = plan_layout(
+            layout = plan_layout(
                 self._pairs, self._place.device, self._rank, self._world, filled=filled, views=self.plan.views
             )
+            lives = {path: [live] for path, live in self.plan.live.items()}
+            for source, live in running(self._pairs, layout):
+                lives.setdefault(source, []).append(live)
+            self.layout = self._place.arranged(layout, lives)
             kernels = self.layout.kernels
             self._private = {s.source for s in self._pairs if s.role == "linear" and kernels[s.name] == "private"}
             self._learnt = (digest, placement)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,10 @@ class Cpu:
 
     def reserve(self, model: torch.nn.Module) -> None:
         """Nothing: pages are taken as they are needed."""
+
+    def arranged(self, layout: Layout, _running: Mapping[str, Sequence[torch.Tensor]]) -> Layout:
+        """As it is: live tensors are pointed to wherever the staged ones lie."""
+        return layout
 
     def acquire(self, directory: Path, layout: Layout, key: str) -> Memory:
         if self._pool is None or self._pool.fingerprint != layout.fingerprint:

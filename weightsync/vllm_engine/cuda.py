@@ -26,6 +26,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +66,13 @@ class DeviceBuffer:
     def on_device(self) -> bool:
         return self.pool.is_slab(self.data)
 
+    def move(self, data: torch.Tensor) -> None:
+        """Have the version lie in `data`, which holds the same bytes."""
+        generation = self.generation() if self.generation is not None else None
+        if generation is not None:
+            generation.move(data)
+        self.data = data
+
     def seal(self, _key: str, _notes: Notes) -> None:
         """The staging thread queued the copies on its stream; the commit, on another one, must find them done."""
         if self.data.is_cuda:
@@ -90,11 +98,13 @@ class CopyGeneration(Generation):
         """
         buffer = self.slot if isinstance(self.slot, DeviceBuffer) else None
         with buffer.pool.commits if buffer is not None else contextlib.nullcontext():
+            on_device = buffer is not None and buffer.on_device
             took = self._copy()
             replaced = self._change()
         if buffer is not None:
             buffer.committed = buffer.pool.count()
-            buffer.pool.ms_per_byte[buffer.on_device] = took / max(1, buffer.data.numel())
+            if took:
+                buffer.pool.ms_per_byte[on_device] = took / max(1, buffer.data.numel())
         return replaced
 
     def _copy(self) -> float:
@@ -142,7 +152,6 @@ class DevicePool:
     def __init__(self, device: torch.device, copies: int) -> None:
         self._device, self._copies = device, copies
         self._slabs: list[torch.Tensor] = []
-        self._free: list[torch.Tensor] = []
         self._spare: list[torch.Tensor] = []  # on the host
         self._held: list[DeviceBuffer] = []
         self._counter = itertools.count(1)
@@ -155,15 +164,31 @@ class DevicePool:
     def is_slab(self, data: torch.Tensor) -> bool:
         return any(data is slab for slab in self._slabs)
 
+    @property
+    def _free(self) -> list[torch.Tensor]:
+        """The slabs in which no version lies."""
+        taken = [buffer.data for buffer in self._held]
+        return [s for s in self._slabs if not (self._runs(s) or any(s is data for data in taken))]
+
+    def _runs(self, _slab: torch.Tensor) -> bool:
+        """Whether the live weights lie in it: never, they are copies of what does."""
+        return False
+
+    def _new_slab(self, nbytes: int) -> torch.Tensor:
+        """Raises torch.OutOfMemoryError."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _new_buffer(self, data: torch.Tensor) -> DeviceBuffer:
+        return DeviceBuffer(data, self)
+
     def reserve(self, nbytes: int) -> None:
         """Take the memory for the copies, in buffers of at least `nbytes`; what cannot be had is left to the host."""
         small = [slab for slab in self._free if slab.numel() < nbytes]
         self._slabs = [slab for slab in self._slabs if not any(slab is s for s in small)]
-        self._free = [slab for slab in self._free if not any(slab is s for s in small)]
         del small
         while len(self._slabs) < self._copies:
             try:
-                slab = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                slab = self._new_slab(nbytes)
             except torch.OutOfMemoryError:
                 log.warning(
                     "the device has no %d MB for another copy of the weights: versions wait in host memory, and "
@@ -174,7 +199,12 @@ class DevicePool:
                 self._copies = len(self._slabs)
                 return
             self._slabs.append(slab)
-            self._free.append(slab)
+
+    def measure(self) -> None:
+        """What copies take, before anybody runs on the device."""
+        self.ms_per_byte[False] = ms_per_byte_from_host(self._device)
+        if self._slabs:
+            self.ms_per_byte[True] = ms_per_byte_on_device(self._slabs[0])
 
     def acquire(self, nbytes: int) -> DeviceBuffer:
         """A buffer to stage in: on the device if one of `copies` can be had there."""
@@ -182,12 +212,7 @@ class DevicePool:
         if not any(slab.numel() >= nbytes for slab in self._free):
             self._move_one_to_host()
         large = next((slab for slab in self._free if slab.numel() >= nbytes), None)
-        if large is None:
-            data = self._on_host(nbytes)
-        else:
-            self._free = [slab for slab in self._free if slab is not large]
-            data = large
-        buffer = DeviceBuffer(data, self)
+        buffer = self._new_buffer(large if large is not None else self._on_host(nbytes))
         self._held.append(buffer)
         return buffer
 
@@ -195,7 +220,8 @@ class DevicePool:
         if not any(buffer is held for held in self._held):
             return
         self._held = [held for held in self._held if held is not buffer]
-        (self._free if buffer.on_device else self._spare).append(buffer.data)
+        if not buffer.on_device:
+            self._spare.append(buffer.data)
         buffer.data = buffer.data.new_empty(0)
 
     def vacate(self) -> None:
@@ -203,24 +229,26 @@ class DevicePool:
         for buffer in self._held:
             if buffer.on_device:
                 self._to_host(buffer)
-        self._slabs, self._free = [], []
+        self._slabs = [slab for slab in self._slabs if self._runs(slab)]
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _move_one_to_host(self) -> None:
-        committed = [buffer for buffer in self._held if buffer.on_device and buffer.committed]
+        committed = [b for b in self._held if b.on_device and b.committed and not self._runs(b.data)]
         if committed:
             self._to_host(min(committed, key=lambda buffer: buffer.committed))
 
     def _to_host(self, buffer: DeviceBuffer) -> None:
-        generation = buffer.generation() if buffer.generation is not None else None
-        slab, host = buffer.data, self._on_host(buffer.data.numel())
+        slab = buffer.data
+        if self._runs(slab):
+            return
+        host = self._on_host(slab.numel())
         host[: slab.numel()].copy_(slab)  # which waits for the device
         with self.commits:
-            if generation is not None:
-                generation.move(host)
-            buffer.data = host
-        self._free.append(slab)
+            if self._runs(slab):  # a rollback committed it meanwhile
+                self._spare.append(host)
+            else:
+                buffer.move(host)
 
     def _on_host(self, nbytes: int) -> torch.Tensor:
         for index, spare in enumerate(self._spare):
@@ -287,7 +315,7 @@ class Cuda:
 
     twin = torch.device("cpu")
     piece_nbytes = PIECE_NBYTES
-    generation = CopyGeneration
+    generation: type[CopyGeneration] = CopyGeneration
 
     def __init__(self, device: torch.device, copies: int | None = None) -> None:
         """`copies`: versions that lie on the device. Raises ValueError."""
@@ -316,20 +344,11 @@ class Cuda:
         self._pool = DevicePool(self.device, copies)
         self._pool.reserve(nbytes)
         if self._stream is not None:
-            self._pool.ms_per_byte[False] = self._measured()
+            self._pool.measure()
 
-    def _measured(self) -> float:
-        """The ms that a byte takes from pinned memory to the device."""
-        host = pinned(PIECES * PIECE_NBYTES, self.device)
-        there = torch.empty_like(host, device=self.device)
-        times = []
-        for _ in range(3):  # the first one is slower
-            begin = _mark(self.device)
-            there.copy_(host, non_blocking=True)
-            end = _mark(self.device)
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        return min(times) / host.numel()
+    def arranged(self, layout: Layout, _running: Mapping[str, Sequence[torch.Tensor]]) -> Layout:
+        """As it is: what is copied may lie anywhere."""
+        return layout
 
     def acquire(self, _directory: Path, layout: Layout, _key: str) -> Memory:
         if self._pool is None:
@@ -357,9 +376,32 @@ class Cuda:
         self._ring = Ring(self.device)
 
 
-def wanted_copies() -> int | None:
+def ms_per_byte_from_host(device: torch.device) -> float:
+    """Of a copy out of pinned memory, measured now."""
+    host = pinned(PIECES * PIECE_NBYTES, device)
+    return _ms_per_byte(host, torch.empty_like(host, device=device))
+
+
+def ms_per_byte_on_device(data: torch.Tensor) -> float:
+    """Of a copy from one half of `data`, on the device, to the other one, measured now."""
+    half = max(1, data.numel() // 2)
+    return _ms_per_byte(data[:half], data[-half:])
+
+
+def _ms_per_byte(source: torch.Tensor, target: torch.Tensor) -> float:
+    times = []
+    for _ in range(3):  # the first one is slower
+        begin = _mark(target.device)
+        target.copy_(source, non_blocking=True)
+        end = _mark(target.device)
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times) / source.numel()
+
+
+def wanted_copies(environ: Mapping[str, str] = os.environ) -> int | None:
     """What HOTSWAP_DEVICE_COPIES says; None: as many as fit. Raises ValueError."""
-    text = os.environ.get(COPIES_ENV, "auto")
+    text = environ.get(COPIES_ENV, "auto")
     if text == "auto":
         return None
     if text not in [str(n) for n in range(MOST_COPIES + 1)]:

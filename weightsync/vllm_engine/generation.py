@@ -4,12 +4,12 @@ A flip has two parts. `tensors`: a live tensor and the staged one whose contents
 tensor follows. `changes`: attributes of live objects that are replaced as a whole, kernels above all.
 
 On a CPU a live tensor is pointed at the memory of the staged one (cpu.py). On an accelerator captured graphs hold the
-addresses of the live weights, so the staged bytes are copied into them (cuda.py).
+addresses of the live weights, so the staged bytes are copied into them (cuda.py), or mapped there (remap.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +46,7 @@ class Memory(Protocol):
 
 
 class StagingDevice(Protocol):
-    """Where versions wait for their commit, how they get there, and what a commit does: `Cpu` or `Cuda`."""
+    """Where versions wait for their commit, how they get there, and what a commit does: `Cpu`, `Cuda` or `Remap`."""
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +77,12 @@ class StagingDevice(Protocol):
     def reserve(self, model: nn.Module, /) -> None:
         """Take device memory for versions of `model`, before the KV cache gets the rest."""
 
+    def arranged(self, layout: Layout, running: Mapping[str, Sequence[torch.Tensor]], /) -> Layout:
+        """`layout` with each tensor where a commit needs it; `running`: the live tensors that get it.
+
+        Raises UnsupportedModelError.
+        """
+
     def acquire(self, directory: Path, layout: Layout, key: str, /) -> Memory:
         """Memory for the version `key`. Shared memory is in `directory`."""
 
@@ -87,7 +93,7 @@ class StagingDevice(Protocol):
         """Queue a copy of words on the host onto a matrix of as many. The source may change once this returns."""
 
     def expected_flip_ms(self, memory: Memory, /) -> float | None:
-        """How long a commit of what lies there will stall decoding, if that depends on its size and is known."""
+        """How long a commit of what lies there will stall decoding; None where references change, or unknown."""
 
     def vacate(self) -> None:
         """Give back what a sleeping instance does not need. The next `acquire` takes it again."""
@@ -157,6 +163,16 @@ class Generation:
             self.slot = None
 
 
+def running(pairs: list[Pair], layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    """(source, live tensor) of what gets the contents of the layout's plain tensors."""
+    plain = layout.plain
+    for pair in pairs:
+        if not pair.made and pair.role != "processed" and pair.source in plain:
+            live = held(pair.live, pair.leaf)
+            assert live is not None
+            yield pair.source, live
+
+
 def build_flips(pairs: list[Pair], layout: Layout, data: torch.Tensor, private: dict[str, LinearFn]) -> Flips:
     """Flips onto the tensors in `data` (the layout slot's bytes) and the `private` kernels.
 
@@ -175,15 +191,13 @@ def build_flips(pairs: list[Pair], layout: Layout, data: torch.Tensor, private: 
         if pair.made:
             made = nn.Parameter(plain[pair.source].view(data), False) if pair.source in plain else None
             changes[pair.name] = Change(pair.name, pair.live._parameters, pair.leaf, made)
-        elif pair.role != "processed" and pair.source in plain:
-            live = held(pair.live, pair.leaf)
-            assert live is not None
-            staged = plain[pair.source].view(data)
-            first = sources.setdefault(id(live), pair.source)
-            if first != pair.source and not _alike(tensors[id(live)][1], staged):
-                raise UnsupportedModelError(
-                    f"{first!r} and {pair.source!r} are one tensor in the running model, and differ in this version: "
-                    "start an instance on it"
-                )
-            tensors[id(live)] = live, staged
+    for source, live in running(pairs, layout):
+        staged = plain[source].view(data)
+        first = sources.setdefault(id(live), source)
+        if first != source and not _alike(tensors[id(live)][1], staged):
+            raise UnsupportedModelError(
+                f"{first!r} and {source!r} are one tensor in the running model, and differ in this version: "
+                "start an instance on it"
+            )
+        tensors[id(live)] = live, staged
     return Flips(list(tensors.values()), list(changes.values()))

@@ -1,6 +1,6 @@
 """Builds the next generation on a background thread while the worker decodes; the live model is never touched here.
 
-Where it lies until it is committed, and how it gets there, is the `StagingDevice`'s: cpu.py, cuda.py.
+Where it lies until it is committed, and how it gets there, is the `StagingDevice`'s: cpu.py, cuda.py, remap.py.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from weightsync.vllm_engine.generation import Generation, Memory, Pace, StagingD
 from weightsync.vllm_engine.placement import Served, WithHead, build_skeleton, pair_parameters
 from weightsync.vllm_engine.pool import Notes
 from weightsync.vllm_engine.processing import Processing
+from weightsync.vllm_engine.remap import Remap, flips_by_remapping
 
 
 def go_on(stop: threading.Event) -> None:
@@ -61,7 +62,7 @@ class StageReport:
 
     `sums` goes to `format.fingerprint.combine`: {tensor: [Tile.to_row(), ...]} of what this worker will run. `built`:
     "LAYOUT:DIGEST" of what vLLM's processing made, equal wherever the same layout was built right; "": it made nothing.
-    `expected_flip_ms`: how long the commit will stall decoding, where that depends on the size of the version.
+    `expected_flip_ms`: how long the commit will stall decoding; None where it changes references.
     """
 
     version: int
@@ -94,9 +95,11 @@ class Garbage:
         self.replaced.clear()
 
 
-def staging_device(device: torch.device) -> StagingDevice:
-    """What stages for a model that runs on `device`."""
-    return Cpu() if device.type == "cpu" else Cuda(device)
+def staging_device(device: torch.device, *, captured: bool = False) -> StagingDevice:
+    """What stages for a model that runs on `device`; `captured`: graphs hold its addresses already."""
+    if device.type == "cpu":
+        return Cpu()
+    return Remap(device) if flips_by_remapping() and not captured else Cuda(device)
 
 
 class Stager:

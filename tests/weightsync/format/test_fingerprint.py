@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import importlib.util
 import random
+import sys
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from weightsync import Publisher, SlotReader
+from weightsync import format as format_package
 from weightsync.errors import ChecksumMismatch, PartsMismatch
 from weightsync.format import fingerprint
 from weightsync.format.dtypes import ITEMSIZE
@@ -165,6 +169,27 @@ def test_the_torch_form_is_the_same() -> None:
         tensor = torch.from_numpy(w)
         assert int(device_rectangle(tensor, 3, 8)) & MASK == rectangle(w, 3, 8)
         assert int(device_rectangle(tensor[::2, 10:20], 3, 8)) & MASK == by_definition(w[::2, 10:20], 3, 8)
+
+
+@pytest.mark.parametrize(("what", "taken"), [("right", True), ("wrong", False), ("broken", False)])
+def test_a_kernel_of_tritons_is_taken_when_it_sums_as_torch_does(
+    what: str, taken: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is compiled on the machine: one that cannot be, or is wrong there, must not fail every staging."""
+    import torch
+
+    def kernel(*given: torch.Tensor) -> torch.Tensor:
+        if what == "broken":
+            raise RuntimeError("no C compiler")
+        return fingerprint.torch_rectangle(*given) + (what == "wrong")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    module = SimpleNamespace(rectangle=kernel)
+    monkeypatch.setitem(sys.modules, "weightsync.format.checksum_triton", module)
+    monkeypatch.setattr(format_package, "checksum_triton", module, raising=False)
+    found = fingerprint._triton_kernel.__wrapped__(torch.device("cpu"))
+    assert (found is kernel) == taken
+    assert ("torch" in caplog.text) != taken
 
 
 def rows_of(w: Words, row: int = 0, col: int = 0, *, of: tuple[int, int]) -> list[int]:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from loadtest.mapped_memory import HostDriver
 from weightsync.vllm_engine.bundle import Bundle, HeldBundles, PartOrder, Piece
+from weightsync.vllm_engine.mapping import RemapUnavailable
+from weightsync.vllm_engine.remap import Remap
 
 pytestmark = pytest.mark.engine
 
@@ -121,3 +124,15 @@ def test_experts_that_move_are_refused_by_name() -> None:
     config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=True), model_config=None)
     with pytest.raises(UnsupportedModelError, match="without --enable-eplb"):
         HotswapWeightTransferEngine(None, config, torch.device("cpu"), torch.nn.Linear(1, 1))
+
+
+def test_an_allocator_that_keeps_what_the_weights_leave_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They move to addresses of their own, and vLLM's sleep mode would not find them."""
+    from weightsync.vllm_engine import backend
+
+    place = Remap(torch.device("cpu"), copies=2, driver=HostDriver())
+    monkeypatch.setattr(backend, "staging_device", lambda _: place)
+    parallel, model = SimpleNamespace(enable_eplb=False), SimpleNamespace(enable_cumem_allocator=True)
+    config = SimpleNamespace(parallel_config=parallel, model_config=model)
+    with pytest.raises(RemapUnavailable, match="without --enable-sleep-mode"):
+        backend.HotswapWeightTransferEngine(None, config, torch.device("cpu"), torch.nn.Linear(1, 1))

@@ -357,6 +357,7 @@ def test_device_memory_is_taken_before_the_kv_cache(vllm: Release) -> None:
         "result.before_create.free_memory - result.after_profile.free_memory",
     )
     has(vllm, "vllm.config.parallel:ParallelConfig", "enable_eplb: bool")
+    has(vllm, "vllm.config.model:ModelConfig", "enable_cumem_allocator: bool")
 
 
 def test_adapters(vllm: Release) -> None:

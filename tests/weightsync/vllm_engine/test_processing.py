@@ -17,6 +17,8 @@ from weightsync import Publisher
 from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine.processing import Change, NotInPlace, Processing, in_place
 
+WAYS = ("pointed", "copied", "remapped")
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -34,11 +36,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.engine
 @pytest.mark.sample(10)
-@pytest.mark.parametrize(("how", "kind"), [(how, kind) for how in ("pointed", "copied") for kind in sorted(KINDS)])
+@pytest.mark.parametrize(("how", "kind"), [(how, kind) for how in WAYS for kind in sorted(KINDS)])
 def test_a_swapped_model_equals_a_loaded_one(how: str, kind: str, checkpoints: Any, publisher: Publisher) -> None:
     """After each flip, a rollback, and a third version; and what every worker reports is what was published.
 
-    "copied" flips as on an accelerator: what is not replaced as a whole keeps its address.
+    "copied" and "remapped" flip as on an accelerator: what is not replaced as a whole keeps its address.
     """
     versions = [tensors_of(path) for path in checkpoints(kind)]
     with flipping(how), worker(checkpoints(kind)[0], dtype=KINDS[kind].dtype) as w:
@@ -46,7 +48,7 @@ def test_a_swapped_model_equals_a_loaded_one(how: str, kind: str, checkpoints: A
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("how", ["pointed", "copied"])
+@pytest.mark.parametrize("how", WAYS)
 def test_a_view_that_another_layer_holds_follows(how: str, publisher: Publisher, tmp_path: Path) -> None:
     """A Mamba2 mixer computes on a view of the weight of its convolution, whose layer vLLM packs."""
     versions = make_versions(tmp_path, "Mamba2ForCausalLM")
@@ -101,7 +103,7 @@ def test_a_second_instance_maps_what_the_first_one_built(
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("how", ["pointed", "copied"])
+@pytest.mark.parametrize("how", WAYS)
 def test_a_digest_tells_what_processing_made(
     how: str, checkpoints: Any, publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

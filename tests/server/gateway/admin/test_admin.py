@@ -68,7 +68,7 @@ class Toy:
             await self.hold.wait()
         if self.refuse is not None:
             raise self.refuse
-        return StageResult(fingerprint=version.fingerprint, path="toy")
+        return StageResult(fingerprint=version.fingerprint, path="toy", expected_flip_ms=3.5)
 
     async def commit(self, active: ActiveRecord, _: VersionRecord) -> CommitResult:
         self.committed.append(active.version)
@@ -155,6 +155,7 @@ async def test_push_activate_list_and_roll_back(gateway: RunningGateway, tmp_pat
         status, fleet = await admin(gateway, "GET", "/admin/instances")
         (row,) = fleet["instances"]
         assert (row["id"], row["state"], row["active_version"], row["in_flight"]) == ("i0", "SERVING", 1, 0)
+        assert row["expected_flip_ms"] == 3.5
         await eventually(lambda: gateway.gateway.stats.swaps.ended["done"] == 3)
 
 

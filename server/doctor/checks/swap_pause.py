@@ -1,0 +1,70 @@
+"""How long a commit will stall decoding, and where versions will wait: known before a server is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from server.doctor.registry import Finding, check, fail, ok, skip, warn
+from server.doctor.world import Accelerator, World, size
+from weightsync.errors import CheckpointError
+from weightsync.publish.checkpoint import Checkpoint
+
+WAITING = {
+    3: "the live, the previous and the staged version are copied to buffers on the device",
+    2: "two versions are copied to buffers on the device",
+    1: "the version staged last is copied to a buffer on the device",
+    0: "versions wait in pinned host memory",
+}
+MORE_ROOM = "Use more ranks (--tensor-parallel-size), or quantised weights"
+
+
+@check("swap-pause", "how long a commit of `--model` will stall decoding, and where versions wait")
+def swap_pause(world: World) -> Iterator[Finding]:
+    if world.model_dir is None:
+        yield skip("--model says of which model")
+        return
+    try:
+        nbytes = -(-Checkpoint(world.model_dir).schema.nbytes // world.tensor_parallel_size)
+        found = world.accelerator()
+    except CheckpointError as error:
+        yield skip(str(error))
+    except RuntimeError as error:  # torch's: an occupied device above all
+        yield skip(f"the GPU could not be measured: {error}")
+    else:
+        if found is not None:
+            yield judge_pause(found, nbytes, world)
+        elif world.has_gpu_build:
+            yield skip("torch sees no GPU to measure (see `gpu`)")
+        else:
+            yield ok("on a CPU a commit points references at the staged version, which does not depend on its size")
+
+
+def judge_pause(gpu: Accelerator, nbytes: int, world: World) -> Finding:
+    """`nbytes`: of the weights on each rank."""
+    from weightsync.vllm_engine import cuda, mapping, remap
+
+    text = f"{gpu.name}, {size(gpu.nbytes)}; weights of {size(nbytes)} on each of {world.tensor_parallel_size} rank(s)"
+    if nbytes >= gpu.nbytes:
+        return fail(f"{text} do not fit", MORE_ROOM)
+    try:
+        wanted = cuda.wanted_copies(world.environ)
+        if remap.flips_by_remapping(world.environ):
+            sets = remap.sets_that_fit(nbytes, gpu.nbytes, wanted)
+            return ok(
+                f"{text}; {sets} versions lie on the device, the live one included. A commit remaps addresses, which "
+                "does not depend on the size: an instance measures it when it starts (`expected_flip_ms`). To exchange "
+                f"the live version with one on the host takes {2 * nbytes * gpu.ms_per_byte_from_host:.0f} ms"
+            )
+    except ValueError as error:
+        return fail(str(error), "Set the variable so, or unset it")
+    except mapping.RemapUnavailable as error:
+        return fail(f"{text}; {error}", MORE_ROOM)
+    copies = wanted if wanted is not None else cuda.copies_that_fit(nbytes, gpu.nbytes)
+    if (1 + copies) * nbytes >= gpu.nbytes:
+        return fail(f"{text}; {copies} copies of them do not fit", f"Set {cuda.COPIES_ENV}=auto, or fewer")
+    here, there = f"{nbytes * gpu.ms_per_byte:.1f} ms", f"{nbytes * gpu.ms_per_byte_from_host:.0f} ms"
+    text += f"; room for {copies} copies: {WAITING[copies]}. A commit stalls decoding for about "
+    if copies == 0:
+        return warn(f"{text}{there}, and so does a rollback", MORE_ROOM)
+    rollback = {1: f"; a rollback for {there}", 2: f"; a rollback while a version is staged for {there}", 3: ""}[copies]
+    return ok(f"{text}{here}{rollback}")
