@@ -168,6 +168,7 @@ KINDS = {
     "awq": Kind("LlamaConfig", {}, edit=_awq, quantization=_awq_config),
     "gptq": Kind("LlamaConfig", {}, edit=_gptq, quantization=_gptq_config),
     "w4a16": Kind("LlamaConfig", {}, edit=_w4a16, quantization=_w4a16_config),
+    "fp8-online": Kind("LlamaConfig", {}, vllm={"quantization": "fp8_per_channel"}),
 }
 
 
