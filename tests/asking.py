@@ -12,7 +12,9 @@ BODY = {"temperature": 0, "ignore_eos": True, "stream": False}
 
 
 class Asking(ABC):
-    """As long as the context is open, `count` clients ask `/generate`. `failures` has what was no answer."""
+    """As long as the context is open, `count` clients ask `route`. `failures` has what was no answer."""
+
+    route = "/generate"
 
     def __init__(self, url: str, count: int) -> None:
         self.url = url
@@ -42,7 +44,7 @@ class Asking(ABC):
         with httpx.Client(base_url=self.url, timeout=120) as http:
             while not self._stop.is_set():
                 try:
-                    answer = http.post("/generate", json=BODY | self.question(client))
+                    answer = http.post(self.route, json=BODY | self.question(client))
                 except httpx.HTTPError as error:
                     self.failures.append(repr(error))
                     continue
