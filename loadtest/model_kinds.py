@@ -168,6 +168,7 @@ KINDS = {
     "awq": Kind("LlamaConfig", {}, edit=_awq, quantization=_awq_config),
     "gptq": Kind("LlamaConfig", {}, edit=_gptq, quantization=_gptq_config),
     "w4a16": Kind("LlamaConfig", {}, edit=_w4a16, quantization=_w4a16_config),
+    "fp8-online": Kind("LlamaConfig", {}, vllm={"quantization": "fp8_per_channel"}),
 }
 
 
@@ -217,12 +218,7 @@ def make_kind(path: Path, kind: str, *, seed: int = 0, scale: float = 4.0, **sha
     torch.manual_seed(seed)
     with torch.device("cpu"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, chosen.dtype))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) * 0.02)
-        for name, buffer in model.named_buffers():
-            if "correction_bias" in name:
-                buffer.copy_(torch.randn_like(buffer) * 0.1)
+    _scatter(model, scale)
     model.save_pretrained(path)
     write_tokenizer(path, config.vocab_size)
     if chosen.edit is not None:
@@ -232,4 +228,50 @@ def make_kind(path: Path, kind: str, *, seed: int = 0, scale: float = 4.0, **sha
     if chosen.quantization is not None:
         written = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({**written, "quantization_config": chosen.quantization()}))
+    return path
+
+
+def _scatter(model: Any, scale: float) -> None:
+    """Weights far enough apart that two seeds answer differently."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) * 0.02)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
+
+
+IMAGE_SIZE, QUERIES = 32, 4
+TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def make_blip2(path: Path, *, seed: int = 0, scale: float = 4.0) -> Path:
+    """Write a tiny BLIP-2 into `path` and return it: a vision tower, a Q-Former, and an OPT that reads images and text.
+
+    Of the models of images it is one that stock vLLM starts without torchvision.
+    """
+    import torch
+    import transformers
+
+    words = TINY_SHAPE["vocab_size"] - 1
+    text = {key: TINY_SHAPE[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")}
+    text |= {"ffn_dim": 256, "word_embed_proj_dim": TINY_SHAPE["hidden_size"], "tie_word_embeddings": False}
+    config = transformers.Blip2Config(
+        vision_config={**TOWER, "image_size": IMAGE_SIZE, "patch_size": 8, "initializer_range": 0.02},
+        qformer_config={**TOWER, "encoder_hidden_size": TOWER["hidden_size"], "vocab_size": 16},
+        text_config={**text, "model_type": "opt"},
+        num_query_tokens=QUERIES,
+        image_token_index=words,
+    )
+    torch.manual_seed(seed)
+    model = transformers.Blip2ForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    _scatter(model, scale)
+    torch.nn.init.normal_(model.query_tokens)
+    model.save_pretrained(path)
+    write_tokenizer(path, words)
+    pixels = transformers.BlipImageProcessorPil(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)  # the processor adds the word of an image to it
+    transformers.Blip2Processor(pixels, tokenizer, num_query_tokens=QUERIES).save_pretrained(path)
     return path

@@ -27,6 +27,11 @@ def answers(model: Path, prompts: list[Ids], tokens: int, *, adapter: Path | Non
     return list(_asked(model, {"prompts": prompts, "tokens": tokens, "adapter": str(adapter)}, options))
 
 
+def chats(model: Path, conversations: list[Any], tokens: int, **options: Any) -> list[Ids]:
+    """Its greedy answers to conversations as /v1/chat/completions takes them, each asked alone."""
+    return list(_asked(model, {"chats": conversations, "tokens": tokens}, options))
+
+
 def embeddings(model: Path, inputs: list[Ids], **options: Any) -> list[list[float]]:
     """Its vectors, as a model that pools."""
     return list(_asked(model, {"inputs": inputs}, {"runner": "pooling", **options}))
@@ -74,6 +79,10 @@ def main(question: Path, answer: Path) -> None:
     if "inputs" in what:
         outputs = llm.embed([{"prompt_token_ids": ids} for ids in what["inputs"]], use_tqdm=False)
         found = [list(output.outputs.embedding) for output in outputs]
+    elif "chats" in what:
+        greedy = SamplingParams(temperature=0, max_tokens=what["tokens"], ignore_eos=True)
+        outputs = [o for messages in what["chats"] for o in llm.chat(messages, greedy, use_tqdm=False)]
+        found = [list(output.outputs[0].token_ids) for output in outputs]
     elif "prompts" in what:
         outputs = [o for p in what["prompts"] for o in generated([p], max_tokens=what["tokens"], ignore_eos=True)]
         found = [list(output.outputs[0].token_ids) for output in outputs]

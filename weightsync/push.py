@@ -53,7 +53,7 @@ def publish_delta(stream: BinaryIO, publisher: Publisher, *, upload_id: str) -> 
     """Make the version that `stream` holds ready, under the next number; the same `upload_id` again gives the same one.
 
     The publisher holds its lineage, so of two processes that were given one upload only the later can commit, and it
-    looks here first. Raises DeltaError, DeltaBaseMismatch, DigestMismatch, and what `Publisher.begin` raises.
+    looks here first. Raises DeltaError, DeltaBaseMismatch, DigestMismatch, and what `Publisher.begin_all` raises.
     """
     reader = DeltaReader(stream)
     header = reader.header
@@ -63,10 +63,9 @@ def publish_delta(stream: BinaryIO, publisher: Publisher, *, upload_id: str) -> 
         return Applied(made, 0, duplicate=True)
     base = header.base.version if header.base is not None else None
     source = f"{_mark(upload_id)}{header.source}"
-    with (
-        _base_slot(publisher, header) as slot,
-        publisher.begin(header.schema, step=header.step, base=base, metadata=header.metadata, source=source) as draft,
-    ):
+    about: dict[str, Any] = {"step": header.step, "base": base, "source": source, "config": header.config or None}
+    pieces = {BASE: (header.schema, header.metadata)}
+    with _base_slot(publisher, header) as slot, publisher.begin_all(pieces, **about)[0] as draft:
         apply_delta(reader, slot, draft)
         version = draft.commit()
     record = next(v for v in publisher.versions() if v.version == version)

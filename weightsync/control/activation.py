@@ -28,7 +28,7 @@ from weightsync.control.records import (
 )
 from weightsync.control.state import ROLLING_DRAIN_S, in_flight
 from weightsync.errors import Conflict, StoreUnavailable, SwapAborted, SwapTimeout, UnknownVersion, WatchCompacted
-from weightsync.store.protocol import MISSING, Event, Store
+from weightsync.store.protocol import Event, Store
 
 TOMBSTONES_KEPT = 64  # retired records, for whoever wants to see what became of a version
 
@@ -68,36 +68,31 @@ async def retire(store: Store, keys: Keys, *, spare: int, below: int | None = No
 
     One transaction that fails whole, and is then left for the next time, if anything it was decided on has changed.
     """
-    single = {key: await store.get(key) for key in (keys.active, keys.swap, keys.target)}
-    instances = [InstanceRecord.from_json(kv.value) for kv in (await store.list(keys.instances))[0]]
-    found = {kv.key: kv for kv in (await store.list(keys.versions))[0]}
-    versions = [VersionRecord.from_json(kv.value) for kv in found.values()]
-    active, swap, target = single[keys.active], single[keys.swap], single[keys.target]
-    needed = needed_versions(
-        ActiveRecord.from_json(active.value) if active else None,
-        SwapRecord.from_json(swap.value) if swap else None,
-        TargetRecord.from_json(target.value) if target else None,
-        instances,
-    )
-    puts = retirement(keys, versions, needed, spare=spare, below=below)
-    compares = {key: kv.mod_revision if kv else MISSING for key, kv in single.items()}
-    compares |= {key: found[key].mod_revision for key in puts}
+    board = Board(keys, *await store.list(keys.root))
+    needed = needed_versions(board.active, board.swap, board.target, board.instances.values())
+    puts = retirement(keys, board.versions, needed, spare=spare, below=below)
+    compares = {key: board.revision(key) for key in (keys.active, keys.swap, keys.target, *puts)}
     if puts:
         with contextlib.suppress(Conflict):
             await store.txn(compares, puts)
-            return [v.version for v in versions if puts.get(keys.version(v.version)) is not None]
+            return [v.version for v in board.versions if puts.get(keys.version(v.version)) is not None]
     return []
 
 
 def retirement(
     keys: Keys, versions: Iterable[VersionRecord], needed: set[int], *, spare: int, below: int | None = None
 ) -> dict[str, bytes | None]:
-    """What to write: superseded versions as retired, and the oldest tombstones no more."""
+    """What to write: superseded versions as retired, and the oldest tombstones no more, nor forms only they name.
+
+    Whoever writes it compares the revision of each key: a publisher writes the form anew that no version had.
+    """
     known = list(versions)
     victims = superseded(known, needed, spare=spare, below=below)
-    tombstones = sorted(v.version for v in known if v.state == "retired")[:-TOMBSTONES_KEPT]
+    tombstones = sorted((v for v in known if v.state == "retired"), key=lambda v: v.version)[:-TOMBSTONES_KEPT]
+    gone = {v.version for v in tombstones}
+    forms = {v.form for v in tombstones} - {v.form for v in known if v.version not in gone} - {""}
     retired: dict[str, bytes | None] = {keys.version(v.version): replace(v, state="retired").to_json() for v in victims}
-    return retired | {keys.version(version): None for version in tombstones}
+    return retired | dict.fromkeys([*map(keys.version, sorted(gone)), *map(keys.form, sorted(forms))])
 
 
 RETRY_S = 0.2

@@ -4,7 +4,7 @@
 8   format                        u32, little-endian
 12  length of the header          u32
 16  digest of the header          32 hex characters (xxh3_128)
-48  header, canonical JSON        base, target's tensors with their digests, step, metadata, source
+48  header, canonical JSON        base, target's tensors with their digests, step, metadata, source, and perhaps config
 .   blocks                        of every tensor in name order, BLOCK bytes of tensor each (delta_codec.py)
 .   end    b"HSDELEND"            8 bytes, then the digest of everything before it (32 hex characters)
 
@@ -74,7 +74,7 @@ class Base:
 @dataclass(frozen=True)
 class DeltaHeader:
     """The header of a delta, before its blocks: the target's tensors (name: spec, digest), and the base, if it has
-    one."""
+    one. `config` is the text of the config.json that an engine needs for these tensors, or nothing."""
 
     model: str
     tensors: Mapping[str, tuple[TensorSpec, str]]
@@ -82,6 +82,7 @@ class DeltaHeader:
     step: int | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
+    config: str = ""
 
     @cached_property
     def schema(self) -> Schema:
@@ -111,6 +112,7 @@ class DeltaHeader:
             "metadata": dict(self.metadata),
             "source": self.source,
             "tensors": self._rows,
+            **({"config": self.config} if self.config else {}),
         }
         return orjson.dumps(document, option=orjson.OPT_SORT_KEYS)
 
@@ -119,7 +121,7 @@ class DeltaHeader:
         """Raises DeltaError for anything `to_json` does not write."""
         try:
             document: dict[str, Any] = orjson.loads(raw)
-            if not isinstance(document, dict) or document.keys() != _FIELDS:
+            if not isinstance(document, dict) or document.keys() - {"config"} != _FIELDS:
                 raise DeltaError("its header has other fields than this release writes: run the same on both sides")
             header = _header(document)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, UnsupportedDtype) as error:
@@ -148,7 +150,8 @@ def _header(document: dict[str, Any]) -> DeltaHeader:
     if document["base"] is not None:
         version, manifest_digest = document["base"]
         base = Base(_natural(version), _digest(manifest_digest))
-    header = DeltaHeader(model, tensors, base, step if step is None else _natural(step), metadata, source)
+    step, config = step if step is None else _natural(step), _text(document.get("config", ""))
+    header = DeltaHeader(model, tensors, base, step, metadata, source, config)
     if header.nbytes > MAX_NBYTES:
         raise DeltaError(f"its tensors take {header.nbytes:,} bytes")
     return header

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import select
 import ssl
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -218,16 +220,21 @@ class RemotePublisher:
         on_lost: OnLost = "abort",
         metadata: Mapping[str, str] | None = None,
         source: str = "",
+        config: Mapping[str, Any] | None = None,
     ) -> int:
         """Send all tensors as a new version, have it swapped in with `activate`, and return its number.
+
+        With `config`, the config.json of such a checkpoint, they may be other tensors than before: see
+        `Publisher.publish`.
 
         A lost connection or a server that restarts is tried again; what was sent twice becomes one version. Returns,
         with `wait`, when the version is active. Raises UnsupportedDtype (nothing was sent), RemoteError (refused, or
         out of reach for too long), and once the version is ready SwapAborted or SwapTimeout.
         """
         self._next.take(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
-        header = DeltaHeader(self.model, self._next.rows, None, step, dict(metadata or {}), source)
-        query: dict[str, Any] = {"upload_id": uuid.uuid4().hex}
+        text = json.dumps(dict(config), sort_keys=True) if config is not None else ""
+        header = DeltaHeader(self.model, self._next.rows, None, step, dict(metadata or {}), source, text)
+        query: dict[str, Any] = {"upload_id": uuid.uuid4().hex, "with_config": bool(text) or None}
         wish = {"deadline_s": timeout_s, "mode": mode, "on_lost": on_lost}
         wish |= {"drain_s": drain_s} if drain_s is not None else {}
         if activate and not wait:
@@ -265,7 +272,7 @@ class RemotePublisher:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _writer(self, header: DeltaHeader, base: Base | None) -> DeltaWriter:
-        named = DeltaHeader(header.model, header.tensors, base, header.step, header.metadata, header.source)
+        named = replace(header, base=base)
         old = self._held.buffer if base else None
         return DeltaWriter(named, self._next.buffer, old, compress=self._compress, threads=self._threads)
 

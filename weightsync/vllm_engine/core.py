@@ -10,6 +10,7 @@
   every request: what a bad version computed does not live on under a good one's label. The same holds when the scales
   of a quantised KV cache change: what lies there was written with the old ones.
 * Blocks of the KV cache that hold what other weights wrote are zeroed before the next request gets them (below).
+* What other weights made of an image is not found again: it is encoded anew, also when a prompt is in the middle of it.
 * A request that must see no token of the new version is ended by the commit, or not let in (requests.py).
 * Version spans are attached to every partial output, not to the last one only; those over a prompt that a commit fell
   into travel with the label of the first output.
@@ -106,6 +107,7 @@ def _move_requests(scheduler: Any, version: str, *, anew: bool) -> dict[str, int
     before, scheduler._hotswap_version = getattr(scheduler, "_hotswap_version", ""), version
     crossed: dict[str, int] = {}
     mark_stale(scheduler)
+    forget_encoded(scheduler.encoder_cache_manager)
     withdrawn = before.isdecimal() and int(version) < int(before)
     for request in reversed(list(scheduler.running)):  # the last one first: each is put before those that wait
         if withdrawn or anew or requests.wish_of(request).get("policy") == "recompute":
@@ -257,3 +259,13 @@ def _zero(self: Any, block_ids: list[int]) -> None:
 def mark_stale(scheduler: Any) -> None:
     """Other weights run from now on: every block is zeroed before it is written again."""
     scheduler._hotswap_stale = bytearray(b"\1") * scheduler.kv_cache_config.num_blocks
+
+
+def forget_encoded(manager: Any) -> None:
+    """Other weights run from now on: what requests share of encoded images goes, in the workers with the next batch.
+
+    A manager of encoder-decoder models shares nothing between requests.
+    """
+    if known := list(getattr(manager, "cached", ())):
+        manager.reset()
+        manager.freed.extend(known)

@@ -51,6 +51,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UploadId = Annotated[str, Query(pattern="^[A-Za-z0-9_-]{8,64}$", description="the same id again, the same version")]
 Deadline = Annotated[float | None, Query(gt=0, le=3600, description="seconds to stage everywhere")]
 Drain = Annotated[float | None, Query(ge=0, le=3600, description="for streams to end; rolling 30, else 0")]
+WithConfig = Annotated[bool, Query(description="it brings a config.json: it may have other tensors, and more of them")]
 Lost = Annotated[OnLost, Query(description="when an instance dies before the commit")]
 Version = Annotated[int, Field(ge=1, lt=2**63)]
 
@@ -162,6 +163,7 @@ async def upload(
     drain_s: Drain = None,
     deadline_s: Deadline = None,
     on_lost: Lost = "abort",
+    with_config: WithConfig = False,
 ) -> dict[str, Any]:
     """Publishes what the body holds; with `activate`, asks for its swap and does not wait for it."""
     if request.headers.get("content-type") != "application/octet-stream":
@@ -176,13 +178,13 @@ async def upload(
             await _ask_for(gateway, wish)
         return answer
 
-    return await gateway.pusher.push_delta(await _received(gateway, request, upload_id), then)
+    return await gateway.pusher.push_delta(await _received(gateway, request, upload_id, with_config), then)
 
 
-async def _received(gateway: Gateway, request: Request, upload_id: str) -> Prepared:
+async def _received(gateway: Gateway, request: Request, upload_id: str, with_config: bool) -> Prepared:
     """The whole body, in an unnamed file, and the process that is to publish it. Raises HttpError."""
     arena = await ensure_arena(gateway.store)
-    most = await _most(gateway, arena.free_nbytes())
+    most = await _most(gateway, arena.free_nbytes(), with_config)
     if int(request.headers.get("content-length", 0)) > most:
         raise _too_large(most)
     file = tempfile.TemporaryFile(dir=arena.directory, buffering=0)  # noqa: SIM115 - `Prepared` closes it
@@ -225,9 +227,10 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-async def _most(gateway: Gateway, free: int) -> int:
-    """Bytes an upload may have: what a version of the model takes in full; before the first, what there is room for."""
-    schema = await model_schema(gateway)
+async def _most(gateway: Gateway, free: int, with_config: bool) -> int:
+    """Bytes an upload may have: what a version of the model takes in full; what there is room for before the first one
+    and for one with other tensors."""
+    schema = None if with_config else await model_schema(gateway)
     if schema is None:
         return free
     return sum(spec.nbytes for spec in schema.tensors.values()) * 17 // 16 + SLACK

@@ -68,7 +68,9 @@ def swapped(kind: str, tmp_path: Path, options: dict[str, Any], *, instances: in
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("kind", ["moe", "mla-v3", "gpt-oss", "w8a8-kv", "awq", "gptq", "w4a16", "mixtral", "mla"])
+@pytest.mark.parametrize(
+    "kind", ["moe", "mla-v3", "gpt-oss", "w8a8-kv", "awq", "gptq", "w4a16", "mixtral", "mla", "fp8-online"]
+)
 def test_a_swap_of_every_kind_of_model(kind: str, tmp_path: Path) -> None:
     swapped(kind, tmp_path, KINDS[kind].vllm, instances=2)
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import random
 import shutil
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,12 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.asking import Asking
 from tests.live import VLLM_ARGS, LiveServer
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
-BODY = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": False}
 POISON = {"nan": float("nan"), "inf": float("inf"), "overflow": 3e38}
 SMOKE = {("rolling", "overflow")}
 AFTERWARDS = 200  # answers
@@ -46,14 +44,14 @@ def server(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
         yield live
 
 
-@dataclass
-class Clients:
-    """Asks the public port again and again; what came back, `labelled` as (version, token)."""
+class Clients(Asking):
+    """Random prompts; what came back, `labelled` as (version, token)."""
 
-    url: str
-    labelled: set[tuple[int, int]] = field(default_factory=set)
-    failures: list[str] = field(default_factory=list)
-    asked: int = 0
+    def __init__(self, url: str) -> None:
+        super().__init__(url, 3)
+        self.labelled: set[tuple[int, int]] = set()
+        self.asked = 0
+        self._chances = [random.Random(client) for client in range(3)]
 
     @property
     def tokens(self) -> set[int]:
@@ -63,31 +61,15 @@ class Clients:
     def versions(self) -> set[int]:
         return {version for version, _ in self.labelled.copy()}
 
-    def __enter__(self) -> Clients:
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(3)]
-        for thread in self._threads:
-            thread.start()
-        return self
+    def question(self, client: int) -> dict[str, Any]:
+        chance = self._chances[client]
+        prompt = [chance.randrange(3, 90) for _ in range(chance.randrange(1, 60))]
+        return {"prompt_token_ids": prompt, "max_tokens": 20}
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60)
-
-    def _ask(self) -> None:
-        chance = random.Random(threading.get_ident())
-        with httpx.Client(base_url=self.url, timeout=60) as client:
-            while not self._stop.is_set():
-                prompt = [chance.randrange(3, 90) for _ in range(chance.randrange(1, 60))]
-                answer = client.post("/generate", json={**BODY, "prompt_token_ids": prompt})
-                if answer.status_code != 200:
-                    self.failures.append(answer.text)
-                    continue
-                (choice,) = answer.json()["choices"]
-                for span in choice["weight_versions"]:
-                    self.labelled |= {(span["version"], t) for t in choice["token_ids"][span["start"] : span["end"]]}
-                self.asked += 1
+    def take(self, client: int, choice: dict[str, Any]) -> None:
+        for span in choice["weight_versions"]:
+            self.labelled |= {(span["version"], t) for t in choice["token_ids"][span["start"] : span["end"]]}
+        self.asked += 1
 
 
 def push(server: LiveServer, directory: Path, **how: Any) -> httpx.Response:

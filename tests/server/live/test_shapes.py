@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 from loadtest.model_kinds import make_kind
 from tests import stock
+from tests.asking import Asking
 from tests.live import LiveServer
 from tests.waiting import wait_until
+from weightsync import RemotePublisher
+from weightsync.control.forms import MOST_STARTS
 from weightsync.control.records import Keys, StartRecord
 from weightsync.store import SyncStore
 
@@ -31,42 +36,25 @@ PATIENCE_S = 600.0
 TIED = {"tie_word_embeddings": True}
 
 
-class Clients:
-    """One for each prompt, asking again and again; `wrong` has what failed, and what another engine would not say."""
+class Clients(Asking):
+    """One for each prompt; `failures` has what another engine would not say, too."""
 
     def __init__(self, url: str, expected: dict[int, list[list[int]]]) -> None:
         """`expected`: the answers of each version."""
-        self.url, self.expected = url, expected
-        self.wrong: list[str] = []
+        super().__init__(url, len(PROMPTS))
+        self.expected = expected
         self.answered: Counter[int] = Counter()  # by the version that wrote the last token
 
-    def __enter__(self) -> Clients:
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(len(PROMPTS))]
-        for thread in self._threads:
-            thread.start()
-        return self
+    def question(self, client: int) -> dict[str, Any]:
+        return {"prompt_token_ids": PROMPTS[client], "max_tokens": TOKENS}
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(120)
-
-    def _ask(self, index: int) -> None:
-        body = {"prompt_token_ids": PROMPTS[index], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-        with httpx.Client(base_url=self.url, timeout=120) as client:
-            while not self._stop.is_set():
-                answer = client.post("/generate", json={**body, "stream": False})
-                if answer.status_code != 200:
-                    self.wrong.append(answer.text)
-                    continue
-                (choice,) = answer.json()["choices"]
-                first, last = choice["weight_versions"][0], choice["weight_versions"][-1]
-                tokens = choice["token_ids"][: first["end"]]
-                said = self.expected.get(first["version"])
-                if said is not None and tokens != said[index][: len(tokens)]:
-                    self.wrong.append(f"prompt {index}, version {first['version']}: {tokens}")
-                self.answered[last["version"]] += 1
+    def take(self, client: int, choice: dict[str, Any]) -> None:
+        first, last = choice["weight_versions"][0], choice["weight_versions"][-1]
+        tokens = choice["token_ids"][: first["end"]]
+        said = self.expected.get(first["version"])
+        if said is not None and tokens != said[client][: len(tokens)]:
+            self.failures.append(f"prompt {client}, version {first['version']}: {tokens}")
+        self.answered[last["version"]] += 1
 
 
 def said(live: LiveServer) -> list[list[int]]:
@@ -97,6 +85,10 @@ def attempts(live: LiveServer, name: str) -> int:
 
 def swap_of(live: LiveServer) -> dict[str, Any]:
     return dict(live.admin.get("/admin/swap").json()["swap"])
+
+
+def epoch_of(live: LiveServer) -> int:
+    return int(live.admin.get("/admin/weights/active").json()["epoch"])
 
 
 class Fleet:
@@ -142,16 +134,34 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield Fleet(live, base)
 
 
+def from_a_directory(live: LiveServer, directory: Path) -> int:
+    answer = ask(live, "", path=str(directory), drain_s=5)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["swap"]["ok"]
+    return int(answer.json()["version"])
+
+
+def from_another_host(live: LiveServer, directory: Path) -> int:
+    publisher = RemotePublisher(live.processes.admin_url, str(live.processes.admin_key), live.name)
+    tensors, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
+    return publisher.publish(tensors, config=config, drain_s=5, timeout_s=PATIENCE_S)
+
+
 @pytest.mark.parametrize(
-    ("kind", "shape", "difference"),
+    ("kind", "shape", "publish", "difference"),
     [
-        ("w4a16", TIED, "weight_packed"),
-        ("llama", {"tie_word_embeddings": False}, "lm_head.weight is new"),
+        ("w4a16", TIED, from_a_directory, "weight_packed"),
+        ("llama", {"tie_word_embeddings": False}, from_another_host, "lm_head.weight is new"),
     ],
     ids=["w4a16", "untied"],
 )
 def test_other_tensors_come_by_restarts_and_go_by_them(
-    fleet: Fleet, tmp_path: Path, kind: str, shape: dict[str, Any], difference: str
+    fleet: Fleet,
+    tmp_path: Path,
+    kind: str,
+    shape: dict[str, Any],
+    publish: Callable[[LiveServer, Path], int],
+    difference: str,
 ) -> None:
     live, before = fleet.live, fleet.back_at_the_base()
     after = following(live)
@@ -159,10 +169,9 @@ def test_other_tensors_come_by_restarts_and_go_by_them(
     answers = stock.answers(other, PROMPTS, TOKENS)
     pids = [record["pid"] for record in live.instances()]
     with Clients(live.url, {before: fleet.answers, after: answers}) as clients:
-        answer = ask(live, "", path=str(other), drain_s=5)
-        assert answer.status_code == 200, answer.text
-        swap = answer.json()["swap"]
-        assert (answer.json()["version"], swap["ok"], swap["mode"]) == (after, True, "rolling")
+        assert publish(live, other) == after
+        swap = swap_of(live)
+        assert (swap["phase"], swap["mode"]) == ("done", "rolling")
         assert difference in swap["changes"]
         assert everywhere(live, after)
         wait_until(lambda: clients.answered[after] > len(PROMPTS))
@@ -172,7 +181,7 @@ def test_other_tensors_come_by_restarts_and_go_by_them(
         assert back.status_code == 200, back.text
         assert everywhere(live, before)
         assert said(live) == fleet.answers
-    assert not clients.wrong
+    assert not clients.failures
     assert [record["pid"] for record in live.instances()] == pids, "supervisors see no process end"
 
 
@@ -203,9 +212,35 @@ def test_a_restart_that_is_killed_goes_on_and_one_that_fails_goes_back(fleet: Fl
         assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
         assert "layers.2" in problem["message"]
         wait_until(lambda: everywhere(live, after), PATIENCE_S)
-    assert not clients.wrong
+    assert not clients.failures
     assert swap_of(live)["phase"] == "aborted"
     assert said(live) == answers[after]
+
+
+def test_one_that_does_not_start_after_the_commit_takes_all_back(fleet: Fleet, tmp_path: Path) -> None:
+    """A file lies where the second instance is to have its configuration, so that its process ends at each start."""
+    live, before = fleet.live, fleet.back_at_the_base()
+    other = make_kind(tmp_path / "other", "llama", tie_word_embeddings=False)
+    after = int(ask(live, "", path=str(other), activate=False).json()["version"])
+    (record,) = [v for v in live.admin.get("/admin/weights").json()["versions"] if v["version"] == after]
+    blocked = Path(record["slot"]).parent / f"config-{record['form']}-instance-1"
+    shutil.rmtree(blocked, ignore_errors=True)
+    blocked.write_text("in the way")
+    epoch = epoch_of(live)
+    try:
+        with Clients(live.url, {before: fleet.answers, after: stock.answers(other, PROMPTS, TOKENS)}) as clients:
+            answer = ask(live, "/activate", version=after, drain_s=5)
+            problem = answer.json()["error"]
+            assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
+            assert "instance-1 did not start with it" in problem["message"]
+            wait_until(lambda: everywhere(live, before), PATIENCE_S)
+            assert clients.answered[after] > 0, "it was committed, and served by the first instance"
+        assert not clients.failures
+    finally:
+        blocked.unlink()
+    assert attempts(live, "instance-1") == MOST_STARTS
+    assert (swap_of(live)["phase"], swap_of(live)["canary"], epoch_of(live)) == ("aborted", "instance-0", epoch + 2)
+    assert said(live) == fleet.answers
 
 
 def test_what_no_restart_can_take_is_refused(fleet: Fleet, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Who may ask for a version: an operator any ready one, a publisher only while it holds its lineage."""
+"""Who may ask for a version: an operator any ready one, a publisher only while it holds its lineage; and what goes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 from tests.weightsync.simulation.model_store import ModelStore
 from weightsync import Publisher, SyncStore
 from weightsync.control import activation
-from weightsync.control.records import ActiveRecord, Keys, TargetRecord, VersionRecord
+from weightsync.control.records import ActiveRecord, FormRecord, Keys, TargetRecord, VersionRecord
 from weightsync.errors import StalePublisher, UnknownVersion
+from weightsync.format.manifest import Schema
 
 STORES = ("sqlite", "etcd")
 KEYS = Keys("demo")
@@ -80,12 +81,63 @@ class RetiresOnRead:
         return self._model.txn(compares, puts)
 
 
-def version(state: str) -> bytes:
-    return VersionRecord(1, state, "", 0, "", None, None, "t", 1, 0.0, "", 0).to_json()  # type: ignore[arg-type]
+def test_a_form_goes_with_the_last_version_that_has_it(
+    store_url: str, records: SyncStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation, "TOMBSTONES_KEPT", 1)
+
+    def kept() -> tuple[list[int], list[str]]:
+        """Records of versions, and the tensors of the forms, after what is superseded has been retired."""
+        records.run(activation.retire(records.store, KEYS, spare=0))
+        forms = [FormRecord.from_json(kv.value) for kv in records.list(KEYS.forms)[0]]
+        names = {name for form in forms for name in Schema.from_json(form.tensors.encode()).tensors}
+        return [v.version for v in publisher.versions()], sorted(names)
+
+    with Publisher(store_url, model="demo") as publisher:
+        publisher.publish(model(0.0), config={}, wait=False)
+        for number, name in enumerate("xxy"):
+            publisher.publish(model(number, name), config={}, activate=False)
+        assert kept() == ([1, 2, 3, 4], ["w", "x", "y"])
+        assert kept() == ([1, 4], ["w", "y"])
+        publisher.publish(model(9.0, "x"), config={}, activate=False)
+        assert kept() == ([1, 4, 5], ["w", "x", "y"])
+        assert kept() == ([1, 5], ["w", "x"])
+        publisher.publish(model(1.0), activate=False)
+        assert kept() == ([1, 5, 6], ["w", "x"])
 
 
-def model(value: float) -> dict[str, np.ndarray]:
-    return {"w": np.full((4, 4), value, np.float32)}
+def test_a_form_that_a_publisher_writes_anew_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation, "TOMBSTONES_KEPT", 1)
+    store = PublishesOnRead()
+    assert asyncio.run(activation.retire(store, KEYS, spare=0)) == []  # type: ignore[arg-type]
+    assert store.model.get(KEYS.form("x")) is not None
+    assert store.model.get(KEYS.version(1)) is not None
+
+
+class PublishesOnRead:
+    """A store in which a version of a form that only a tombstone has is published right after everything was read."""
+
+    def __init__(self) -> None:
+        self.model = ModelStore()
+        retired = {KEYS.version(n): version("retired", n, form) for n, form in ((1, "x"), (2, ""))}
+        self.model.txn({}, {**retired, KEYS.form("x"): b"{}"})
+
+    async def list(self, prefix: str) -> object:
+        found = self.model.list(prefix)
+        self.model.txn({}, {KEYS.version(3): version("ready", 3, "x"), KEYS.form("x"): b"{}"})
+        return found
+
+    async def txn(self, compares: Mapping[str, int], puts: Mapping[str, bytes | None]) -> int:
+        return self.model.txn(compares, puts)
+
+
+def version(state: str, number: int = 1, form: str = "") -> bytes:
+    record = VersionRecord(number, state, "", 0, "", None, None, "t", 1, 0.0, "", 0, form=form)  # type: ignore[arg-type]
+    return record.to_json()
+
+
+def model(value: float, name: str = "w") -> dict[str, np.ndarray]:
+    return {name: np.full((4, 4), value, np.float32)}
 
 
 def wanted(records: SyncStore) -> int:

@@ -177,6 +177,9 @@ def test_the_header_says_what_the_version_is() -> None:
     assert header == header_of(target)
     assert (header.base, header.step, header.metadata["run"], header.source) == (BASE, 3, "a", "a test")
     assert header.target_digest == header_of(target, None).target_digest
+    assert b'"config"' not in header.to_json(), "releases that know none read it"
+    configured = replace(header, config='{"tie_word_embeddings": false}')
+    assert DeltaHeader.from_json(configured.to_json()) == configured
 
 
 SMALL_BASE, SMALL = change(0.05, elements=600)
@@ -260,6 +263,8 @@ def test_a_small_file_cannot_ask_for_much_memory() -> None:
         lambda h: h | {"base": [1, "short"]},
         lambda h: h | {"metadata": {"a": 1}},
         lambda h: h | {"step": "3"},
+        lambda h: h | {"config": {}},
+        lambda h: h | {"config": ""},
         lambda h: [h],
     ],
 )

@@ -55,8 +55,6 @@ class World:
         self.seen = self.faults.seen
         self.asked = self.published = 0
         self.pausers: list[int] = []
-        for form in FORMS:
-            self.store.put(KEYS.form(form.digest), form.to_json())
         for _ in range(2):
             self.publish()
 
@@ -68,10 +66,13 @@ class World:
 
     def publish(self) -> None:
         self.published += 1
-        v = self.published
-        form = FORMS[self.rng.random() < OTHER_FORM].digest
+        v, new = self.published, FORMS[self.rng.random() < OTHER_FORM]
+        form = new.digest
         record = VersionRecord(v, "ready", "", 0, "", None, None, "t", 1, 0.0, "", 0, fingerprint=f"f{v}", form=form)
-        self.store.put(KEYS.version(v), record.to_json())
+        puts: dict[str, bytes | None] = {KEYS.version(v): record.to_json()}
+        if not any(known.form == form and known.state == "ready" for known in self.versions()):
+            puts[KEYS.form(form)] = new.to_json()  # else it carries on a version that has it
+        self.store.txn({}, puts)
 
     def ask(self) -> None:
         if self.rng.random() < 0.5:
@@ -168,13 +169,16 @@ class World:
         rng, dice = self.rng, self.rng.random()
         if dice < 0.06:
             self.calm(1)
-        elif dice < 0.70:
+        elif dice < 0.69:
             actor = rng.choice(self.actors)
             actor.deliver(rng.choice((1, 2, 99)))
             actor.step()
-        elif dice < 0.75:
+        elif dice < 0.74:
             if self.store.up:
                 self.ask()
+        elif dice < 0.78:
+            if self.store.up:
+                self.publish()
         elif dice < 0.82:
             self.send()
         elif dice < 0.87:
@@ -257,6 +261,20 @@ class World:
                 record = VersionRecord.from_json(raw)
                 needed = record.version in (active.version, active.previous) and KEYS.active not in puts
                 require(record.state != "retired" or not needed, "a version was retired that is needed")
+        self._check_forms(puts)
+
+    def _check_forms(self, puts: Puts) -> None:
+        """After every write each version has its form, and no form is there that no version has."""
+        written = {key: raw for key, raw in puts.items() if key.startswith((KEYS.versions, KEYS.forms))}
+        if not written:
+            return
+        found = {kv.key: kv.value for kv in self.store.list(KEYS.root)[0]} | written
+        there = {key: raw for key, raw in found.items() if raw is not None}
+        named = {KEYS.form(VersionRecord.from_json(r).form) for k, r in there.items() if k.startswith(KEYS.versions)}
+        forms = {key for key in there if key.startswith(KEYS.forms)}
+        require(forms >= named, "a form was dropped that a version has")
+        require(forms <= named, "a form stays that no version has")
+        self.seen["forms dropped"] += sum(key.startswith(KEYS.forms) for key, raw in written.items() if raw is None)
 
     def _check_swap(self, after: SwapRecord) -> None:
         writers = [c for c in self.candidates if c.term is not None and c.runs]
@@ -325,6 +343,9 @@ class World:
         require(engine.fingerprint == f"f{engine.version}", f"{instance.name} serves wrong weights")
         require(engine.version in {c.version for c in self.commits}, f"{instance.name} serves an uncommitted version")
         require(engine.version == instance.record.active_version, f"{instance.name} does not serve what it says")
+
+    def versions(self) -> list[VersionRecord]:
+        return [VersionRecord.from_json(kv.value) for kv in self.store.list(KEYS.versions)[0]]
 
     def form_of(self, version: int) -> str | None:
         found = self.store.get(KEYS.version(version))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from server.gateway.fleet import routing
 from weightsync.control import activation, agent_state, coordinator
 from weightsync.control import state as swap_state
 from weightsync.control.agent import Pauses
-from weightsync.control.records import InstanceRecord, SwapRecord
+from weightsync.control.records import InstanceRecord, Keys, SwapRecord, VersionRecord
 from weightsync.control.state import Step, Wait
 
 from .schedules import Violation, explore
@@ -45,7 +45,14 @@ HAPPENED = {
     "restarting revert": 100,
     "started for a swap": 2000,
     "turns": 1000,
+    "forms dropped": 100,
 }
+
+
+@pytest.fixture(autouse=True)
+def few_tombstones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that versions, and the forms that only they had, go within a schedule."""
+    monkeypatch.setattr(activation, "TOMBSTONES_KEPT", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +168,17 @@ def previous_retired(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(activation, "needed_versions", needed)
 
 
+def a_form_goes_with_the_first_version_that_had_it(patch: pytest.MonkeyPatch) -> None:
+    real = activation.retirement
+
+    def retirement(keys: Keys, versions: Iterable[VersionRecord], *args: Any, **more: Any) -> dict[str, bytes | None]:
+        known = list(versions)
+        puts = real(keys, known, *args, **more)
+        return puts | {keys.form(v.form): None for v in known if keys.version(v.version) in puts}
+
+    patch.setattr(activation, "retirement", retirement)
+
+
 def a_probe_that_is_never_run_again(patch: pytest.MonkeyPatch) -> None:
     """And no deadline that would end the wait for it."""
     real = swap_state._canary
@@ -195,6 +213,7 @@ def a_probe_that_is_never_run_again(patch: pytest.MonkeyPatch) -> None:
         (a_revert_that_forgets_the_version_before, "reverted wrongly"),
         (turns_without_an_end, "the swap stays in phase (canary|commit)"),
         (previous_retired, "retired that is needed"),
+        (a_form_goes_with_the_first_version_that_had_it, "a form was dropped that a version has"),
         (a_probe_that_is_never_run_again, "the swap stays in phase canary"),
     ],
 )

@@ -183,6 +183,16 @@ def test_engine_core(vllm: Release) -> None:
     has(vllm, f"{scheduler}.reset_prefix_cache", *steps)  # core.py does with one request what this does with all
 
 
+def test_encoded_images(vllm: Release) -> None:
+    scheduler, managers = "vllm.v1.core.sched.scheduler:Scheduler", "vllm.v1.core.encoder_cache_manager"
+    has(vllm, f"{scheduler}.__init__", "self.encoder_cache_manager = ")
+    has(vllm, scheduler, "free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes()")
+    has(vllm, f"{managers}:EncoderCacheManager.__init__", "self.cached: dict", "self.freed: list")
+    has(vllm, f"{managers}:EncoderCacheManager.reset", "self.cached.clear()", "self.freed.clear()")
+    has(vllm, f"{managers}:EncoderCacheManager.get_freed_mm_hashes", "self.freed")
+    assert "self.cached" not in vllm.source(f"{managers}:EncoderDecoderCacheManager")
+
+
 def test_zeroed_blocks(vllm: Release) -> None:
     scheduler = "vllm.v1.core.sched.scheduler:Scheduler"
     assert vllm.parameters(f"{scheduler}._get_new_block_ids_to_zero") == ["self"]

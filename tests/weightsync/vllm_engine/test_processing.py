@@ -34,6 +34,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
+def worker_of(kind: str, checkpoint: Path) -> Any:
+    return worker(checkpoint, dtype=KINDS[kind].dtype, quantization=KINDS[kind].vllm.get("quantization"))
+
+
 @pytest.mark.engine
 @pytest.mark.sample(10)
 @pytest.mark.parametrize(("how", "kind"), [(how, kind) for how in WAYS for kind in sorted(KINDS)])
@@ -43,7 +47,7 @@ def test_a_swapped_model_equals_a_loaded_one(how: str, kind: str, checkpoints: A
     "copied" and "remapped" flip as on an accelerator: what is not replaced as a whole keeps its address.
     """
     versions = [tensors_of(path) for path in checkpoints(kind)]
-    with flipping(how), worker(checkpoints(kind)[0], dtype=KINDS[kind].dtype) as w:
+    with flipping(how), worker_of(kind, checkpoints(kind)[0]) as w:
         assert not [(step, wrong) for step, wrong in swap(w, publisher, versions, how) if wrong]
 
 
@@ -87,7 +91,7 @@ def test_a_second_instance_maps_what_the_first_one_built(
     checkpoint = checkpoints(kind)[1]
     tensors = tensors_of(checkpoint)
     dtype = getattr(torch, KINDS[kind].dtype)
-    with worker(checkpoint, dtype=KINDS[kind].dtype) as first, worker(checkpoint, dtype=KINDS[kind].dtype) as second:
+    with worker_of(kind, checkpoint) as first, worker_of(kind, checkpoint) as second:
         reference = fresh(second, tensors)
         one = first.stage(publish(publisher, tensors))
         second.stage(publish(publisher, {n: t + 1 if "norm" in n else t for n, t in tensors.items()}))

@@ -1,4 +1,7 @@
-"""After a commit each block is zeroed once, when it is next allocated, in the layers of every kind of attention."""
+"""After a commit each block is zeroed once, when it is next allocated, in the layers of every kind of attention.
+
+And what was made of an image is made anew.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager, EncoderDecoderCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
 
@@ -76,3 +80,37 @@ def test_layers_of_every_kind_of_attention(spec: Any, zeroed: bool) -> None:
     for cache in caches:
         assert cache[[1, 4]].eq(0).all() == zeroed
         assert cache[[0, 2, 3, 5]].isnan().all()
+
+
+def with_image(name: str, image: str) -> Any:
+    return SimpleNamespace(
+        request_id=name,
+        mm_features=[SimpleNamespace(identifier=image)],
+        get_num_encoder_embeds=lambda _: 4,
+    )
+
+
+def test_an_image_is_encoded_anew_after_a_commit() -> None:
+    """Whether a request still holds it or not; and the workers free what nobody encodes in the next batch."""
+    manager = EncoderCacheManager(cache_size=12)
+    held, left, later = with_image("held", "a"), with_image("left", "b"), with_image("later", "a")
+    for request in (held, left):
+        assert manager.can_allocate(request, 0, 12, 0)
+        manager.allocate(request, 0)
+    manager.free(left)
+    assert manager.check_and_update_cache(later, 0)
+    core.forget_encoded(manager)
+    assert not manager.check_and_update_cache(later, 0)
+    assert manager.can_allocate(later, 0, 12, 8), "all of its room is free again"
+    manager.allocate(later, 0)
+    assert manager.get_freed_mm_hashes() == ["b"]
+    manager.free(held)
+    assert manager.check_and_update_cache(with_image("last", "a"), 0)
+
+
+def test_what_an_encoder_decoder_model_holds_stays() -> None:
+    """Its requests share nothing, and those in flight still need theirs."""
+    manager, request = EncoderDecoderCacheManager(cache_size=4), with_image("one", "a")
+    manager.allocate(request, 0)
+    core.forget_encoded(manager)
+    assert manager.num_free_slots == 0

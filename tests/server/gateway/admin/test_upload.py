@@ -27,7 +27,7 @@ from server.gateway import UpstreamSettings
 from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, running_gateway
 from tests.waiting import wait_until
 from weightsync import SlotReader, SyncStore, ensure_arena
-from weightsync.control.records import ActiveRecord, Keys, TargetRecord, VersionRecord
+from weightsync.control.records import ActiveRecord, FormRecord, Keys, TargetRecord, VersionRecord
 from weightsync.errors import RemoteError
 from weightsync.format.delta import DeltaWriter
 from weightsync.publish.remote import RemotePublisher
@@ -217,6 +217,37 @@ def test_a_tensor_that_does_not_fit_is_named(gateway: RunningGateway, remote: Re
     assert refused.value.tensor == "model.embed.weight"
     assert remote.publish(nudged(weights()), activate=False) == 2  # and the one after it goes as a difference again
     assert remote.last["full"] is False
+
+
+def test_other_tensors_come_with_a_configuration(
+    gateway: RunningGateway, remote: RemotePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version is larger than one of the model before may be; what follows it is a difference again."""
+    monkeypatch.setattr("server.gateway.admin.weights.SLACK", 100_000)
+    config = {"model_type": "llama", "vocab_size": 16}
+    remote.publish(weights(), config=config, wait=False)
+    plain = RemotePublisher(admin_url(gateway), ADMIN_KEY, MODEL, timeout_s=30.0, compress=False)
+    other = weights() | {"lm_head.weight": np.zeros((2100, 256), np.float16)}
+    with pytest.raises(RemoteError) as refused:
+        plain.publish(other, activate=False)
+    assert refused.value.answer_code == "request_too_large"
+    with pytest.raises(RemoteError, match="vocab_size") as refused:
+        plain.publish(other, config=config | {"vocab_size": 32}, activate=False)
+    assert (refused.value.status, refused.value.answer_code) == (422, "config_mismatch")
+    assert plain.publish(other, config=config | {"tie_word_embeddings": False}, wait=False) == 2
+    assert_holds(gateway, 2, other)
+    first, second = (form_of(gateway, v.form) for v in versions(gateway))
+    assert [orjson.loads(form.config).get("tie_word_embeddings") for form in (first, second)] == [None, False]
+    assert "lm_head.weight" in second.tensors
+    assert plain.publish(nudged(other), activate=False) == 3
+    assert plain.last["full"] is False
+    assert len({v.form for v in versions(gateway)}) == 2
+
+
+def form_of(gateway: RunningGateway, digest: str) -> FormRecord:
+    found = gateway.store.get(Keys(MODEL).form(digest))
+    assert found is not None
+    return FormRecord.from_json(found.value)
 
 
 def test_another_model_is_refused(gateway: RunningGateway) -> None:

@@ -1,0 +1,55 @@
+"""Clients that ask a server again and again while something is done to it."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from typing import Any, Self
+
+import httpx
+
+BODY = {"temperature": 0, "ignore_eos": True, "stream": False}
+
+
+class Asking(ABC):
+    """As long as the context is open, `count` clients ask `route`. `failures` has what was no answer."""
+
+    route = "/generate"
+
+    def __init__(self, url: str, count: int) -> None:
+        self.url = url
+        self.failures: list[str] = []
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(count)]
+
+    @abstractmethod
+    def question(self, client: int) -> dict[str, Any]:
+        """The prompt and what else the body has over BODY."""
+
+    @abstractmethod
+    def take(self, client: int, choice: dict[str, Any]) -> None:
+        """An answer to it."""
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(120)
+
+    def _ask(self, client: int) -> None:
+        with httpx.Client(base_url=self.url, timeout=120) as http:
+            while not self._stop.is_set():
+                try:
+                    answer = http.post(self.route, json=BODY | self.question(client))
+                except httpx.HTTPError as error:
+                    self.failures.append(repr(error))
+                    continue
+                if answer.status_code != 200:
+                    self.failures.append(answer.text)
+                    continue
+                (choice,) = answer.json()["choices"]
+                self.take(client, choice)
