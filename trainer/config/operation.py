@@ -40,8 +40,8 @@ class FaultsConfig:
 
     Every rank sends a heartbeat each `heartbeat_s`; one that is silent for `heartbeat_timeout_s` is named and ended.
     A collective of the backend that computes (NCCL) fails after `collective_timeout_s`; ranks that wait for samples are
-    in none. When no rank gets on for `hang_s`, each says where it is and ends (0: never; it must be longer than the longest
-    phase, rollouts included). After SIGTERM the ranks have `grace_s` to save and leave.
+    in none. When no rank gets on for `hang_s`, each says where it is and ends (0: never; it must be longer than the
+    longest phase, rollouts included). After SIGTERM the ranks have `grace_s` to save and leave.
 
     `on_diverged` says what a loss or gradient that is not finite, or that leaps, leads to: `stop` ends the run,
     `rollback` goes back to the last checkpoint, at most `max_rollbacks` times; the batch that did it twice is left out.
