@@ -1,6 +1,7 @@
 """The experience of a run, step by step: records, their samples, and the tensors that these become.
 
-`Sampling.step` runs on every rank: rank 0 has an `Experience` and samples, and all ranks get the same tensors from it.
+`Sampling.step` runs on every rank: rank 0 has an `Experience`, samples, and keeps the tensors. The engine sends each
+rank its part of them.
 
     begin -> part, fill, part, fill, ... (None: all are there) -> batch
 
@@ -22,7 +23,7 @@ from trainer.config import TrainerConfig
 from trainer.data.records import Dataset, Record
 from trainer.errors import DataError, RolloutError
 from trainer.megatron.engine import Engine
-from trainer.megatron.parallel import broadcast_json, broadcast_tensors, from_last, lead
+from trainer.megatron.parallel import broadcast_json, lead
 from trainer.memory.phases import Phases
 from trainer.metrics.rollouts import rollout_metrics
 from trainer.metrics.throughput import Stopwatch
@@ -47,8 +48,8 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A step's tensors and how many records were drawn for it and ahead of it (on every rank), and what is known about
-    its rollouts (on rank 0)."""
+    """A step's tensors (on rank 0), how many records were drawn for it and ahead of it (on every rank), and what is
+    known about its rollouts (on rank 0)."""
 
     fields: Fields
     records: int
@@ -56,7 +57,7 @@ class StepBatch:
 
 
 class Sampling:
-    """The steps' tensors, on every rank. `experience` is rank 0's; it is None on the others. Collective."""
+    """The steps' tensors, on rank 0. `experience` is rank 0's; it is None on the others. Collective."""
 
     def __init__(self, config: TrainerConfig, engine: Engine, phases: Phases, experience: Experience | None) -> None:
         self._steps, self._engine, self._phases, self._experience = config.steps, engine, phases, experience
@@ -76,10 +77,10 @@ class Sampling:
                 self._ask(lambda e: e.wait())
             if algorithm.needs:
                 self._phases.enter("inference", watch)
-        while part := self._part(watch):
+        while (part := self._part(watch)) is not None:
             with watch("inference"):
                 self._prefill(part)
-        fields = self._looked_at(broadcast_tensors(self._ask(lambda e: e.batch())), watch)
+        fields = self._looked_at(self._ask(lambda e: e.batch()) or {}, watch)
         self._phases.enter("train", watch)
         metrics = (self._ask(lambda e: e.metrics()) or {}) | self._phases.taken()
         return StepBatch(fields, self.drawn - state.consumed, metrics)
@@ -110,20 +111,21 @@ class Sampling:
 
     def _looked_at(self, fields: Fields, watch: Stopwatch) -> Fields:
         """What training would ask of the models, before it sends them away: preferences are not sampled in parts."""
-        if not self._phases.shared or self._engine.algorithm.needs <= fields.keys():
+        if not self._phases.shared or broadcast_json(self._engine.algorithm.needs <= fields.keys()):
             return fields
         self._phases.enter("inference", watch)
         with watch("inference"):
             return self._engine.prefill_fields(fields)
 
-    def _part(self, watch: Stopwatch) -> Fields:
+    def _part(self, watch: Stopwatch) -> Fields | None:
+        """The next part on rank 0, and an empty one on the others; None when there is none."""
         with watch("rollout"):
-            return broadcast_tensors(self._ask(lambda e: e.part()))
+            part = self._ask(lambda e: e.part())
+            return part or {} if broadcast_json(part is not None) else None
 
     def _prefill(self, part: Fields) -> None:
         filled = self._engine.prefill_fields(part)
-        found = {name: from_last(filled[name]) for name in sorted(filled.keys() - part.keys())}
-        self._ask(lambda e: e.fill(found))
+        self._ask(lambda e: e.fill({name: filled[name] for name in filled.keys() - part.keys()}))
 
 
 class Experience:

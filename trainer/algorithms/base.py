@@ -52,10 +52,10 @@ class LossOutput:
 class Algorithm(Protocol):
     """One class and one config entry per algorithm; the loop and the engine ask only this.
 
-    On rank 0, `sequences` turns records (and, if `samples_per_prompt` > 0, their scored rollouts) into sequences. On
-    every rank, once the engine has filled in the fields of `needs`, `prepare` adds what is computed from the whole
-    batch (advantages). Then, `epochs` times over `minibatches` parts of the batch, `loss` is called per micro-batch
-    where the log-probs are (the last pipeline stage). One that needs VALUES is an `ActorCritic`.
+    On rank 0, `sequences` turns records (and, if `samples_per_prompt` > 0, their scored rollouts) into sequences, and
+    once the engine has filled in the fields of `needs`, `prepare` adds what is computed from the whole batch
+    (advantages). Then, `epochs` times over `minibatches` parts of the batch, `loss` is called per micro-batch where its
+    log-probs are (the last pipeline stage of its data-parallel rank). One that needs VALUES is an `ActorCritic`.
     """
 
     samples_per_prompt: int  # rollouts wanted for each record; 0: none, records carry their targets
@@ -75,7 +75,7 @@ class Algorithm(Protocol):
         ...
 
     def prepare(self, fields: Fields) -> Fields:
-        """The batch with what is computed from the whole of it. The same on every rank that holds the log-probs."""
+        """The batch with what is computed from the whole of it. On rank 0."""
         ...
 
     def loss(self, logprobs_BT: torch.Tensor, fields: Fields) -> LossOutput:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, ActorCritic, Algorithm, LossOutput
-from trainer.batch import MASK, SEGMENTS, Fields
+from trainer.batch import MASK, POSITIONS, SEGMENTS, TOKENS, Fields, share
 from trainer.config import TrainerConfig
 from trainer.config.sections import Dtype, TrainDtype
 from trainer.errors import ConfigError, Diverged
@@ -25,8 +25,8 @@ from trainer.megatron.convert import Slice, export_hf, export_slices, parameters
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.lora import adapter_schema, adapters, merged
 from trainer.megatron.model import DTYPES
-from trainer.megatron.parallel import broadcast_json
-from trainer.megatron.passes import run, tokens_once
+from trainer.megatron.parallel import broadcast_json, gather_json, is_lead, lead, scatter_tensors, to_lead
+from trainer.megatron.passes import run, together, tokens_once
 from trainer.megatron.roles import Role, RoleName, build_roles
 
 
@@ -49,6 +49,13 @@ class Engine:
         self.config, self.shape, self.algorithm = config, shape, algorithm
         self.roles = build_roles(config, shape, algorithm)
         self.actor = self.roles["actor"]
+        speaks = ps.is_pipeline_last_stage() and not (
+            ps.get_tensor_model_parallel_rank() or ps.get_context_parallel_rank()
+        )
+        places = gather_json([ps.get_data_parallel_rank(), speaks])
+        self._shares: list[int] = [share_number for share_number, _ in places]  # of each rank
+        # The ranks that tell the lead what the models said, by share.
+        self._speakers = [places.index([number, True]) for number in range(ps.get_data_parallel_world_size())]
 
     @property
     def model(self) -> list[Any]:
@@ -69,26 +76,28 @@ class Engine:
         return int(dist.get_rank())
 
     def step(self, fields: Fields) -> StepStats:
-        """Train on a batch that every rank holds whole. Raises Diverged before anything is published or saved."""
-        fields = self.algorithm.prepare(self.prefill_fields(fields))
-        parts = self._minibatches(fields) * self.algorithm.epochs
+        """Train on the batch that rank 0 holds; what other ranks give is not looked at. Each data-parallel rank is sent
+        the rows that it trains on. Raises Diverged before anything is published or saved."""
+        filled = self.prefill_fields(fields)
+        wholes = lead(lambda: self._minibatches(self.algorithm.prepare(filled)))
+        parts = self._shared_out(wholes) * self.algorithm.epochs
         warming = self._warming_up(len(parts))
         return _mean([self._update(part, critic_only=warming) for part in parts])
 
     def prefill_fields(self, fields: Fields) -> Fields:
-        """The batch with what the algorithm `needs` of the models, where it is not there yet. May be called for any
-        part of a batch before its step, as soon as that part is there."""
+        """Rank 0's batch with what the algorithm `needs` of the models, where it is not there yet; nothing on the other
+        ranks. May be called for any part of a batch before its step, as soon as that part is there."""
         roles: dict[str, RoleName] = {REFERENCE_LOGPROBS: "reference", OLD_LOGPROBS: "actor", VALUES: "critic"}
-        missing = sorted(self.algorithm.needs - fields.keys())
-        return fields | {name: self._gathered(roles[name], fields) for name in missing}
+        missing: list[str] = broadcast_json(sorted(self.algorithm.needs - fields.keys()))
+        found = self._said([roles[name] for name in missing], fields) if missing else []
+        return {k: t.cpu() for k, t in fields.items()} | dict(zip(missing, found, strict=True)) if is_lead() else {}
 
     def logprobs(self, fields: Fields, role: RoleName = "actor") -> torch.Tensor | None:
-        """Log-probs [B, T] float32 of every token under the role's weights; None off the last pipeline stage."""
-        result = self._gathered(role, fields)
-        return result if ps.is_pipeline_last_stage() else None
+        """Log-probs [B, T] float32 of every token of rank 0's batch under the role's weights; None on other ranks."""
+        return next(iter(self._said([role], fields)), None)
 
     def values(self, fields: Fields) -> torch.Tensor | None:
-        """The critic's values [B, T] float32; None off the last pipeline stage."""
+        """The critic's values [B, T] float32; None on other ranks."""
         return self.logprobs(fields, "critic")
 
     def storages(self) -> dict[str, list[torch.Tensor]]:
@@ -135,6 +144,23 @@ class Engine:
         # Rows that packing added for the ranks' sake may be all there is in one.
         return [part for part in parts if part[MASK].any()] or parts[:1]
 
+    def _shared_out(self, wholes: list[Fields] | None) -> list[list[Fields]]:
+        """This rank's micro-batches of each of the lead's batches."""
+        shares = [self._cut(whole) for whole in wholes or []]
+        mine = []
+        for number, size in enumerate(broadcast_json([by_number[0][0] for by_number in shares])):
+            parts = [shares[number][share][1] for share in self._shares] if shares else None
+            fields = scatter_tensors(parts)
+            count = len(fields[MASK]) // size
+            mine.append([{n: t[i * size : (i + 1) * size] for n, t in fields.items()} for i in range(count)])
+        return mine
+
+    def _cut(self, whole: Fields) -> list[tuple[int, Fields]]:
+        """For each data-parallel rank the rows of one of its micro-batches, and all of its rows."""
+        ranks, unit, group = len(self._speakers), self._rows_together(whole), together(self.model)
+        cut = [share(whole, rank, ranks, self.config.micro_batch, unit, group) for rank in range(ranks)]
+        return [(len(m[0][MASK]), {name: torch.cat([part[name] for part in m]) for name in whole}) for m in cut]
+
     def _rows_together(self, fields: Fields) -> int:
         """Packed rows hold whatever belongs together whole."""
         return 1 if SEGMENTS in fields else self.algorithm.rows_together
@@ -144,19 +170,19 @@ class Engine:
         critic = self.roles.get("critic")
         return critic is not None and critic.scheduler.num_steps < self.algorithm.critic_warmup * updates
 
-    def _update(self, fields: Fields, *, critic_only: bool) -> StepStats:
+    def _update(self, micro_batches: list[Fields], *, critic_only: bool) -> StepStats:
         """The critic's optimizer step, where there is one, then the actor's."""
         metrics: dict[str, float] = {}
         if (critic := self.roles.get("critic")) is not None:
             assert isinstance(self.algorithm, ActorCritic)  # it asked for values
-            judged = self._optimizer_step(critic, fields, self.algorithm.critic_loss)
+            judged = self._optimizer_step(critic, micro_batches, self.algorithm.critic_loss)
             metrics = {"critic_loss": judged.loss, "critic_grad_norm": judged.grad_norm, **judged.metrics}
             if critic_only:
                 return StepStats(0.0, 0.0, self.optimizer.param_groups[0]["lr"], judged.tokens, metrics)
-        stats = self._optimizer_step(self.actor, fields, self.algorithm.loss)
+        stats = self._optimizer_step(self.actor, micro_batches, self.algorithm.loss)
         return StepStats(stats.loss, stats.grad_norm, stats.lr, stats.tokens, stats.metrics | metrics)
 
-    def _optimizer_step(self, role: Role, fields: Fields, loss: Callable[..., LossOutput]) -> StepStats:
+    def _optimizer_step(self, role: Role, micro_batches: list[Fields], loss: Callable[..., LossOutput]) -> StepStats:
         def reduce(output_BT: torch.Tensor, batch: Fields) -> tuple[torch.Tensor, torch.Tensor, LossOutput]:
             output = loss(output_BT, batch)
             return output.total, tokens_once(output.denominator), output
@@ -164,7 +190,7 @@ class Engine:
         for chunk in role.model:
             chunk.zero_grad_buffer()
         role.optimizer.zero_grad()
-        reduced = _reduce(self._run(role, fields, reduce, forward_only=False))
+        reduced = _reduce(self._run(role, micro_batches, reduce, forward_only=False))
         updated, grad_norm, _ = role.optimizer.step()
         value, norm, lr = reduced.pop("loss"), float(grad_norm or 0.0), role.optimizer.param_groups[0]["lr"]
         if not (math.isfinite(value) and math.isfinite(norm)):
@@ -176,33 +202,31 @@ class Engine:
             role.scheduler.step(1)
         return StepStats(value, norm, lr, int(reduced.pop("tokens")), reduced)
 
-    def _run(self, role: Role, fields: Fields, reduce: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+    def _run(
+        self, role: Role, micro_batches: list[Fields], reduce: Callable[..., Any], *, forward_only: bool
+    ) -> list[Any]:
         """What `reduce` made of the micro-batches of this rank (passes.py)."""
         return run(
             role.model,
             role.transformer,
-            fields,
+            micro_batches,
             reduce,
-            micro_batch=self.config.micro_batch,
-            unit=self._rows_together(fields),
             forward_only=forward_only,
             values=role.name == "critic",
         )
 
-    def _gathered(self, role: RoleName, fields: Fields) -> torch.Tensor:
-        """[B, T] float32 over all data-parallel ranks, on every rank."""
-        with torch.no_grad(), self.roles[role].evaluating():
-            parts = self._run(self.roles[role], fields, lambda output_BT, _: output_BT, forward_only=True)
-        result = torch.zeros_like(fields[MASK])
-        if ps.is_pipeline_last_stage():
-            mine = torch.cat(parts).contiguous()
-            everyone = [torch.empty_like(mine) for _ in range(ps.get_data_parallel_world_size())]
-            dist.all_gather(everyone, mine, group=ps.get_data_parallel_group())
-            result = torch.cat(everyone)[: len(result)].contiguous()
-        if ps.get_pipeline_model_parallel_world_size() > 1:
-            group = ps.get_pipeline_model_parallel_group()
-            dist.broadcast(result, ps.get_pipeline_model_parallel_last_rank(), group=group)
-        return result
+    def _said(self, roles: list[RoleName], fields: Fields) -> list[torch.Tensor]:
+        """What each of the roles says of rank 0's batch, [B, T] float32, on rank 0; nothing on the other ranks."""
+        asked = {name: fields[name] for name in (TOKENS, MASK, SEGMENTS, POSITIONS) if name in fields}
+        (micro_batches,) = self._shared_out(lead(lambda: [asked]))
+        found = []
+        for role in roles:
+            with torch.no_grad(), self.roles[role].evaluating():
+                parts = self._run(self.roles[role], micro_batches, lambda output_BT, _: output_BT, forward_only=True)
+            mine = torch.cat(parts or [torch.zeros_like(batch[MASK]) for batch in micro_batches])
+            if everyone := to_lead(mine, self._speakers):
+                found.append(torch.cat(everyone)[: len(fields[MASK])])
+        return found
 
 
 def _reduce(outputs: list[LossOutput]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -121,23 +121,33 @@ def gather_json(value: Any) -> list[Any]:
     return [orjson.loads(bytes(p[: int(n)].numpy())) for p, n in zip(parts, sizes, strict=True)]
 
 
-def broadcast_tensors(tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """The lead's named tensors on every rank's device."""
-    described = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in (tensors or {}).items()}
+def scatter_tensors(parts: list[dict[str, torch.Tensor]] | None) -> dict[str, torch.Tensor]:
+    """Each rank's part, on its device, of the parts that the lead has for all: the same names, dtypes and shapes."""
+    described = {
+        n: [str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in (parts[0] if parts else {}).items()
+    }
     result = {}
     for name, (dtype, shape) in broadcast_json(described).items():
-        source = tensors[name].cpu() if tensors is not None else None
-        whole = torch.empty(shape, dtype=getattr(torch, dtype)) if source is None else source
-        dist.broadcast(whole, 0, group=control())
-        result[name] = whole.to(device())
+        mine = torch.empty(shape, dtype=getattr(torch, dtype))
+        sources = [part[name].cpu().contiguous() for part in parts] if parts is not None else None
+        dist.scatter(mine, sources, 0, group=control())
+        result[name] = mine.to(device())
     return result
 
 
-def from_last(tensor: torch.Tensor) -> torch.Tensor:
-    """The last rank's tensor on every rank, all of which hold one of this shape: what the last pipeline stage found."""
-    result = tensor.cpu().contiguous()
-    dist.broadcast(result, dist.get_world_size() - 1, group=control())
-    return result
+def to_lead(tensor: torch.Tensor, sources: Sequence[int]) -> list[torch.Tensor]:
+    """On the lead the tensors of the ranks `sources`, in that order; elsewhere nothing. All have the shape and dtype of
+    the lead's own; what other ranks hold is not looked at."""
+    rank, mine = dist.get_rank(), tensor.cpu().contiguous()
+    if rank != 0:
+        if rank in sources:
+            dist.send(mine, 0, group=control())
+        return []
+    found = [mine if source == 0 else torch.empty_like(mine) for source in sources]
+    for source, part in zip(sources, found, strict=True):
+        if source != 0:
+            dist.recv(part, source, group=control())
+    return found
 
 
 def lead(work: Callable[[], T]) -> T | None:

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from trainer.algorithms.base import ENTROPY
-from trainer.batch import MASK, POSITIONS, SEGMENTS, TOKENS, Fields, share
+from trainer.batch import MASK, POSITIONS, SEGMENTS, TOKENS, Fields
 from trainer.megatron.attention import local_positions, rotary_positions, whole_sequence
 
 FP8_TOKENS = 16  # what 8-bit matrix products want the number of tokens to be a multiple of
@@ -40,11 +40,9 @@ class Inputs(NamedTuple):
 def run(
     chunks: list[Any],
     config: TransformerConfig,
-    fields: Fields,
+    micro_batches: list[Fields],
     reduce: Callable[[Tensor, Fields], Any],
     *,
-    micro_batch: int,
-    unit: int = 1,
     forward_only: bool,
     values: bool = False,
 ) -> list[Any]:
@@ -55,9 +53,6 @@ def run(
     and the entropies there are the micro-batch's field ENTROPY; or the values of a critic (`values`). To train,
     `reduce` returns (loss, number of tokens, anything).
     """
-    micro_batches = share(
-        fields, ps.get_data_parallel_rank(), ps.get_data_parallel_world_size(), micro_batch, unit, _group(chunks)
-    )
     size, width = micro_batches[0][MASK].shape
 
     def forward(batches: Iterator[Fields], part: Any) -> tuple[Any, Callable[..., Any]]:
@@ -122,6 +117,6 @@ def _fitted(width: int, config: TransformerConfig) -> int:
     return -(-width // (context * local)) * context * local
 
 
-def _group(chunks: list[Any]) -> int:
-    """Micro-batches go through interleaved chunks in groups as large as the pipeline."""
+def together(chunks: list[Any]) -> int:
+    """Micro-batches go through interleaved chunks in groups as large as the pipeline: this many."""
     return int(ps.get_pipeline_model_parallel_world_size()) if len(chunks) > 1 else 1

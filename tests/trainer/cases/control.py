@@ -6,11 +6,14 @@ import os
 import socket
 import time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
+from tests.trainer.batches import random_batch
+from trainer.batch import MASK, Fields
 from trainer.config import ParallelConfig
 from trainer.megatron.parallel import broadcast_json, distributed, is_lead, lead
 
@@ -40,3 +43,31 @@ def lead_takes_longer_than_a_collective_may(timeout_s: float) -> dict[str, Any]:
         began = time.monotonic()
         told = broadcast_json(lead(work))
         return {"told": told, "waited_s": time.monotonic() - began, "lead": is_lead()}
+
+
+def received_in_a_step(path: str, parallel: dict[str, int]) -> dict[str, Any]:
+    """Bytes of tensors that reach this rank in a GRPO step of eight rows with a reference, and the rows it trains."""
+    from tests.trainer.cases import engine
+    from trainer.megatron import passes
+
+    config = {"algorithm": {"name": "grpo", "kl_coef": 0.1}, "gateway": {"url": "http://unused"}, "micro_batch": 2}
+    nbytes, rows, scatter, run = [0], [0], dist.scatter, passes.run
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nbytes[0] += tensor.nbytes
+        return scatter(tensor, *args, **kwargs)
+
+    def trained(chunks: Any, config: Any, micro_batches: list[Fields], reduce: Any, **how: Any) -> Any:
+        rows[0] += 0 if how["forward_only"] else sum(len(batch[MASK]) for batch in micro_batches)
+        return run(chunks, config, micro_batches, reduce, **how)
+
+    with (
+        engine({"model": {"path": path}, "parallel": parallel} | config) as built,
+        patch.object(dist, "scatter", counted),
+        patch("trainer.megatron.engine.run", trained),
+    ):
+        fields = random_batch(built.shape.vocab, rows=8)
+        for name in ("advantages", "behaviour_logprobs"):
+            fields[name] = torch.zeros_like(fields[MASK])
+        stats = built.step(fields if is_lead() else {})
+        return {"nbytes": nbytes[0], "rows": rows[0], "loss": stats.loss}

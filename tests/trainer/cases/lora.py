@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.trainer.batches import random_batch
-from trainer.batch import TOKENS
+from trainer.batch import TOKENS, Fields
 from trainer.errors import PublishError
 from trainer.megatron.convert import export_hf, placement
 from trainer.megatron.hf_files import finish_adapter, finish_checkpoint, write_shards
@@ -79,16 +79,16 @@ def references(path: str, parallel: dict[str, Any], lora: dict[str, Any] | None)
     config = {"algorithm": {"name": "dpo"}, "parallel": parallel, "lora": lora, "optimizer": {"lr": 3e-2}}
     with engine({"model": {"path": path}} | config) as built:
         fields = random_batch(built.shape.vocab, rows=6, seed=9)
-        before = built._gathered("reference", fields)
+        before = _said(built, "reference", fields)
         losses = [built.step(random_batch(built.shape.vocab, rows=6, seed=step)).loss for step in range(3)]
-        after, actor = built._gathered("reference", fields), built._gathered("actor", fields)
+        after, actor = _said(built, "reference", fields), _said(built, "actor", fields)
         tensors = {id(t): t for found in built.storages().values() for t in found}
         held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors.values()}
         parameters = {id(p) for role in built.roles.values() for chunk in role.model for p in chunk.parameters()}
         return {
-            "before": before.tolist(),
-            "after": after.tolist(),
-            "actor": actor.tolist(),
+            "before": before,
+            "after": after,
+            "actor": actor,
             "losses": losses,
             "storages": sorted(built.storages()),
             "bytes": sum(held.values()),
@@ -105,9 +105,15 @@ def repeated(path: str, lora: dict[str, Any], recompute: str) -> dict[str, Any]:
     with engine({"model": model, "lora": lora, "optimizer": {"lr": 1e-12}}) as built:
         fields = random_batch(built.shape.vocab)
         built.actor.model[0].apply(_randomise)
-        said = [built._gathered("actor", fields).tolist() for _ in range(2)]
+        said = [_said(built, "actor", fields) for _ in range(2)]
         stats = [built.step(fields) for _ in range(2)]
         return {"said": said, "losses": [s.loss for s in stats], "norms": [s.grad_norm for s in stats]}
+
+
+def _said(built: Any, role: str, fields: Fields) -> list[list[float]]:
+    """What a role says of the batch: [B, T] on rank 0, nothing on the others."""
+    found = built._said([role], fields)
+    return found[0].tolist() if found else []
 
 
 def _randomise(module: torch.nn.Module) -> None:

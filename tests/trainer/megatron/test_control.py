@@ -1,4 +1,4 @@
-"""Ranks wait for the lead in no collective of the groups that compute."""
+"""Ranks wait for the lead in no collective of the groups that compute, and get from it what they train on."""
 
 from __future__ import annotations
 
@@ -17,3 +17,17 @@ def test_a_lead_may_take_longer_than_a_collective(one_rank: Ranks, world: int) -
         assert len(rank["told"]) == 2
         assert all("timed out" in error.lower() for error in rank["told"]), "the compute groups have the timeout"
         assert rank["waited_s"] > 2 * TIMEOUT_S
+
+
+def test_a_rank_is_sent_the_rows_that_it_trains_on(one_rank: Ranks, small_models: dict[str, str]) -> None:
+    found = {
+        data: one_rank.sharing(data).call("received_in_a_step", path=small_models["qwen2"], parallel={"data": data})
+        for data in (1, 2, 4)
+    }
+    (alone,) = found[1]
+    assert alone["rows"] == 8
+    for data, ranks in found.items():
+        for rank in ranks:
+            assert rank["nbytes"] == alone["nbytes"] / data
+            assert rank["rows"] == 8 // data
+            assert rank["loss"] == pytest.approx(alone["loss"], abs=1e-6)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trainer.errors import OffloadError
-from trainer.memory.offload import DiskVault, StorageComponent
+from trainer.memory.offload import DiskVault, HostVault, StorageComponent, pinned
 
 MEASURED = """
 import json, sys, torch
@@ -173,3 +173,35 @@ def test_destroying_gives_everything_back(tmp_path: Path) -> None:
     other.destroy()
     mine = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
     assert not any(str(tmp_path) in os.readlink(link) for link in mine if link.is_symlink())
+
+
+class Runtime:
+    """CUDA's runtime, as far as registering memory goes."""
+
+    def __init__(self, status: int) -> None:
+        self.status, self.registered = status, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, nbytes: int, _flags: int) -> int:
+        if not self.status:
+            self.registered[address] = nbytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.registered[address]
+
+
+def test_pinned_memory_is_as_large_as_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(status=0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    held = pinned((1 << 20) + 1, torch.device("cuda"))
+    assert runtime.registered == {held.data_ptr(): (1 << 20) + 1}
+    assert held.untyped_storage().nbytes() == (1 << 20) + 1
+    del held
+    assert runtime.registered == {}
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(status=2))
+    monkeypatch.setattr("trainer.memory.offload.pinned", lambda n, _: pinned(n, torch.device("cuda")))
+    with pytest.raises(OffloadError, match=r"status 2.*memory\.offload to disk"):
+        HostVault().save([torch.ones(10).untyped_storage()])
