@@ -294,9 +294,11 @@ class Kimi(PolicyGradient[KimiConfig]):
         -A * the gradient of log pi(y) + tau / 2 * the gradient of (log pi(y) - log pi_i(y))^2
 
     and a step's loss is the mean over trajectories. log pi(y) sums over the trajectory's trained tokens. In a step's
-    first update pi is pi_i, and the square has no gradient. The correction's weights multiply A by token.
+    first update pi is pi_i, and the square has no gradient. The correction's weights multiply A by token. KL to the
+    initial weights, if wanted, is in the loss as GRPO's is, averaged over each trajectory's tokens.
     """
 
+    kl_in_loss = True
     own_proximal = True
 
     def credit(self, rewards: list[float]) -> list[float]:
