@@ -331,7 +331,7 @@ MUTATIONS: list[Mutation] = [
         ("count = -(-rows // (size * ranks * group)) * group", "count = -(-rows // (size * ranks))"),
     ]),
     *of("trainer/schedules.py", TR + "schedules/test_asynchronous.py", changes=[
-        ("most = (max_lag + 1) * batch", "most = (max_lag + 2) * batch"),
+        ("else max(buffer, batch)", "else buffer"),
         ("min(self._in_time(step + 1), steps_left * self.batch)", "self._in_time(step + 1)"),
         ("deadline = pending.served + self.max_lag\n", "deadline = pending.served + self.max_lag + 1\n"),
     ]),
