@@ -5,6 +5,7 @@ downward in this list:
 
 main.py        the command line
 plan/          which layout fits, before a run
+long2short.py  shorter answers: merged weights, data of short answers
 report/        what a run was like, after it
 loop.py        the training loop, on one screen
 run.py         one run's components on one rank, and the way back to a checkpoint

@@ -20,13 +20,14 @@ import orjson
 from trainer.config import GatewayConfig
 from trainer.connection import Bearer, verify
 from trainer.errors import GatewayUnreachable, RolloutError
-from trainer.trajectory import LENGTH, Turn, VersionSpan
+from trainer.trajectory import LENGTH, REPEAT, Turn, VersionSpan
 
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 WEIGHTS_CHANGED = "weights_changed"
 NOT_YET = "model_not_found"  # an adapter's commit record is there a moment before the instances have it
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 2.0
 LONGEST_WAIT_S = 30.0  # that a server's Retry-After may ask for
+TIMES = 8  # a passage that often in a row is a circle
 SEEDS = 2**31
 STREAM_INTERVAL = 32  # tokens in an event of a stream: what an interruption can cost, and 32 times fewer events
 
@@ -34,7 +35,8 @@ STREAM_INTERVAL = 32  # tokens in an event of a stream: what an interruption can
 @dataclass(frozen=True)
 class Request:
     """`n` answers to one prompt, by the name `model` (None: what is served). `on_swap` says what a swap in the middle
-    of an answer does to it (docs/api.md, policies)."""
+    of an answer does to it (docs/api.md, policies); an answer whose last `stop_repeats` tokens repeat one passage is
+    ended."""
 
     prompt_ids: tuple[int, ...]
     n: int
@@ -44,6 +46,7 @@ class Request:
     seed: int | None = None
     on_swap: str = "keep"
     model: str | None = None
+    stop_repeats: int | None = None
 
     def split(self) -> list[Request]:
         """One request an answer. The engine adds an answer's index to the seed, so these give the same answers."""
@@ -109,7 +112,7 @@ class GenerateClient:
 
         Raises GatewayUnreachable after that, RolloutError for a refusal or an answer that breaks the contract.
         """
-        drafts = [_Draft() for _ in range(request.n)]
+        drafts = [_Draft(request.stop_repeats) for _ in range(request.n)]
         patience = _Patience(self._config)
         async with self._room:
             while any(draft.finish_reason is None for draft in drafts):
@@ -155,6 +158,8 @@ class GenerateClient:
                         raise _problem(int(data["error"].get("status", 500)), orjson.dumps(data), httpx.Headers())
                     for choice in [data] if name == "token" else data["choices"]:
                         drafts[choice["index"]].take(choice)
+                    if all(draft.finish_reason for draft in drafts):
+                        return  # one that repeats itself is left to the server, which sees its client leave
         except httpx.TransportError as error:
             raise _Interrupted(str(error) or type(error).__name__) from None
         except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -178,6 +183,7 @@ class _Interrupted(Exception):
 class _Draft:
     """What has come of one answer; `begun` of its tokens before the request that is under way."""
 
+    stop_repeats: int | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     earlier: tuple[VersionSpan, ...] = ()
@@ -190,6 +196,8 @@ class _Draft:
 
     def take(self, choice: dict[str, Any]) -> None:
         """Its next tokens, or what the end says of all of them."""
+        if self.finish_reason == REPEAT:
+            return
         tokens, logprobs = choice.get("token_ids", ()), choice.get("logprobs", ())
         if len(tokens) != len(logprobs):
             raise ValueError("tokens without log-probs")
@@ -204,6 +212,8 @@ class _Draft:
             if reason == "abort":
                 raise _Interrupted("the server gave the answer up")
             self.finish_reason = reason
+        elif self.stop_repeats and tokens and repeats(self.token_ids[-self.stop_repeats :], self.stop_repeats):
+            self.finish_reason = REPEAT
 
     def answer(self) -> Answer:
         assert self.finish_reason is not None
@@ -217,6 +227,22 @@ class _Draft:
         else:
             start = self.spans[-1].end if self.spans else self.begun
             self.spans = (*self.spans, VersionSpan(version, start, end))
+
+
+def repeats(tokens: Sequence[int], least: int) -> bool:
+    """Whether there are `least` tokens, and they are one passage `TIMES` times or more (the last may be cut off).
+
+    The shortest period of a sequence is its length less its longest border (Knuth, Morris and Pratt 1977).
+    """
+    if len(tokens) < least:
+        return False
+    border = [0] * len(tokens)
+    for i in range(1, len(tokens)):
+        k = border[i - 1]
+        while k and tokens[i] != tokens[k]:
+            k = border[k - 1]
+        border[i] = k + 1 if tokens[i] == tokens[k] else 0
+    return (len(tokens) - border[-1]) * TIMES <= len(tokens)
 
 
 def _joined(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:

@@ -28,7 +28,7 @@ from trainer.environments import EnvironmentHost, Episode, Message, Observation,
 from trainer.errors import ConfigError, EnvironmentFailed, RolloutError
 from trainer.generate import SEEDS, GenerateClient, Request
 from trainer.rewards.scorer import RewardRequest, Score, Scorer
-from trainer.trajectory import LENGTH, Group, Trajectory, Turn
+from trainer.trajectory import LENGTH, REPEAT, Group, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -88,12 +88,13 @@ class Rollouts:
         order: with `rollout.seeded` it decides the samples. The future raises RolloutError."""
         c = self._rollout
         request = Request(record.prompt_ids, n, c.max_tokens, c.temperature, c.stop_token_ids, self._seed_of(number))
-        return self._start(self._group(record, replace(request, on_swap=c.on_swap, model=self._model)))
+        request = replace(request, on_swap=c.on_swap, model=self._model, stop_repeats=c.stop_repeats)
+        return self._start(self._group(record, request))
 
     def greedy(self, records: Sequence[Record]) -> list[Group]:
         """The most probable answer to each record, scored."""
         c = self._rollout
-        one = Request((), 1, c.max_tokens, 0.0, c.stop_token_ids, model=self._model)
+        one = Request((), 1, c.max_tokens, 0.0, c.stop_token_ids, model=self._model, stop_repeats=c.stop_repeats)
         requests = [replace(one, prompt_ids=r.prompt_ids) for r in records]
         pairs = zip(records, requests, strict=True)
         return [future.result() for future in [self._start(self._group(*pair)) for pair in pairs]]
@@ -233,7 +234,8 @@ class Rollouts:
             (answer,) = await self._client.generate(rest)
             turns.append(answer.turn)
             said.append({"role": "assistant", "content": self._tokenizer.decode(answer.turn.token_ids)})
-            if answer.finish_reason == LENGTH:
+            if answer.finish_reason in (LENGTH, REPEAT):
+                finish_reason = answer.finish_reason
                 break
             seen = await episode.step(said[-1]["content"])
             turns[-1] = replace(answer.turn, reward=seen.reward)

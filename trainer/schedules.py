@@ -241,8 +241,7 @@ class Asynchronous(Schedule):
         self, batch: int, max_refills: int, feed: Feed, start: Start, keep: Keep, max_lag: int, buffer: int | None
     ) -> None:
         super().__init__(batch, max_refills, feed, start, keep, max_lag)
-        most = (max_lag + 1) * batch
-        self._buffer = most if buffer is None else min(max(buffer, batch), most)
+        self._buffer = (max_lag + 1) * batch if buffer is None else max(buffer, batch)
 
     def take(self, step: int, steps_left: int) -> Iterator[Rollout]:
         """Tops up what is in flight, then takes groups as they finish, those first that would be too old."""

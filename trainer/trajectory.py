@@ -18,7 +18,7 @@ from typing import Any
 from trainer.rewards.scorer import Score
 from trainer.staleness import StepsOfVersions
 
-LENGTH = "length"  # the finish reason of what was cut off
+LENGTH, REPEAT = "length", "repeat"  # the finish reasons of what was cut off, and of what went round in circles
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The turns after the prompt. `finish_reason`: `stop` when it is complete, `length` when it was cut off."""
+    """The turns after the prompt. `finish_reason`: `stop` when it is complete, `length` when it was cut off, `repeat`
+    when it was ended because it repeated itself."""
 
     turns: tuple[Turn, ...]
     finish_reason: str
@@ -85,7 +86,7 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        return self.finish_reason == LENGTH
+        return self.finish_reason in (LENGTH, REPEAT)
 
     @property
     def oldest(self) -> int | None:

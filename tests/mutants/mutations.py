@@ -312,12 +312,12 @@ MUTATIONS: list[Mutation] = [
     ]),
     *of("trainer/algorithms/advantages.py", TR + "algorithms/test_policy.py", changes=[
         ("(total - reward) / others for", "total / others for"),
-        ("+ gamma * lam * following)", "+ gamma * following)"),
+        ("delta + gamma * lam * following, following)", "delta + gamma * following, following)"),
         ("(values - baseline) * (others > 0)", "values - baseline"),
     ]),
     *of("trainer/algorithms/policy.py", TR + "algorithms/test_policy.py", changes=[
         ("-torch.minimum(ratio * advantage, bounded * advantage)", "-(bounded * advantage)"),
-        ("c.correction.kind != \"none\" and c.updates > 1", "c.correction.kind != \"none\" and c.updates >= 1"),
+        ("self._proximal_is_own and c.updates > 1", "self._proximal_is_own and c.updates >= 1"),
         ("c.overlong_penalty * min(o, 1.0)", "c.overlong_penalty * o"),
     ]),
     *of("trainer/algorithms/offline.py", TR + "algorithms/test_dpo.py", changes=[
@@ -331,12 +331,12 @@ MUTATIONS: list[Mutation] = [
         ("count = -(-rows // (size * ranks * group)) * group", "count = -(-rows // (size * ranks))"),
     ]),
     *of("trainer/schedules.py", TR + "schedules/test_asynchronous.py", changes=[
-        ("most = (max_lag + 1) * batch", "most = (max_lag + 2) * batch"),
-        ("min(self._buffer, room, steps_left * self.batch)", "min(self._buffer, room)"),
-        ("deadline = pending.version + self.max_lag\n", "deadline = pending.version + self.max_lag + 1\n"),
+        ("else max(buffer, batch)", "else buffer"),
+        ("min(self._in_time(step + 1), steps_left * self.batch)", "self._in_time(step + 1)"),
+        ("deadline = pending.served + self.max_lag\n", "deadline = pending.served + self.max_lag + 1\n"),
     ]),
     *of("trainer/schedules.py", TR + "schedules/test_in_order.py", TR + "schedules/test_asynchronous.py", changes=[
-        ("version - oldest <= self.max_lag:", "version - oldest <= self.max_lag + 1:"),
+        ("step - oldest <= self.max_lag:", "step - oldest <= self.max_lag + 1:"),
         ("        self._refills_left -= 1\n", ""),
     ]),
 ]  # fmt: skip

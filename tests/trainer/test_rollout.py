@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
-from fastapi.responses import Response
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
 
 from tests.trainer.generate_server import GenerateServer, serve, serve_app
 from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, GatewayUnreachable, RolloutError
+from trainer.generate import repeats
 from trainer.metrics.rollouts import rollout_metrics
 from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_scorer
 from trainer.rollout import Rollouts
@@ -173,6 +177,47 @@ def test_another_server_is_told_from_a_broken_one(tokenizer: Tokenizer, path: st
         client = Rollouts(gateway, RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer, seed=0)
         with client, pytest.raises(RolloutError, match="Is this hotswap"):
             take(client, records(tokenizer, "1+2="), 1)
+
+
+def test_what_repeats_itself_is_told_from_what_does_not() -> None:
+    assert repeats([1, 2, 3] * 8, 24)
+    assert repeats([5] * 16, 16)
+    assert repeats([*([1, 2] * 8), 1], 17), "the last passage may be cut off"
+    assert not repeats([1, 2, 3] * 7 + [1, 2, 4], 24)
+    assert not repeats([1, 2, 3, 4] * 6, 24), "six times is no circle"
+    assert not repeats([5] * 15, 16), "too few tokens to tell"
+
+
+@pytest.mark.parametrize("request_by", ["sample", "group"])
+def test_an_answer_that_goes_round_in_circles_is_ended(tokenizer: Tokenizer, request_by: str) -> None:
+    """The server would go on for ever; it sees its client leave."""
+    left, endless = threading.Event(), FastAPI()
+
+    async def events(choices: int) -> AsyncIterator[str]:
+        try:
+            for number in itertools.count():
+                for index in range(choices):
+                    tokens = [number] * 4 if index == 0 and number < 10 else [7, 8, 7, 8]
+                    event = {"index": index, "token_ids": tokens, "logprobs": [-1.0] * 4, "weight_version": 1}
+                    yield f"event: token\ndata: {json.dumps(event)}\n\n"
+                await asyncio.sleep(0)
+        finally:
+            left.set()
+
+    async def generate(request: Request) -> StreamingResponse:
+        return StreamingResponse(events((await request.json())["n"]), media_type="text/event-stream")
+
+    endless.post("/generate")(generate)
+    config = RolloutConfig(max_tokens=10**6, request=request_by, stop_repeats=32)  # type: ignore[arg-type]
+    with serve_app(endless) as url:
+        client = Rollouts(GatewayConfig(url=url), config, build_scorer([ExactMatchReward()]), tokenizer, seed=0)
+        with client:
+            (group,) = take(client, records(tokenizer, "1+2="), 2)
+        assert left.wait(60)
+    for answer in group.trajectories:
+        assert (answer.finish_reason, answer.truncated) == ("repeat", True)
+        assert answer.token_ids[-32:] == (7, 8) * 16
+        assert len(answer.token_ids) < 100
 
 
 def test_nobody_there_is_reported_within_the_budget(server: GenerateServer, tokenizer: Tokenizer) -> None:

@@ -1,14 +1,14 @@
 """The algorithms: one class each, by the name of its config entry.
 
 base.py     what an algorithm is to the loop and to the engine    advantages.py   what an action is worth
-policy.py   GRPO, RLOO, REINFORCE++, PPO                          correction.py   weights for tokens of other policies
+policy.py   GRPO, RLOO, REINFORCE++, PPO, Kimi k1.5's             correction.py   weights for tokens of other policies
 offline.py  SFT and DPO, which learn from records alone
 """
 
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.offline import Dpo, Sft
-from trainer.algorithms.policy import Grpo, Ppo, Reinforce, Rloo
-from trainer.config import AlgorithmConfig, DpoConfig, GrpoConfig, PpoConfig, RlooConfig, SftConfig
+from trainer.algorithms.policy import Grpo, Kimi, Ppo, Reinforce, Rloo
+from trainer.config import AlgorithmConfig, DpoConfig, GrpoConfig, KimiConfig, PpoConfig, RlooConfig, SftConfig
 
 
 def build_algorithm(config: AlgorithmConfig, max_tokens: int | None = None) -> Algorithm:
@@ -22,4 +22,6 @@ def build_algorithm(config: AlgorithmConfig, max_tokens: int | None = None) -> A
         return Grpo(config, max_tokens)
     if isinstance(config, RlooConfig):
         return Rloo(config, max_tokens)
+    if isinstance(config, KimiConfig):
+        return Kimi(config, max_tokens)
     return Ppo(config, max_tokens) if isinstance(config, PpoConfig) else Reinforce(config, max_tokens)

@@ -35,6 +35,19 @@ def leave_one_out(rewards: Seq[float]) -> list[float]:
     return [reward - (total - reward) / others for reward in rewards]
 
 
+def length_rewards(lengths: Seq[int], correct: Seq[bool]) -> list[float]:
+    """Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3) of the answers to one prompt.
+
+    With l = 0.5 - (length - shortest) / (longest - shortest), a right answer gets l, and a wrong one min(0, l): short
+    answers are preferred among the right ones, and no wrong one is praised for being short. 0 if all are as long.
+    """
+    shortest, longest = min(lengths, default=0), max(lengths, default=0)
+    if shortest == longest:
+        return [0.0] * len(lengths)
+    scaled = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
+    return [value if right else min(0.0, value) for value, right in zip(scaled, correct, strict=True)]
+
+
 def gae(
     rewards_BT: torch.Tensor, values_BT: torch.Tensor, fields: Fields, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,5 @@
-"""The clipped policy gradient that GRPO, RLOO, REINFORCE++ and PPO share; they differ in their advantages A.
+"""The clipped policy gradient that GRPO, RLOO, REINFORCE++ and PPO share; they differ in their advantages A. Kimi
+k1.5's mirror descent, which has a loss of its own, shares the rest.
 
 With r = exp(logprob - proximal logprob) of a token (`ratio: token`), of the answer's geometric mean (`sequence`: GSPO,
 arXiv 2507.18071) or of its product (`trajectory`), the loss of a token is
@@ -33,6 +34,7 @@ from trainer.algorithms.advantages import (
     gae,
     group_normalized,
     leave_one_out,
+    length_rewards,
     normalized_by_sequence,
     over_group,
     sequence_mean,
@@ -51,9 +53,9 @@ from trainer.algorithms.base import (
     AlgorithmBase,
     LossOutput,
 )
-from trainer.algorithms.correction import LONGEST_LOG, at_level, correct
+from trainer.algorithms.correction import LONGEST_LOG, Correction, at_level, correct
 from trainer.batch import MASK, Fields, Sequence, sequence_sum, to_tokens
-from trainer.config import GrpoConfig, PolicyConfig, PpoConfig, ReinforceConfig, RlooConfig
+from trainer.config import GrpoConfig, KimiConfig, PolicyConfig, PpoConfig, ReinforceConfig, RlooConfig
 from trainer.data.records import Record
 from trainer.errors import ConfigError
 from trainer.trajectory import Group, Trajectory
@@ -93,7 +95,7 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         return [
             Sequence(group.prompt_ids, t.token_ids, self._per_token(t, credit, step), mask=t.mask)
             for group in groups
-            for t, credit in zip(group.trajectories, self.credit(self._rewards(group)), strict=True)
+            for t, credit in zip(group.trajectories, self.credit(self._rewards(group, step)), strict=True)
             if t.policy_tokens
         ]
 
@@ -115,27 +117,37 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         proximal = old if self._proximal_is_own else fields[BEHAVIOUR_LOGPROBS]
         ratio = at_level(_LEVELS[c.ratio], (logprobs_BT - proximal) * mask, fields).exp()
         per_token, clipped = self._surrogate(ratio, advantage, logprobs_BT)
-        per_token = per_token * correction.weights
         clipped = clipped * correction.kept
-        gap = ((old.detach() - fields[BEHAVIOUR_LOGPROBS]) * mask).abs()
-        sums = {
+        clips = {
             "clip_ratio": clipped.sum(),
             "clip_ratio_low": (clipped * (advantage < 0)).sum(),
             "clip_ratio_high": (clipped * (advantage > 0)).sum(),
-            "logprob_gap_mean": gap.sum(),
-            "entropy": (fields[ENTROPY].detach() * mask).sum(),
         }
-        if c.correction.kind != "none" or VERSION_LAG in fields:
+        per_token = per_token * correction.weights + self._regularizers(logprobs_BT, fields)
+        total, over = self._normalized(per_token * correction.kept, fields | {MASK: correction.kept})
+        sums, maxima = self._sums(logprobs_BT, old, correction, fields)
+        return LossOutput(total, mask.sum(), clips | sums, maxima, over)
+
+    def _regularizers(self, logprobs_BT: torch.Tensor, fields: Fields) -> torch.Tensor:
+        """[B, T]: what KL and entropy add to the loss, by token."""
+        c, added = self.config, torch.zeros_like(logprobs_BT)
+        if REFERENCE_LOGPROBS in fields and self.kl_in_loss:
+            added = added + c.kl_coef * self._kl(logprobs_BT, fields)
+        return added - c.entropy_coef * fields[ENTROPY] if c.entropy_coef else added
+
+    def _sums(
+        self, logprobs_BT: torch.Tensor, old_BT: torch.Tensor, correction: Correction, fields: Fields
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """What is reported, as sums over tokens and as maxima."""
+        mask = fields[MASK]
+        gap = ((old_BT.detach() - fields[BEHAVIOUR_LOGPROBS]) * mask).abs()
+        sums = {"logprob_gap_mean": gap.sum(), "entropy": (fields[ENTROPY].detach() * mask).sum()}
+        if self.config.correction.kind != "none" or VERSION_LAG in fields:
             sums["correction_weight"] = correction.weights.sum()
             sums["rejected"] = (mask - correction.kept).sum()
         if REFERENCE_LOGPROBS in fields:
-            kl = self._kl(logprobs_BT, fields)
-            sums["kl"] = (kl.detach() * mask).sum()
-            per_token = per_token + c.kl_coef * kl if self.kl_in_loss else per_token
-        if c.entropy_coef:
-            per_token = per_token - c.entropy_coef * fields[ENTROPY]
-        total, over = self._normalized(per_token * correction.kept, fields | {MASK: correction.kept})
-        return LossOutput(total, mask.sum(), sums, {"logprob_gap_max": gap.max()}, over)
+            sums["kl"] = (self._kl(logprobs_BT.detach(), fields) * mask).sum()
+        return sums, {"logprob_gap_max": gap.max()}
 
     def _needs(self) -> frozenset[str]:
         c = self.config
@@ -150,14 +162,18 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         """Whether the ratio is against the trainer's policy at the start of the step, not the engine's."""
         return self.own_proximal or self.config.correction.kind != "none"
 
-    def _rewards(self, group: Group) -> list[float]:
-        """With DAPO's soft punishment of answers that come near the limit (section 3.4)."""
-        c = self.config
-        if not c.overlong_buffer or self.max_tokens is None:
-            return group.rewards
-        free = self.max_tokens - c.overlong_buffer
-        over = [max(t.policy_tokens - free, 0) / c.overlong_buffer for t in group.trajectories]
-        return [r - c.overlong_penalty * min(o, 1.0) for r, o in zip(group.rewards, over, strict=True)]
+    def _rewards(self, group: Group, step: int) -> list[float]:
+        """With DAPO's soft punishment of answers that come near the limit (section 3.4), and Kimi's length reward."""
+        c, rewards = self.config, group.rewards
+        lengths = [t.policy_tokens for t in group.trajectories]
+        if c.overlong_buffer and self.max_tokens is not None:
+            free = self.max_tokens - c.overlong_buffer
+            over = [max(length - free, 0) / c.overlong_buffer for length in lengths]
+            rewards = [r - c.overlong_penalty * min(o, 1.0) for r, o in zip(rewards, over, strict=True)]
+        if c.length_weight and step >= c.length_after:
+            added = length_rewards(lengths, [score.full for score in group.scores])
+            rewards = [r + c.length_weight * a for r, a in zip(rewards, added, strict=True)]
+        return rewards
 
     def _per_token(self, trajectory: Trajectory, credit: float, step: int) -> dict[str, Seq[float]]:
         count = len(trajectory.token_ids)
@@ -267,6 +283,41 @@ class Rloo(PolicyGradient[RlooConfig]):
         if self.config.normalize_advantages:
             advantages = normalized_by_sequence(advantages, fields)
         return super().prepare(fields | {ADVANTAGES: advantages})
+
+
+class Kimi(PolicyGradient[KimiConfig]):
+    """Kimi k1.5's policy optimisation (arXiv 2501.12599, section 2.3.2, equations 2 and 3).
+
+    Each step solves a regularised problem around the policy pi_i at its start. Its surrogate loss, of a trajectory y
+    with advantage A = r - mean r of the prompt's samples, has the gradient
+
+        -A * the gradient of log pi(y) + tau / 2 * the gradient of (log pi(y) - log pi_i(y))^2
+
+    and a step's loss is the mean over trajectories. log pi(y) sums over the trajectory's trained tokens. In a step's
+    first update pi is pi_i, and the square has no gradient. The correction's weights multiply A by token. KL to the
+    initial weights, if wanted, is in the loss as GRPO's is, averaged over each trajectory's tokens.
+    """
+
+    kl_in_loss = True
+    own_proximal = True
+
+    def credit(self, rewards: list[float]) -> list[float]:
+        return group_normalized(rewards, scale=False)
+
+    def loss(self, logprobs_BT: torch.Tensor, fields: Fields) -> LossOutput:
+        """The formula above."""
+        c, mask = self.config, fields[MASK]
+        old = fields.get(OLD_LOGPROBS, logprobs_BT.detach())
+        correction = correct(c.correction, old, fields)
+        kept = fields | {MASK: correction.kept}
+        change = (logprobs_BT - old) * correction.kept
+        gained = sequence_sum(-fields[ADVANTAGES] * correction.weights * change, kept)
+        moved = sequence_sum(change, kept)
+        regularized, count = sequence_mean(self._regularizers(logprobs_BT, fields) * correction.kept, kept)
+        total = (gained + c.tau / 2 * moved.square() + regularized).sum()
+        sums, maxima = self._sums(logprobs_BT, old, correction, fields)
+        sums["policy_change"] = change.detach().abs().sum()
+        return LossOutput(total, mask.sum(), sums, maxima, (count > 0).sum())
 
 
 class Reinforce(PolicyGradient[ReinforceConfig]):

@@ -5,7 +5,7 @@ Those that sample share `PolicyConfig`: the clipped policy gradient of trainer/a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from trainer.config.strict import in_range, positive
@@ -85,6 +85,8 @@ class PolicyConfig:
     `kl_coef` above 0 penalises KL to the initial weights, at the price of a second copy of the model.
     `mask_truncated` leaves answers out that met `rollout.max_tokens`. Within the last `overlong_buffer` tokens before
     it the reward falls by up to `overlong_penalty`. `drop_zero_std` replaces groups with equal rewards by others.
+    `length_weight` is the factor of Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3), which prefers the
+    shorter of a group's right answers; it counts from optimizer step `length_after` on.
     """
 
     name: str = ""
@@ -102,6 +104,8 @@ class PolicyConfig:
     mask_truncated: bool = False
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
+    length_weight: float = 0.0
+    length_after: int = 0
     drop_zero_std: bool = False
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
@@ -112,6 +116,10 @@ class PolicyConfig:
         in_range(self, "kl_coef", 0.0, 10.0)
         in_range(self, "entropy_coef", 0.0, 10.0)
         in_range(self, "overlong_buffer", 0, 10**9)
+        in_range(self, "length_weight", 0.0, 10.0)
+        in_range(self, "length_after", 0, 10**9)
+        if self.length_weight and self.samples_per_prompt < 2:
+            raise ConfigError("length_weight", "compares the answers of a group", "Set samples_per_prompt to 2 or more")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ConfigError("dual_clip", f"{self.dual_clip} is within the clip range", "Set it above 1 + clip_high")
         if self.objective == "cispo" and self.dual_clip is not None:
@@ -167,6 +175,27 @@ class RlooConfig(PolicyConfig):
 
 
 @dataclass(frozen=True)
+class KimiConfig(PolicyConfig):
+    """Kimi k1.5's policy optimisation (arXiv 2501.12599, section 2.3.2), a variant of online mirror descent.
+
+    `tau` weighs the squared change of a trajectory's log-probability since the start of the step, which takes the place
+    of clipping: the options that clip, and `ratio`, `objective` and `normalize`, have no meaning here.
+    """
+
+    name: Literal["kimi"] = "kimi"
+    tau: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._needs_group()
+        in_range(self, "tau", 0.0, 1e6)
+        plain = {f.name: f.default for f in fields(PolicyConfig)}
+        for key in ("clip_low", "clip_high", "dual_clip", "ratio", "objective", "normalize"):
+            if getattr(self, key) != plain[key]:
+                raise ConfigError(key, "has no meaning for kimi, which does not clip", "Leave it out")
+
+
+@dataclass(frozen=True)
 class ReinforceConfig(PolicyConfig):
     """REINFORCE++ (arXiv 2501.03262): KL by token in the reward, returns normalised over the whole batch.
 
@@ -215,4 +244,4 @@ class PpoConfig(PolicyConfig):
         positive(self, "value_clip", "critic_lr")
 
 
-AlgorithmConfig = SftConfig | DpoConfig | GrpoConfig | RlooConfig | ReinforceConfig | PpoConfig
+AlgorithmConfig = SftConfig | DpoConfig | GrpoConfig | RlooConfig | KimiConfig | ReinforceConfig | PpoConfig

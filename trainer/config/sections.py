@@ -178,6 +178,8 @@ class RolloutConfig:
 
     `max_tokens` is how much may follow a prompt: the answer, or all turns of an episode together, tools' answers too.
     A trajectory without a reward (`rewards.on_failure`) is scored again up to `attempts` times in all.
+    `stop_repeats` ends an answer whose last so many tokens are one passage eight times or more (Kimi k1.5's repeat
+    detection): it counts as truncated, and its tokens up to there as its answer.
     """
 
     max_tokens: int = 16
@@ -187,10 +189,13 @@ class RolloutConfig:
     request: Literal["sample", "group"] = "sample"
     on_swap: Literal["keep", "recompute", "finish"] = "keep"
     attempts: int = 2
+    stop_repeats: int | None = None
     fixed_sampler: bool = False
 
     def __post_init__(self) -> None:
         positive(self, "max_tokens", "attempts")
+        if self.stop_repeats is not None:
+            in_range(self, "stop_repeats", 16, 10**6)
         if self.temperature != 1.0:
             raise ConfigError(
                 "temperature",

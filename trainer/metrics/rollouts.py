@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from trainer.errors import RolloutError
 from trainer.rewards.scorer import Score
-from trainer.trajectory import Group, Trajectory
+from trainer.trajectory import REPEAT, Group, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
@@ -59,6 +59,8 @@ def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "answer_tokens_max": float(max(lengths)),
         "truncated": statistics.fmean(t.truncated for t in trajectories),
     }
+    if circles := sum(t.finish_reason == REPEAT for t in trajectories):
+        result["repeated"] = circles / len(trajectories)
     if max(turns) > 1:
         read = statistics.fmean(len(t.token_ids) - t.policy_tokens for t in trajectories)
         result |= {"turns_mean": statistics.fmean(turns), "observation_tokens_mean": read}

@@ -71,6 +71,7 @@ OPTIONAL = {
     "llguidance",
     "xgrammar",
     "torch",
+    "triton",
     "safetensors",
     "opentelemetry",
     "mooncake",

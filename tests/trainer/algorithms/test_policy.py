@@ -13,7 +13,7 @@ from tests.trainer.algorithms import reference as plain
 from tests.trainer.algorithms.batches import LONGEST, Trial, groups
 from tests.trainer.trajectories import answer
 from trainer.algorithms import build_algorithm
-from trainer.algorithms.advantages import over_group
+from trainer.algorithms.advantages import length_rewards, over_group
 from trainer.algorithms.base import (
     ADVANTAGES,
     ENTROPY,
@@ -30,6 +30,7 @@ from trainer.config import (
     AlgorithmConfig,
     CorrectionConfig,
     GrpoConfig,
+    KimiConfig,
     PolicyConfig,
     PpoConfig,
     ReinforceConfig,
@@ -406,3 +407,38 @@ def test_a_token_as_old_as_the_bound_is_kept() -> None:
     found = correct(CorrectionConfig(max_lag=2, lag_decay=0.5), torch.zeros(1, 3), fields)
     assert found.kept.tolist() == [[1.0, 1.0, 0.0]]
     assert found.weights.tolist() == [[0.5, 0.25, 0.0]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_kimi_k15(packed: bool, minibatches: int) -> None:
+    """By trajectory: -A log pi(y) + tau / 2 (log pi(y) - log pi_i(y))^2, A = r - mean r of the group."""
+    t = trial(KimiConfig(tau=0.3, minibatches=minibatches), packed=packed)
+    assert (OLD_LOGPROBS in t.algorithm.needs) == (minibatches > 1)
+    old = t.given[OLD_LOGPROBS] if minibatches > 1 else [p.detach() for p in t.logprobs]
+    advantages = torch.tensor([r - plain.mean(g.rewards) for g in BATCH for r in g.rewards]).double()  # as in a batch
+    terms = []
+    for advantage, logprobs, before in zip(advantages, t.logprobs, old, strict=True):
+        change = logprobs.sum() - before.sum()
+        terms.append(-advantage * change + 0.15 * change**2)
+    t.check(sum(terms) / len(terms))
+
+
+def test_kimi_takes_no_options_that_clip() -> None:
+    for option in ({"clip_low": 0.1}, {"normalize": "length"}, {"ratio": "sequence"}):
+        with pytest.raises(ConfigError, match="no meaning for kimi"):
+            KimiConfig(**option)
+
+
+def test_short_right_answers_are_preferred_once_it_counts() -> None:
+    assert length_rewards([10, 20, 30], [True, True, True]) == [0.5, 0.0, -0.5]
+    assert length_rewards([10, 20, 30], [False, True, False]) == [0.0, 0.0, -0.5]
+    assert length_rewards([7, 7], [True, False]) == [0.0, 0.0]
+    answers = tuple(answer((1,) * n, (-1.0,) * n) for n in (2, 4))
+    group = Group((1,), answers, (Score(1.0, {"a": 1.0}), Score(1.0, {"a": 1.0})))
+    algorithm = Grpo(GrpoConfig(length_weight=0.2, length_after=10, scale_rewards=False))
+    before, after = ([s.per_token[ADVANTAGES][0] for s in algorithm.sequences([], [group], step)] for step in (9, 10))
+    assert before == [0.0, 0.0]
+    assert after == pytest.approx([0.1, -0.1])
+    with pytest.raises(ConfigError, match="length_weight"):
+        ReinforceConfig(length_weight=0.1)

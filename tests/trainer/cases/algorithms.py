@@ -24,6 +24,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gspo": {"name": "grpo", "ratio": "sequence", "normalize": "sequence", **POLICY},
     "async": {"name": "grpo", "correction": CORRECTED, **POLICY, "epochs": 2},
     "rloo": {"name": "rloo", **POLICY},
+    "kimi": {"name": "kimi", "tau": 0.5, **POLICY},
     "reinforce": {"name": "reinforce++", **POLICY},
     "ppo": {"name": "ppo", **POLICY, "epochs": 2},
 }

@@ -18,6 +18,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": GRPO,
     "gspo": GRPO | {"ratio": "sequence", "normalize": "sequence"},
     "rloo": {"name": "rloo", "samples_per_prompt": 3, "kl_coef": 0.1},
+    "kimi": {"name": "kimi", "samples_per_prompt": 3, "minibatches": 2},
     "reinforce++": {"name": "reinforce++", "samples_per_prompt": 2, "kl_coef": 0.1},
     "ppo": {"name": "ppo", "samples_per_prompt": 2, "epochs": 2},
 }

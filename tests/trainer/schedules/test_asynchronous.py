@@ -58,6 +58,15 @@ def test_a_smaller_buffer_is_respected(sampler: Sampler) -> None:
     assert len(sampler.sent) == 3
 
 
+def test_a_buffer_smaller_than_a_step_holds_a_step(sampler: Sampler) -> None:
+    built = schedule(sampler, buffer=1)
+    taking = built.take(step=0, steps_left=99)
+    finishing = sampler.soon(lambda: sampler.finish(*range(BATCH)))
+    assert sorted(numbers(taking)) == list(range(BATCH))
+    finishing.join()
+    assert len(sampler.sent) == BATCH
+
+
 def test_nothing_is_sampled_that_no_step_will_use(sampler: Sampler) -> None:
     built = schedule(sampler, max_lag=5)
     taking = built.take(step=0, steps_left=2)

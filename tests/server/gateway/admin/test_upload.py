@@ -230,7 +230,8 @@ def test_other_tensors_come_with_a_configuration(
     other = weights() | {"lm_head.weight": np.zeros((2100, 256), np.float16)}
     with pytest.raises(RemoteError) as refused:
         plain.publish(other, activate=False)
-    assert refused.value.answer_code == "request_too_large"
+    # Which is found first, the size or the names, depends on how the bytes arrive.
+    assert refused.value.answer_code in ("request_too_large", "unexpected_tensor")
     with pytest.raises(RemoteError, match="vocab_size") as refused:
         plain.publish(other, config=config | {"vocab_size": 32}, activate=False)
     assert (refused.value.status, refused.value.answer_code) == (422, "config_mismatch")
