@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.config.environments import CallableEnvironment, ToolsEnvironment
 from trainer.environments.base import Message, Observation, Task
-from trainer.errors import EnvironmentFailed
+from trainer.errors import ConfigError, EnvironmentFailed, RewardError
 from trainer.worker_process import Lost, WorkerProcess, start_worker
 
 MODULE = "trainer.environments.worker"
@@ -50,12 +50,18 @@ class EnvironmentHost:
         return await start_worker(MODULE, self._job, "environment")
 
     async def _free(self) -> WorkerProcess:
-        """The process with the fewest episodes; those that died are replaced first."""
+        """The process with the fewest episodes; those that died are replaced first. Raises EnvironmentFailed when there
+        is none, nor can be one now."""
         async with self._starting:
             for dead in [worker for worker in self._workers if not worker.alive]:
                 self._workers.remove(dead)
                 await dead.end()
-                self._workers.append(await self._start())
+            try:
+                while len(self._workers) < self.config.workers:
+                    self._workers.append(await self._start())
+            except (RewardError, ConfigError, OSError) as error:
+                if not self._workers:
+                    raise EnvironmentFailed(f"there is no process to play it in: {error}") from None
         return min(self._workers, key=lambda worker: worker.busy)
 
 

@@ -12,10 +12,12 @@ from tests.trainer.generate_server import GenerateServer, serve
 from trainer.config import CallableEnvironment, ExactMatchReward, GatewayConfig, RolloutConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
-from trainer.errors import ConfigError, RolloutError
+from trainer.environments import EnvironmentHost, Task
+from trainer.errors import ConfigError, EnvironmentFailed, RolloutError
 from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_scorer
 from trainer.rollout import ENVIRONMENT, Rollouts
 from trainer.trajectory import Group
+from trainer.worker_process import WorkerProcess
 
 HERE = "tests.trainer.environments.functions"
 
@@ -95,6 +97,24 @@ def test_one_that_fails_again_and_again_is_left_out(server: GenerateServer, toke
         stats = running.stats()
     assert (group.trajectories, group.scores) == ((), ())
     assert (stats["episodes_failed"], stats["episodes_left_out"]) == (4, 2)
+
+
+async def test_a_process_that_cannot_be_replaced_fails_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(*_: object) -> WorkerProcess:
+        raise OSError("no more processes")
+
+    host = EnvironmentHost(CallableEnvironment(target=f"{HERE}:Countdown", workers=1))
+    await host.open()
+    try:
+        await host._workers[0].end()
+        with monkeypatch.context() as patched:
+            patched.setattr("trainer.environments.host.start_worker", refused)
+            with pytest.raises(EnvironmentFailed, match="no more processes"):
+                await host.begin(Task("1+2=", []))
+        _, first = await host.begin(Task("1+2=", []))
+        assert first.messages
+    finally:
+        await host.close()
 
 
 def test_what_cannot_be_made_is_said_before_the_run(server: GenerateServer, tokenizer: Tokenizer) -> None:
