@@ -75,16 +75,18 @@ def following(live: LiveServer) -> int:
     return 1 + max(int(v["version"]) for v in live.admin.get("/admin/weights").json()["versions"])
 
 
-def attempts(live: LiveServer, name: str) -> int:
-    """How often the instance was started for the swap in flight, or the last one."""
+def attempts(live: LiveServer, name: str, target: int) -> int:
+    """How often the instance was started for the swap to `target`, in flight or the last one."""
     with contextlib.closing(SyncStore(live.processes.store)) as store:
         found = store.get(Keys(live.name).start(name))
-    started = StartRecord.from_json(found.value) if found is not None else None
-    return started.attempts if started is not None and started.swap_id == swap_of(live)["id"] else 0
+    started, swap = StartRecord.from_json(found.value) if found is not None else None, swap_of(live)
+    if started is None or (swap["target"], swap["id"]) != (target, started.swap_id):
+        return 0
+    return started.attempts
 
 
 def swap_of(live: LiveServer) -> dict[str, Any]:
-    return dict(live.admin.get("/admin/swap").json()["swap"])
+    return dict(live.admin.get("/admin/swap").json()["swap"] or {"target": None, "id": None})
 
 
 def epoch_of(live: LiveServer) -> int:
@@ -194,12 +196,12 @@ def test_a_restart_that_is_killed_goes_on_and_one_that_fails_goes_back(fleet: Fl
         done: list[httpx.Response] = []
         pushing = threading.Thread(target=lambda: done.append(ask(live, "", path=str(other), drain_s=5)))
         pushing.start()
-        wait_until(lambda: attempts(live, "instance-0") == 1, PATIENCE_S)
+        wait_until(lambda: attempts(live, "instance-0", after) == 1, PATIENCE_S)
         canary = live.processes.children["instance-0"].process.pid
         psutil.Process(canary).kill()
         pushing.join(PATIENCE_S)
         assert done[0].status_code == 200, done[0].text
-        assert attempts(live, "instance-0") == 2
+        assert attempts(live, "instance-0", after) == 2
         assert everywhere(live, after)
         assert said(live) == answers[after]
 
@@ -238,7 +240,7 @@ def test_one_that_does_not_start_after_the_commit_takes_all_back(fleet: Fleet, t
         assert not clients.failures
     finally:
         blocked.unlink()
-    assert attempts(live, "instance-1") == MOST_STARTS
+    assert attempts(live, "instance-1", after) == MOST_STARTS
     assert (swap_of(live)["phase"], swap_of(live)["canary"], epoch_of(live)) == ("aborted", "instance-0", epoch + 2)
     assert said(live) == fleet.answers
 
