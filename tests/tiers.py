@@ -20,7 +20,7 @@ BESIDE = 4  # other files for each one with engines
 # anything else that fails once has failed.
 WITH_PROCESSES = {
     "tests/chaos", "tests/clients", "tests/hosts", "tests/k8s", "tests/vllm_suite", "server/console", "trainer/faults",
-    "trainer/memory", "trainer/rewards", "trainer/schedules", "weightsync/peer", "weightsync/transport",
+    "trainer/memory", "trainer/rewards", "trainer/rollouts", "weightsync/peer", "weightsync/transport",
 }  # fmt: skip
 
 

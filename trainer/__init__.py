@@ -10,8 +10,7 @@ report/        what a run was like, after it
 loop.py        the training loop, on one screen
 run.py         one run's components on one rank, and the way back to a checkpoint
 lead.py        what rank 0 alone has
-experience.py  a step's tensors: sampled, laid out, broadcast
-schedules.py   when samples are taken
+rollouts/      records to the samples of a step: scheduled, generated, scored, laid out
 publish.py     weights into a running server
 checkpoint/    what a resumed run goes on from
 memory/        who holds the device in which phase
@@ -19,10 +18,9 @@ metrics/       events, and where they are shown
 faults/        ranks that die or hang, numbers that leap
 megatron/      models, parallel layouts, the training engine
 algorithms/    what is learned
-rollout.py     trajectories and their scores
-generate.py    the gateway's /generate
 environments/  episodes of several turns, with tools or without
 trajectory.py  turns, trajectories and groups
+staleness.py   how old a token is
 rewards/       what an answer is worth
 data/          records, their files and their order
 worker_process.py  processes that run other people's code and can be killed

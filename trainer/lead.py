@@ -12,11 +12,11 @@ from trainer.data import build_dataset
 from trainer.data.records import Record, summary
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, DataError
-from trainer.experience import Experience
 from trainer.megatron.hf_config import ModelShape
 from trainer.metrics.rollouts import evaluation_metrics
 from trainer.rewards import Scorer, build_scorer
-from trainer.rollout import Rollouts
+from trainer.rollouts.experience import Experience
+from trainer.rollouts.sampling import Rollouts
 from trainer.trajectory import Group
 
 FIRST_NUMBER = 2**40  # evaluations use no seed of the training

@@ -30,7 +30,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, TrainerError, WeightsError
 from trainer.megatron.hf_files import HfTensors, finish_checkpoint, write_shards
 from trainer.rewards import build_scorer
-from trainer.rollout import Rollouts
+from trainer.rollouts.sampling import Rollouts
 from trainer.trajectory import Group, Trajectory
 
 LONGER = 1.5

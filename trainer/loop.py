@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trainer.errors import Diverged
-from trainer.experience import TrainState
 from trainer.metrics.throughput import Stopwatch
+from trainer.rollouts.experience import TrainState
 from trainer.run import Run
 
 

@@ -19,7 +19,6 @@ from trainer.config import TrainerConfig
 from trainer.config.datasets import identity
 from trainer.connection import roll_back_serving
 from trainer.errors import Diverged, Preempted, PublishError, RankFailed
-from trainer.experience import Sampling, StepBatch, TrainState
 from trainer.faults.guard import Guard
 from trainer.faults.heartbeat import progress
 from trainer.faults.supervision import Faults
@@ -34,6 +33,7 @@ from trainer.memory.phases import Phases
 from trainer.metrics.throughput import Stopwatch, Throughput, peak_flops
 from trainer.metrics.writers import MetricsWriter
 from trainer.publish import WeightPublisher
+from trainer.rollouts.experience import Sampling, StepBatch, TrainState
 
 log = logging.getLogger(__name__)
 

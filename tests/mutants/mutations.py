@@ -298,7 +298,7 @@ MUTATIONS: list[Mutation] = [
         ("[active.version, active.previous] if active is not None else []", "[active.version] if active is not None else []"),
         ("protected = [r for r in needed if r.version != record.version]", "protected: list[VersionRecord] = []"),
     ]),
-    *of("trainer/experience.py", TR + "test_experience.py", changes=[
+    *of("trainer/rollouts/experience.py", TR + "rollouts/test_experience.py", changes=[
         ("self.feed.drawn = max(self.feed.drawn, consumed)", "self.feed.drawn = consumed"),
         ("            self._taken.sort(key=lambda rollout: rollout.draw.number)  # which answer was faster must not count\n", ""),
         ("if length > self._longest:", "if length >= self._longest:"),
@@ -330,12 +330,12 @@ MUTATIONS: list[Mutation] = [
         ("count = -(-len(bins) // ranks) * ranks", "count = len(bins)"),
         ("count = -(-rows // (size * ranks * group)) * group", "count = -(-rows // (size * ranks))"),
     ]),
-    *of("trainer/schedules.py", TR + "schedules/test_asynchronous.py", changes=[
+    *of("trainer/rollouts/schedules.py", TR + "rollouts/test_asynchronous.py", changes=[
         ("else max(buffer, batch)", "else buffer"),
         ("min(self._in_time(step + 1), steps_left * self.batch)", "self._in_time(step + 1)"),
         ("deadline = pending.served + self.max_lag\n", "deadline = pending.served + self.max_lag + 1\n"),
     ]),
-    *of("trainer/schedules.py", TR + "schedules/test_in_order.py", TR + "schedules/test_asynchronous.py", changes=[
+    *of("trainer/rollouts/schedules.py", TR + "rollouts/test_in_order.py", TR + "rollouts/test_asynchronous.py", changes=[
         ("step - oldest <= self.max_lag:", "step - oldest <= self.max_lag + 1:"),
         ("        self._refills_left -= 1\n", ""),
     ]),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tests.trainer.generate_server import GenerateServer, serve
+from tests.trainer.rollouts.generate_server import GenerateServer, serve
 from weightsync.control.agent import CommitResult, Participant, StageResult
 from weightsync.control.coordinator import Coordinator
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, VersionRecord

@@ -17,11 +17,11 @@ from tests.cluster_tls import Authority
 from trainer.config import GatewayConfig, JudgeReward, ServingMemory, TelemetryConfig
 from trainer.connection import roll_back_serving, verify
 from trainer.errors import ConfigError, GatewayUnreachable, PublishError
-from trainer.generate import GenerateClient, Request
 from trainer.memory.serving import Fleet
 from trainer.metrics.dashboards import HttpMetrics
 from trainer.rewards import RewardRequest
 from trainer.rewards.models import Judge
+from trainer.rollouts.generate import GenerateClient, Request
 from weightsync.tls import ClusterTls
 
 CHOICE = {"index": 0, "token_ids": [1], "logprobs": [-0.5], "finish_reason": "stop"}

@@ -11,8 +11,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from tests.trainer.generate_server import GenerateServer, serve
-from tests.trainer.trajectories import answer
+from tests.trainer.rollouts.generate_server import GenerateServer, serve
+from tests.trainer.rollouts.trajectories import answer
 from trainer.config import JsonlData
 from trainer.data import build_dataset
 from trainer.data.tokenizer import Tokenizer

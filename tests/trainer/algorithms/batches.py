@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests.trainer.trajectories import answer
+from tests.trainer.rollouts.trajectories import answer
 from trainer.algorithms.base import ENTROPY, OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, Algorithm, LossOutput
 from trainer.batch import MASK, TOKENS, Fields, Rows, Sequence, lay_out, plan_rows, take_back
 from trainer.rewards import Score

@@ -11,7 +11,7 @@ import torch
 
 from tests.trainer.algorithms import reference as plain
 from tests.trainer.algorithms.batches import LONGEST, Trial, groups
-from tests.trainer.trajectories import answer
+from tests.trainer.rollouts.trajectories import answer
 from trainer.algorithms import build_algorithm
 from trainer.algorithms.advantages import length_rewards, over_group
 from trainer.algorithms.base import (

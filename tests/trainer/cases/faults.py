@@ -21,9 +21,9 @@ from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.engine_state import StagedEngine
 from trainer.config import CheckpointConfig, FaultsConfig
 from trainer.errors import CheckpointError, Preempted, TrainerError
-from trainer.experience import TrainState
 from trainer.faults.supervision import Faults
 from trainer.megatron.engine import Engine
+from trainer.rollouts.experience import TrainState
 from trainer.run import Run
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.trainer.trajectories import answer
+from tests.trainer.rollouts.trajectories import answer
 from trainer.batch import Sequence, assemble, lay_out, plan_rows
 from trainer.config import PackingConfig
 from trainer.data.records import Record
@@ -118,7 +118,7 @@ def from_files(path: str, parallel: dict[str, int], data: str, directory: str, s
     from trainer.config import JsonlData
     from trainer.data import build_dataset
     from trainer.data.tokenizer import Tokenizer
-    from trainer.experience import Experience
+    from trainer.rollouts.experience import Experience
 
     files = {"kind": "jsonl", "path": data, "cache_dir": directory}
     sections = {"data": files, "packing": {"max_tokens": 40}, "batch": 12, "optimizer": {"lr": 1e-2}}

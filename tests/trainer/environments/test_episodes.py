@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.generate_server import GenerateServer, serve
+from tests.trainer.rollouts.generate_server import GenerateServer, serve
 from trainer.config import CallableEnvironment, ExactMatchReward, GatewayConfig, RolloutConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.environments import EnvironmentHost, Task
 from trainer.errors import ConfigError, EnvironmentFailed, RolloutError
 from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_scorer
-from trainer.rollout import ENVIRONMENT, Rollouts
+from trainer.rollouts.sampling import ENVIRONMENT, Rollouts
 from trainer.trajectory import Group
 from trainer.worker_process import WorkerProcess
 

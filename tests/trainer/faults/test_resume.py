@@ -13,7 +13,7 @@ import pytest
 
 from tests.trainer.faults.runs import PATIENCE_S, arguments, curve, events
 from tests.trainer.fleet import fleet, never_behind
-from tests.trainer.generate_server import Unmoved
+from tests.trainer.rollouts.generate_server import Unmoved
 from tests.trainer.zygote import Zygote
 from tests.waiting import wait_until
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.trainer.trajectories import answer
+from tests.trainer.rollouts.trajectories import answer
 from trainer.metrics.rollouts import evaluation_metrics, rollout_metrics
 from trainer.rewards.scorer import Score
 from trainer.trajectory import Group, Trajectory, VersionSpan

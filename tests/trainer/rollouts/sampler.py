@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
-from tests.trainer.trajectories import answer
+from tests.trainer.rollouts.trajectories import answer
 from trainer.data.records import Record
 from trainer.rewards.scorer import Score
-from trainer.schedules import Draw, Feed, Rollout, Schedule
+from trainer.rollouts.schedules import Draw, Feed, Rollout, Schedule
 from trainer.staleness import StepsOfVersions
 from trainer.trajectory import Group, VersionSpan
 

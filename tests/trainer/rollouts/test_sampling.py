@@ -14,15 +14,15 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from tests.trainer.generate_server import GenerateServer, serve, serve_app
+from tests.trainer.rollouts.generate_server import GenerateServer, serve, serve_app
 from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, GatewayUnreachable, RolloutError
-from trainer.generate import repeats
 from trainer.metrics.rollouts import rollout_metrics
 from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_scorer
-from trainer.rollout import Rollouts
+from trainer.rollouts.generate import repeats
+from trainer.rollouts.sampling import Rollouts
 from trainer.staleness import StepsOfVersions
 from trainer.trajectory import Group, VersionSpan
 

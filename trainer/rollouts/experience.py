@@ -27,8 +27,8 @@ from trainer.megatron.parallel import broadcast_json, lead
 from trainer.memory.phases import Phases
 from trainer.metrics.rollouts import rollout_metrics
 from trainer.metrics.throughput import Stopwatch
-from trainer.rollout import Rollouts
-from trainer.schedules import Draw, Feed, Rollout, Schedule, build_schedule
+from trainer.rollouts.sampling import Rollouts
+from trainer.rollouts.schedules import Draw, Feed, Rollout, Schedule, build_schedule
 from trainer.trajectory import Group
 
 T = TypeVar("T")

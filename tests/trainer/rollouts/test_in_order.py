@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.schedules.sampler import Records, Sampler, everything, numbers, published, useful
+from tests.trainer.rollouts.sampler import Records, Sampler, everything, numbers, published, useful
 from trainer.config.sections import AsyncSchedule, ColocatedSchedule, OneStepOffSchedule
 from trainer.errors import RolloutError
-from trainer.schedules import Draw, Feed, Schedule, build_schedule
+from trainer.rollouts.schedules import Draw, Feed, Schedule, build_schedule
 from trainer.trajectory import Group
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.schedules.sampler import Records, Sampler, everything, numbers, published, useful
+from tests.trainer.rollouts.sampler import Records, Sampler, everything, numbers, published, useful
 from trainer.config.sections import AsyncSchedule
-from trainer.schedules import Feed, Schedule, build_schedule
+from trainer.rollouts.schedules import Feed, Schedule, build_schedule
 from trainer.trajectory import Group
 
 BATCH = 2
@@ -289,5 +289,5 @@ def test_what_is_due_is_waited_for_though_younger_groups_are_ready(
             sampler.finish(next(number for number in due if number in sampler.in_flight))
         return wait(futures, **how)
 
-    monkeypatch.setattr("trainer.schedules.wait", finishes_only_what_is_waited_for)
+    monkeypatch.setattr("trainer.rollouts.schedules.wait", finishes_only_what_is_waited_for)
     assert numbers(built.take(2, 8)) == [*due]

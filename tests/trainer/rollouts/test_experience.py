@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.schedules.sampler import Records, group
+from tests.trainer.rollouts.sampler import Records, group
 from trainer.batch import TOKENS, Sequence
 from trainer.config import PackingConfig
 from trainer.data.records import Record
 from trainer.errors import DataError, RolloutError
-from trainer.experience import Experience
-from trainer.schedules import Draw, Rollout
+from trainer.rollouts.experience import Experience
+from trainer.rollouts.schedules import Draw, Rollout
 from trainer.trajectory import Group
 
 LONGEST = 6

@@ -26,8 +26,8 @@ from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.environments import EnvironmentHost, Episode, Message, Observation, Task, messages_of
 from trainer.errors import ConfigError, EnvironmentFailed, RolloutError
-from trainer.generate import SEEDS, GenerateClient, Request
 from trainer.rewards.scorer import RewardRequest, Score, Scorer
+from trainer.rollouts.generate import SEEDS, GenerateClient, Request
 from trainer.trajectory import LENGTH, REPEAT, Group, Trajectory, Turn
 
 log = logging.getLogger(__name__)
