@@ -68,6 +68,9 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_MEDIA_CONNECTOR", "hotswap")  # media.py
+    # glibc gives threads heaps of their own, where what one freed is of no use to another. Each stager would build the
+    # layers that a kernel keeps for itself in other heaps, until the process held several times its versions.
+    os.environ.setdefault("MALLOC_ARENA_MAX", "1")
     os.environ["VLLM_SERVER_DEV_MODE"] = "0"  # its control routes have no authentication
     os.environ["HOTSWAP_INSTANCE_PID"] = str(os.getpid())
 
