@@ -49,6 +49,7 @@ class Windows:
     stage_ms: list[float] = field(default_factory=list)
     publish_ms: list[float] = field(default_factory=list)
     private_mb: list[float] = field(default_factory=list)
+    engine_cpu_s: float = 0.0  # of the quiet windows: the processes that run the model, and no others
     kernels: str = ""
 
 
@@ -102,7 +103,7 @@ def on_hotswap(
             figures.clear()
         instance = server.children["instance-0"].process.pid
         windows.private_mb.append(private_mb(instance))
-        gaps, lost = _drive(server.url, streams, swaps, swap, windows, each_s)
+        gaps, lost = _drive(server.url, instance, streams, swaps, swap, windows, each_s)
         windows.private_mb.append(private_mb(instance))
     return gaps, windows, lost
 
@@ -111,6 +112,12 @@ def private_mb(pid: int) -> float:
     """The memory that a process and its children share with nobody, in MB."""
     root = psutil.Process(pid)
     return sum(p.memory_full_info().uss for p in [root, *root.children(recursive=True)]) / 1e6
+
+
+def engine_cpu_s(pid: int) -> float:
+    """The CPU time so far of the processes that vLLM started from `pid` to run the model, in seconds."""
+    found = [p.cpu_times() for p in psutil.Process(pid).children(recursive=True) if p.name().startswith("VLLM::")]
+    return sum(times.user + times.system for times in found)
 
 
 def on_stock(
@@ -132,21 +139,22 @@ def on_stock(
         def swap(number: int) -> None:
             server.swap(models[number % 2].resolve())
 
-        gaps, lost = _drive(server.url, streams, swaps, swap, windows, each_s)
+        gaps, lost = _drive(server.url, server.pid, streams, swaps, swap, windows, each_s)
         windows.private_mb.append(private_mb(server.pid))
     return gaps, windows, lost
 
 
 def _drive(
-    url: str, streams: int, swaps: int, swap: Callable[[int], None], windows: Windows, each_s: float
+    url: str, pid: int, streams: int, swaps: int, swap: Callable[[int], None], windows: Windows, each_s: float
 ) -> tuple[Gaps, dict[str, int]]:
-    """Run the streams; alternate quiet and swap windows of about the same length."""
+    """Run the streams; alternate quiet and swap windows of about the same length. `pid` started the engine."""
     seconds = 8.0 + swaps * each_s
     with streaming(url, MODEL, streams, seconds) as client:
         ends = time.monotonic() + seconds - 4.0
         for number in range(swaps):
-            start = time.monotonic()
+            start, used = time.monotonic(), engine_cpu_s(pid)
             time.sleep(3.0)
+            windows.engine_cpu_s += engine_cpu_s(pid) - used
             windows.quiet.append((start, time.monotonic()))
             start = time.monotonic()
             swap(number)
@@ -190,6 +198,10 @@ def figures_of(ours: Measured, stock: Measured) -> dict[str, Any]:
             "none": gaps.tokens_per_s(windows.quiet),
             "none_stock": stock_gaps.tokens_per_s(stock_windows.quiet),
         },
+        "engine_cpu_ms_per_token": {
+            "hotswap": _cpu_ms_per_token(gaps, windows),
+            "vllm": _cpu_ms_per_token(stock_gaps, stock_windows),
+        },
         "private_mb": {"hotswap": windows.private_mb, "vllm": stock_windows.private_mb},
         "kernels": windows.kernels,
         "lost": {"hotswap": lost, "vllm": stock_lost},
@@ -199,6 +211,12 @@ def figures_of(ours: Measured, stock: Measured) -> dict[str, Any]:
 def _stall_ms(gaps: Gaps, windows: Windows) -> float:
     """What a swap adds: the median over swaps of the longest gap, less the median longest gap of quiet windows."""
     return (statistics.median(gaps.longest(windows.swapping)) - statistics.median(gaps.longest(windows.quiet))) * 1e3
+
+
+def _cpu_ms_per_token(gaps: Gaps, windows: Windows) -> float:
+    """Without a swap. Other work on the machine hardly changes it, while it changes the tokens per second."""
+    seconds = sum(end - start for start, end in windows.quiet)
+    return windows.engine_cpu_s * 1e3 / (gaps.tokens_per_s(windows.quiet) * seconds)
 
 
 def _ms(values: list[float]) -> list[float]:
@@ -225,7 +243,8 @@ def _print(figures: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     for key in ("stall_ms", "stall_ratio", "commit_ms", "commit_ms_max", "stage_ms", "staging_gbps", "memcpy_gbps",
-                "publish_ms", "goodput_kept", "goodput_kept_vllm", "tokens_per_s", "private_mb", "kernels",
+                "publish_ms", "goodput_kept", "goodput_kept_vllm", "tokens_per_s",
+                "engine_cpu_ms_per_token", "private_mb", "kernels",
                 "lost"):  # fmt: skip
         console.print(f"{key}: {figures[key]}")
 
