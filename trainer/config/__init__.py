@@ -15,6 +15,7 @@ from trainer.config import strict
 from trainer.config.algorithms import (
     AlgorithmConfig,
     CorrectionConfig,
+    CustomConfig,
     DpoConfig,
     GrpoConfig,
     KimiConfig,
@@ -99,6 +100,7 @@ __all__ = [
     "CodeTasksData",
     "ColocatedSchedule",
     "CorrectionConfig",
+    "CustomConfig",
     "DataConfig",
     "DpoConfig",
     "Dtype",

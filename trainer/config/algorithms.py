@@ -6,9 +6,9 @@ Those that sample share `PolicyConfig`: the clipped policy gradient of trainer/a
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
-from trainer.config.strict import in_range, positive
+from trainer.config.strict import in_range, names_code, positive
 from trainer.errors import ConfigError
 
 
@@ -71,6 +71,9 @@ class CorrectionConfig:
             in_range(self, "max_lag", 0, 10**9)
 
 
+_CLIPPING = ("clip_low", "clip_high", "dual_clip", "ratio", "objective")
+
+
 @dataclass(frozen=True)
 class PolicyConfig:
     """The clipped policy gradient. `name` and the advantages are the algorithm's.
@@ -126,6 +129,13 @@ class PolicyConfig:
             raise ConfigError("dual_clip", "has no meaning for cispo, which clips the weight", "Leave it out")
         if self.drop_zero_std and self.samples_per_prompt < 2:
             raise ConfigError("drop_zero_std", "a lone sample's rewards are always equal", "Leave it false")
+
+    def _no_meaning(self, why: str, *keys: str) -> None:
+        """Refuse options that this algorithm would not look at."""
+        plain = {f.name: f.default for f in fields(PolicyConfig)}
+        for key in keys:
+            if getattr(self, key) != plain[key]:
+                raise ConfigError(key, f"has no meaning for {self.name}, {why}", "Leave it out")
 
     @property
     def updates(self) -> int:
@@ -189,10 +199,7 @@ class KimiConfig(PolicyConfig):
         super().__post_init__()
         self._needs_group()
         in_range(self, "tau", 0.0, 1e6)
-        plain = {f.name: f.default for f in fields(PolicyConfig)}
-        for key in ("clip_low", "clip_high", "dual_clip", "ratio", "objective", "normalize"):
-            if getattr(self, key) != plain[key]:
-                raise ConfigError(key, "has no meaning for kimi, which does not clip", "Leave it out")
+        self._no_meaning("which does not clip", *_CLIPPING, "normalize")
 
 
 @dataclass(frozen=True)
@@ -244,4 +251,29 @@ class PpoConfig(PolicyConfig):
         positive(self, "value_clip", "critic_lr")
 
 
-AlgorithmConfig = SftConfig | DpoConfig | GrpoConfig | RlooConfig | KimiConfig | ReinforceConfig | PpoConfig
+@dataclass(frozen=True)
+class CustomConfig(PolicyConfig):
+    """A loss of one's own over the tensors of the policy gradient, in place of the clipped one.
+
+    `loss` is `package.module:function`, called with `PolicyTensors` (trainer/algorithms/custom.py), which hold
+    `options` too. `advantages` says what a sample of a prompt is worth: its reward among the prompt's in units of their
+    standard deviation (`normalized`), less their mean (`centred`), less the mean of the others (`leave_one_out`), or as
+    it is (`reward`). The options that clip, and `ratio` and `objective`, have no meaning here.
+    """
+
+    name: Literal["custom"] = "custom"
+    loss: str = ""
+    advantages: Literal["normalized", "centred", "leave_one_out", "reward"] = "normalized"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names_code(self, "loss", "function")
+        self._no_meaning("whose loss is a function of yours: give it what it needs as options", *_CLIPPING)
+        if self.advantages != "reward":
+            self._needs_group()
+
+
+AlgorithmConfig = (
+    SftConfig | DpoConfig | GrpoConfig | RlooConfig | KimiConfig | ReinforceConfig | PpoConfig | CustomConfig
+)
