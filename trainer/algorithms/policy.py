@@ -209,9 +209,15 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         return -torch.minimum(ratio * advantage, bounded * advantage), bounded * advantage < ratio * advantage
 
     def _kl(self, logprobs_BT: torch.Tensor, fields: Fields) -> torch.Tensor:
-        """Schulman's k3 estimate of KL to the reference, by token."""
-        difference = ((fields[REFERENCE_LOGPROBS] - logprobs_BT) * fields[MASK]).clamp(max=LONGEST_LOG)
-        return difference.exp() - difference - 1
+        """Schulman's k3 estimate of KL to the reference, by token. With `kl_unbiased` it is weighted by the token's
+        ratio to the policy that sampled it, gradient and all: then its mean over samples is the current policy's KL,
+        and its gradient that of the KL (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)."""
+        mask = fields[MASK]
+        difference = ((fields[REFERENCE_LOGPROBS] - logprobs_BT) * mask).clamp(max=LONGEST_LOG)
+        estimate = difference.exp() - difference - 1
+        if not self.config.kl_unbiased:
+            return estimate
+        return at_level("token", (logprobs_BT - fields[BEHAVIOUR_LOGPROBS]) * mask, fields).exp() * estimate
 
     def _kl_penalty(self, fields: Fields) -> torch.Tensor:
         """[B, T]: what KL costs in reward, by token: the k1 estimate under the policy at the start of the step."""

@@ -85,7 +85,8 @@ class PolicyConfig:
     The loss is a mean over tokens, or over answers of their mean (`normalize: sequence`) or of their sum divided by
     `rollout.max_tokens` (`length`).
     `entropy_coef` above 0 rewards the policy's entropy, averaged as the loss is.
-    `kl_coef` above 0 penalises KL to the initial weights, at the price of a second copy of the model.
+    `kl_coef` above 0 penalises KL to the initial weights, at the price of a second copy of the model. Where KL is in
+    the loss, `kl_unbiased` weighs its estimate by the token's ratio to the policy that sampled it (DeepSeek-V3.2).
     `mask_truncated` leaves answers out that met `rollout.max_tokens`. Within the last `overlong_buffer` tokens before
     it the reward falls by up to `overlong_penalty`. `drop_zero_std` replaces groups with equal rewards by others.
     `length_weight` is the factor of Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3), which prefers the
@@ -101,6 +102,7 @@ class PolicyConfig:
     objective: Literal["clip", "cispo"] = "clip"
     normalize: Literal["token", "sequence", "length"] = "token"
     kl_coef: float = 0.0
+    kl_unbiased: bool = False
     entropy_coef: float = 0.0
     minibatches: int = 1
     epochs: int = 1
@@ -121,6 +123,8 @@ class PolicyConfig:
         in_range(self, "overlong_buffer", 0, 10**9)
         in_range(self, "length_weight", 0.0, 10.0)
         in_range(self, "length_after", 0, 10**9)
+        if self.kl_unbiased and not self.kl_coef:
+            raise ConfigError("kl_unbiased", "set, but kl_coef is 0", "Raise kl_coef, or leave it out")
         if self.length_weight and self.samples_per_prompt < 2:
             raise ConfigError("length_weight", "compares the answers of a group", "Set samples_per_prompt to 2 or more")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
@@ -141,6 +145,11 @@ class PolicyConfig:
     def updates(self) -> int:
         """Optimizer updates a step."""
         return self.minibatches * self.epochs
+
+    def _kl_in_reward(self) -> None:
+        if self.kl_unbiased:
+            problem = f"has no meaning for {self.name}, which has KL in the reward"
+            raise ConfigError("kl_unbiased", problem, "Leave it out")
 
     def _needs_group(self) -> None:
         if self.samples_per_prompt < 2:
@@ -181,6 +190,7 @@ class RlooConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._kl_in_reward()
         self._needs_group()
 
 
@@ -217,6 +227,7 @@ class ReinforceConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._kl_in_reward()
         in_range(self, "gamma", 0.0, 1.0)
         if self.baseline and self.samples_per_prompt < 2:
             raise ConfigError("baseline", "is the mean of a group", "Set samples_per_prompt to at least 2")
@@ -245,6 +256,7 @@ class PpoConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._kl_in_reward()
         in_range(self, "gamma", 0.0, 1.0)
         in_range(self, "lam", 0.0, 1.0)
         in_range(self, "critic_warmup", 0, 10**9)
