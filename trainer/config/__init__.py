@@ -16,6 +16,7 @@ from trainer.config.algorithms import (
     AlgorithmConfig,
     CorrectionConfig,
     CustomConfig,
+    DistillConfig,
     DpoConfig,
     GrpoConfig,
     KimiConfig,
@@ -24,6 +25,7 @@ from trainer.config.algorithms import (
     ReinforceConfig,
     RlooConfig,
     SftConfig,
+    TeacherConfig,
 )
 from trainer.config.datasets import (
     ArithmeticData,
@@ -102,6 +104,7 @@ __all__ = [
     "CorrectionConfig",
     "CustomConfig",
     "DataConfig",
+    "DistillConfig",
     "DpoConfig",
     "Dtype",
     "EnvironmentConfig",
@@ -143,6 +146,7 @@ __all__ = [
     "ServingMemory",
     "SftConfig",
     "SingleTurnEnvironment",
+    "TeacherConfig",
     "TelemetryConfig",
     "ToolsEnvironment",
     "TrainerConfig",
@@ -195,7 +199,8 @@ class TrainerConfig:
         if needs and self.gateway is None:
             raise ConfigError("gateway", f"missing, but {needs} samples through it", "Add gateway: {url: http://...}")
         alone = isinstance(self.environment, SingleTurnEnvironment)
-        if samples and not self.rewards and alone:
+        rewarded = not isinstance(self.algorithm, DistillConfig) or self.algorithm.reward_weight > 0
+        if samples and rewarded and not self.rewards and alone:
             raise ConfigError("rewards", f"empty, but {needs} learns from rewards only", "Name at least one reward")
         if not alone and self.rollout.request == "group":
             problem = f"group, but the episodes of {self.environment.kind} go on one by one"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from trainer.config.sections import GatewayConfig
 from trainer.config.strict import in_range, names_code, positive
 from trainer.errors import ConfigError
 
@@ -286,6 +287,63 @@ class CustomConfig(PolicyConfig):
             self._needs_group()
 
 
+@dataclass(frozen=True)
+class TeacherConfig(GatewayConfig):
+    """A server with OpenAI's completions, at `url` + /v1/completions, whose `model` is the teacher. Keys, certificates
+    and retries are as a gateway's.
+
+    `form` is how it is asked for log-probs of a prompt: vLLM's `prompt_logprobs`, or the older `echo` with `logprobs`.
+    `tokenizer` is a directory with the teacher's tokenizer.json, for servers that have no /tokenize to compare with.
+    `min_logprob` is the least that a log-prob counts as: one token that the teacher rules out shall not outweigh all.
+    """
+
+    SECTION = "algorithm.teacher"
+
+    model: str = ""
+    form: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
+    tokenizer: str | None = None
+    min_logprob: float = -30.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.model:
+            raise ConfigError("model", "missing", "Name the teacher, as its server calls it")
+        in_range(self, "min_logprob", -1e4, -1.0)
+
+
+@dataclass(frozen=True)
+class DistillConfig(PolicyConfig):
+    """On-policy distillation (GKD, arXiv 2306.13649): a `teacher` says how probable it finds each token that the policy
+    sampled, and the loss is the reverse KL of policy and teacher at each token.
+
+    `reward_weight` above 0 adds so much of GRPO's advantage: reinforcement and distillation in one.
+    """
+
+    name: Literal["distill"] = "distill"
+    teacher: TeacherConfig | None = None
+    samples_per_prompt: int = 1
+    reward_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.teacher is None:
+            raise ConfigError("teacher", "missing", "Write teacher: {url: http://host:port, model: NAME}")
+        in_range(self, "reward_weight", 0.0, 1e3)
+        if self.reward_weight:
+            self._needs_group()
+            return
+        why = "which looks at no reward while reward_weight is 0"
+        self._no_meaning(why, "drop_zero_std", "length_weight", "overlong_buffer")
+
+
 AlgorithmConfig = (
-    SftConfig | DpoConfig | GrpoConfig | RlooConfig | KimiConfig | ReinforceConfig | PpoConfig | CustomConfig
+    SftConfig
+    | DpoConfig
+    | GrpoConfig
+    | RlooConfig
+    | KimiConfig
+    | ReinforceConfig
+    | PpoConfig
+    | CustomConfig
+    | DistillConfig
 )

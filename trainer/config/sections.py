@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from trainer.config.strict import in_range, key_in, positive, server
 from trainer.errors import ConfigError
@@ -269,6 +269,8 @@ class GatewayConfig:
     signed the gateway's certificate (default: those of the system), or `cluster_tls` a member's directory with tls.crt,
     tls.key and ca.crt."""
 
+    SECTION: ClassVar[str] = "gateway"
+
     url: str
     api_key_env: str | None = None
     api_key_file: str | None = None
@@ -286,9 +288,9 @@ class GatewayConfig:
         """Raises ConfigError when one is named that is not there."""
         if self.api_key_env is not None:
             if self.api_key_env not in os.environ:
-                raise ConfigError("gateway.api_key_env", f"{self.api_key_env} is not set", "Export it")
+                raise ConfigError(f"{self.SECTION}.api_key_env", f"{self.api_key_env} is not set", "Export it")
             return os.environ[self.api_key_env]
-        return key_in(self.api_key_file, "gateway.api_key_file") if self.api_key_file is not None else None
+        return key_in(self.api_key_file, f"{self.SECTION}.api_key_file") if self.api_key_file is not None else None
 
 
 @dataclass(frozen=True)

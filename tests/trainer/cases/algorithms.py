@@ -28,6 +28,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "reinforce": {"name": "reinforce++", **POLICY},
     "ppo": {"name": "ppo", **POLICY, "epochs": 2},
     "custom": {"name": "custom", "loss": "tests.trainer.algorithms.losses:by_answer", **POLICY},
+    "distill": {"name": "distill", "teacher": {"url": "http://unused", "model": "teacher"}, **POLICY},
 }
 
 
