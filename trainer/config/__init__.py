@@ -218,6 +218,12 @@ class TrainerConfig:
             raise ConfigError("memory", problem, "Set schedule.name to colocated, or leave memory out")
         if self.memory is not None and self.parallel.shard == "full":
             raise ConfigError("memory", "parallel.shard full owns its storages", "Set shard to optimizer")
+        if self.optimizer.name == "muon" and self.parallel.shard == "full":
+            problem = "muon makes whole matrices orthogonal, and parallel.shard full cuts all of them"
+            raise ConfigError("optimizer.name", problem, "Set parallel.shard to optimizer, or name to adamw")
+        if self.optimizer.name == "muon" and self.lora is not None:
+            problem = "muon is for whole weights, and an adapter's matrices have a rank of their own"
+            raise ConfigError("optimizer.name", problem, "Set it to adamw")
         if self.faults.on_diverged == "rollback" and self.checkpoint is None:
             raise ConfigError("faults.on_diverged", "rollback needs a checkpoint", "Add checkpoint: {path: ...}")
         if self.faults.max_restarts and self.checkpoint is not None and self.checkpoint.resume == "never":
