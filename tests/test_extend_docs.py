@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from server.gateway import QueueSettings, UpstreamSettings
@@ -25,6 +27,7 @@ from server.gateway.observe.metrics import Counted
 from server.gateway.observe.stats import Stats
 from server.gateway.queue.gate import Gate
 from tests.trainer.algorithms.batches import Trial, groups
+from trainer.algorithms import build_algorithm
 from trainer.config import EnvironmentConfig, RewardConfig
 from trainer.config.algorithms import AlgorithmConfig
 from trainer.config.strict import convert
@@ -95,6 +98,29 @@ def test_the_algorithm() -> None:
     trial = Trial(algorithm, algorithm.sequences([], groups(3, config.samples_per_prompt, seed=1)))
     output = trial.loss()
     assert trial.gradient(output.total / output.denominator).abs().sum() > 0
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_the_loss(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the page says it, token by token in float64: loss and gradient."""
+    (code,), (settings,) = blocks("A loss"), blocks("A loss", "yaml")
+    (tmp_path / "topr.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = convert(AlgorithmConfig, yaml.safe_load(settings)["algorithm"], "algorithm")
+    algorithm, batch = build_algorithm(config), groups(3, config.samples_per_prompt, seed=1)
+    trial = Trial(algorithm, algorithm.sequences([], batch), packed=packed)
+    answers = [t for group in batch for t in group.trajectories]
+    centred = torch.tensor([r - sum(g.rewards) / len(g.rewards) for g in batch for r in g.rewards]).double()
+    terms, tapers = [], []
+    for answer, advantage, logprobs in zip(answers, centred, trial.logprobs, strict=True):
+        behaviour = torch.tensor(answer.logprobs, dtype=torch.float32).double()
+        ratio = math.exp(sum(now.item() - then.item() for now, then in zip(logprobs, behaviour, strict=True)))
+        taper = min(ratio, 1.0) if advantage < 0 else 1.0
+        terms += [-taper * advantage * logprob for logprob in logprobs]
+        tapers += [taper] * len(logprobs)
+    output = trial.check(torch.stack(terms).sum() / len(terms))
+    assert output.sums["custom/taper"].item() == pytest.approx(sum(tapers))
+    assert min(tapers) < 1.0 < sum(tapers)
 
 
 HOLDER = """

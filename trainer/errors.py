@@ -13,6 +13,8 @@ TrainerError                 base: message says what to do, `exit_code` is what 
 ├── EnvironmentFailed        an episode could not be played: the environment raised, hung, died or answered nonsense
 ├── RolloutError             the gateway refused a request
 │   └── GatewayUnreachable   nobody answered within the retry budget
+├── TeacherError             the teacher of a distillation refused, or answered something else than log-probs
+│   └── TeacherUnreachable   it did not answer within the retry budget
 ├── PublishError             a version could not be published or did not become active
 ├── CheckpointError          a checkpoint could not be written
 │   └── ResumeError          a checkpoint is torn, or belongs to another run
@@ -103,6 +105,19 @@ class RolloutError(TrainerError):
 
 class GatewayUnreachable(RolloutError):
     """Nobody answered within the retry budget."""
+
+
+class TeacherError(TrainerError):
+    """The teacher of a distillation refused, or answered something else than log-probs. `status` is the HTTP status
+    (0: none)."""
+
+    def __init__(self, message: str, *, status: int = 0) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+class TeacherUnreachable(TeacherError):
+    """The teacher did not answer within the retry budget."""
 
 
 class PublishError(TrainerError):

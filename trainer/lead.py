@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.algorithms.base import Algorithm
 from trainer.checkpoint.parts import Part
-from trainer.config import EvalConfig, TrainerConfig
+from trainer.config import DistillConfig, EvalConfig, TrainerConfig
 from trainer.data import build_dataset
 from trainer.data.records import Record, summary
 from trainer.data.tokenizer import Tokenizer
@@ -40,7 +40,10 @@ class Lead:
         if config.gateway is not None:
             self.scorer = build_scorer(config.rewards, config.gateway)
             about = (config.gateway, config.rollout, self.scorer, tokenizer, config.seed)
-            self._rollouts = Rollouts(*about, environment=config.environment, model=config.served_name)
+            more: dict[str, Any] = {"environment": config.environment, "model": config.served_name}
+            if isinstance(config.algorithm, DistillConfig):
+                more["teacher"] = config.algorithm.teacher
+            self._rollouts = Rollouts(*about, **more)
         self.experience = Experience(config, algorithm, self._dataset, self._rollouts, shape.max_positions)
 
     @property

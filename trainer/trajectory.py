@@ -54,10 +54,12 @@ class Turn:
 @dataclass(frozen=True)
 class Trajectory:
     """The turns after the prompt. `finish_reason`: `stop` when it is complete, `length` when it was cut off, `repeat`
-    when it was ended because it repeated itself."""
+    when it was ended because it repeated itself. `teacher_logprobs` are another model's of all tokens after the prompt,
+    0 on the environment's, if one was asked."""
 
     turns: tuple[Turn, ...]
     finish_reason: str
+    teacher_logprobs: tuple[float, ...] | None = None
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
@@ -163,7 +165,9 @@ class Group:
 
 
 def trajectory_from_json(data: dict[str, Any]) -> Trajectory:
-    return Trajectory(tuple(_turn(turn) for turn in data["turns"]), data["finish_reason"])
+    taught = data["teacher_logprobs"]
+    turns = tuple(_turn(turn) for turn in data["turns"])
+    return Trajectory(turns, data["finish_reason"], None if taught is None else tuple(taught))
 
 
 def _turn(data: dict[str, Any]) -> Turn:

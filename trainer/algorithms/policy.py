@@ -111,22 +111,13 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
 
     def loss(self, logprobs_BT: torch.Tensor, fields: Fields) -> LossOutput:
         """The module's formula. `tokens` counts all trained tokens, rejected ones too; metrics are shares of it."""
-        c, mask, advantage = self.config, fields[MASK], fields[ADVANTAGES]
         old = fields.get(OLD_LOGPROBS, logprobs_BT.detach())
-        correction = correct(c.correction, old, fields)
-        proximal = old if self._proximal_is_own else fields[BEHAVIOUR_LOGPROBS]
-        ratio = at_level(_LEVELS[c.ratio], (logprobs_BT - proximal) * mask, fields).exp()
-        per_token, clipped = self._surrogate(ratio, advantage, logprobs_BT)
-        clipped = clipped * correction.kept
-        clips = {
-            "clip_ratio": clipped.sum(),
-            "clip_ratio_low": (clipped * (advantage < 0)).sum(),
-            "clip_ratio_high": (clipped * (advantage > 0)).sum(),
-        }
+        correction = correct(self.config.correction, old, fields)
+        per_token, said = self._surrogate(logprobs_BT, old, correction, fields)
         per_token = per_token * correction.weights + self._regularizers(logprobs_BT, fields)
         total, over = self._normalized(per_token * correction.kept, fields | {MASK: correction.kept})
         sums, maxima = self._sums(logprobs_BT, old, correction, fields)
-        return LossOutput(total, mask.sum(), clips | sums, maxima, over)
+        return LossOutput(total, fields[MASK].sum(), said | sums, maxima, over)
 
     def _regularizers(self, logprobs_BT: torch.Tensor, fields: Fields) -> torch.Tensor:
         """[B, T]: what KL and entropy add to the loss, by token."""
@@ -188,9 +179,26 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         return fields
 
     def _surrogate(
+        self, logprobs_BT: torch.Tensor, old_BT: torch.Tensor, correction: Correction, fields: Fields
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of each token before the correction, and what it reports, as sums over kept tokens: where clipping
+        stopped the gradient (cispo: bounded the weight)."""
+        advantage = fields[ADVANTAGES]
+        proximal = old_BT if self._proximal_is_own else fields[BEHAVIOUR_LOGPROBS]
+        log_ratio = (logprobs_BT - proximal) * fields[MASK]
+        ratio = at_level(_LEVELS[self.config.ratio], log_ratio, fields).exp()
+        per_token, clipped = self._clipped(ratio, advantage, logprobs_BT)
+        clipped = clipped * correction.kept
+        return per_token, {
+            "clip_ratio": clipped.sum(),
+            "clip_ratio_low": (clipped * (advantage < 0)).sum(),
+            "clip_ratio_high": (clipped * (advantage > 0)).sum(),
+        }
+
+    def _clipped(
         self, ratio: torch.Tensor, advantage: torch.Tensor, logprobs_BT: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of each token, and where clipping stopped its gradient (cispo: bounded its weight)."""
+        """The loss of each token, and where clipping changed it."""
         c, high = self.config, 1 + self.config.clip_high
         if c.objective == "cispo":
             ratio = ratio.detach()
@@ -201,9 +209,15 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         return -torch.minimum(ratio * advantage, bounded * advantage), bounded * advantage < ratio * advantage
 
     def _kl(self, logprobs_BT: torch.Tensor, fields: Fields) -> torch.Tensor:
-        """Schulman's k3 estimate of KL to the reference, by token."""
-        difference = ((fields[REFERENCE_LOGPROBS] - logprobs_BT) * fields[MASK]).clamp(max=LONGEST_LOG)
-        return difference.exp() - difference - 1
+        """Schulman's k3 estimate of KL to the reference, by token. With `kl_unbiased` it is weighted by the token's
+        ratio to the policy that sampled it, gradient and all: then its mean over samples is the current policy's KL,
+        and its gradient that of the KL (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)."""
+        mask = fields[MASK]
+        difference = ((fields[REFERENCE_LOGPROBS] - logprobs_BT) * mask).clamp(max=LONGEST_LOG)
+        estimate = difference.exp() - difference - 1
+        if not self.config.kl_unbiased:
+            return estimate
+        return at_level("token", (logprobs_BT - fields[BEHAVIOUR_LOGPROBS]) * mask, fields).exp() * estimate
 
     def _kl_penalty(self, fields: Fields) -> torch.Tensor:
         """[B, T]: what KL costs in reward, by token: the k1 estimate under the policy at the start of the step."""

@@ -38,6 +38,7 @@ from trainer.checkpoint.share import Share
 from trainer.errors import CheckpointError
 from trainer.megatron.convert import unwrap
 from trainer.megatron.engine import Engine
+from trainer.megatron.muon import Muon
 from trainer.megatron.parallel import control, gather_json
 from trainer.megatron.roles import Role
 
@@ -182,8 +183,8 @@ def _optimizers(role: Role) -> Iterator[Any]:
 
 
 def _prepare_optimizer(role: Role) -> None:
-    """Adam's state as it will make it in its first step; before that (at step 0, or while only a critic warms up)
-    Megatron can neither save nor load."""
+    """The optimizer's state as it will make it in its first step; before that (at step 0, or while only a critic warms
+    up) Megatron can neither save nor load."""
     for distributed in _optimizers(role):
         for group in distributed.optimizer.param_groups:
             for parameter in group["params"]:
@@ -212,6 +213,8 @@ def _regrouped(role: Role, state: dict[Any, Any]) -> dict[Any, Any]:
 
 def _load_optimizer(role: Role, state: Any) -> None:
     for distributed in _optimizers(role):
+        if isinstance(distributed.optimizer, Muon):
+            distributed.optimizer.writable()
         distributed._set_main_param_and_optimizer_states = _KeepStep(distributed)
     role.optimizer.load_state_dict(state)
     for distributed in _optimizers(role):

@@ -15,6 +15,8 @@ from trainer.config import strict
 from trainer.config.algorithms import (
     AlgorithmConfig,
     CorrectionConfig,
+    CustomConfig,
+    DistillConfig,
     DpoConfig,
     GrpoConfig,
     KimiConfig,
@@ -23,6 +25,7 @@ from trainer.config.algorithms import (
     ReinforceConfig,
     RlooConfig,
     SftConfig,
+    TeacherConfig,
 )
 from trainer.config.datasets import (
     ArithmeticData,
@@ -99,7 +102,9 @@ __all__ = [
     "CodeTasksData",
     "ColocatedSchedule",
     "CorrectionConfig",
+    "CustomConfig",
     "DataConfig",
+    "DistillConfig",
     "DpoConfig",
     "Dtype",
     "EnvironmentConfig",
@@ -141,6 +146,7 @@ __all__ = [
     "ServingMemory",
     "SftConfig",
     "SingleTurnEnvironment",
+    "TeacherConfig",
     "TelemetryConfig",
     "ToolsEnvironment",
     "TrainerConfig",
@@ -193,7 +199,8 @@ class TrainerConfig:
         if needs and self.gateway is None:
             raise ConfigError("gateway", f"missing, but {needs} samples through it", "Add gateway: {url: http://...}")
         alone = isinstance(self.environment, SingleTurnEnvironment)
-        if samples and not self.rewards and alone:
+        rewarded = not isinstance(self.algorithm, DistillConfig) or self.algorithm.reward_weight > 0
+        if samples and rewarded and not self.rewards and alone:
             raise ConfigError("rewards", f"empty, but {needs} learns from rewards only", "Name at least one reward")
         if not alone and self.rollout.request == "group":
             problem = f"group, but the episodes of {self.environment.kind} go on one by one"
@@ -211,6 +218,12 @@ class TrainerConfig:
             raise ConfigError("memory", problem, "Set schedule.name to colocated, or leave memory out")
         if self.memory is not None and self.parallel.shard == "full":
             raise ConfigError("memory", "parallel.shard full owns its storages", "Set shard to optimizer")
+        if self.optimizer.name == "muon" and self.parallel.shard == "full":
+            problem = "muon makes whole matrices orthogonal, and parallel.shard full cuts all of them"
+            raise ConfigError("optimizer.name", problem, "Set parallel.shard to optimizer, or name to adamw")
+        if self.optimizer.name == "muon" and self.lora is not None:
+            problem = "muon is for whole weights, and an adapter's matrices have a rank of their own"
+            raise ConfigError("optimizer.name", problem, "Set it to adamw")
         if self.faults.on_diverged == "rollback" and self.checkpoint is None:
             raise ConfigError("faults.on_diverged", "rollback needs a checkpoint", "Add checkpoint: {path: ...}")
         if self.faults.max_restarts and self.checkpoint is not None and self.checkpoint.resume == "never":

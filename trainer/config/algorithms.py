@@ -6,9 +6,10 @@ Those that sample share `PolicyConfig`: the clipped policy gradient of trainer/a
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
-from trainer.config.strict import in_range, positive
+from trainer.config.sections import GatewayConfig
+from trainer.config.strict import in_range, names_code, positive
 from trainer.errors import ConfigError
 
 
@@ -71,6 +72,9 @@ class CorrectionConfig:
             in_range(self, "max_lag", 0, 10**9)
 
 
+_CLIPPING = ("clip_low", "clip_high", "dual_clip", "ratio", "objective")
+
+
 @dataclass(frozen=True)
 class PolicyConfig:
     """The clipped policy gradient. `name` and the advantages are the algorithm's.
@@ -82,7 +86,8 @@ class PolicyConfig:
     The loss is a mean over tokens, or over answers of their mean (`normalize: sequence`) or of their sum divided by
     `rollout.max_tokens` (`length`).
     `entropy_coef` above 0 rewards the policy's entropy, averaged as the loss is.
-    `kl_coef` above 0 penalises KL to the initial weights, at the price of a second copy of the model.
+    `kl_coef` above 0 penalises KL to the initial weights, at the price of a second copy of the model. Where KL is in
+    the loss, `kl_unbiased` weighs its estimate by the token's ratio to the policy that sampled it (DeepSeek-V3.2).
     `mask_truncated` leaves answers out that met `rollout.max_tokens`. Within the last `overlong_buffer` tokens before
     it the reward falls by up to `overlong_penalty`. `drop_zero_std` replaces groups with equal rewards by others.
     `length_weight` is the factor of Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3), which prefers the
@@ -98,6 +103,7 @@ class PolicyConfig:
     objective: Literal["clip", "cispo"] = "clip"
     normalize: Literal["token", "sequence", "length"] = "token"
     kl_coef: float = 0.0
+    kl_unbiased: bool = False
     entropy_coef: float = 0.0
     minibatches: int = 1
     epochs: int = 1
@@ -118,6 +124,8 @@ class PolicyConfig:
         in_range(self, "overlong_buffer", 0, 10**9)
         in_range(self, "length_weight", 0.0, 10.0)
         in_range(self, "length_after", 0, 10**9)
+        if self.kl_unbiased and not self.kl_coef:
+            raise ConfigError("kl_unbiased", "set, but kl_coef is 0", "Raise kl_coef, or leave it out")
         if self.length_weight and self.samples_per_prompt < 2:
             raise ConfigError("length_weight", "compares the answers of a group", "Set samples_per_prompt to 2 or more")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
@@ -127,10 +135,22 @@ class PolicyConfig:
         if self.drop_zero_std and self.samples_per_prompt < 2:
             raise ConfigError("drop_zero_std", "a lone sample's rewards are always equal", "Leave it false")
 
+    def _no_meaning(self, why: str, *keys: str) -> None:
+        """Refuse options that this algorithm would not look at."""
+        plain = {f.name: f.default for f in fields(PolicyConfig)}
+        for key in keys:
+            if getattr(self, key) != plain[key]:
+                raise ConfigError(key, f"has no meaning for {self.name}, {why}", "Leave it out")
+
     @property
     def updates(self) -> int:
         """Optimizer updates a step."""
         return self.minibatches * self.epochs
+
+    def _kl_in_reward(self) -> None:
+        if self.kl_unbiased:
+            problem = f"has no meaning for {self.name}, which has KL in the reward"
+            raise ConfigError("kl_unbiased", problem, "Leave it out")
 
     def _needs_group(self) -> None:
         if self.samples_per_prompt < 2:
@@ -171,6 +191,7 @@ class RlooConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._kl_in_reward()
         self._needs_group()
 
 
@@ -189,10 +210,7 @@ class KimiConfig(PolicyConfig):
         super().__post_init__()
         self._needs_group()
         in_range(self, "tau", 0.0, 1e6)
-        plain = {f.name: f.default for f in fields(PolicyConfig)}
-        for key in ("clip_low", "clip_high", "dual_clip", "ratio", "objective", "normalize"):
-            if getattr(self, key) != plain[key]:
-                raise ConfigError(key, "has no meaning for kimi, which does not clip", "Leave it out")
+        self._no_meaning("which does not clip", *_CLIPPING, "normalize")
 
 
 @dataclass(frozen=True)
@@ -210,6 +228,7 @@ class ReinforceConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._kl_in_reward()
         in_range(self, "gamma", 0.0, 1.0)
         if self.baseline and self.samples_per_prompt < 2:
             raise ConfigError("baseline", "is the mean of a group", "Set samples_per_prompt to at least 2")
@@ -238,10 +257,93 @@ class PpoConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._kl_in_reward()
         in_range(self, "gamma", 0.0, 1.0)
         in_range(self, "lam", 0.0, 1.0)
         in_range(self, "critic_warmup", 0, 10**9)
         positive(self, "value_clip", "critic_lr")
 
 
-AlgorithmConfig = SftConfig | DpoConfig | GrpoConfig | RlooConfig | KimiConfig | ReinforceConfig | PpoConfig
+@dataclass(frozen=True)
+class CustomConfig(PolicyConfig):
+    """A loss of one's own over the tensors of the policy gradient, in place of the clipped one.
+
+    `loss` is `package.module:function`, called with `PolicyTensors` (trainer/algorithms/custom.py), which hold
+    `options` too. `advantages` says what a sample of a prompt is worth: its reward among the prompt's in units of their
+    standard deviation (`normalized`), less their mean (`centred`), less the mean of the others (`leave_one_out`), or as
+    it is (`reward`). The options that clip, and `ratio` and `objective`, have no meaning here.
+    """
+
+    name: Literal["custom"] = "custom"
+    loss: str = ""
+    advantages: Literal["normalized", "centred", "leave_one_out", "reward"] = "normalized"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names_code(self, "loss", "function")
+        self._no_meaning("whose loss is a function of yours: give it what it needs as options", *_CLIPPING)
+        if self.advantages != "reward":
+            self._needs_group()
+
+
+@dataclass(frozen=True)
+class TeacherConfig(GatewayConfig):
+    """A server with OpenAI's completions, at `url` + /v1/completions, whose `model` is the teacher. Keys, certificates
+    and retries are as a gateway's.
+
+    `form` is how it is asked for log-probs of a prompt: vLLM's `prompt_logprobs`, or the older `echo` with `logprobs`.
+    `tokenizer` is a directory with the teacher's tokenizer.json, for servers that have no /tokenize to compare with.
+    `min_logprob` is the least that a log-prob counts as: one token that the teacher rules out shall not outweigh all.
+    """
+
+    SECTION = "algorithm.teacher"
+
+    model: str = ""
+    form: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
+    tokenizer: str | None = None
+    min_logprob: float = -30.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.model:
+            raise ConfigError("model", "missing", "Name the teacher, as its server calls it")
+        in_range(self, "min_logprob", -1e4, -1.0)
+
+
+@dataclass(frozen=True)
+class DistillConfig(PolicyConfig):
+    """On-policy distillation (GKD, arXiv 2306.13649): a `teacher` says how probable it finds each token that the policy
+    sampled, and the loss is the reverse KL of policy and teacher at each token.
+
+    `reward_weight` above 0 adds so much of GRPO's advantage: reinforcement and distillation in one.
+    """
+
+    name: Literal["distill"] = "distill"
+    teacher: TeacherConfig | None = None
+    samples_per_prompt: int = 1
+    reward_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.teacher is None:
+            raise ConfigError("teacher", "missing", "Write teacher: {url: http://host:port, model: NAME}")
+        in_range(self, "reward_weight", 0.0, 1e3)
+        if self.reward_weight:
+            self._needs_group()
+            return
+        why = "which looks at no reward while reward_weight is 0"
+        self._no_meaning(why, "drop_zero_std", "length_weight", "overlong_buffer")
+
+
+AlgorithmConfig = (
+    SftConfig
+    | DpoConfig
+    | GrpoConfig
+    | RlooConfig
+    | KimiConfig
+    | ReinforceConfig
+    | PpoConfig
+    | CustomConfig
+    | DistillConfig
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trainer.config.strict import in_range, positive
+from trainer.config.strict import in_range, names_code, positive
 from trainer.errors import ConfigError
 
 
@@ -51,8 +51,7 @@ class CallableEnvironment(EnvironmentOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.target.count(":") != 1:
-            raise ConfigError("target", f"{self.target!r} names no class", "Write package.module:name")
+        names_code(self, "target", "class")
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,7 @@ class FunctionTool:
     target: str = ""
 
     def __post_init__(self) -> None:
-        if self.target.count(":") != 1:
-            raise ConfigError("target", f"{self.target!r} names no function", "Write package.module:name")
+        names_code(self, "target", "function")
 
 
 @dataclass(frozen=True)

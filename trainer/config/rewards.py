@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config.strict import in_range, positive
+from trainer.config.strict import in_range, names_code, positive
 from trainer.errors import ConfigError
 
 
@@ -71,8 +71,7 @@ class CallableReward(RewardOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive(self, "concurrency")
-        if self.target.count(":") != 1:
-            raise ConfigError("target", f"{self.target!r} names no function", "Write package.module:function")
+        names_code(self, "target", "function")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from trainer.config.strict import in_range, key_in, positive, server
 from trainer.errors import ConfigError
@@ -135,13 +135,17 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Adam with decoupled weight decay, its states sharded over data-parallel ranks, and the learning-rate schedule.
+    """AdamW or Muon, their states sharded over data-parallel ranks, and the learning-rate schedule.
 
+    `muon` (arXiv 2502.16982) makes the momentum of every matrix in a layer orthogonal, in `ns_steps` steps of Newton
+    and Schulz; `momentum` is of those. Embedding, output layer, norms and biases stay AdamW's, with the same learning
+    rate.
     `offload` keeps the states in host memory and updates there (needs a GPU: without one they are there anyway).
     `loss_scale` is where float16's dynamic scaling starts; it doubles after `loss_scale_window` good steps and halves
     when gradients overflow. It multiplies each token's loss, not their mean, so it starts lower than is usual.
     """
 
+    name: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-4
     min_lr: float = 0.0
     warmup_steps: int = 0
@@ -150,6 +154,8 @@ class OptimizerConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    momentum: float = 0.95
+    ns_steps: int = 5
     clip_grad: float = 1.0
     offload: bool = False
     loss_scale: float = 2048.0
@@ -162,6 +168,12 @@ class OptimizerConfig:
         in_range(self, "min_lr", 0.0, self.lr)
         in_range(self, "weight_decay", 0.0, 10.0)
         in_range(self, "warmup_steps", 0, 10**9)
+        in_range(self, "momentum", 0.0, 1.0)
+        in_range(self, "ns_steps", 1, 100)
+        if self.name == "adamw" and (self.momentum, self.ns_steps) != (0.95, 5):
+            raise ConfigError("momentum", "momentum and ns_steps are Muon's", "Set name to muon, or leave them out")
+        if self.name == "muon" and self.offload:
+            raise ConfigError("offload", "Muon's arithmetic is not done in host memory", "Set it to false")
 
 
 @dataclass(frozen=True)
@@ -269,6 +281,8 @@ class GatewayConfig:
     signed the gateway's certificate (default: those of the system), or `cluster_tls` a member's directory with tls.crt,
     tls.key and ca.crt."""
 
+    SECTION: ClassVar[str] = "gateway"
+
     url: str
     api_key_env: str | None = None
     api_key_file: str | None = None
@@ -286,9 +300,9 @@ class GatewayConfig:
         """Raises ConfigError when one is named that is not there."""
         if self.api_key_env is not None:
             if self.api_key_env not in os.environ:
-                raise ConfigError("gateway.api_key_env", f"{self.api_key_env} is not set", "Export it")
+                raise ConfigError(f"{self.SECTION}.api_key_env", f"{self.api_key_env} is not set", "Export it")
             return os.environ[self.api_key_env]
-        return key_in(self.api_key_file, "gateway.api_key_file") if self.api_key_file is not None else None
+        return key_in(self.api_key_file, f"{self.SECTION}.api_key_file") if self.api_key_file is not None else None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import math
 import types
 from collections.abc import Mapping
@@ -137,6 +138,22 @@ def in_range(section: object, name: str, low: float, high: float) -> None:
     value = getattr(section, name)
     if not low <= value <= high:
         raise ConfigError(name, f"must be in [{low}, {high}], got {value}", "Give a value in that range")
+
+
+def names_code(section: object, name: str, what: str) -> None:
+    """Check that a value has the form of code's address. `load_target` imports it."""
+    value = getattr(section, name)
+    if value.count(":") != 1:
+        raise ConfigError(name, f"{value!r} names no {what}", f"Write package.module:{what}")
+
+
+def load_target(target: str, key: str) -> Any:
+    """What `package.module:name` names. Raises ConfigError."""
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise ConfigError(key, f"cannot import {target} ({error!r})", "Put it on PYTHONPATH") from None
 
 
 def server(key: str, url: str, ca_file: str | None, cluster_tls: str | None) -> None:

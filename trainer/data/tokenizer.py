@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from trainer.errors import DataError
 
+PROBES, PROBE_TOKENS = 8, 128  # texts to compare tokenizers by, and about how many tokens they are made of
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -45,6 +46,22 @@ class Tokenizer:
         """A digest of everything that decides which ids a text becomes."""
         template = json.dumps([self._chat.source, self._chat.variables] if self._chat else [], sort_keys=True)
         return xxhash.xxh3_128_hexdigest(f"{self._tokenizer.to_str()}\n{self.eos_id}\n{template}".encode())
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token and its id."""
+        return dict(self._tokenizer.get_vocab())
+
+    def texts(self) -> list[str]:
+        """Texts that need tokens from all over the vocabulary, and every special one, to compare tokenizers by."""
+        step = max(self.size // (PROBES * PROBE_TOKENS), 1)
+        spread = [self._tokenizer.decode([i], skip_special_tokens=False) for i in range(0, self.size, step)]
+        pieces = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()] + spread
+        return ["".join(pieces[i : i + PROBE_TOKENS]) for i in range(0, len(pieces), PROBE_TOKENS)]
+
+    def plain(self, text: str) -> tuple[int, ...]:
+        """The text's tokens and no others."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def prompt(self, text: str) -> tuple[int, ...]:
         """With the special tokens that the model expects at the start (BOS, where it has one)."""

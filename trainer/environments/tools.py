@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import inspect
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError, validate_call
 
 from trainer.config.environments import FunctionTool, McpTools, PythonTool, ToolConfig, ToolsEnvironment
+from trainer.config.strict import load_target
 from trainer.environments.base import Environment, Message, Observation, Task
 from trainer.errors import ConfigError, EnvironmentFailed, RewardError, RewardTimeout
 from trainer.rewards.sandbox import Limits, Sandbox
@@ -120,15 +120,6 @@ async def open_tools(configs: Sequence[ToolConfig]) -> AsyncIterator[dict[str, T
 
 
 # functions and programs -----------------------------------------------------------------------------------------------
-
-
-def load_target(target: str, key: str) -> Any:
-    """What `package.module:name` names. Raises ConfigError."""
-    module, _, name = target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise ConfigError(key, f"cannot import {target} ({error!r})", "Put it on PYTHONPATH") from None
 
 
 def _function_tool(config: FunctionTool) -> Tool:

@@ -23,7 +23,7 @@ import orjson
 from trainer.config import strict
 from trainer.config.environments import CallableEnvironment, ToolsEnvironment
 from trainer.environments.base import Environment, Task, observation_to_json
-from trainer.environments.tools import Tools, load_target, open_tools
+from trainer.environments.tools import Tools, open_tools
 from trainer.errors import ConfigError, EnvironmentFailed, SandboxUnavailable
 
 THREADS = 256
@@ -114,7 +114,7 @@ async def _made(job: dict[str, Any]) -> AsyncIterator[Callable[[], Environment]]
         async with open_tools(config.tools) as tools:
             yield lambda: Tools(config, tools)
         return
-    target = load_target(config.target, "environment.target")
+    target = strict.load_target(config.target, "environment.target")
 
     def make() -> Environment:
         found = target(**config.options)

@@ -12,14 +12,20 @@ from torch.optim.adamw import adamw
 
 from trainer.config import OptimizerConfig as OptimizerSection
 from trainer.config import TrainerConfig
+from trainer.megatron.hf_config import ModelShape
+from trainer.megatron.muon import Muon
 
 
-def build_optimizer(section: OptimizerSection, dtype: torch.dtype, chunks: list[Any], *, sharded: bool) -> Any:
-    """Adam over the wrapped chunks of a model. fp32 main weights and the states are sharded over data-parallel ranks:
-    by Megatron's distributed optimizer, or with the weights themselves (`sharded`: they are DTensors)."""
+def build_optimizer(
+    section: OptimizerSection, dtype: torch.dtype, chunks: list[Any], shape: ModelShape, *, sharded: bool
+) -> Any:
+    """AdamW or Muon over the wrapped chunks of a model. fp32 main weights and the states are sharded over data-parallel
+    ranks: by Megatron's distributed optimizer, or with the weights themselves (`sharded`: they are DTensors)."""
     optimizer = get_megatron_optimizer(_config(section, dtype, distributed=not sharded), chunks)
-    if section.offload:
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if section.name == "muon":
+            part.optimizer = Muon(part, chunks, shape, section)
+        elif section.offload:
             part.optimizer = HostAdam(part.optimizer.param_groups)
     return optimizer
 

@@ -82,7 +82,7 @@ def build_roles(config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) 
         roles["reference"] = Role("reference", transformer, load_model(shape, transformer, tensors))
     transformer, adapted = _transformer(config, shape), _Adapted(config, shape)
     model = _placed(transformer, lambda chunk: adapted(_language_model(shape, transformer, tensors, chunk)))
-    actor = _trained("actor", config, config.optimizer, transformer, model, adapted.switch)
+    actor = _trained("actor", config, shape, config.optimizer, transformer, model, adapted.switch)
     roles["actor"] = actor
     if reference and config.lora is not None:
         roles["reference"] = Role("reference", actor.transformer, actor.model, adapters=actor.adapters)
@@ -92,7 +92,7 @@ def build_roles(config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) 
             tensors = HfTensors(path)
         adapted = _Adapted(config, shape)
         critic = _placed(transformer, lambda chunk: adapted(load_critic(shape, transformer, tensors, chunk)))
-        roles["critic"] = _trained("critic", config, section, transformer, critic, adapted.switch)
+        roles["critic"] = _trained("critic", config, shape, section, transformer, critic, adapted.switch)
     return roles
 
 
@@ -141,6 +141,7 @@ def _transformer(config: TrainerConfig, shape: ModelShape) -> TransformerConfig:
 def _trained(
     name: RoleName,
     config: TrainerConfig,
+    shape: ModelShape,
     section: OptimizerSection,
     transformer: TransformerConfig,
     model: list[Any],
@@ -149,7 +150,7 @@ def _trained(
     sharded = config.parallel.shard == "full"
     wrap = FullySharded if sharded else _replicated
     model = [wrap(transformer, chunk) for chunk in model]
-    optimizer = build_optimizer(section, DTYPES[config.model.dtype], model, sharded=sharded)
+    optimizer = build_optimizer(section, DTYPES[config.model.dtype], model, shape, sharded=sharded)
     transformer.finalize_model_grads_func = finalize_model_grads
     transformer.grad_scale_func = optimizer.scale_loss
     return Role(name, transformer, model, optimizer, build_scheduler(config, section, optimizer), adapters)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import importlib
 import inspect
 import os
 import queue
@@ -24,6 +23,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from trainer.config.strict import load_target
 from trainer.errors import ConfigError
 
 Function = Callable[..., Any]
@@ -126,12 +126,7 @@ def _die_with_parent() -> None:
 def _callable(target: str, concurrency: int = 64) -> Function:
     """The user's function, given `extra` if it has such a parameter. One that holds a model may say in its attribute
     `nbytes` how much that takes, and value several answers at once by `many`, `batch` at most."""
-    module, _, name = target.partition(":")
-    try:
-        function: Function = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        problem = f"cannot import {target} ({error!r})"
-        raise ConfigError("rewards.target", problem, "Put it on PYTHONPATH") from None
+    function: Function = load_target(target, "rewards.target")
     takes_extra = "extra" in inspect.signature(function).parameters
     if inspect.iscoroutinefunction(function):
 

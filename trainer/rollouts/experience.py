@@ -216,7 +216,7 @@ class Experience:
 
     def _start(self, draw: Draw) -> Future[Group]:
         assert self._rollouts is not None  # the configuration insists on a gateway
-        return self._rollouts.submit(draw.record, self._algorithm.samples_per_prompt, draw.number)
+        return self._rollouts.submit(draw.record, self._algorithm.samples_per_prompt, draw.number, taught=True)
 
     def _keep(self, group: Group) -> bool:
         """Whether it is of use: an environment or a reward may have failed for all of it."""

@@ -294,15 +294,15 @@ async def _events(response: httpx.Response) -> AsyncIterator[tuple[str, dict[str
 
 def _problem(status: int, content: bytes, headers: httpx.Headers) -> Exception:
     """What to raise for an error that the server answered."""
-    code, problem = _error(content, "code"), f"HTTP {status}: {_error(content, 'message')}"
+    code, problem = error_part(content, "code"), f"HTTP {status}: {error_part(content, 'message')}"
     if code == WEIGHTS_CHANGED:
         return _Interrupted(problem, swap=True)
     if status in RETRYABLE or code == NOT_YET:
-        return _Interrupted(problem, _retry_after(headers))
+        return _Interrupted(problem, retry_after(headers))
     return RolloutError(f"the gateway refused a rollout ({problem}).", status=status)
 
 
-def _error(content: bytes, part: str) -> str:
+def error_part(content: bytes, part: str) -> str:
     """The `message` or `code` of an error's body; of any other body its beginning."""
     try:
         return str(orjson.loads(content)["error"][part])
@@ -310,7 +310,7 @@ def _error(content: bytes, part: str) -> str:
         return content[:200].decode(errors="replace")
 
 
-def _retry_after(headers: httpx.Headers) -> float | None:
+def retry_after(headers: httpx.Headers) -> float | None:
     try:
         return min(float(headers["retry-after"]), LONGEST_WAIT_S)
     except (KeyError, ValueError):

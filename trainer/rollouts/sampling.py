@@ -21,13 +21,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trainer.config import EnvironmentConfig, GatewayConfig, RolloutConfig, SingleTurnEnvironment
+from trainer.config import EnvironmentConfig, GatewayConfig, RolloutConfig, SingleTurnEnvironment, TeacherConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.environments import EnvironmentHost, Episode, Message, Observation, Task, messages_of
 from trainer.errors import ConfigError, EnvironmentFailed, RolloutError
 from trainer.rewards.scorer import RewardRequest, Score, Scorer
 from trainer.rollouts.generate import SEEDS, GenerateClient, Request
+from trainer.rollouts.teacher import Teacher
 from trainer.trajectory import LENGTH, REPEAT, Group, Trajectory, Turn
 
 log = logging.getLogger(__name__)
@@ -64,9 +65,11 @@ class Rollouts:
         seed: int,
         environment: EnvironmentConfig | None = None,
         model: str | None = None,
+        teacher: TeacherConfig | None = None,
     ) -> None:
-        """`model`: the name to ask for; None: what the gateway serves. Raises ConfigError for an environment that
-        cannot be made, or a key that is missing."""
+        """`model`: the name to ask for; None: what the gateway serves. `teacher`: whom to ask about samples too. Raises
+        ConfigError for an environment that cannot be made, a key that is missing, or a teacher that is of no use;
+        TeacherUnreachable."""
         self._model = model
         self._rollout, self._scorer, self._tokenizer, self._seed = rollout, scorer, tokenizer, seed
         self._client = GenerateClient(gateway)
@@ -75,21 +78,26 @@ class Rollouts:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._thread.start()
         self._host: EnvironmentHost | None = None
-        if environment is not None and not isinstance(environment, SingleTurnEnvironment):
-            self._host = EnvironmentHost(environment)
-            try:
+        self._teacher: Teacher | None = None
+        try:
+            if environment is not None and not isinstance(environment, SingleTurnEnvironment):
+                self._host = EnvironmentHost(environment)
                 asyncio.run_coroutine_threadsafe(self._host.open(), self._loop).result()
-            except BaseException:
-                self.close()
-                raise
+            if teacher is not None:
+                self._teacher = Teacher(teacher, tokenizer)
+                asyncio.run_coroutine_threadsafe(self._teacher.open(), self._loop).result()
+        except BaseException:
+            self.close()
+            raise
 
-    def submit(self, record: Record, n: int, number: int) -> Future[Group]:
+    def submit(self, record: Record, n: int, number: int, *, taught: bool = False) -> Future[Group]:
         """Begin to sample and score `n` trajectories at temperature 1. `number` is the record's place in the run's
-        order: with `rollout.seeded` it decides the samples. The future raises RolloutError."""
+        order: with `rollout.seeded` it decides the samples. `taught`: ask the teacher about them, if there is one. The
+        future raises RolloutError, TeacherError."""
         c = self._rollout
         request = Request(record.prompt_ids, n, c.max_tokens, c.temperature, c.stop_token_ids, self._seed_of(number))
         request = replace(request, on_swap=c.on_swap, model=self._model, stop_repeats=c.stop_repeats)
-        return self._start(self._group(record, request))
+        return self._start(self._group(record, request, self._teacher if taught else None))
 
     def greedy(self, records: Sequence[Record]) -> list[Group]:
         """The most probable answer to each record, scored."""
@@ -97,7 +105,7 @@ class Rollouts:
         one = Request((), 1, c.max_tokens, 0.0, c.stop_token_ids, model=self._model, stop_repeats=c.stop_repeats)
         requests = [replace(one, prompt_ids=r.prompt_ids) for r in records]
         pairs = zip(records, requests, strict=True)
-        return [future.result() for future in [self._start(self._group(*pair)) for pair in pairs]]
+        return [future.result() for future in [self._start(self._group(*pair, None)) for pair in pairs]]
 
     def stats(self) -> dict[str, float]:
         """Since the last call: mean milliseconds from a sample's request to its last token, and from there to its
@@ -142,15 +150,17 @@ class Rollouts:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.close()
+        if self._teacher is not None:
+            await self._teacher.close()
         if self._host is not None:
             await self._host.close()
 
-    async def _group(self, record: Record, request: Request) -> Group:
+    async def _group(self, record: Record, request: Request, teacher: Teacher | None) -> Group:
         whole = self._rollout.request == "group" and self._host is None
         parts = [request] if whole else request.split()
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._scored(record, part)) for part in parts]
+                running = [tasks.create_task(self._scored(record, part, teacher)) for part in parts]
         except ExceptionGroup as errors:  # one failure cancels the rest; it is what the user needs to see
             raise errors.exceptions[0] from None
         pairs = [pair for task in running for pair in task.result()]
@@ -163,17 +173,33 @@ class Rollouts:
         prompt = prompts.pop() if prompts else record.prompt_ids
         return Group(prompt, tuple(played.trajectory for played, _ in pairs), tuple(score for _, score in pairs))
 
-    async def _scored(self, record: Record, request: Request) -> list[tuple[_Played, Score]]:
-        """The trajectories that were played and have a score."""
+    async def _scored(self, record: Record, request: Request, teacher: Teacher | None) -> list[tuple[_Played, Score]]:
+        """The trajectories that were played and have a score, and the teacher's log-probs if it was asked."""
         began = time.perf_counter()
         host = self._host
         played = await self._answers(request) if host is None else await self._episode(host, record, request)
         generated = time.perf_counter()
-        scores = await asyncio.gather(*(self._score(record, each) for each in played))
+        asked = [asyncio.ensure_future(self._taught(teacher, each)) for each in played]
+        try:
+            scores = await asyncio.gather(*(self._score(record, each) for each in played))
+            taught = await asyncio.gather(*asked)
+        finally:
+            for task in asked:
+                task.cancel()
         self._times.samples += len(played)
         self._times.generate_s += (generated - began) * len(played)
         self._times.score_s += (time.perf_counter() - generated) * len(played)
-        return [(each, score) for each, score in zip(played, scores, strict=True) if score is not None]
+        return [(t, score) for t, score in zip(taught, scores, strict=True) if t is not None and score is not None]
+
+    async def _taught(self, teacher: Teacher | None, played: _Played) -> _Played | None:
+        """With the teacher's log-probs; None when the teacher cannot take it."""
+        if teacher is None:
+            return played
+        found = await teacher.logprobs(played.prompt_ids, played.trajectory)
+        if found is None:
+            self._counts["trajectories_without_teacher"] += 1
+            return None
+        return replace(played, trajectory=replace(played.trajectory, teacher_logprobs=found))
 
     async def _score(self, record: Record, played: _Played) -> Score | None:
         """None when a reward has no value, though it was asked again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,22 +19,22 @@ LONGEST = 6
 
 def groups(count: int, samples: int, seed: int) -> list[Group]:
     """Answers of 1 to 6 tokens, the longest truncated; begun by the weights of step 3 and ended by those of 5, or
-    all by one of them."""
-    rng = random.Random(seed)
+    all by one of them. A teacher has an opinion of every token."""
+    rng, teacher = random.Random(seed), random.Random(seed + 1)
     made = []
     for _ in range(count):
         answers = []
         for _ in range(samples):
             length = rng.randint(1, LONGEST)
             cut = rng.randint(0, length)
-            answers.append(
-                answer(
-                    token_ids=tuple(rng.randrange(VOCAB) for _ in range(length)),
-                    logprobs=tuple(-1 - 3 * rng.random() for _ in range(length)),
-                    finish_reason="length" if length == LONGEST else "stop",
-                    versions=(VersionSpan(3, 0, cut, step=3), VersionSpan(5, cut, length, step=5)),
-                )
+            sample = answer(
+                token_ids=tuple(rng.randrange(VOCAB) for _ in range(length)),
+                logprobs=tuple(-1 - 3 * rng.random() for _ in range(length)),
+                finish_reason="length" if length == LONGEST else "stop",
+                versions=(VersionSpan(3, 0, cut, step=3), VersionSpan(5, cut, length, step=5)),
             )
+            opinion = tuple(-1 - 3 * teacher.random() for _ in range(length))
+            answers.append(replace(sample, teacher_logprobs=opinion))
         scores = tuple(Score(rng.random() if rng.random() < 0.7 else 1.0) for _ in answers)
         made.append(Group(tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))), tuple(answers), scores))
     return made

@@ -89,10 +89,12 @@ def policy_loss(
     weights: list[list[float]] | None = None,
     kept: list[list[bool]] | None = None,
     reference: Numbers | None = None,
+    behaviour: Numbers | None = None,
     logits: Numbers | None = None,
     max_tokens: int = 6,
 ) -> torch.Tensor:
-    """`c` are the fields of a PolicyConfig. `reference`: for KL in the loss; `logits` [tokens, V]: for the entropy."""
+    """`c` are the fields of a PolicyConfig. `reference`: for KL in the loss, weighted
+    by the ratio to `behaviour` if that is given; `logits` [tokens, V]: for the entropy."""
     by_answer: list[list[torch.Tensor]] = []
     for i, (new, prox) in enumerate(zip(logprobs, proximal, strict=True)):
         difference = [new[t] - prox[t] for t in range(len(new))]
@@ -111,7 +113,8 @@ def policy_loss(
             term = term * (weights[i][t] if weights else 1.0)
             if reference is not None:
                 d = reference[i][t] - new[t]
-                term = term + c["kl_coef"] * (torch.exp(d) - d - 1)
+                sampled = torch.exp(new[t] - behaviour[i][t]) if behaviour else 1.0
+                term = term + c["kl_coef"] * sampled * (torch.exp(d) - d - 1)
             if logits is not None:
                 p = torch.exp(logits[i][t]) / torch.exp(logits[i][t]).sum()
                 term = term + c["entropy_coef"] * sum(q * torch.log(q) for q in p)

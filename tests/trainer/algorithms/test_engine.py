@@ -12,7 +12,7 @@ from tests.trainer.ranks import Ranks
 from trainer.megatron.hf_config import load_shape
 from trainer.tiny_model import write_tiny_model
 
-EVERY = ["dpo", "gspo", "async", "rloo", "kimi", "reinforce", "ppo"]
+EVERY = ["dpo", "gspo", "async", "rloo", "kimi", "reinforce", "ppo", "custom", "distill"]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from trainer.algorithms import build_algorithm
 from trainer.algorithms.advantages import length_rewards, over_group
 from trainer.algorithms.base import (
     ADVANTAGES,
+    BEHAVIOUR_LOGPROBS,
     ENTROPY,
     OLD_LOGPROBS,
     REFERENCE_LOGPROBS,
@@ -68,6 +69,7 @@ GRPO = {
     "grpo": GrpoConfig(normalize="sequence"),
     "tokens": GrpoConfig(clip_low=0.1, clip_high=0.1),
     "kl": GrpoConfig(kl_coef=0.2, normalize="sequence"),
+    "unbiased_kl": GrpoConfig(kl_coef=0.2, kl_unbiased=True),
     "dr_grpo": GrpoConfig(scale_rewards=False, normalize="length"),
     "dapo": GrpoConfig(clip_high=0.28),
     "dual_clip": GrpoConfig(dual_clip=1.5),
@@ -89,6 +91,7 @@ def test_grpo_and_its_descendants(config: GrpoConfig, packed: bool) -> None:
         BEHAVIOUR,
         constant(plain.grpo_advantages(BATCH, scale=config.scale_rewards)),
         reference=t.given[REFERENCE_LOGPROBS] if config.kl_coef else None,
+        behaviour=BEHAVIOUR if config.kl_unbiased else None,
         logits=t.logits if config.entropy_coef else None,
         max_tokens=LONGEST,
     )
@@ -98,6 +101,23 @@ def test_grpo_and_its_descendants(config: GrpoConfig, packed: bool) -> None:
     assert output.sums["clip_ratio"] == output.sums["clip_ratio_low"] + output.sums["clip_ratio_high"]
     assert (output.sums["clip_ratio_low"] == 0) == (config.objective == "cispo")
     assert output.tokens == sum(len(b) for b in BEHAVIOUR)
+
+
+def test_the_unbiased_estimate_is_kl_whoever_sampled() -> None:
+    """Over every token that there is, in proportion to how often another policy samples it: the estimate's mean is the
+    current policy's KL to the reference, and the gradient of that mean is the KL's. Without the weight neither is."""
+    generator = torch.Generator().manual_seed(3)
+    logits, reference, sampler = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(3))
+    logits.requires_grad_(True)
+    new, ref, behaviour = (x.log_softmax(-1)[None] for x in (logits, reference, sampler))
+    fields = {MASK: torch.ones(1, 7).double(), REFERENCE_LOGPROBS: ref, BEHAVIOUR_LOGPROBS: behaviour}
+    exact = (new.exp() * (new - ref)).sum()
+    gradient = torch.autograd.grad(exact, logits, retain_graph=True)[0]
+    for unbiased in (True, False):
+        algorithm = Grpo(GrpoConfig(kl_coef=1.0, kl_unbiased=unbiased))
+        estimate = (behaviour.exp() * algorithm._kl(new, fields)).sum()
+        assert torch.allclose(estimate, exact) == unbiased
+        assert torch.allclose(torch.autograd.grad(estimate, logits, retain_graph=True)[0], gradient) == unbiased
 
 
 CORRECTIONS = {
@@ -378,6 +398,10 @@ def test_a_buffer_longer_than_any_answer_is_refused() -> None:
         (ReinforceConfig, {"drop_zero_std": True}, "drop_zero_std"),
         (PpoConfig, {"lam": 1.5}, "lam"),
         (PpoConfig, {"value_clip": 0.0}, "value_clip"),
+        (GrpoConfig, {"kl_unbiased": True}, "kl_unbiased"),
+        (RlooConfig, {"kl_unbiased": True, "kl_coef": 0.1}, "kl_unbiased"),
+        (PpoConfig, {"kl_unbiased": True, "kl_coef": 0.1}, "kl_unbiased"),
+        (ReinforceConfig, {"kl_unbiased": True, "kl_coef": 0.1}, "kl_unbiased"),
         (CorrectionConfig, {"high": 0.5}, "high"),
         (CorrectionConfig, {"max_lag": -1}, "max_lag"),
     ],

@@ -27,6 +27,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "kimi": {"name": "kimi", "tau": 0.5, **POLICY},
     "reinforce": {"name": "reinforce++", **POLICY},
     "ppo": {"name": "ppo", **POLICY, "epochs": 2},
+    "custom": {"name": "custom", "loss": "tests.trainer.algorithms.losses:by_answer", **POLICY},
+    "distill": {"name": "distill", "teacher": {"url": "http://unused", "model": "teacher"}, **POLICY},
 }
 
 

@@ -1,0 +1,125 @@
+"""Muon: its numbers, the same in every layout; what it keeps, and that it goes on from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.ranks import Ranks
+from trainer.config import ParallelConfig, TrainerConfig, strict
+from trainer.errors import ConfigError
+from trainer.megatron.hf_config import load_shape
+
+MUON = {"optimizer": {"name": "muon", "lr": 1e-2, "weight_decay": 0.1}}
+SEQUENCE = {"tensor": 2, "sequence": True}
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2", {"tensor": 2}),
+    ("qwen2", {"data": 2}),
+    ("mixtral", {"data": 2, "expert": 2}),
+    ("llama-tied", {"pipeline": 2}),
+    ("qwen2", {"context": 2}),
+    ("llama-tied", {"pipeline": 2, "virtual_pipeline": 2}),
+    ("qwen3_moe", SEQUENCE | {"expert": 2, "expert_tensor": 1}),
+    ("mixtral", SEQUENCE),
+    ("qwen2", {"tensor": 2, "data": 2}),
+]
+NAMES = ["-".join([model, *(f"{k}{v}" for k, v in layout.items())]) for model, layout in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def serial(one_rank: Ranks, models: dict[str, str]) -> dict[str, Any]:
+    names = {model for model, _ in LAYOUTS}
+    return {n: one_rank.call("losses", path=models[n], parallel={}, **MUON)[0] for n in sorted(names)}
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3_moe"])
+def test_every_weight_is_the_references(one_rank: Ranks, models: dict[str, str], model: str) -> None:
+    """Matrices of layers Muon's, by singular values in float64; all else AdamW's. torch's own Muon rounds to bfloat16,
+    which shows where singular values are small."""
+    found = one_rank.call("muon_reference", path=models[model])[0]
+    layers, shape = 4, load_shape(models[model])
+    experts = 3 * shape.experts + 1 if shape.experts else 3
+    assert found["matrices"] == layers * (4 + experts)
+    assert found["others"] > 0
+    assert found["muon"] < 1e-5
+    assert found["adamw"] < 1e-5
+    assert found["torch"][len(found["torch"]) // 2] < 0.06
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("model", "parallel"), LAYOUTS, ids=NAMES)
+def test_training_is_the_same_in_every_layout(
+    one_rank: Ranks, models: dict[str, str], serial: dict[str, Any], model: str, parallel: dict[str, Any]
+) -> None:
+    ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
+    trained = ranks.call("losses", path=models[model], parallel=parallel, micro_batch=2, **MUON)
+    assert all(rank == trained[0] for rank in trained)
+    assert trained[0] == [pytest.approx(step, rel=2e-4) for step in serial[model]]
+    assert serial[model][-1][0] != serial[model][0][0]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_close(
+    two_ranks: Ranks, models: dict[str, str], serial: dict[str, Any], dtype: str
+) -> None:
+    path = models["qwen2"]
+    config = {"model": {"path": path, "dtype": dtype}, "parallel": {"tensor": 2}, **MUON}
+    trained = two_ranks.call("losses", path=path, **config)[0]
+    assert [loss for loss, _ in trained] == pytest.approx([loss for loss, _ in serial["qwen2"]], rel=2e-2)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("model", "saved", "others"),
+    [
+        ("qwen2", {"data": 2}, [{}, {"tensor": 2}]),
+        ("mixtral", {"data": 2, "expert": 2}, [{}, {"pipeline": 2}]),
+        ("llama-tied", {"pipeline": 2}, [{"context": 2}]),
+    ],
+    ids=["data", "experts", "stages"],
+)
+def test_a_run_goes_on_exactly_and_in_other_layouts(
+    one_rank: Ranks, models: dict[str, str], tmp_path: Path, model: str, saved: Any, others: list[Any]
+) -> None:
+    common = {"path": models[model], "save_at": 2, "directory": str(tmp_path), **MUON}
+    ranks = one_rank.sharing(ParallelConfig(**saved).world_size)
+    through = ranks.call("losses", **common, parallel=saved)
+    resumed = ranks.call("losses", **common, parallel=saved, resume=True)
+    assert resumed == [steps[2:] for steps in through]
+    for parallel in others:
+        ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
+        elsewhere = ranks.call("losses", **common, parallel=parallel, resume=True)[0]
+        assert elsewhere == [pytest.approx(step, rel=2e-4) for step in through[0][2:]], parallel
+
+
+def test_a_matrix_has_one_state_and_ranks_share_it(one_rank: Ranks, two_ranks: Ranks, models: dict[str, str]) -> None:
+    """4 bytes a number of a matrix, 8 of all else, and a little for numbers that stand for nothing."""
+    (alone,) = one_rank.call("muon_states", path=models["qwen2"], parallel={})
+    shape = load_shape(models["qwen2"])
+    others = shape.padded_vocab(1) * shape.hidden * 2
+    assert alone["bytes"] < 4 * (alone["numbers"] - others) + 8 * others + 10_000
+    shares = two_ranks.call("muon_states", path=models["qwen2"], parallel={"data": 2})
+    for share in shares:
+        assert share["bytes"] < 0.7 * alone["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"optimizer": {"name": "muon", "offload": True}}, "optimizer.offload"),
+        ({"optimizer": {"name": "muon", "momentum": 2.0}}, "optimizer.momentum"),
+        ({"optimizer": {"name": "muon", "ns_steps": 0}}, "optimizer.ns_steps"),
+        ({"optimizer": {"momentum": 0.9}}, "optimizer.momentum"),
+        ({"optimizer": {"name": "lion"}}, "optimizer.name"),
+        ({**MUON, "parallel": {"data": 2, "shard": "full"}}, "optimizer.name"),
+        ({**MUON, "lora": {}}, "optimizer.name"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], key: str) -> None:
+    plain = {"model": {"path": "m"}, "data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}, "steps": 1}
+    with pytest.raises(ConfigError) as error:
+        strict.build(TrainerConfig, plain | changes)
+    assert error.value.key == key

@@ -1,0 +1,89 @@
+"""A whole distillation: a real vLLM engine behind its gateway is the teacher, and the student is trained, published and
+sampled from as in any run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from tests.live import LiveServer
+from tests.trainer.fleet import fleet
+from tests.trainer.zygote import Zygote
+from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig, TeacherConfig
+from trainer.data.records import Record
+from trainer.data.tokenizer import Tokenizer
+from trainer.rewards import build_scorer
+from trainer.rollouts.sampling import Rollouts
+
+pytestmark = [pytest.mark.broad, pytest.mark.engine]
+
+CONFIGS = Path(__file__).parents[2] / "trainer" / "configs"
+ENGINE = ("--dtype", "float32", "--max-model-len", "256")
+DATA = {"kind": "arithmetic", "operands": 2, "largest": 4, "held_out": 10}
+
+
+def train(zygote: Zygote, root: Path, name: str, **config: Any) -> list[dict[str, Any]]:
+    path = root / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({"data": DATA, "metrics": str(root / f"{name}.jsonl")} | config))
+    status, _, errors = zygote.run(["--config", str(path)], root)
+    assert status == 0, errors
+    return [json.loads(line) for line in (root / f"{name}.jsonl").read_text().splitlines()]
+
+
+def check_logprobs(live: LiveServer, student_url: str, model: Path) -> None:
+    """Both forms of the question have the answer that transformers gives."""
+    tokenizer, reference = Tokenizer(model), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    record = Record(0, "1+2=", "3", tokenizer.prompt("1+2="), ())
+    for form in ("prompt_logprobs", "echo"):
+        teacher = TeacherConfig(url=live.url, model=live.name, form=form)  # type: ignore[arg-type]
+        about = (GatewayConfig(url=student_url), RolloutConfig(max_tokens=8), build_scorer([ExactMatchReward()]))
+        with Rollouts(*about, tokenizer, 3, teacher=teacher) as running:
+            group = running.submit(record, 3, 0, taught=True).result(timeout=60)
+        for trajectory in group.trajectories:
+            ids = torch.tensor([[*record.prompt_ids, *trajectory.token_ids]])
+            with torch.no_grad():
+                distributions = reference(ids).logits[0, :-1].log_softmax(-1)
+            expected = distributions.gather(1, ids[0, 1:, None])[len(record.prompt_ids) - 1 :, 0].tolist()
+            assert trajectory.teacher_logprobs == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.timeout(900)
+def test_a_student_comes_to_agree_with_a_teacher_that_vllm_serves(
+    zygote: Zygote, tiny_model: str, tmp_path: Path
+) -> None:
+    taught = {"model": {"path": tiny_model}, "algorithm": {"name": "sft"}, "steps": 80, "batch": 64}
+    taught["optimizer"] = {"lr": 2e-3, "warmup_steps": 10, "decay": "cosine"}
+    wrong = {"data": DATA | {"mistake": "off_by_one", "noise": 0.8}}
+    train(zygote, tmp_path, "right", **taught, save_to=str(tmp_path / "teacher"))
+    train(zygote, tmp_path, "wrong", **taught | wrong, save_to=str(tmp_path / "student"))
+    live = LiveServer(tmp_path / "teacher", tmp_path / "state", ENGINE, name="teacher")
+    with live.running(), fleet(str(tmp_path / "student"), tmp_path) as served:
+        check_logprobs(live, served.server.url, tmp_path / "teacher")
+        example = yaml.safe_load((CONFIGS / "distill.yaml").read_text())
+        example["algorithm"]["teacher"] |= {"url": live.url, "model": live.name}
+        example |= {
+            "model": {"path": str(tmp_path / "student")},
+            "data": DATA,
+            "batch": 15,  # every problem there is
+            "steps": 40,
+            "optimizer": {"lr": 5e-4},
+            "rollout": {"max_tokens": 4, "request": "group"},
+            "gateway": {"url": served.server.url},
+            "publish": {"model": served.model, "store": served.store_url, "dtype": "float32"},
+            "rewards": [{"kind": "exact_match"}],
+            "eval": {"every": 100, "prompts": 10},
+            "save_to": None,
+        }
+        example.pop("metrics")
+        steps = [e for e in train(zygote, tmp_path, "distill", **example) if e["event"] == "step"]
+    divergences, rewards = ([step[name] for step in steps] for name in ("teacher_kl", "reward_mean"))
+    print(f"reverse KL {divergences}, rewards {rewards}")
+    # 60 samples a step. Rewards are not in the loss: the student is right more often because the teacher is.
+    assert sum(divergences[-10:]) / 10 < divergences[0] / 3, divergences
+    assert sum(rewards[-10:]) / 10 > rewards[0] + 0.2, rewards
