@@ -198,8 +198,9 @@ class Journal:
 
     def _records(self, where: str, *values: Any) -> Iterator[Record]:
         select = "SELECT kind, id, owner, parent, about, made FROM records"
-        for *names, about, made in self._select(f"{select} WHERE {where} ORDER BY made, rowid", *values):
-            yield Record(*names, json.loads(about), made)
+        rows = self._select(f"{select} WHERE {where} ORDER BY made, rowid", *values)
+        for kind, identity, owner, parent, about, made in rows:
+            yield Record(kind, identity, owner, parent, json.loads(about), made)
 
     def _select(self, statement: str, *values: Any) -> list[Any]:
         with self._reading:

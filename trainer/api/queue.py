@@ -1,7 +1,7 @@
 """The numbered requests of each training client: executed one after the other by number, once each.
 
-The SDK sends several at once, in any order, and sends one again when it has seen no acknowledgement. A request waits for
-those with lower numbers. Those of different models run by turns.
+The SDK sends several at once, in any order, and sends one again when it has seen no acknowledgement. A request waits
+for those with lower numbers. Those of different models run by turns.
 """
 
 from __future__ import annotations

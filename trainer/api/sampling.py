@@ -100,7 +100,8 @@ class Gateway:
         if answer.status_code >= 500 or answer.status_code == 429:
             raise Unavailable(f"the gateway at {self._config.url} answered {answer.status_code}: {answer.text[:300]}")
         if answer.is_error:
-            raise RolloutError(f"the gateway refused ({answer.status_code}): {answer.text[:300]}", status=answer.status_code)
+            status = answer.status_code
+            raise RolloutError(f"the gateway refused ({status}): {answer.text[:300]}", status=status)
         return answer.json()
 
 
@@ -224,7 +225,7 @@ class Sampler:
             more={"top_p": params.top_p, "top_k": params.top_k} | _stop(params.stop) | wish,
         )
         answers = await self._gateway.generating(client).generate(asked)
-        found = [Sample(a.turn.token_ids, a.turn.logprobs, a.finish_reason == "stop") for a in answers]
+        found = [Sample(a.turn.token_ids, a.turn.logprobs or (), a.finish_reason == "stop") for a in answers]
         if not (request.prompt_logprobs or request.topk_prompt_logprobs):
             return samples(found)
         named = {} if model is None else {"model": model}

@@ -248,9 +248,10 @@ class Service:
         else:
             tenant = self._tenant(model, request.seq)
             if described(lora) != described(tenant.lora):
+                own = tenant.lora
                 raise BadRequest(
-                    f"{body.path} is of an adapter of rank {lora.rank} on {', '.join(lora.target_modules)}; this client's "
-                    f"has rank {tenant.lora.rank} on {', '.join(tenant.lora.target_modules)}: create a client from the "
+                    f"{body.path} is of an adapter of rank {lora.rank} on {', '.join(lora.target_modules)}; this "
+                    f"client's has rank {own.rank} on {', '.join(own.target_modules)}: create a client from the "
                     "checkpoint instead (create_training_client_from_state)",
                     "other_adapter",
                 )
@@ -310,10 +311,12 @@ class Service:
     def _new_path(self, request: Request, body: wire.SaveWeights, kind: str) -> str:
         name = body.path or f"step-{request.seq}"
         if not _NAME.fullmatch(name):
-            raise BadRequest(f"{name!r} is no name for a checkpoint: use up to 128 letters, digits and . _ -", "bad_name")
+            advice = "use up to 128 letters, digits and . _ -"
+            raise BadRequest(f"{name!r} is no name for a checkpoint: {advice}", "bad_name")
         path = f"tinker://{request.model}/{kind}/{name}"
         if (found := self.journal.get(CHECKPOINT, path)) is not None and not (body.overwrite or _expired(found)):
-            raise BadRequest(f"there is a checkpoint {path} already: choose another name, or set overwrite", "name_taken")
+            advice = "choose another name, or set overwrite"
+            raise BadRequest(f"there is a checkpoint {path} already: {advice}", "name_taken")
         return path
 
     def _snapshot_of(self, request: Request) -> Path:
@@ -329,7 +332,8 @@ class Service:
             _remove(directory / str(number))
 
     def _sampler(self, owner: str, session: str, number: int, directory: str | None, path: str | None) -> Record:
-        return Record(SAMPLER, f"{session}:sample:{number}", owner, session, {"directory": directory, "model_path": path})
+        about = {"directory": directory, "model_path": path}
+        return Record(SAMPLER, f"{session}:sample:{number}", owner, session, about)
 
     def _settle(self, request: Request, model: Record, tenant: Tenant, answer: Answer) -> Done:
         """Write the tenant's state to disk, so that what came before needs not be done again."""

@@ -1,8 +1,8 @@
 """The adapters of all clients on one base model, which is in memory once.
 
-A tenant is the adapter of one training client with its gradient and Adam's moments. One tenant's adapter at a time is on
-the model's layers (`lora.put`), so that tenants cannot touch each other. Gradients add up in float32 until the step, as
-in PyTorch; the step is torch's AdamW, on fp32 main weights. A tenant is read and written as one safetensors file.
+A tenant is the adapter of one training client with its gradient and Adam's moments. One tenant's adapter at a time is
+on the model's layers (`lora.put`), so that tenants cannot touch each other. Gradients add up in float32 until the step,
+as in PyTorch; the step is torch's AdamW, on fp32 main weights. A tenant is read and written as one safetensors file.
 
 Everything here runs on one thread, in a process that is the only rank.
 
@@ -31,7 +31,7 @@ from trainer.api.errors import BadRequest
 from trainer.api.losses import TARGETS, Loss, check, column
 from trainer.api.wire import Adam, Batch, Datum
 from trainer.config import LoraConfig, ModelConfig, ParallelConfig
-from trainer.config.sections import Dtype
+from trainer.config.sections import Dtype, LinearLayer
 from trainer.errors import CheckpointError
 from trainer.megatron.attention import rotary_positions
 from trainer.megatron.convert import export_hf, unwrap
@@ -43,8 +43,8 @@ from trainer.megatron.parallel import device
 from trainer.megatron.roles import load_model
 
 WEIGHT, FIRST, SECOND = "weight", "exp_avg", "exp_avg_sq"
-ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
-FEED_FORWARD: Final = ("gate_proj", "up_proj", "down_proj")
+ATTENTION: Final[tuple[LinearLayer, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
+FEED_FORWARD: Final[tuple[LinearLayer, ...]] = ("gate_proj", "up_proj", "down_proj")
 _CONFIG: Final = "lora"  # of a file's metadata
 
 
@@ -54,7 +54,7 @@ class Tenant:
     def __init__(self, lora: LoraConfig, layers: Mapping[str, Any]) -> None:
         self.lora, self.layers, self.steps = lora, layers, 0
         self.parameters = {f"{at}.{n}": p for at, made in layers.items() for n, p in made.named_parameters()}
-        self.weights = {name: p.detach().float() for name, p in self.parameters.items()}  # float32: the parameter itself
+        self.weights = {name: p.detach().float() for name, p in self.parameters.items()}  # themselves, if fp32
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         self.gradient: dict[str, Tensor] | None = None
         self.fresh()
@@ -170,8 +170,8 @@ class Tenants:
         return Tenant(lora, layers)
 
     def run(self, tenant: Tenant, batch: Batch) -> tuple[list[NDArray[np.float32]], float]:
-        """Log-probs of each sequence's targets, and the loss; unless the batch says `forward_only` its gradient is added
-        to the tenant's. Raises BadRequest; the gradient is as before then."""
+        """Log-probs of each sequence's targets, and the loss; unless the batch says `forward_only` its gradient is
+        added to the tenant's. Raises BadRequest; the gradient is as before then."""
         loss, options = check(batch, self.shape.vocab, self.shape.max_positions)
         self._put(tenant)
         found: dict[int, NDArray[np.float32]] = {}
@@ -198,7 +198,8 @@ class Tenants:
     def export(self, tenant: Tenant, dtype: Dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """PEFT's tensors and configuration of the adapter as it is."""
         self._put(tenant)
-        found = {n: t.detach().to("cpu", DTYPES[dtype]).clone() for n, t in export_hf(adapters(self._chunk), self.shape)}
+        named = export_hf(adapters(self._chunk), self.shape)
+        found = {name: tensor.detach().to("cpu", DTYPES[dtype]).clone() for name, tensor in named}
         return found, adapter_config(self.shape, tenant.lora, self._model.path)
 
     def _forward(self, data: list[Datum], loss: Loss, options: Mapping[str, float]) -> tuple[Tensor, Tensor]:

@@ -77,7 +77,8 @@ class Request:
             body["model"] = self.model
         if self.on_swap != "keep":
             body["hotswap"] = {"policy": self.on_swap}
-        return body | self.more if self.seed is None else body | self.more | {"seed": self.seed}
+        body |= self.more
+        return body if self.seed is None else body | {"seed": self.seed}
 
 
 @dataclass(frozen=True)
