@@ -30,7 +30,7 @@ from trainer.api.service import (
     STEP,
     Service,
 )
-from trainer.errors import TrainerError
+from trainer.errors import RolloutError, TrainerError
 
 B = TypeVar("B", bound=wire.Body)
 router = APIRouter(prefix="/api/v1")
@@ -90,7 +90,8 @@ class Door:
             snapshot = None if directory is None else Path(directory)
             return Answer(await self.sampler.sample(client, asked, snapshot), wire.PROTOBUF)
         except TrainerError as error:
-            user = isinstance(error, ApiError) and error.user
+            refused = isinstance(error, RolloutError) and 400 <= error.status < 500
+            user = refused or (isinstance(error, ApiError) and error.user)
             return Answer.json({"error": str(error), "category": "user" if user else "server"}, failed=True)
 
 

@@ -215,9 +215,10 @@ class Sampler:
         self, client: Client, request: SampleRequest, prompt: tuple[int, ...], model: str | None, wish: dict[str, Any]
     ) -> bytes:
         params = request.sampling_params
+        greedy = params.temperature == 0  # then vLLM gives one answer, and all are the same
         asked = Request(
             prompt,
-            request.num_samples,
+            1 if greedy else request.num_samples,
             params.max_tokens or client.context - len(prompt),
             params.temperature,
             seed=None if params.seed is None else params.seed % (2**63 - 1),
@@ -226,6 +227,7 @@ class Sampler:
         )
         answers = await self._gateway.generating(client).generate(asked)
         found = [Sample(a.turn.token_ids, a.turn.logprobs or (), a.finish_reason == "stop") for a in answers]
+        found *= request.num_samples // len(found)
         if not (request.prompt_logprobs or request.topk_prompt_logprobs):
             return samples(found)
         named = {} if model is None else {"model": model}
