@@ -47,7 +47,7 @@ MODULES = {
         "vllm.v1.worker.cpu_worker", "weightsync.vllm_engine.backend", "weightsync.vllm_engine.core",
         "weightsync.vllm_engine.stager",
     ),
-    TRAINERS: ("trainer.faults.supervision", "trainer.loop", "trainer.main", "tests.trainer.cases"),
+    TRAINERS: ("trainer.faults.supervision", "trainer.loop", "trainer.main", "trainer.api.app", "tests.trainer.cases"),
 }  # fmt: skip
 MOST = 1 << 20
 _ADDRESS = "HOTSWAP_TEST_WARM_"
@@ -220,10 +220,10 @@ def _prepare_engines() -> None:
 
 def _prepare_trainers() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # CUDA must not start before a fork
-    from trainer.main import _quiet
+    from trainer.main import quiet
     from trainer.megatron import shim
 
-    _quiet()
+    quiet()
     shim.install()
 
 

@@ -4,6 +4,7 @@ Importing this package imports neither torch nor Megatron; `python -m trainer.ma
 downward in this list:
 
 main.py        the command line
+api/           the training API, for the tinker SDK
 plan/          which layout fits, before a run
 long2short.py  shorter answers: merged weights, data of short answers
 report/        what a run was like, after it

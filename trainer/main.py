@@ -88,7 +88,7 @@ def _check_writable(key: str, path: str) -> None:
 
 
 def _run_rank(config: TrainerConfig, shape: ModelShape) -> None:
-    _quiet()
+    quiet()
     if is_rank():
         die_with_parent()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -131,7 +131,7 @@ def _plan(config: TrainerConfig, parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Megatron warns about optional CUDA packages that nothing here uses."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\b.*")

@@ -89,7 +89,7 @@ class WeightPublisher:
         """Publish the current weights and wait until they serve. Raises PublishError on every rank (see `lead`)."""
         began = time.perf_counter()
         about = {"step": step, "part": self._part, "metadata": self._metadata}
-        draft: Any = lead(lambda: _typed(self._publisher.begin, self._schema, **about))
+        draft: Any = lead(lambda: typed(self._publisher.begin, self._schema, **about))
         outcomes = gather_json(self._write(draft))
         published: dict[str, Any] | None = lead(lambda: self._commit(draft, outcomes, began))
         return Published(**broadcast_json(published))
@@ -109,7 +109,7 @@ class WeightPublisher:
 
     def _open(self) -> Any:
         c = self._config
-        return _typed(weightsync.Publisher, c.store_url, model=c.model, lineage=c.lineage)
+        return typed(weightsync.Publisher, c.store_url, model=c.model, lineage=c.lineage)
 
     def _write(self, draft: Any) -> dict[str, Any]:
         """This rank's share into the slot: what `seal` says of it, or what went wrong."""
@@ -157,9 +157,9 @@ class WeightPublisher:
                 raise PublishError(f"rank {rank} could not write its share: {outcome['problem']}")
         parts = [outcome["part"] for outcome in outcomes if outcome["part"] is not None]
         timeout_s = self._config.timeout_s
-        version = _typed(draft.commit, parts, activate=True, timeout_s=timeout_s)
+        version = typed(draft.commit, parts, activate=True, timeout_s=timeout_s)
         committed = time.perf_counter()
-        _typed(self._publisher.wait_active, version, timeout_s)
+        typed(self._publisher.wait_active, version, timeout_s)
         swapped = time.perf_counter()
         return {
             "version": version,
@@ -168,7 +168,7 @@ class WeightPublisher:
         }
 
 
-def _typed(function: Any, *args: Any, **kwargs: Any) -> Any:
+def typed(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call into weightsync; its errors become PublishError. A lost lineage is final, so it says so."""
     try:
         return function(*args, **kwargs)

@@ -18,6 +18,7 @@ OURS = {
     "gateway": "server.cli.commands",
     "peer": "server.cli.commands",
     "train": "server.cli.commands",
+    "train-server": "server.cli.commands",
 }
 GROUPS = {
     "weights": ("server.cli.weights", "Publish, activate, roll back, verify and compare weight versions."),

@@ -152,6 +152,16 @@ def train(
     os.execv(sys.executable, command)  # noqa: S606 - nothing of it goes through a shell
 
 
+@app.command("train-server", context_settings=PASS_THROUGH)
+def train_server(
+    context: typer.Context,
+    config: Annotated[Path, typer.Option(help="configuration of the training API (YAML)")],
+) -> None:
+    """Serve the training API for the tinker SDK: this process becomes it. --set is its own."""
+    command = [sys.executable, "-m", "trainer.api", "--config", str(config), *context.args]
+    os.execv(sys.executable, command)  # noqa: S606 - nothing of it goes through a shell
+
+
 @app.command()
 @takes(DOCTOR)
 def doctor(context: typer.Context, given: dict[str, Any]) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from trainer.config import strict
 from trainer.config.algorithms import (
     AlgorithmConfig,
@@ -262,12 +260,4 @@ class TrainerConfig:
 
 def load(path: str | Path, overrides: list[str] | None = None) -> TrainerConfig:
     """Read a YAML file and apply `a.b=c` overrides. Raises ConfigError naming the key that does not fit."""
-    try:
-        data = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError("", f"cannot read {path}: {error.strerror}", "Name an existing YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("", f"{path} is not YAML: {error}", "Correct the file") from None
-    data = {} if data is None else data
-    strict.override(data, overrides or [])
-    return strict.build(TrainerConfig, data)
+    return strict.read(TrainerConfig, path, overrides)

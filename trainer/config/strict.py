@@ -22,6 +22,19 @@ from trainer.errors import ConfigError
 T = TypeVar("T")
 
 
+def read(cls: type[T], path: str | Path, overrides: list[str] | None = None) -> T:
+    """Read a YAML file and apply `a.b=c` overrides. Raises ConfigError naming the key that does not fit."""
+    try:
+        data = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError("", f"cannot read {path}: {error.strerror}", "Name an existing YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("", f"{path} is not YAML: {error}", "Correct the file") from None
+    data = {} if data is None else data
+    override(data, overrides or [])
+    return build(cls, data)
+
+
 def build(cls: type[T], data: object, key: str = "") -> T:
     """Build `cls` from a mapping. Raises ConfigError with the dotted key of the first value that does not fit."""
     if not isinstance(data, Mapping):

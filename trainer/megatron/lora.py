@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ class Adapter(torch.nn.ModuleDict):
         self._rows = {name: n // dist.get_world_size(self.group) for name, n in _projections(shape, place, linear)}
         for pair in pairs.values():
             self._mark(pair, linear.weight)
-        linear.register_forward_hook(self._add)
+        self.hook: Any = None  # what has the layer add this adapter to its output, while it does
 
     def _mark(self, pair: Pair, weight: Tensor) -> None:
         """Tell Megatron how to reduce the gradients and which ranks count in their norm."""
@@ -107,7 +107,7 @@ class Adapter(torch.nn.ModuleDict):
         for matrix in (cut, replicated):
             matrix.allreduce = getattr(weight, "allreduce", True)  # False: replicas are the expert's, not everybody's
 
-    def _add(self, _linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> Any:
+    def add(self, _linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> Any:
         if not self._switch.on:
             return None
         return output[0] + self._delta(inputs[0]), output[1]
@@ -188,11 +188,23 @@ class _SumGradient(torch.autograd.Function):
 def attach(model: Any, shape: ModelShape, lora: LoraConfig, seed: int, switch: Switch) -> None:
     """Freeze a GPTModel's weights and put adapters on the targets: A random as PEFT's, the same in every layout, and B
     zero, so that nothing changes yet. Call it before Megatron's wrappers are there."""
+    freeze(model)
+    put(model, build(model, shape, lora, seed, switch))
+
+
+def freeze(model: Any) -> None:
+    """Train none of a GPTModel's weights, and let gradients reach what is put on it later."""
     model.requires_grad_(False)
-    modules = dict(model.named_modules())
-    for name, linear in modules.items():
-        parent, _, leaf = name.rpartition(".")
-        if leaf not in _LINEARS:
+    if model.pre_process and model.config.recompute_granularity == "full":
+        # A checkpointed layer has gradients only if its input has one, and no trained weight lies before it.
+        model.embedding.register_forward_hook(_require_gradient)
+
+
+def build(model: Any, shape: ModelShape, lora: LoraConfig, seed: int, switch: Switch) -> dict[str, Adapter]:
+    """New adapters for a GPTModel, by the names of their layers. They count once they are `put` there."""
+    found = {}
+    for name, linear in model.named_modules():
+        if name.rpartition(".")[2] not in _LINEARS:
             continue
         place = placement(shape, global_name(model, name) + ".weight")
         pairs = {
@@ -201,10 +213,26 @@ def attach(model: Any, shape: ModelShape, lora: LoraConfig, seed: int, switch: S
             if _leaf(hf_name) in shape.module_names(lora.target_modules)
         }
         if pairs:
-            modules[parent].add_module(leaf + ADAPTER_SUFFIX, Adapter(linear, place, pairs, shape, lora, switch))
-    if model.pre_process and model.config.recompute_granularity == "full":
-        # A checkpointed layer has gradients only if its input has one, and no trained weight lies before it.
-        model.embedding.register_forward_hook(_require_gradient)
+            found[name] = Adapter(linear, place, pairs, shape, lora, switch)
+    return found
+
+
+def put(model: Any, adapters: Mapping[str, Adapter]) -> None:
+    """Have the layers of a GPTModel that has no adapters add these."""
+    modules = dict(model.named_modules())
+    for name, adapter in adapters.items():
+        parent, _, leaf = name.rpartition(".")
+        modules[parent].add_module(leaf + ADAPTER_SUFFIX, adapter)
+        adapter.hook = modules[name].register_forward_hook(adapter.add)
+
+
+def take(model: Any, adapters: Mapping[str, Adapter]) -> None:
+    """Take what was `put` off again: others can take the place, and these come back as they were."""
+    modules = dict(model.named_modules())
+    for name, adapter in adapters.items():
+        parent, _, leaf = name.rpartition(".")
+        delattr(modules[parent], leaf + ADAPTER_SUFFIX)
+        adapter.hook.remove()
 
 
 def _require_gradient(_module: Any, _inputs: Any, output: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ STREAM_INTERVAL = 32  # tokens in an event of a stream: what an interruption can
 class Request:
     """`n` answers to one prompt, by the name `model` (None: what is served). `on_swap` says what a swap in the middle
     of an answer does to it (docs/api.md, policies); an answer whose last `stop_repeats` tokens repeat one passage is
-    ended."""
+    ended. `more` are further fields of the body."""
 
     prompt_ids: tuple[int, ...]
     n: int
@@ -47,6 +47,7 @@ class Request:
     on_swap: str = "keep"
     model: str | None = None
     stop_repeats: int | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     def split(self) -> list[Request]:
         """One request an answer. The engine adds an answer's index to the seed, so these give the same answers."""
@@ -76,6 +77,7 @@ class Request:
             body["model"] = self.model
         if self.on_swap != "keep":
             body["hotswap"] = {"policy": self.on_swap}
+        body |= self.more
         return body if self.seed is None else body | {"seed": self.seed}
 
 
@@ -90,8 +92,8 @@ class Answer:
 class GenerateClient:
     """The gateway's `/generate`, with retries. Bound to the event loop it is first used on."""
 
-    def __init__(self, config: GatewayConfig) -> None:
-        """Raises ConfigError when a key or certificates are missing."""
+    def __init__(self, config: GatewayConfig, key: Callable[[], str | None] | None = None) -> None:
+        """`key`: another one than the configuration's. Raises ConfigError when a key or certificates are missing."""
         self._config = config
         self._room = asyncio.Semaphore(config.concurrency)  # httpx's own waiting line is slow with hundreds in it
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=config.concurrency)
@@ -99,7 +101,7 @@ class GenerateClient:
         self._http = httpx.AsyncClient(
             base_url=config.url,
             headers={"content-type": "application/json"},
-            auth=Bearer(config.api_key),
+            auth=Bearer(key or config.api_key),
             verify=verify(config),
             limits=limits,
             timeout=timeout,

@@ -205,6 +205,7 @@ def publish_taken_over(path: str, parallel: dict[str, int], store: str) -> list[
 
 
 from tests.trainer.cases.algorithms import *  # noqa: E402, F403
+from tests.trainer.cases.api import *  # noqa: E402, F403
 from tests.trainer.cases.control import *  # noqa: E402, F403
 from tests.trainer.cases.faults import *  # noqa: E402, F403
 from tests.trainer.cases.hostile import *  # noqa: E402, F403

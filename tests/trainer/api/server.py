@@ -1,0 +1,124 @@
+"""The training API in a process of its own, which tests kill and start again, before a fleet without an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import tinker
+from tinker import types
+
+from server.cli.up import free_port
+from tests.trainer.fleet import Fleet, fleet
+from tests.trainer.test_publish import publish_once
+from tests.waiting import wait_until
+from tests.warm import TRAINERS, WarmProcess, warm
+
+KEY = "tml-somebody"
+
+
+class ApiServer:
+    """`trainer.api` with its configuration. Use `running` as a context; `process` may be killed and started in it."""
+
+    def __init__(self, root: Path, model: str, gateway: str, store: str, name: str = "tiny", **more: Any) -> None:
+        self.root, self.port = root, free_port("127.0.0.1")
+        self.url = f"http://127.0.0.1:{self.port}"
+        served = {"model": name, "store": store, "dtype": "float32"}
+        self.config: dict[str, Any] = {
+            "model": {"path": model},
+            "gateway": {"url": gateway, "retry_s": 5.0},
+            "publish": served,
+            "directory": str(root / "api"),
+            "port": self.port,
+        } | more
+        self.process: WarmProcess
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[ApiServer]:
+        self.start()
+        try:
+            yield self
+        finally:
+            self.process.kill()
+            self.process.wait(30)
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        file = self.root / "api.json"
+        file.write_text(json.dumps(self.config))  # which is YAML, too
+        self.process = warm(TRAINERS).start(["trainer.api", "--config", str(file)], dict(os.environ), self.log)
+        wait_until(self.answers, 120, what=lambda: self.log.read_text())
+
+    @property
+    def log(self) -> Path:
+        return self.root / "api.log"
+
+    def kill(self) -> None:
+        """As a power failure would."""
+        self.process.kill()
+        self.process.wait(30)
+
+    def answers(self) -> bool:
+        if self.process.poll() is not None:
+            raise AssertionError(self.log.read_text())
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/api/v1/healthz").status_code == 200
+        return False
+
+    def service(self, key: str = KEY) -> tinker.ServiceClient:
+        """A client of the stock SDK."""
+        return tinker.ServiceClient(base_url=self.url, api_key=key)
+
+    def post(self, route: str, key: str = KEY, **request: Any) -> httpx.Response:
+        """What the SDK would not send."""
+        headers = {"x-api-key": key} | request.pop("headers", {})
+        return httpx.post(f"{self.url}/api/v1/{route}", headers=headers, timeout=60, **request)
+
+    def journal(self, statement: str, *values: Any) -> list[Any]:
+        """Of what is on disk."""
+        with contextlib.closing(sqlite3.connect(f"file:{self.root}/api/journal.db?mode=ro", uri=True)) as db:
+            return db.execute(statement, values).fetchall()
+
+
+@contextlib.contextmanager
+def serving(root: Path, model: str, **more: Any) -> Iterator[tuple[ApiServer, Fleet]]:
+    """Both, with a first version of the base model."""
+    with fleet(model, root) as running:
+
+        def models() -> dict[str, Any]:
+            return {"data": [{"id": "tiny", "max_model_len": 128}]}
+
+        running.server.app.get("/v1/models")(models)
+        publish_once(model, running.store_url, None)
+        with ApiServer(root, model, running.server.url, running.store_url, **more).running() as api:
+            yield api, running
+
+
+def datum(tokens: list[int], **inputs: Any) -> types.Datum:
+    """`tokens` without the last, to predict those without the first; `inputs` have one number for each of these."""
+    targets = {"target_tokens": tokens[1:]}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=targets | inputs)
+
+
+def sums() -> list[types.Datum]:
+    """Additions in the tiny model's tokens: 1+2=3 and so on."""
+    return [datum([3 + a, 13, 3 + b, 14, 3 + a + b], weights=[0.0, 0.0, 0.0, 1.0]) for a in range(5) for b in range(4)]
+
+
+def learn(
+    client: tinker.TrainingClient, data: list[types.Datum], steps: int, lr: float = 1e-3, loss: Any = "cross_entropy"
+) -> list[float]:
+    """The loss before each step."""
+    found = []
+    for _ in range(steps):
+        passed = client.forward_backward(data, loss)
+        stepped = client.optim_step(types.AdamParams(learning_rate=lr))
+        found.append(passed.result().metrics["loss:sum"])
+        stepped.result()
+    return found

@@ -1,0 +1,142 @@
+"""A server that is killed loses nothing that it has acknowledged, and does nothing twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from tinker import types
+
+from tests.trainer.api.server import ApiServer, learn, serving, sums
+from tests.waiting import wait_until
+
+PASS, STEP = "forward_backward", "optim_step"
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Iterator[ApiServer]:
+    with serving(tmp_path_factory.mktemp("api"), tiny_model) as (found, _):
+        yield found
+
+
+def new(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    return service.create_lora_training_client(base_model="tiny", rank=4, seed=3).result()
+
+
+def said(client: tinker.TrainingClient) -> float:
+    return client.forward(sums(), "cross_entropy").result().metrics["loss:sum"]
+
+
+def uninterrupted(service: tinker.ServiceClient) -> tuple[list[float], float]:
+    """The losses of three steps on two batches each, and the one after them."""
+    client = new(service)
+    losses = []
+    for _ in range(3):
+        passes = [client.forward_backward(data, "cross_entropy") for data in (sums(), sums()[:5])]
+        client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        losses += [passed.result().metrics["loss:sum"] for passed in passes]
+    return losses, said(client)
+
+
+@pytest.mark.parametrize("killed", ["between two passes", "before the step", "after the step"])
+def test_killed_between_requests(api: ApiServer, killed: str) -> None:
+    """Gradients that were acknowledged count, as do steps: the losses are those of a server that was not killed."""
+    service = api.service()
+    expected = uninterrupted(service)
+    client, losses = new(service), []
+    for step in range(3):
+        losses.append(client.forward_backward(sums(), "cross_entropy").result().metrics["loss:sum"])
+        if (step, killed) == (1, "between two passes"):
+            api.kill()
+            api.start()
+        losses.append(client.forward_backward(sums()[:5], "cross_entropy").result().metrics["loss:sum"])
+        if (step, killed) == (1, "before the step"):
+            api.kill()
+            api.start()
+        client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        if (step, killed) == (1, "after the step"):
+            api.kill()
+            api.start()
+    assert (losses, said(client)) == expected
+
+
+def test_killed_in_the_middle_of_a_pass(api: ApiServer) -> None:
+    """The SDK waits for the answers through the restart: the pass is executed again, and the step after it once."""
+    service = api.service()
+    data = sums() * 200
+    calm, client = new(service), new(service)
+    expected = learn(calm, data, 2), said(calm)
+    first = learn(client, data, 1)
+    passed = client.forward_backward(data, "cross_entropy")
+    stepped = client.optim_step(types.AdamParams(learning_rate=1e-3))
+
+    def open_requests() -> list[Any]:
+        found = api.journal("SELECT kind FROM requests WHERE done IS NULL AND model = ?", client.model_id)
+        return [kind for (kind,) in found]
+
+    wait_until(lambda: open_requests()[-1:] == [STEP], what="both requests are on disk")
+    assert PASS in open_requests(), "the pass is over before the kill: make it longer"
+    api.kill()
+    assert PASS in open_requests()
+    api.start()
+    losses = first + [passed.result().metrics["loss:sum"]]
+    stepped.result()
+    assert (losses, said(client)) == expected
+    assert open_requests() == []
+
+
+def test_a_request_whose_acknowledgement_was_lost_is_not_executed_again(api: ApiServer) -> None:
+    """The client sends the step once more after the restart, and hears what it would have heard."""
+    service = api.service()
+    calm, client = new(service), new(service)
+    learn(calm, sums(), 1)
+    client.forward_backward(sums(), "cross_entropy").result()
+    step = {"model_id": client.model_id, "seq_id": 2, "adam_params": {"learning_rate": 1e-3}}
+    answers = []
+    for _ in range(2):
+        assert api.post("optim_step", json=step).json()["request_id"] == f"{client.model_id}:2"
+        answers.append(api.post("retrieve_future", json={"request_id": f"{client.model_id}:2"}).json())
+        api.kill()
+        api.start()
+    assert answers[0] == answers[1]
+    client._request_id_counter, client._turn_counter = 2, 2  # it has sent number 2 by itself
+    assert said(client) == said(calm)
+
+
+def test_what_was_refused_stays_refused(api: ApiServer) -> None:
+    """A gradient that is not finite is dropped, and does not come back with the restart."""
+    service = api.service()
+    client = new(service)
+    before = said(client)
+    broken = [types.Datum(d.model_input, {**d.loss_fn_inputs, "weights": [3e38] * d.model_input.length}) for d in sums()]
+    client.forward_backward(broken, "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match="the weights are as before"):
+        client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    api.kill()
+    api.start()
+    with pytest.raises(tinker.RequestFailedError, match="call forward_backward before"):
+        client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    assert said(client) == before
+
+
+def test_checkpoints_and_samplers_outlive_the_server(api: ApiServer) -> None:
+    service = api.service()
+    client = new(service)
+    learn(client, sums(), 2)
+    path, expected = client.save_state("kept").result().path, said(client)
+    sampler = client.save_weights_and_get_sampling_client().result()
+    api.kill()
+    api.start()
+    assert said(service.create_training_client_from_state(path).result()) == expected
+    answer = sampler.sample(types.ModelInput.from_ints([4, 13]), 1, types.SamplingParams(max_tokens=2)).result()
+    assert answer.sequences[0].tokens
+
+
+def test_a_directory_has_one_server(api: ApiServer, tmp_path: Path) -> None:
+    second = ApiServer(tmp_path, api.config["model"]["path"], api.config["gateway"]["url"], "sqlite:///none")
+    second.config["directory"] = api.config["directory"]
+    with pytest.raises(AssertionError, match="is another server's"):
+        second.start()

@@ -1,0 +1,16 @@
+"""The training API: a server of the Tinker protocol, which the stock `tinker` SDK trains with.
+
+`python -m trainer.api --config FILE` runs it. Imports run downward in this list:
+
+__main__.py  the command line
+app.py       the routes
+service.py   what a request does: sessions, training clients, checkpoints, samplers
+queue.py     the requests of each training client, one after the other, once each
+sampling.py  answers and log-probs from the gateway, by snapshots of adapters
+tenants.py   the adapters of all clients on one base model: losses, gradients, Adam
+losses.py    the losses by name
+journal.py   what survives a crash
+wire.py      the bodies of requests and answers
+config.py    the configuration
+errors.py    what a client is told
+"""

@@ -1,0 +1,97 @@
+"""The configuration of the training API. Imports neither torch nor Megatron."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer.config import Dtype, GatewayConfig, ModelConfig
+from trainer.config.strict import positive, read
+from trainer.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """`rank` is the largest of an adapter. Of each key: `models` training clients, `pending` requests that wait or run.
+    `resident` clients without a pending gradient stay in memory, `served` snapshots of adapters in the server; of each
+    client as many snapshots without a name stay on disk.
+    `body_mb` bounds a request."""
+
+    rank: int = 64
+    models: int = 64
+    pending: int = 2000
+    resident: int = 16
+    served: int = 8
+    body_mb: int = 64
+
+    def __post_init__(self) -> None:
+        positive(self, "rank", "models", "pending", "resident", "served", "body_mb")
+
+
+@dataclass(frozen=True)
+class ServedConfig:
+    """The model that the gateway serves, and the store of its versions (default: HOTSWAP_STORE). `dtype` must be what
+    the serving engine was started with."""
+
+    model: str
+    store: str | None = None
+    dtype: Dtype = "bfloat16"
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        positive(self, "timeout_s")
+
+    @property
+    def store_url(self) -> str:
+        return self.store or os.environ.get("HOTSWAP_STORE", "")
+
+
+@dataclass(frozen=True)
+class ApiConfig:
+    """`directory` holds the journal, the states of all clients and their checkpoints. `base_model` is the name by which
+    clients ask for the model (default: `publish.model`), `tokenizer` what the SDK's get_tokenizer() loads (default:
+    `model.path`). `micro_tokens` bounds the tokens of a forward pass, padding included. Adapters are published as
+    `adapters`-0, -1 and so on, in the lineage `adapters`."""
+
+    model: ModelConfig
+    gateway: GatewayConfig
+    publish: ServedConfig
+    directory: str
+    host: str = "127.0.0.1"
+    port: int = 8400
+    base_model: str | None = None
+    tokenizer: str | None = None
+    adapters: str = "tinker"
+    alpha: float = 32.0
+    micro_tokens: int = 8192
+    seed: int = 0
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+
+    def __post_init__(self) -> None:
+        positive(self, "micro_tokens", "alpha")
+        if self.model.fp8 != "none":
+            raise ConfigError("model.fp8", "adapters are not trained on layers in 8 bits", "Set it to none")
+        if self.model.dtype == "float16":
+            raise ConfigError("model.dtype", "float16 needs a scaled loss", "Set it to bfloat16 or float32")
+        if not self.publish.store_url:
+            raise ConfigError("publish.store", "missing, and HOTSWAP_STORE is not set", "Set it to the store's URL")
+        if "/" in self.adapters or not self.adapters:
+            raise ConfigError("adapters", f"{self.adapters!r} cannot begin a name", "Use letters, digits and . _ : -")
+
+    @property
+    def name(self) -> str:
+        """Of the base model, for clients."""
+        return self.base_model or self.publish.model
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> ApiConfig:
+    """Read a YAML file and apply `a.b=c` overrides. Raises ConfigError naming the key that does not fit."""
+    config = read(ApiConfig, path, overrides)
+    try:
+        Path(config.directory).mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError("directory", f"cannot make {config.directory} ({error.strerror})", "Choose another") from None
+    if not os.access(config.directory, os.W_OK):
+        raise ConfigError("directory", f"may not write into {config.directory}", "Change its mode, or choose another")
+    return config

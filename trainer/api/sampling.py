@@ -1,0 +1,272 @@
+"""Answers and log-probs from the running server, by the adapters that clients have saved.
+
+A saved adapter (a snapshot) is published as one of a few parts of a version, by names that are this server's own. When
+one is asked for that no part has, it takes the part that was used longest ago. Requests name the least version that may
+answer them, so that none is answered by the snapshot before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from safetensors.torch import load_file
+
+import weightsync
+from trainer.api.config import ApiConfig
+from trainer.api.errors import BadRequest, Gone, Unauthorized, Unavailable
+from trainer.api.wire import Sample, SampleRequest, TopK, samples
+from trainer.config import GatewayConfig
+from trainer.connection import Bearer, verify
+from trainer.errors import RolloutError
+from trainer.megatron.hf_files import ADAPTER_FILE
+from trainer.publish import typed
+from trainer.rollouts.generate import GenerateClient, Request
+from weightsync.memory.parts import LORA
+
+PREFIX = "tml-"  # without which the SDK takes no key
+KNOWN_S = 30.0  # that a key is not asked about again
+WAIT_S = 30.0  # for an instance to have a version that is committed
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who asks: a hash of the key, the key for the gateway, and the longest context that the server takes."""
+
+    owner: str
+    key: str | None
+    context: int
+    until: float
+
+
+class Gateway:
+    """The keys' owners, and their requests under their own keys, so that their limits hold."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        self._http = httpx.AsyncClient(base_url=config.url, timeout=config.timeout_s, verify=verify(config))
+        self._known: dict[str, Client] = {}
+        self._generating: dict[str, GenerateClient] = {}
+
+    async def client(self, header: str | None) -> Client:
+        """Of a request. The gateway says whether the key is good. Raises Unauthorized, Unavailable."""
+        if not header:
+            raise Unauthorized(f"A key is required: set TINKER_API_KEY to {PREFIX} and a key of `hotswap keys create`.")
+        owner = hashlib.sha256(header.encode()).hexdigest()
+        if (known := self._known.get(owner)) is not None and known.until > time.monotonic():
+            return known
+        key = header.removeprefix(PREFIX)
+        answer = await self._ask("GET", "/v1/models", key)
+        served = answer["data"][0].get("max_model_len")
+        self._known = {o: c for o, c in self._known.items() if c.until > time.monotonic()}
+        self._known[owner] = Client(owner, key, served or 2**31, time.monotonic() + KNOWN_S)
+        return self._known[owner]
+
+    def generating(self, client: Client) -> GenerateClient:
+        """`/generate` under the client's key."""
+        if client.owner not in self._generating:
+            self._generating[client.owner] = GenerateClient(self._config, lambda: client.key)
+        return self._generating[client.owner]
+
+    async def prompt_logprobs(self, client: Client, body: dict[str, Any]) -> list[dict[str, Any] | None]:
+        """vLLM's: for each token of the prompt but the first its own log-prob and the likeliest ones, by token id."""
+        answer = await self._ask("POST", "/v1/completions", client.key, json=body)
+        found: list[dict[str, Any] | None] = answer["choices"][0]["prompt_logprobs"]
+        return found
+
+    async def close(self) -> None:
+        await self._http.aclose()
+        for client in self._generating.values():
+            await client.close()
+
+    async def _ask(self, method: str, path: str, key: str | None, **more: Any) -> Any:
+        try:
+            answer = await self._http.request(method, path, auth=Bearer(lambda: key), **more)
+        except httpx.HTTPError as error:
+            said = str(error) or type(error).__name__
+            raise Unavailable(f"the gateway at {self._config.url} does not answer ({said}); start it") from None
+        if answer.status_code in (401, 403):
+            raise Unauthorized(f"the gateway does not take this key: {answer.text[:300]}")
+        if answer.status_code >= 500 or answer.status_code == 429:
+            raise Unavailable(f"the gateway at {self._config.url} answered {answer.status_code}: {answer.text[:300]}")
+        if answer.is_error:
+            status = answer.status_code
+            raise RolloutError(f"the gateway refused ({status}): {answer.text[:300]}", status=status)
+        return answer.json()
+
+
+@dataclass
+class _Part:
+    """What one name of the server's answers with. `users` are requests that are under way."""
+
+    name: str
+    snapshot: Path | None = None
+    version: int = 0
+    users: int = 0
+    used: int = 0
+
+
+class Snapshots:
+    """Which snapshot has which part."""
+
+    def __init__(self, config: ApiConfig) -> None:
+        self._config = config
+        self._parts = [_Part(f"{config.adapters}-{number}") for number in range(config.limits.served)]
+        self._moved, self._uses = asyncio.Condition(), 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._publisher: weightsync.Publisher | None = None
+
+    @asynccontextmanager
+    async def held(self, snapshot: Path) -> AsyncIterator[_Part]:
+        """The part that has it, and keeps it within the body. Raises Gone, PublishError."""
+        part = await self._hold(snapshot)
+        try:
+            yield part
+        except RolloutError:
+            part.snapshot = None  # another version may have been activated that has it no more: publish it again
+            raise
+        finally:
+            async with self._moved:
+                part.users -= 1
+                self._moved.notify_all()
+
+    async def close(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+        self._thread.shutdown()
+
+    async def _hold(self, snapshot: Path) -> _Part:
+        if (found := self._placed(snapshot)) is not None:
+            return self._used(found)
+        async with self._moved:  # one publishes at a time
+            while (part := self._placed(snapshot) or self._free()) is None:
+                await self._moved.wait()
+            if part.snapshot != snapshot:
+                part.snapshot = None
+                part.version = await asyncio.get_running_loop().run_in_executor(
+                    self._thread, self._publish, snapshot, part.name
+                )
+                part.snapshot = snapshot
+            return self._used(part)
+
+    def _used(self, part: _Part) -> _Part:
+        self._uses += 1
+        part.users, part.used = part.users + 1, self._uses
+        return part
+
+    def _placed(self, snapshot: Path) -> _Part | None:
+        return next((part for part in self._parts if part.snapshot == snapshot), None)
+
+    def _free(self) -> _Part | None:
+        """The one that nobody uses, and was used longest ago."""
+        return min((part for part in self._parts if not part.users), key=lambda part: part.used, default=None)
+
+    def _publish(self, snapshot: Path, name: str) -> int:
+        try:
+            tensors = load_file(snapshot / ADAPTER_FILE)
+            config = json.loads((snapshot / "adapter_config.json").read_text())
+        except FileNotFoundError:
+            raise Gone(
+                f"the snapshot {snapshot.name} is no longer kept: save a newer one, or save it under a name"
+            ) from None
+        adapter = weightsync.Adapter(tensors, config)
+        timeout_s = self._config.publish.timeout_s
+        version: int = typed(self._opened().publish, adapter, part=LORA + name, timeout_s=timeout_s)
+        return version
+
+    def _opened(self) -> weightsync.Publisher:
+        if self._publisher is None:
+            c = self._config
+            self._publisher = typed(
+                weightsync.Publisher, c.publish.store_url, model=c.publish.model, lineage=c.adapters
+            )
+        return self._publisher
+
+    def _close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+class Sampler:
+    """Answers requests for samples."""
+
+    def __init__(self, gateway: Gateway, snapshots: Snapshots) -> None:
+        self._gateway, self._snapshots = gateway, snapshots
+
+    async def sample(self, client: Client, request: SampleRequest, snapshot: Path | None) -> bytes:
+        """By a snapshot, or by the base model. Raises BadRequest, RolloutError, PublishError, Gone."""
+        prompt = check(request, client.context)
+        if snapshot is None:
+            return await self._sampled(client, request, prompt, None, {})
+        async with self._snapshots.held(snapshot) as part:
+            wish = {"hotswap": {"min_version": part.version, "wait_s": WAIT_S}}
+            return await self._sampled(client, request, prompt, part.name, wish)
+
+    async def _sampled(
+        self, client: Client, request: SampleRequest, prompt: tuple[int, ...], model: str | None, wish: dict[str, Any]
+    ) -> bytes:
+        params = request.sampling_params
+        greedy = params.temperature == 0  # then vLLM gives one answer, and all are the same
+        asked = Request(
+            prompt,
+            1 if greedy else request.num_samples,
+            params.max_tokens or client.context - len(prompt),
+            params.temperature,
+            seed=None if params.seed is None else params.seed % (2**63 - 1),
+            model=model,
+            more={"top_p": params.top_p, "top_k": params.top_k} | _stop(params.stop) | wish,
+        )
+        answers = await self._gateway.generating(client).generate(asked)
+        found = [Sample(a.turn.token_ids, a.turn.logprobs or (), a.finish_reason == "stop") for a in answers]
+        found *= request.num_samples // len(found)
+        if not (request.prompt_logprobs or request.topk_prompt_logprobs):
+            return samples(found)
+        named = {} if model is None else {"model": model}
+        k = request.topk_prompt_logprobs
+        body = {"prompt": list(prompt), "max_tokens": 1, "temperature": 0, "prompt_logprobs": k} | named | wish
+        rows = await self._gateway.prompt_logprobs(client, body)
+        return samples(found, _own(prompt, rows, request.prompt_logprobs_last_n), _top(rows, k) if k else None)
+
+
+def check(request: SampleRequest, context: int) -> tuple[int, ...]:
+    """The prompt's tokens. Raises BadRequest for what cannot be answered."""
+    for name in ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
+        if getattr(request, name):
+            raise BadRequest(f"{name} is not computed here: leave it out", "unsupported")
+    prompt = request.token_ids()
+    if len(prompt) + (request.sampling_params.max_tokens or 1) > context:
+        asked = request.sampling_params.max_tokens or 1
+        raise BadRequest(
+            f"{len(prompt)} prompt tokens and max_tokens {asked} exceed the context of {context}: shorten one of them"
+        )
+    return prompt
+
+
+def _stop(stop: str | list[str] | list[int] | None) -> dict[str, Any]:
+    if stop is None:
+        return {}
+    if isinstance(stop, str):
+        return {"stop": [stop]}
+    if not stop:
+        return {"ignore_eos": True}
+    return {"stop_token_ids" if isinstance(stop[0], int) else "stop": list(stop)}
+
+
+def _own(prompt: tuple[int, ...], rows: list[dict[str, Any] | None], last: int | None) -> list[float]:
+    found = [math.nan if row is None else row[str(t)]["logprob"] for t, row in zip(prompt, rows, strict=True)]
+    return found if last is None else [math.nan] * max(len(found) - last, 0) + found[-last:]
+
+
+def _top(rows: list[dict[str, Any] | None], k: int) -> TopK:
+    by_logprob: Callable[[tuple[int, float]], float] = lambda pair: -pair[1]  # noqa: E731
+    said = [[(int(token), one["logprob"]) for token, one in (row or {}).items()] for row in rows]
+    return [sorted(row, key=by_logprob)[:k] for row in said]

@@ -1,0 +1,392 @@
+"""What the requests of the training API do: sessions, training clients, checkpoints and samplers.
+
+A training client's requests are numbered, written into the journal and executed by the queue. Everything they do on the
+model runs on one thread. A client whose tenant is not in memory (after a restart, or because others were used since) is
+read from its state file, and the batches since its last step are run again for the gradient.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from trainer.api import wire
+from trainer.api.config import ApiConfig
+from trainer.api.errors import ApiError, BadRequest, NotFound
+from trainer.api.journal import Answer, Done, Journal, Record, Request
+from trainer.api.queue import Queue
+from trainer.api.sampling import Client, Snapshots
+from trainer.api.tenants import ATTENTION, FEED_FORWARD, Tenant, Tenants, described, lora_of, seed_of, write_adapter
+from trainer.config import LoraConfig
+from trainer.errors import CheckpointError, TrainerError
+
+SESSION, MODEL, CHECKPOINT, SAMPLER = "session", "model", "checkpoint", "sampler"
+FORWARD, FORWARD_BACKWARD, STEP = "forward", "forward_backward", "optim_step"
+CREATE, LOAD, SAVE, SAVE_FOR_SAMPLER = "create_model", "load_weights", "save_weights", "save_weights_for_sampler"
+WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"  # the two kinds of checkpoints, as in their paths
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_PATH: Final = re.compile(r"tinker://([^/]+)/([^/]+)/([^/]+)")
+_Handler = Callable[[Request, Record | None], Done]
+
+
+class Service:
+    """Bound to the event loop it is started on. `tenants` is used on the thread of `work` alone."""
+
+    def __init__(
+        self, config: ApiConfig, journal: Journal, tenants: Tenants, work: ThreadPoolExecutor, snapshots: Snapshots
+    ) -> None:
+        self.config, self.journal, self.tenants = config, journal, tenants
+        self.queue = Queue(journal, self._execute, config.limits.pending)
+        self._work, self._snapshots = work, snapshots
+        self._directory = Path(config.directory)
+        self._resident: OrderedDict[str, Tenant] = OrderedDict()
+        self._handlers: dict[str, _Handler] = {
+            CREATE: self._create,
+            LOAD: self._load,
+            FORWARD: self._run,
+            FORWARD_BACKWARD: self._run,
+            STEP: self._step,
+            SAVE: self._save,
+            SAVE_FOR_SAMPLER: self._save_for_sampler,
+        }
+
+    # What is refused before a request has a number, is refused at once. After that it has to be a result: the SDK has
+    # given the next number away.
+
+    async def create(self, client: Client, body: wire.CreateModel) -> str:
+        """The model's id; its request 0 makes it. Raises BadRequest, NotFound."""
+        self.record(SESSION, body.session_id, client)
+        self._check_base(body.base_model)
+        _check_optimizer(body.optimizer_config)
+        if body.lora_config is None:
+            raise BadRequest(
+                "only adapters are trained here: create the client with lora_config (a rank). "
+                "`hotswap train` trains all weights",
+                "full_training_unsupported",
+            )
+        self._lora(body.lora_config)
+        model = self._new_model(client, body.session_id, body.model_seq_id)
+        await self._submit(client, model, 0, CREATE, body.model_dump_json().encode(), body.digest())
+        return model
+
+    async def load(self, client: Client, body: wire.LoadWeights) -> tuple[str, int]:
+        """Of a new model, or onto one: its id and the request's number."""
+        if body.session_id is not None and body.model_seq_id is not None:
+            self.record(SESSION, body.session_id, client)
+            self._check_base(body.base_model or self.config.name)
+            _check_optimizer(body.optimizer_config)
+            self._checkpoint(body.path, client.owner)
+            model, seq = self._new_model(client, body.session_id, body.model_seq_id), 0
+        elif body.model_id is not None and body.seq_id is not None:
+            model, seq = self.record(MODEL, body.model_id, client).id, body.seq_id
+        else:
+            raise BadRequest("load_weights needs model_id with seq_id, or session_id with model_seq_id")
+        await self._submit(client, model, seq, LOAD, body.model_dump_json().encode(), body.digest())
+        return model, seq
+
+    async def batch(self, client: Client, content: bytes) -> tuple[str, int]:
+        """Takes a `forward_backward`, or a `forward`."""
+        found = await asyncio.to_thread(wire.read_batch, content)
+        kind = FORWARD if found.forward_only else FORWARD_BACKWARD
+        self.record(MODEL, found.model_id, client)
+        await self._submit(client, found.model_id, found.seq_id, kind, content, await asyncio.to_thread(found.digest))
+        return found.model_id, found.seq_id
+
+    async def numbered(self, client: Client, kind: str, body: wire.OptimStep | wire.SaveWeights) -> tuple[str, int]:
+        """Takes a step, or one of the two ways to save."""
+        self.record(MODEL, body.model_id, client)
+        await self._submit(client, body.model_id, body.seq_id, kind, body.model_dump_json().encode(), body.digest())
+        return body.model_id, body.seq_id
+
+    async def result(self, client: Client, model: str, seq: int) -> Answer | None:
+        """None if there is none yet, after a long wait. Raises Gone, NotFound."""
+        if await asyncio.to_thread(self.journal.owner, model) != client.owner:
+            raise NotFound(f"there is no training client {model!r} of this key")
+        return await self.queue.result(model, seq)
+
+    async def delete_model(self, model: Record) -> None:
+        """With its checkpoints. Requests that wait are given up."""
+        await self.queue.give_up(model.id)
+
+        def remove() -> None:
+            self._resident.pop(model.id, None)
+            self.journal.forget(model.id)
+            _remove(self._directory / "models" / model.id)
+
+        await asyncio.get_running_loop().run_in_executor(self._work, remove)
+
+    def record(self, kind: str, identity: str, client: Client) -> Record:
+        """One of the client's own. Raises NotFound."""
+        found = self.journal.get(kind, identity)
+        if found is None or found.owner != client.owner:
+            raise NotFound(f"there is no {kind} {identity!r} of this key: create one first")
+        return found
+
+    def sampler(self, client: Client, body: wire.CreateSampler) -> str:
+        """The id of a new sampler. Raises BadRequest, NotFound."""
+        self.record(SESSION, body.session_id, client)
+        directory = None
+        if body.model_path is not None:
+            directory = self._checkpoint(body.model_path, client.owner, SAMPLER_WEIGHTS).about["directory"]
+        elif body.base_model is None:
+            raise BadRequest("a sampler needs base_model, or model_path with what save_weights_for_sampler returned")
+        else:
+            self._check_base(body.base_model)
+        made = self._sampler(client.owner, body.session_id, body.sampling_session_seq_id, directory, body.model_path)
+        self.journal.put(made)
+        return made.id
+
+    def delete_checkpoint(self, client: Client, path: str) -> None:
+        """Raises NotFound."""
+        found = self._checkpoint(path, client.owner)
+        self.journal.remove(CHECKPOINT, found.id)
+        _remove(Path(found.about["directory"]))
+
+    def checkpoints(self, model: str) -> list[Record]:
+        """Those of a model that have not expired."""
+        return [found for found in self.journal.below(CHECKPOINT, model) if not _expired(found)]
+
+    def lora_of_checkpoint(self, client: Client, path: str) -> Mapping[str, Any]:
+        """What its adapter is like. Raises NotFound, BadRequest."""
+        found = self._checkpoint(path, client.owner)
+        return dict(self.record(MODEL, found.parent, client).about["lora"])
+
+    async def _submit(self, client: Client, model: str, seq: int, kind: str, body: bytes, digest: str) -> None:
+        if seq < 0:
+            raise BadRequest(f"seq_id {seq} is no number of a request: count from 1")
+        await self.queue.submit(Request(model, seq, client.owner, kind, body, f"{kind} {digest}"))
+
+    def _new_model(self, client: Client, session: str, number: int) -> str:
+        """Its id, which a repeated request gets again. Raises BadRequest."""
+        model = f"{session}:train:{number}"  # the SDK counts on this form
+        most = self.config.limits.models
+        if self.journal.get(MODEL, model) is None and len(self.journal.of_owner(MODEL, client.owner)) >= most:
+            raise BadRequest(
+                f"this key has {most} training clients, which is the limit: delete one (DELETE "
+                "/api/v1/training_runs/ID), or have limits.models raised",
+                "too_many_models",
+            )
+        return model
+
+    def _check_base(self, name: str) -> None:
+        if name != self.config.name:
+            raise BadRequest(f"the base model {name!r} is not served here: use {self.config.name!r}", "unknown_model")
+
+    def _lora(self, asked: wire.Lora) -> LoraConfig:
+        most = self.config.limits.rank
+        if not 1 <= asked.rank <= most:
+            raise BadRequest(f"rank {asked.rank} is out of range: use 1 to {most}", "rank_out_of_range")
+        targets = (ATTENTION if asked.train_attn else ()) + (FEED_FORWARD if asked.train_mlp else ())
+        if not targets:
+            raise BadRequest("nothing would be trained: set train_attn or train_mlp (the head has no adapter here)")
+        return LoraConfig(rank=asked.rank, alpha=self.config.alpha, target_modules=targets)
+
+    def _checkpoint(self, path: str, owner: str, kind: str = "") -> Record:
+        """Raises BadRequest, NotFound."""
+        parts = _PATH.fullmatch(path)
+        if parts is None or parts[2] not in (WEIGHTS, SAMPLER_WEIGHTS) or (kind and parts[2] != kind):
+            of = kind or WEIGHTS
+            raise BadRequest(f"{path!r} is no checkpoint of this kind: give tinker://RUN/{of}/NAME", "wrong_path")
+        found = self.journal.get(CHECKPOINT, path)
+        if found is None or found.owner != owner or _expired(found):
+            raise NotFound(f"there is no checkpoint {path} of this key: it was not saved, was deleted or has expired")
+        return found
+
+    # Executed by the queue.
+
+    async def _execute(self, request: Request) -> Done:
+        done = await asyncio.get_running_loop().run_in_executor(self._work, self._on_thread, request)
+        if request.kind == SAVE_FOR_SAMPLER and not done.answer.failed:
+            async with self._snapshots.held(self._snapshot_of(request)):
+                pass  # it serves
+        return done
+
+    def _on_thread(self, request: Request) -> Done:
+        model = self.journal.get(MODEL, request.model)
+        if model is None and request.kind not in (CREATE, LOAD):
+            raise NotFound(f"the training client {request.model} could not be created, so it takes no requests")
+        try:
+            return self._handlers[request.kind](request, model)
+        except Exception as error:
+            if not (isinstance(error, ApiError) and error.user):
+                self._resident.pop(request.model, None)  # whatever it had begun: read it again
+            raise
+
+    def _create(self, request: Request, _: Record | None) -> Done:
+        body = wire.CreateModel.model_validate_json(request.body)
+        assert body.lora_config is not None  # `create` has looked
+        lora = self._lora(body.lora_config)
+        seed = body.lora_config.seed
+        seed = seed_of(f"{self.config.seed} {request.model}") if seed is None else seed
+        tenant = self.tenants.tenant(lora, seed)
+        return self._made(request, body.session_id, body.user_metadata, tenant)
+
+    def _made(self, request: Request, session: str, metadata: Mapping[str, Any] | None, tenant: Tenant) -> Done:
+        about = {"lora": described(tenant.lora), "session": session, "user_metadata": metadata}
+        model = Record(MODEL, request.model, request.owner, session, about)
+        self._keep(request.model, tenant)
+        answer = {"type": request.kind, "model_id": request.model}
+        return self._settle(request, model, tenant, Answer.json(answer))
+
+    def _load(self, request: Request, model: Record | None) -> Done:
+        body = wire.LoadWeights.model_validate_json(request.body)
+        found = self._checkpoint(body.path, request.owner, WEIGHTS)
+        file = Path(found.about["directory"]) / "state.safetensors"
+        lora = lora_of(file)
+        if model is None:
+            assert body.session_id is not None  # `load` has looked
+            tenant = self.tenants.tenant(lora, 0)
+            tenant.read(file, optimizer=body.optimizer)
+            done = self._made(request, body.session_id, body.user_metadata, tenant)
+        else:
+            tenant = self._tenant(model, request.seq)
+            if described(lora) != described(tenant.lora):
+                own = tenant.lora
+                raise BadRequest(
+                    f"{body.path} is of an adapter of rank {lora.rank} on {', '.join(lora.target_modules)}; this "
+                    f"client's has rank {own.rank} on {', '.join(own.target_modules)}: create a client from the "
+                    "checkpoint instead (create_training_client_from_state)",
+                    "other_adapter",
+                )
+            tenant.read(file, optimizer=body.optimizer)
+            done = self._settle(request, model, tenant, Answer(b""))
+        answer = {"type": LOAD, "path": body.path, "model_id": request.model}
+        return Done(Answer.json(answer), done.records, settled=True)
+
+    def _run(self, request: Request, model: Record | None) -> Done:
+        assert model is not None  # looked at in _on_thread
+        tenant = self._tenant(model, request.seq)
+        logprobs, loss = self.tenants.run(tenant, wire.read_batch(request.body))
+        answer = Answer(wire.output(logprobs, {"loss:sum": loss}), wire.PROTOBUF)
+        return Done(answer, keep=request.kind == FORWARD_BACKWARD)
+
+    def _step(self, request: Request, model: Record | None) -> Done:
+        assert model is not None  # looked at in _on_thread
+        body = wire.OptimStep.model_validate_json(request.body)
+        if body.adam_params is None:
+            raise BadRequest("the optimizer here is AdamW: pass AdamParams", "unsupported_optimizer")
+        tenant = self._tenant(model, request.seq)
+        try:
+            metrics = tenant.step(body.adam_params)
+        except BadRequest as error:  # which took the gradient: that is not to come back after a crash
+            answer = Answer.json({"error": str(error), "category": "user"}, failed=True)
+        else:
+            answer = Answer.json({"metrics": metrics})
+        return self._settle(request, model, tenant, answer)
+
+    def _save(self, request: Request, model: Record | None) -> Done:
+        assert model is not None  # looked at in _on_thread
+        body = wire.SaveWeights.model_validate_json(request.body)
+        path = self._new_path(request, body, WEIGHTS)
+        directory = self._directory / "models" / request.model / WEIGHTS / str(request.seq)
+        self._tenant(model, request.seq).write(directory / "state.safetensors")
+        record = _checkpoint_record(request, path, directory, body)
+        return Done(Answer.json({"type": SAVE, "path": path}), (record,))
+
+    def _save_for_sampler(self, request: Request, model: Record | None) -> Done:
+        assert model is not None  # looked at in _on_thread
+        body = wire.SaveForSampler.model_validate_json(request.body)
+        path = None if body.path is None else self._new_path(request, body, SAMPLER_WEIGHTS)
+        if path is None and body.sampling_session_seq_id is None:
+            raise BadRequest("save_weights_for_sampler needs a path, or sampling_session_seq_id")
+        directory = self._snapshot_of(request)
+        exported = self.tenants.export(self._tenant(model, request.seq), self.config.publish.dtype)
+        write_adapter(directory, *exported)
+        answer: dict[str, Any] = {"type": SAVE_FOR_SAMPLER, "path": path}
+        if path is not None:
+            return Done(Answer.json(answer), (_checkpoint_record(request, path, directory, body),))
+        self._forget_old_snapshots(request.model)
+        assert body.sampling_session_seq_id is not None
+        session = str(model.about["session"])
+        made = self._sampler(request.owner, session, body.sampling_session_seq_id, str(directory), None)
+        return Done(Answer.json(answer | {"sampling_session_id": made.id}), (made,))
+
+    def _new_path(self, request: Request, body: wire.SaveWeights, kind: str) -> str:
+        name = body.path or f"step-{request.seq}"
+        if not _NAME.fullmatch(name):
+            advice = "use up to 128 letters, digits and . _ -"
+            raise BadRequest(f"{name!r} is no name for a checkpoint: {advice}", "bad_name")
+        path = f"tinker://{request.model}/{kind}/{name}"
+        if (found := self.journal.get(CHECKPOINT, path)) is not None and not (body.overwrite or _expired(found)):
+            advice = "choose another name, or set overwrite"
+            raise BadRequest(f"there is a checkpoint {path} already: {advice}", "name_taken")
+        return path
+
+    def _snapshot_of(self, request: Request) -> Path:
+        named = wire.SaveForSampler.model_validate_json(request.body).path is not None
+        kind = SAMPLER_WEIGHTS if named else "snapshots"
+        return self._directory / "models" / request.model / kind / str(request.seq)
+
+    def _forget_old_snapshots(self, model: str) -> None:
+        """Those without a name but for the newest ones."""
+        directory = self._directory / "models" / model / "snapshots"
+        numbers = sorted((int(path.name) for path in directory.iterdir()), reverse=True)
+        for number in numbers[self.config.limits.served :]:
+            _remove(directory / str(number))
+
+    def _sampler(self, owner: str, session: str, number: int, directory: str | None, path: str | None) -> Record:
+        about = {"directory": directory, "model_path": path}
+        return Record(SAMPLER, f"{session}:sample:{number}", owner, session, about)
+
+    def _settle(self, request: Request, model: Record, tenant: Tenant, answer: Answer) -> Done:
+        """Write the tenant's state to disk, so that what came before needs not be done again."""
+        directory = self._directory / "models" / model.id / "states"
+        tenant.write(directory / f"{request.seq}.safetensors")
+        for other in directory.iterdir():
+            if other.stem not in (str(request.seq), str(model.about.get("applied"))):
+                other.unlink()  # of before the state that counts until this one does
+        record = Record(MODEL, model.id, model.owner, model.parent, {**model.about, "applied": request.seq}, model.made)
+        return Done(answer, (record,), settled=True)
+
+    def _tenant(self, model: Record, seq: int) -> Tenant:
+        """As it is before the request `seq`."""
+        if (found := self._resident.get(model.id)) is None:
+            applied = int(model.about["applied"])
+            lora = model.about["lora"]
+            config = LoraConfig(rank=lora["rank"], alpha=lora["alpha"], target_modules=tuple(lora["targets"]))
+            found = self.tenants.tenant(config, 0)
+            file = self._directory / "models" / model.id / "states" / f"{applied}.safetensors"
+            try:
+                found.read(file, optimizer=True)
+            except CheckpointError as error:
+                raise TrainerError(f"the state of {model.id} is lost: {error}. Load a checkpoint") from error
+            for earlier in self.journal.replayed(model.id, applied):
+                if earlier.seq < seq:
+                    self.tenants.run(found, wire.read_batch(earlier.body))
+        self._keep(model.id, found)
+        return found
+
+    def _keep(self, model: str, tenant: Tenant) -> None:
+        self._resident[model] = tenant
+        self._resident.move_to_end(model)
+        idle = [name for name, one in self._resident.items() if one.gradient is None and name != model]
+        for name in idle[: max(len(idle) + 1 - self.config.limits.resident, 0)]:
+            del self._resident[name]
+
+
+def _checkpoint_record(request: Request, path: str, directory: Path, body: wire.SaveWeights) -> Record:
+    expires = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
+    size = sum(file.stat().st_size for file in directory.iterdir())
+    about = {"directory": str(directory), "expires": expires, "bytes": size, "user_metadata": body.user_metadata}
+    return Record(CHECKPOINT, path, request.owner, request.model, about)
+
+
+def _check_optimizer(asked: Mapping[str, Any] | None) -> None:
+    if asked is not None and asked.get("type") != "adamw":
+        raise BadRequest(f"the optimizer {asked.get('type')!r} is not known here: use AdamW", "unsupported_optimizer")
+
+
+def _expired(record: Record) -> bool:
+    expires = record.about["expires"]
+    return expires is not None and expires <= time.time()
+
+
+def _remove(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)

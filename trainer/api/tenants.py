@@ -1,0 +1,288 @@
+"""The adapters of all clients on one base model, which is in memory once.
+
+A tenant is the adapter of one training client with its gradient and Adam's moments. One tenant's adapter at a time is
+on the model's layers (`lora.put`), so that tenants cannot touch each other. Gradients add up in float32 until the step,
+as in PyTorch; the step is torch's AdamW, on fp32 main weights. A tenant is read and written as one safetensors file.
+
+Everything here runs on one thread, in a process that is the only rank.
+
+Shapes: B sequences, T positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from trainer.api.errors import BadRequest
+from trainer.api.losses import TARGETS, Loss, check, column
+from trainer.api.wire import Adam, Batch, Datum
+from trainer.config import LoraConfig, ModelConfig, ParallelConfig
+from trainer.config.sections import Dtype, LinearLayer
+from trainer.errors import CheckpointError
+from trainer.megatron.attention import rotary_positions
+from trainer.megatron.convert import export_hf, unwrap
+from trainer.megatron.hf_config import ModelShape
+from trainer.megatron.hf_files import ADAPTER_FILE, HfTensors
+from trainer.megatron.lora import Switch, adapter_config, adapters, build, freeze, put, take
+from trainer.megatron.model import DTYPES, transformer_config
+from trainer.megatron.parallel import device
+from trainer.megatron.roles import load_model
+
+WEIGHT, FIRST, SECOND = "weight", "exp_avg", "exp_avg_sq"
+ATTENTION: Final[tuple[LinearLayer, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
+FEED_FORWARD: Final[tuple[LinearLayer, ...]] = ("gate_proj", "up_proj", "down_proj")
+_CONFIG: Final = "lora"  # of a file's metadata
+
+
+class Tenant:
+    """One client's adapter. `gradient` is None until there is one."""
+
+    def __init__(self, lora: LoraConfig, layers: Mapping[str, Any]) -> None:
+        self.lora, self.layers, self.steps = lora, layers, 0
+        self.parameters = {f"{at}.{n}": p for at, made in layers.items() for n, p in made.named_parameters()}
+        self.weights = {name: p.detach().float() for name, p in self.parameters.items()}  # themselves, if fp32
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+        self.gradient: dict[str, Tensor] | None = None
+        self.fresh()
+
+    def fresh(self) -> None:
+        """Adam as it begins."""
+        self.moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in self.weights.items()}
+        self.steps = 0
+
+    def collect(self) -> None:
+        """Add what a backward pass has left to the gradient."""
+        if self.gradient is None:
+            self.gradient = {name: torch.zeros_like(w) for name, w in self.weights.items()}
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self.gradient[name] += parameter.grad.float()
+                parameter.grad = None
+
+    def discard(self, before: dict[str, Tensor] | None) -> None:
+        """The gradient as it was."""
+        self.gradient = before
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def step(self, params: Adam) -> dict[str, float]:
+        """One step of AdamW, which takes the gradient. Raises BadRequest, and changes nothing, without a gradient that
+        is finite."""
+        if (gradient := self.gradient) is None:
+            raise BadRequest("there is no gradient: call forward_backward before optim_step", "no_gradient")
+        self.gradient = None
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradient.values()))
+        if not math.isfinite(norm):
+            advice = "it was dropped and the weights are as before; lower the learning rate, or load a checkpoint"
+            raise BadRequest(f"the gradient's norm is {norm}: {advice}", "not_finite")
+        if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
+            for g in gradient.values():
+                g *= params.grad_clip_norm / (norm + 1e-6)
+        names = list(self.weights)
+        with torch.no_grad():
+            adamw(
+                [self.weights[n] for n in names],
+                [gradient[n] for n in names],
+                [self.moments[n][0] for n in names],
+                [self.moments[n][1] for n in names],
+                [],
+                [torch.tensor(float(self.steps)) for _ in names],
+                foreach=False,
+                amsgrad=False,
+                beta1=params.beta1,
+                beta2=params.beta2,
+                lr=params.learning_rate,
+                weight_decay=params.weight_decay,
+                eps=params.eps,
+                maximize=False,
+            )
+        self.steps += 1
+        self._cast()
+        return {"grad_norm": norm}
+
+    def write(self, path: Path) -> None:
+        """Everything but the gradient, so that the file is whole or not there, also after a power failure."""
+        tensors = {f"{WEIGHT}.{name}": w for name, w in self.weights.items()}
+        for name, pair in self.moments.items():
+            tensors |= {f"{kind}.{name}": moment for kind, moment in zip((FIRST, SECOND), pair, strict=True)}
+        about = {_CONFIG: json.dumps(described(self.lora)), "steps": str(self.steps)}
+        _write_durably(path, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, about)
+
+    def read(self, path: Path, *, optimizer: bool) -> None:
+        """Raises CheckpointError; nothing has changed then."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                about, found = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error})") from error
+        if {n: t.shape for n, t in found.items() if n.startswith(f"{WEIGHT}.")} != {
+            f"{WEIGHT}.{n}": w.shape for n, w in self.weights.items()
+        }:
+            raise CheckpointError(f"{path} is of another adapter or base model")
+        for name, weight in self.weights.items():
+            weight.copy_(found[f"{WEIGHT}.{name}"])
+        self.gradient = None
+        self.fresh()
+        if optimizer:
+            self.steps = int(about["steps"])
+            for name, pair in self.moments.items():
+                for kind, moment in zip((FIRST, SECOND), pair, strict=True):
+                    moment.copy_(found[f"{kind}.{name}"])
+        self._cast()
+
+    def _cast(self) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(self.weights[name])  # nothing happens where they are one
+
+
+class Tenants:
+    """The base model, and what a tenant's requests do on it. Built after `parallel.distributed`."""
+
+    def __init__(self, model: ModelConfig, shape: ModelShape, micro_tokens: int) -> None:
+        """Raises TrainerError when the checkpoint cannot be trained on."""
+        self.shape, self._model, self._micro_tokens = shape, model, micro_tokens
+        tensors = None if model.random_init else HfTensors(model.path)
+        (self._chunk,) = load_model(shape, transformer_config(shape, ParallelConfig(), model), tensors)
+        self._base = unwrap(self._chunk)
+        freeze(self._base)
+        self._on: Tenant | None = None
+
+    def tenant(self, lora: LoraConfig, seed: int) -> Tenant:
+        """A new one: A random, B zero."""
+        self._put(None)
+        layers = build(self._base, self.shape, lora, seed, Switch())
+        for adapter in layers.values():
+            adapter.to(device())
+        return Tenant(lora, layers)
+
+    def run(self, tenant: Tenant, batch: Batch) -> tuple[list[NDArray[np.float32]], float]:
+        """Log-probs of each sequence's targets, and the loss; unless the batch says `forward_only` its gradient is
+        added to the tenant's. Raises BadRequest; the gradient is as before then."""
+        loss, options = check(batch, self.shape.vocab, self.shape.max_positions)
+        self._put(tenant)
+        found: dict[int, NDArray[np.float32]] = {}
+        total = 0.0
+        before = tenant.gradient
+        if before is not None and not batch.forward_only:
+            tenant.gradient = {name: g.clone() for name, g in before.items()}
+        try:
+            for rows in self._micro_batches(batch.data):
+                data = [batch.data[row] for row in rows]
+                with torch.set_grad_enabled(not batch.forward_only):
+                    logprobs_BT, value = self._forward(data, loss, options)
+                if not batch.forward_only:
+                    value.backward()
+                    tenant.collect()
+                total += float(value.detach())
+                said = logprobs_BT.detach().cpu().numpy()
+                found |= {row: said[i, : len(d.tokens)] for i, (row, d) in enumerate(zip(rows, data, strict=True))}
+        except BaseException:  # memory, most likely: half a batch counts for nothing
+            tenant.discard(before)
+            raise
+        return [found[row] for row in range(len(batch.data))], total
+
+    def export(self, tenant: Tenant, dtype: Dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """PEFT's tensors and configuration of the adapter as it is."""
+        self._put(tenant)
+        named = export_hf(adapters(self._chunk), self.shape)
+        found = {name: tensor.detach().to("cpu", DTYPES[dtype]).clone() for name, tensor in named}
+        return found, adapter_config(self.shape, tenant.lora, self._model.path)
+
+    def _forward(self, data: list[Datum], loss: Loss, options: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+        lengths = torch.tensor([len(datum.tokens) for datum in data])
+        width = int(lengths.max())
+        tokens = torch.zeros(len(data), width, dtype=torch.int64)
+        for row, datum in zip(tokens, data, strict=True):
+            row[: len(datum.tokens)] = torch.from_numpy(datum.tokens)
+        labels = column(loss, data, TARGETS, width, np.int64)
+        fields = {key: column(loss, data, key, width, np.float32).to(device()) for key in loss.needs}
+        positions = torch.arange(width).expand(len(data), -1)
+        inside = (positions < lengths[:, None]).to(device())
+        with rotary_positions(None):
+            out = self._chunk(tokens.to(device()), positions.to(device()), None, labels=labels.to(device()))
+        logprobs_BT = out[..., 0].float()
+        by_token = loss.function(logprobs_BT, fields, options)
+        return logprobs_BT, torch.where(inside, by_token, 0.0).sum()
+
+    def _micro_batches(self, data: Sequence[Datum]) -> Iterator[list[int]]:
+        """Rows of about one length together, as many as `micro_tokens` has room for."""
+        together: list[int] = []
+        for row in sorted(range(len(data)), key=lambda i: (len(data[i].tokens), i)):
+            if together and (len(together) + 1) * len(data[row].tokens) > self._micro_tokens:
+                yield together
+                together = []
+            together.append(row)
+        yield together
+
+    def _put(self, tenant: Tenant | None) -> None:
+        if self._on is not tenant:
+            if self._on is not None:
+                take(self._base, self._on.layers)
+            self._on = tenant
+            if tenant is not None:
+                put(self._base, tenant.layers)
+
+
+def described(lora: LoraConfig) -> dict[str, Any]:
+    """What makes two adapters fit each other."""
+    return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.target_modules)}
+
+
+def lora_of(file: Path) -> LoraConfig:
+    """The adapter that a state file is of. Raises CheckpointError."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            found = json.loads(opened.metadata()[_CONFIG])
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error})") from error
+    return LoraConfig(rank=found["rank"], alpha=found["alpha"], target_modules=tuple(found["targets"]))
+
+
+def seed_of(text: str) -> int:
+    """The same for the same text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+
+def write_adapter(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """PEFT's two files; the second one says that both are whole."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_durably(directory / ADAPTER_FILE, dict(tensors), {"format": "pt"})
+    _replace(directory / "adapter_config.json", json.dumps(config, indent=2, sort_keys=True).encode())
+
+
+def _write_durably(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.new")
+    save_file(tensors, str(beside), metadata=about)
+    _settle(beside, path)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_bytes(content)
+    _settle(beside, path)
+
+
+def _settle(beside: Path, path: Path) -> None:
+    with open(beside, "rb") as file:
+        os.fsync(file.fileno())
+    beside.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
