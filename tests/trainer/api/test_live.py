@@ -1,0 +1,89 @@
+"""The example of docs/trainer/api.md, as it stands there, against `hotswap up` with a real engine and real keys."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from tinker import types
+
+from tests.live import LiveServer
+from tests.trainer.api.server import ApiServer, datum, sums
+from tests.trainer.test_mixture import ENGINE
+from trainer.tiny_model import write_tiny_model
+
+PAGE = Path(__file__).parents[3] / "docs" / "trainer" / "api.md"
+pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ApiServer, str]]:
+    """The training API, and a key for it."""
+    root = tmp_path_factory.mktemp("live")
+    write_tiny_model(root / "model", max_position_embeddings=1024)
+    server = LiveServer(
+        root / "model", root / "state", (*ENGINE, "--enable-lora", "--max-lora-rank", "16"), name="demo"
+    )
+    with server.running():
+        made = server.admin.post("/admin/keys", json={"name": "somebody"})
+        assert made.is_success, made.text
+        api = ApiServer(root, str(root / "model"), server.url, server.processes.store, "demo", limits={"served": 3})
+        with api.running():
+            yield api, "tml-" + made.json()["key"]
+
+
+def test_the_example_of_the_page(live: tuple[ApiServer, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    api, key = live
+    monkeypatch.setenv("TINKER_BASE_URL", api.url)
+    monkeypatch.setenv("TINKER_API_KEY", key)
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    said: dict[str, Any] = {}
+    exec(compile(code, str(PAGE), "exec"), said)
+    losses, rewards = said["losses"], said["rewards"]
+    assert losses[-1] < 0.7 * losses[0]
+    assert statistics.fmean(rewards[-5:]) > statistics.fmean(rewards[:3]) + 0.1, rewards
+    assert said["tokenizer"].decode(said["answer"].sequences[0].tokens) == "4"
+
+
+def test_what_is_sampled_is_what_was_trained(live: tuple[ApiServer, str]) -> None:
+    """Samplers of several moments, more of them than the server has names: the log-probs of each are those that the
+    trainer had then, token by token; and ppo with them has a ratio of one."""
+    api, key = live
+    service = api.service(key)
+    client = service.create_lora_training_client(base_model="demo", rank=8).result()
+    probe, then, samplers = [4, 13, 5, 14, 6, 3, 9], [], []
+    for _ in range(5):
+        client.forward_backward(sums(), "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=2e-3)).result()
+        output = client.forward([datum(probe)], "cross_entropy").result()
+        then.append(list(output.loss_fn_outputs[0]["logprobs"].data))
+        samplers.append(client.save_weights_and_get_sampling_client().result())
+    for sampler, expected in list(zip(samplers, then, strict=True))[-3:] * 2:
+        found = sampler.compute_logprobs(types.ModelInput.from_ints(probe)).result()
+        assert found[0] is None
+        assert found[1:] == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(tinker.RequestFailedError, match="no longer kept"):
+        samplers[0].compute_logprobs(types.ModelInput.from_ints(probe)).result()
+    prompt = types.ModelInput.from_ints([4, 13, 5, 14])
+    (sample,) = samplers[-1].sample(prompt, 1, types.SamplingParams(max_tokens=4, stop=[])).result().sequences
+    assert len(sample.tokens) == 4
+    advantages = [0.0] * 3 + [1.0] * 4
+    data = [datum([4, 13, 5, 14, *sample.tokens], logprobs=[0.0] * 3 + list(sample.logprobs), advantages=advantages)]
+    assert client.forward_backward(data, "ppo").result().metrics["loss:sum"] == pytest.approx(-4.0, abs=1e-3)
+    last = samplers[-1].sample(
+        types.ModelInput.from_ints(probe), 1, types.SamplingParams(max_tokens=1), True, 2, prompt_logprobs_last_n=2
+    )
+    answer = last.result()
+    assert answer.prompt_logprobs is not None and answer.prompt_logprobs[:5] == [None] * 5
+    assert answer.topk_prompt_logprobs is not None and len(answer.topk_prompt_logprobs[-1] or []) == 2
+
+
+def test_a_key_that_the_gateway_does_not_know(live: tuple[ApiServer, str]) -> None:
+    api, _ = live
+    with pytest.raises(tinker.AuthenticationError, match="does not take this key"):
+        api.service("tml-hs-nobody").create_lora_training_client(base_model="demo").result()
