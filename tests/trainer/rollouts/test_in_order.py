@@ -13,8 +13,9 @@ import pytest
 from tests.trainer.rollouts.sampler import Records, Sampler, everything, numbers, published, useful
 from trainer.config.sections import AsyncSchedule, ColocatedSchedule, OneStepOffSchedule
 from trainer.errors import RolloutError
-from trainer.rollouts.schedules import Draw, Feed, Schedule, build_schedule
-from trainer.trajectory import Group
+from trainer.rollouts.feed import Draw, Feed
+from trainer.rollouts.schedules import Schedule, build_schedule
+from trainer.trajectory import Group, Outcome
 
 
 @pytest.fixture
@@ -142,8 +143,8 @@ class AtOnce(Sampler):
         super().__init__()
         self.version, self._slow = version, slow
 
-    def __call__(self, draw: Draw) -> Future[Group]:
-        future = super().__call__(draw)
+    def __call__(self, draw: Draw, before: Future[Outcome] | None = None) -> Future[Outcome]:
+        future = super().__call__(draw, before)
         if draw.number not in self._slow:
             self.finish(draw.number)
         return future
