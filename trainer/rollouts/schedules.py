@@ -6,11 +6,13 @@ algorithm sends back (`keep` says no: dynamic sampling, as in DAPO, arXiv 2503.1
 
 Colocated and one-step-off train on records in the order they were drawn. With seeded sampling, what a colocated step
 trains on depends on nothing but the weights and the seed. For that they decide by what stands in line, never by what is
-there already. With y the share of the groups looked at lately that were of use, a step that lacks n groups has
+there already. With y the share of the groups finished lately that were of use, a step that lacks n groups has
 
-    min(floor(n / y), n + oversample * batch)
+    min(floor(n / y + reserve) + long, n + oversample * batch)
 
-of them under way at once. What is good and not needed is the first that the next step takes.
+of them under way at once: `long` are those that an iteration's tokens were too few for, and `reserve` (a quarter of a
+batch) makes up for others that will be, where tokens have a budget. What is good and not needed is the first that the
+next step takes.
 
 The asynchronous schedule always has samples in flight and trains on groups about as they finish. It keeps the bound on
 staleness by choosing, not by throwing away, which would favour short answers. A group that weights of s optimizer steps
@@ -44,7 +46,8 @@ from trainer.staleness import StepsOfVersions
 from trainer.trajectory import Group, Outcome, Partial, outcome_from_json
 
 ROUNDING = 1e-9
-REMEMBERED = 0.8  # of the groups looked at until a step, the weight that they have at the next
+RESERVE = 0.25  # of a batch
+REMEMBERED = 0.8  # of the groups finished until a step, the weight that they have at the next
 
 
 class Start(Protocol):
@@ -59,12 +62,14 @@ Keep = Callable[[Group], bool]
 @dataclass(eq=False)
 class Pending:
     """A draw whose last round was sent off when the server had the weights after `served` optimizer steps. It may be
-    `patience` steps older than others when it is used: it takes several iterations, or has to wait for its turn."""
+    `patience` steps older than others when it is used: it takes several iterations, or has to wait for its turn. It is
+    `long` once a step has looked at it and it was not finished."""
 
     draw: Draw
     rounds: list[Future[Outcome]]
     served: int
     patience: int = 0
+    long: bool = False
 
     @property
     def future(self) -> Future[Outcome]:
@@ -81,7 +86,8 @@ class Pending:
         """For a checkpoint: what the newest round that is over came to, and how many were sent off after it."""
         found = [_result(future) for future in self.rounds]
         over = max((i for i, outcome in enumerate(found) if outcome is not None), default=-1)
-        return _entry(self.draw, self.served, self.patience, len(found) - 1 - over, found[over] if over >= 0 else None)
+        known = found[over].to_json() if over >= 0 and found[over] is not None else None
+        return _entry(self.draw, len(found) - 1 - over, known, self.served, self.patience, self.long)
 
     @property
     def rests(self) -> bool:
@@ -140,7 +146,7 @@ class Schedule(ABC):
         entries = [pending.entry() for pending in self.pending]
         for entry in entries:
             entry["owed"] += self._owed.get(entry["number"], 0)  # a checkpoint right after going back to one
-        entries += [_entry(draw, 0, 0, self._owed.get(draw.number, 1), None) for draw in self._interrupted]
+        entries += [_entry(draw, self._owed.get(draw.number, 1)) for draw in self._interrupted]
         about = {"iterating": self._iterating, "steps": self.steps.state_dict()}
         return {"drawn": self.feed.drawn, "pending": entries, **about}
 
@@ -153,7 +159,8 @@ class Schedule(ABC):
         entries = [(self.feed.at(entry["number"]), entry) for entry in state["pending"]]
         known = [(draw, entry) for draw, entry in entries if entry["group"] is not None]
         self.pending = [
-            Pending(draw, [_done(outcome_from_json(e["group"]))], e["served"], e["patience"]) for draw, e in known
+            Pending(draw, [_done(outcome_from_json(e["group"]))], e["served"], e["patience"], e["long"])
+            for draw, e in known
         ]
         self._interrupted = [draw for draw, entry in entries if entry["group"] is None]
         self._owed = {entry["number"]: entry["owed"] for _, entry in entries if entry["owed"]}
@@ -234,9 +241,16 @@ def _result(future: Future[Outcome]) -> Outcome | None:
     return future.result()
 
 
-def _entry(draw: Draw, served: int, patience: int, owed: int, known: Outcome | None) -> dict[str, Any]:
-    group = None if known is None else known.to_json()
-    return {"number": draw.number, "served": served, "patience": patience, "owed": owed, "group": group}
+def _entry(
+    draw: Draw,
+    owed: int,
+    group: dict[str, Any] | None = None,
+    served: int = 0,
+    patience: int = 0,
+    long: bool = False,
+) -> dict[str, Any]:
+    about = {"number": draw.number, "served": served, "patience": patience, "long": long}
+    return about | {"owed": owed, "group": group}
 
 
 class InOrder(Schedule):
@@ -255,7 +269,7 @@ class InOrder(Schedule):
     ) -> None:
         super().__init__(batch, max_refills, feed, start, keep, max_lag, rounds)
         self._oversample = oversample
-        self._seen, self._useful = float(batch), float(batch)  # groups looked at, and those that were of use
+        self._seen, self._useful = float(batch), float(batch)  # groups that were finished, and those of use
 
     def take(self, step: int, steps_left: int) -> Iterator[Rollout]:
         """In the order they were drawn, those that are finished and of use. When all in line have been looked at and
@@ -273,7 +287,7 @@ class InOrder(Schedule):
                 continue
             pending = self.pending[place]
             if isinstance(pending.future.result(), Partial):
-                self._seen, place = self._seen + 1, place + 1
+                pending.long, place = True, place + 1
                 continue
             if self._sent_again(pending, step):
                 self._line_up()
@@ -315,8 +329,9 @@ class InOrder(Schedule):
         """As many in line as a step that lacks so many groups asks for. More than that may be there after another
         schedule: then it is used first."""
         spare = min(self._oversample, steps_left - 1) * self.batch
-        expected = lacking * self._seen / max(self._useful, 1.0)
-        wanted = math.floor(min(expected, lacking + spare) + ROUNDING)
+        reserve = RESERVE * self.batch if self._rounds > 1 else 0.0
+        expected = math.floor(lacking * self._seen / max(self._useful, 1.0) + reserve + ROUNDING)
+        wanted = min(expected + sum(pending.long for pending in self.pending), math.floor(lacking + spare))
         waiting = math.ceil(self._oversample) if wanted > lacking or self._rounds > 1 else 0
         line = sorted([p.draw.number for p in self.pending] + [draw.number for draw in self._interrupted])
         again = [draw for draw in self._interrupted if draw.number in line[:wanted]]
