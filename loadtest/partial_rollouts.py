@@ -287,13 +287,13 @@ def with_lengths(lengths: Lengths) -> None:
     asked = Request.body
     prompts: set[int] = set()
 
-    def body(request: Request) -> dict[str, Any]:
-        found = asked(request)
-        if request.temperature == 0 or request.seed is None:
+    def body(self: Request) -> dict[str, Any]:
+        found = asked(self)
+        if self.temperature == 0 or self.seed is None:
             return found
-        prompts.add(len(request.prompt_ids))
-        left = lengths.left(request.seed, len(request.prompt_ids), min(prompts))
-        return found | {"max_tokens": min(request.max_tokens, left), "ignore_eos": True}
+        prompts.add(len(self.prompt_ids))
+        left = lengths.left(self.seed, len(self.prompt_ids), min(prompts))
+        return found | {"max_tokens": min(self.max_tokens, left), "ignore_eos": True}
 
     Request.body = body  # type: ignore[method-assign]
 

@@ -84,10 +84,10 @@ class Pending:
 
     def entry(self) -> dict[str, Any]:
         """For a checkpoint: what the newest round that is over came to, and how many were sent off after it."""
-        found = [_result(future) for future in self.rounds]
-        over = max((i for i, outcome in enumerate(found) if outcome is not None), default=-1)
-        known = found[over].to_json() if over >= 0 and found[over] is not None else None
-        return _entry(self.draw, len(found) - 1 - over, known, self.served, self.patience, self.long)
+        for owed, future in enumerate(reversed(self.rounds)):
+            if (known := _result(future)) is not None:
+                return _entry(self.draw, owed, known.to_json(), self.served, self.patience, self.long)
+        return _entry(self.draw, len(self.rounds))
 
     @property
     def rests(self) -> bool:
