@@ -202,6 +202,14 @@ def rl_step(json: Json = None, small: Small = False) -> None:
     run(json, small=small)
 
 
+@app.command(name="partial-rollouts")
+def partial_rollouts(json: Json = None, small: Small = False) -> None:
+    """Where a few answers are ten times as long as the rest: steps with and without a budget of tokens, accuracy."""
+    from loadtest.partial_rollouts import run
+
+    run(json, small=small)
+
+
 @app.command()
 def scale(
     json: Json = None,

@@ -19,6 +19,7 @@ from trainer.rewards.scorer import Score
 from trainer.staleness import StepsOfVersions
 
 LENGTH, REPEAT = "length", "repeat"  # the finish reasons of what was cut off, and of what went round in circles
+UNFINISHED = "unfinished"  # and of what is to go on: its part of an iteration's tokens is used up
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,13 @@ class Turn:
 @dataclass(frozen=True)
 class Trajectory:
     """The turns after the prompt. `finish_reason`: `stop` when it is complete, `length` when it was cut off, `repeat`
-    when it was ended because it repeated itself. `teacher_logprobs` are another model's of all tokens after the prompt,
-    0 on the environment's, if one was asked."""
+    when it was ended because it repeated itself, `unfinished` when it is to go on: then a last turn of the policy is
+    one that is still being written. Tokens before number `trained_from` are read and not trained on. `teacher_logprobs`
+    are another model's of all tokens after the prompt, 0 on the environment's, if one was asked."""
 
     turns: tuple[Turn, ...]
     finish_reason: str
+    trained_from: int = 0
     teacher_logprobs: tuple[float, ...] | None = None
 
     @cached_property
@@ -73,8 +76,9 @@ class Trajectory:
 
     @cached_property
     def mask(self) -> tuple[float, ...]:
-        """1 on the policy's tokens, 0 on the environment's."""
-        return tuple(float(turn.of_policy) for turn in self.turns for _ in turn.token_ids)
+        """1 on the tokens that are trained on, 0 on the environment's and on those before `trained_from`."""
+        by_policy = [turn.of_policy for turn in self.turns for _ in turn.token_ids]
+        return tuple(float(mine and place >= self.trained_from) for place, mine in enumerate(by_policy))
 
     @cached_property
     def versions(self) -> tuple[VersionSpan, ...]:
@@ -94,6 +98,15 @@ class Trajectory:
     def oldest(self) -> int | None:
         """Optimizer steps in the oldest weights that wrote one of its tokens; None if it has none, or nobody said."""
         return min((span.step for span in self.versions if span.end > span.start), default=None)
+
+    @property
+    def newest(self) -> int | None:
+        """Optimizer steps in the newest weights that wrote one of its tokens; None as for `oldest`."""
+        return max((span.step for span in self.versions if span.end > span.start), default=None)
+
+    def within(self, step: int, max_lag: int) -> Trajectory:
+        """With none of its tokens trained on that is more than `max_lag` steps behind `step`, nor any before one."""
+        return replace(self, trained_from=max((s.end for s in self.versions if step - s.step > max_lag), default=0))
 
     def lags(self, step: int) -> list[float]:
         """For each token, how many optimizer steps `step` is ahead of the weights that wrote it. Tokens that no span
@@ -149,6 +162,16 @@ class Group:
         known = [trajectory.oldest for trajectory in self.trajectories]
         return min((step for step in known if step is not None), default=None)
 
+    @property
+    def newest(self) -> int | None:
+        """Optimizer steps in the newest weights that wrote a token of the group."""
+        known = [trajectory.newest for trajectory in self.trajectories]
+        return max((step for step in known if step is not None), default=None)
+
+    def within(self, step: int, max_lag: int) -> Group:
+        """With none of its tokens trained on that is more than `max_lag` steps behind `step`. All rewards count."""
+        return replace(self, trajectories=tuple(trajectory.within(step, max_lag) for trajectory in self.trajectories))
+
     def dated(self, steps: StepsOfVersions) -> Group:
         """With the optimizer steps in the versions that wrote it."""
         return replace(self, trajectories=tuple(trajectory.dated(steps) for trajectory in self.trajectories))
@@ -164,10 +187,57 @@ class Group:
         return Group(tuple(data["prompt_ids"]), trajectories, tuple(Score(**s) for s in data["scores"]))
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One trajectory of a group that is not finished, after the prompt that it began with. `score` is None until it is
+    complete."""
+
+    prompt_ids: tuple[int, ...]
+    trajectory: Trajectory
+    score: Score | None = None
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A group of which some trajectories are to go on, by the number of the sample; None is one that was left out."""
+
+    samples: tuple[Sample | None, ...]
+
+    @staticmethod
+    def fresh(prompt_ids: tuple[int, ...], count: int) -> Partial:
+        """Before the first token."""
+        return Partial((Sample(prompt_ids, Trajectory((), UNFINISHED)),) * count)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The numbers of the samples that go on."""
+        return [i for i, sample in enumerate(self.samples) if sample is not None and sample.score is None]
+
+    def to_json(self) -> dict[str, Any]:
+        """As `Group.to_json`."""
+        return dataclasses.asdict(self)
+
+
+Outcome = Group | Partial
+
+
+def outcome_from_json(data: dict[str, Any]) -> Outcome:
+    """The inverse of both `to_json`."""
+    if "samples" not in data:
+        return Group.from_json(data)
+    return Partial(tuple(_sample(sample) if sample is not None else None for sample in data["samples"]))
+
+
 def trajectory_from_json(data: dict[str, Any]) -> Trajectory:
     taught = data["teacher_logprobs"]
     turns = tuple(_turn(turn) for turn in data["turns"])
-    return Trajectory(turns, data["finish_reason"], None if taught is None else tuple(taught))
+    teacher_logprobs = None if taught is None else tuple(taught)
+    return Trajectory(turns, data["finish_reason"], data["trained_from"], teacher_logprobs)
+
+
+def _sample(data: dict[str, Any]) -> Sample:
+    score = None if data["score"] is None else Score(**data["score"])
+    return Sample(tuple(data["prompt_ids"]), trajectory_from_json(data["trajectory"]), score)
 
 
 def _turn(data: dict[str, Any]) -> Turn:

@@ -20,6 +20,7 @@ from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.rewards import build_scorer
 from trainer.rollouts.sampling import Rollouts
+from trainer.trajectory import Group
 
 pytestmark = [pytest.mark.broad, pytest.mark.engine]
 
@@ -44,7 +45,8 @@ def check_logprobs(live: LiveServer, student_url: str, model: Path) -> None:
         teacher = TeacherConfig(url=live.url, model=live.name, form=form)  # type: ignore[arg-type]
         about = (GatewayConfig(url=student_url), RolloutConfig(max_tokens=8), build_scorer([ExactMatchReward()]))
         with Rollouts(*about, tokenizer, 3, teacher=teacher) as running:
-            group = running.submit(record, 3, 0, taught=True).result(timeout=60)
+            group = running.round(record, 3, 0).result(timeout=60)
+        assert isinstance(group, Group)
         for trajectory in group.trajectories:
             ids = torch.tensor([[*record.prompt_ids, *trajectory.token_ids]])
             with torch.no_grad():

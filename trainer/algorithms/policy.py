@@ -90,13 +90,13 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         self.needs = self._needs()
 
     def sequences(self, records: Seq[Record], groups: Seq[Group], step: int = 0) -> list[Sequence]:
-        """One sequence per trajectory with an answer. Groups whose rewards are all equal teach nothing, but keep their
-        tokens in the denominator."""
+        """One sequence per trajectory with a token to train on. Groups whose rewards are all equal teach nothing, but
+        keep their tokens in the denominator."""
         return [
             Sequence(group.prompt_ids, t.token_ids, self._per_token(t, credit, step), mask=t.mask)
             for group in groups
             for t, credit in zip(group.trajectories, self.credit(self._rewards(group, step)), strict=True)
-            if t.policy_tokens
+            if any(t.mask)
         ]
 
     @abstractmethod

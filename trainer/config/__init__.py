@@ -71,12 +71,14 @@ from trainer.config.sections import (
     LINEAR_LAYERS,
     AsyncSchedule,
     ColocatedSchedule,
+    CurriculumConfig,
     Dtype,
     GatewayConfig,
     LoraConfig,
     ModelConfig,
     OneStepOffSchedule,
     OptimizerConfig,
+    OrderConfig,
     PackingConfig,
     ParallelConfig,
     PublishConfig,
@@ -100,6 +102,7 @@ __all__ = [
     "CodeTasksData",
     "ColocatedSchedule",
     "CorrectionConfig",
+    "CurriculumConfig",
     "CustomConfig",
     "DataConfig",
     "DistillConfig",
@@ -126,6 +129,7 @@ __all__ = [
     "ModelConfig",
     "OneStepOffSchedule",
     "OptimizerConfig",
+    "OrderConfig",
     "PackingConfig",
     "ParallelConfig",
     "ParquetData",
@@ -172,6 +176,7 @@ class TrainerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rewards: tuple[RewardConfig, ...] = (ExactMatchReward(),)
     environment: EnvironmentConfig = field(default_factory=SingleTurnEnvironment)
+    order: OrderConfig = field(default_factory=OrderConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     schedule: ScheduleConfig = field(default_factory=ColocatedSchedule)
     memory: MemoryConfig | None = None
@@ -203,6 +208,10 @@ class TrainerConfig:
         if not alone and self.rollout.request == "group":
             problem = f"group, but the episodes of {self.environment.kind} go on one by one"
             raise ConfigError("rollout.request", problem, "Set it to sample")
+        if self.order.measures and not samples:
+            problem = f"goes by measured success, but {self.algorithm.name} learns from its records and measures none"
+            advice = "Leave prioritize out, and name a field of the curriculum"
+            raise ConfigError("order", problem, advice)
         if samples:
             self._check_publishing()
         if samples and self.packing is not None and self.packing.max_tokens <= self.rollout.max_tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -192,6 +193,8 @@ class RolloutConfig:
     A trajectory without a reward (`rewards.on_failure`) is scored again up to `attempts` times in all.
     `stop_repeats` ends an answer whose last so many tokens are one passage eight times or more (Kimi k1.5's repeat
     detection): it counts as truncated, and its tokens up to there as its answer.
+    `token_budget` is how many tokens a trajectory gets in an iteration; one that is longer goes on in the next, from
+    the weights that are there then (partial rollouts, Kimi k1.5, arXiv 2501.12599, section 2.6.2).
     """
 
     max_tokens: int = 16
@@ -202,10 +205,19 @@ class RolloutConfig:
     on_swap: Literal["keep", "recompute", "finish"] = "keep"
     attempts: int = 2
     stop_repeats: int | None = None
+    token_budget: int | None = None
     fixed_sampler: bool = False
 
+    @property
+    def rounds(self) -> int:
+        """Iterations that the longest trajectory takes."""
+        return 1 if self.token_budget is None else -(-self.max_tokens // self.token_budget)
+
     def __post_init__(self) -> None:
-        positive(self, "max_tokens", "attempts")
+        positive(self, "max_tokens", "attempts", "token_budget")
+        if self.token_budget is not None and self.token_budget >= self.max_tokens:
+            problem = f"{self.token_budget} ends no trajectory before max_tokens ({self.max_tokens}) does"
+            raise ConfigError("token_budget", problem, "Lower it, or leave it out")
         if self.stop_repeats is not None:
             in_range(self, "stop_repeats", 16, 10**6)
         if self.temperature != 1.0:
@@ -306,27 +318,86 @@ class GatewayConfig:
 
 
 @dataclass(frozen=True)
+class CurriculumConfig:
+    """From easy to hard, over the first `records` draws: problems of a difficulty of at most `first` at the beginning,
+    of at most `last` at the end and from then on. The difficulty is the number `field` of a record's `extra` (`a.b`
+    looks into an object), or without `field` what is measured, 1 - the problem's success rate."""
+
+    records: int
+    first: float
+    last: float = 1.0
+    field: str | None = None
+
+    def __post_init__(self) -> None:
+        positive(self, "records")
+        if not math.isfinite(self.first) or not math.isfinite(self.last) or self.last <= self.first:
+            problem = f"goes from a difficulty of {self.first} to one of {self.last}"
+            raise ConfigError("last", problem, "Set last above first: a curriculum goes from easy to hard")
+        if self.field is None and not 0.0 <= self.first < self.last <= 1.0:
+            problem = f"{self.first} to {self.last}, but a measured difficulty is 1 - a success rate"
+            raise ConfigError("first", problem, "Keep first and last within [0, 1], or name a field")
+
+
+@dataclass(frozen=True)
+class OrderConfig:
+    """Which problems are drawn, and how often; left out, each once an epoch. The equations are in
+    trainer/rollouts/feed.py.
+
+    `prioritize` draws problem i in proportion to 1 - its success rate s_i, of which `rate` is the share that its newest
+    group has. `curriculum` goes from easy to hard. `floor` is the least chance that a problem has when its turn comes.
+    """
+
+    prioritize: bool = False
+    curriculum: CurriculumConfig | None = None
+    floor: float = 0.05
+    rate: float = 0.5
+
+    def __post_init__(self) -> None:
+        in_range(self, "floor", 0.001, 1.0)
+        in_range(self, "rate", 0.01, 1.0)
+
+    @property
+    def thins(self) -> bool:
+        """Whether there are problems whose turn may pass."""
+        return self.prioritize or self.curriculum is not None
+
+    @property
+    def measures(self) -> bool:
+        """Whether it goes by success."""
+        return self.prioritize or (self.curriculum is not None and self.curriculum.field is None)
+
+
+@dataclass(frozen=True)
 class ColocatedSchedule:
     """A step's rollouts, then its training, by turns: the two may share one device. Every token a step trains on was
-    sampled from the weights that the step starts from. `max_refills` bounds how many more prompts, as a multiple of
-    `batch`, a step may draw for groups that the algorithm sends back (dynamic sampling)."""
+    sampled from the weights that the step starts from, unless groups are oversampled or go on over several steps.
+
+    `max_refills` bounds how many more prompts, as a multiple of `batch`, a step may draw for groups that the algorithm
+    sends back (dynamic sampling). A step samples as many groups at once as the share that was of use lately asks for,
+    up to `oversample` x `batch` more than it lacks; what is good and left over is used in the next steps.
+    """
 
     name: Literal["colocated"] = "colocated"
     max_refills: int = 3
+    oversample: float = 1.0
 
     def __post_init__(self) -> None:
         in_range(self, "max_refills", 0, 1000)
+        in_range(self, "oversample", 0.0, 100.0)
 
 
 @dataclass(frozen=True)
 class OneStepOffSchedule:
-    """The next step's rollouts are under way while this one trains: tokens are at most `publish.every` steps old."""
+    """The next step's rollouts are under way while this one trains: tokens are at most `publish.every` steps old,
+    unless groups are oversampled or go on over several steps. `max_refills` and `oversample` as under `colocated`."""
 
     name: Literal["one-step-off"] = "one-step-off"
     max_refills: int = 3
+    oversample: float = 1.0
 
     def __post_init__(self) -> None:
         in_range(self, "max_refills", 0, 1000)
+        in_range(self, "oversample", 0.0, 100.0)
 
 
 @dataclass(frozen=True)
@@ -334,7 +405,8 @@ class AsyncSchedule:
     """The server never stops: groups are taken as they finish, answers go on across swaps.
 
     No token is trained on that is more than `max_lag` optimizer steps old. `buffer` is how many groups may be sampled
-    ahead, in flight and finished together; null is the most that the bound allows, (`max_lag` + 1) x `batch`.
+    ahead, in flight and finished together; null is the most that the bound allows, (`max_lag` + 1) x `batch`. With
+    `rollout.token_budget` a group may take longer; the tokens of it that are too old are read and not trained on.
     """
 
     name: Literal["async"] = "async"

@@ -74,6 +74,11 @@ class Episode:
     number: int
     open: bool = True
 
+    @property
+    def alive(self) -> bool:
+        """Whether its process still has it."""
+        return self.open and self.worker.alive
+
     async def step(self, answer: str) -> Observation:
         """What comes after the answer. Raises EnvironmentFailed."""
         return await self._ask({"op": "step", "answer": answer})

@@ -15,23 +15,27 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
 
     `zero_std_groups` is the share of groups whose rewards are all equal: they teach a group-relative algorithm nothing.
     `truncated` is the share of samples that ran into `rollout.max_tokens`. A token's version lag is how many
-    optimizer steps the version that wrote it is behind `step`.
+    optimizer steps the version that wrote it is behind `step`. `excluded_tokens` is the share of the policy's tokens
+    that are read and not trained on, because they are too old; it is told where there are any.
     """
     groups = [group for group in groups if group.trajectories]  # of the others every episode or reward failed
     if not groups:
         return {}
     trajectories = [t for g in groups for t in g.trajectories]
     lags = [lag for t in trajectories for lag, trained in zip(t.lags(step), t.mask, strict=True) if trained]
+    written = sum(t.policy_tokens for t in trajectories)
+    excluded = {"excluded_tokens": (written - len(lags)) / written} if len(lags) < written else {}
     return (
         score_metrics([s for g in groups for s in g.scores])
         | {"zero_std_groups": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups)}
         | length_metrics(trajectories)
         | {
-            "rollout_tokens": float(sum(t.policy_tokens for t in trajectories)),
+            "rollout_tokens": float(written),
             "version_lag_mean": sum(lags) / max(len(lags), 1),
             "version_lag_max": max(lags, default=0.0),
             "versions_per_sample": statistics.fmean(len({v.version for v in t.versions}) for t in trajectories),
         }
+        | excluded
     )
 
 

@@ -27,9 +27,10 @@ from trainer.megatron.parallel import broadcast_json, lead
 from trainer.memory.phases import Phases
 from trainer.metrics.rollouts import rollout_metrics
 from trainer.metrics.throughput import Stopwatch
+from trainer.rollouts.feed import Draw, Feed
 from trainer.rollouts.sampling import Rollouts
-from trainer.rollouts.schedules import Draw, Feed, Rollout, Schedule, build_schedule
-from trainer.trajectory import Group
+from trainer.rollouts.schedules import Rollout, Schedule, build_schedule
+from trainer.trajectory import Group, Outcome
 
 T = TypeVar("T")
 
@@ -137,11 +138,12 @@ class Experience:
     ) -> None:
         self._config, self._algorithm, self._longest = config, algorithm, longest
         self._rollouts = rollouts
-        self.feed = Feed(dataset, config.seed)
+        self.feed = Feed(dataset, config.seed, config.order)
         self.schedule: Schedule | None = None
         if algorithm.samples_per_prompt:
             every = config.publish.every if config.publish is not None else 1
-            self.schedule = build_schedule(config.schedule, config.batch, self.feed, self._start, self._keep, every)
+            about = (config.schedule, config.batch, self.feed, self._start, self._keep)
+            self.schedule = build_schedule(*about, every, config.rollout.rounds)
         self._arriving: Iterator[Rollout] = iter(())
         self._taken: list[Rollout] = []
         self._sequences: list[Sequence] = []
@@ -212,11 +214,12 @@ class Experience:
         if self.schedule is None or self._rollouts is None:
             return {}
         groups = [rollout.group for rollout in self._taken]
-        return rollout_metrics(groups, self._step) | self.schedule.stats() | self._rollouts.stats()
+        sampled = rollout_metrics(groups, self._step) | self.schedule.stats() | self._rollouts.stats()
+        return sampled | self.feed.stats()
 
-    def _start(self, draw: Draw) -> Future[Group]:
+    def _start(self, draw: Draw, before: Future[Outcome] | None = None) -> Future[Outcome]:
         assert self._rollouts is not None  # the configuration insists on a gateway
-        return self._rollouts.submit(draw.record, self._algorithm.samples_per_prompt, draw.number, taught=True)
+        return self._rollouts.round(draw.record, self._algorithm.samples_per_prompt, draw.number, before)
 
     def _keep(self, group: Group) -> bool:
         """Whether it is of use: an environment or a reward may have failed for all of it."""

@@ -3,6 +3,9 @@
 What a stream has brought is kept. If it ends early (the connection is lost, the server is overloaded or restarts, a
 swap did not wait for the answer any longer), the client asks for the rest: the prompt and the tokens so far go back as
 the new prompt. So an answer may take as long as it needs, and none is begun again for what happens to it on the way.
+
+A budget ends a call in the same way: the answer comes back unfinished, and another call, in another iteration and from
+other weights, asks for its rest.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import orjson
 from trainer.config import GatewayConfig
 from trainer.connection import Bearer, verify
 from trainer.errors import GatewayUnreachable, RolloutError
-from trainer.trajectory import LENGTH, REPEAT, Turn, VersionSpan
+from trainer.trajectory import LENGTH, REPEAT, UNFINISHED, Turn, VersionSpan
 
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 WEIGHTS_CHANGED = "weights_changed"
@@ -83,7 +86,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer: its tokens as a turn, and why it ended."""
+    """One answer: its tokens as a turn, and why it ended; UNFINISHED if it is to go on."""
 
     turn: Turn
     finish_reason: str
@@ -107,14 +110,20 @@ class GenerateClient:
             timeout=timeout,
         )
 
-    async def generate(self, request: Request) -> tuple[Answer, ...]:
+    async def generate(
+        self, request: Request, begun: Turn | None = None, budget: int | None = None
+    ) -> tuple[Answer, ...]:
         """`request.n` answers in index order. At most `concurrency` requests are under way, the others wait in line.
         Retries what may pass (connection lost, 429, 5xx) for `retry_s` seconds since the last token that came. Silence
         of `timeout_s` ends a stream.
 
+        `budget`: the most tokens that each answer gets in this call; one that is not complete then comes back
+        UNFINISHED. `begun` is what an earlier call brought of the request's only answer.
+
         Raises GatewayUnreachable after that, RolloutError for a refusal or an answer that breaks the contract.
         """
-        drafts = [_Draft(request.stop_repeats) for _ in range(request.n)]
+        assert begun is None or request.n == 1
+        drafts = [_Draft.of(request, begun, budget) for _ in range(request.n)]
         patience = _Patience(self._config)
         async with self._room:
             while any(draft.finish_reason is None for draft in drafts):
@@ -132,9 +141,9 @@ class GenerateClient:
     async def _go_on(self, request: Request, drafts: list[_Draft]) -> None:
         """All of them at once, unless some have begun: then each one's rest. Raises _Interrupted."""
         if not any(draft.token_ids or draft.finish_reason for draft in drafts):
-            await self._stream(request, drafts)
+            await self._stream(drafts[0].rest(request), drafts)
             return
-        rests = [(d, r.after(d.token_ids)) for d, r in zip(drafts, request.split(), strict=True) if not d.finish_reason]
+        rests = [(d, d.rest(one)) for d, one in zip(drafts, request.split(), strict=True) if not d.finish_reason]
         try:
             async with asyncio.TaskGroup() as tasks:
                 for draft, rest in rests:
@@ -145,7 +154,7 @@ class GenerateClient:
     async def _stream(self, request: Request, drafts: list[_Draft]) -> None:
         """Write what comes into the drafts, as it comes. Raises _Interrupted, RolloutError."""
         if request.max_tokens <= 0:
-            drafts[0].finish_reason = LENGTH
+            drafts[0].end(LENGTH)
             return
         for draft in drafts:
             draft.begin()
@@ -183,8 +192,11 @@ class _Interrupted(Exception):
 
 @dataclass
 class _Draft:
-    """What has come of one answer; `begun` of its tokens before the request that is under way."""
+    """What has come of one answer; `begun` of its tokens before the request that is under way. It may have `most`
+    tokens, and `limit` of them when the call ends."""
 
+    most: int
+    limit: int
     stop_repeats: int | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -192,6 +204,24 @@ class _Draft:
     spans: tuple[VersionSpan, ...] = ()
     begun: int = 0
     finish_reason: str | None = None
+
+    @staticmethod
+    def of(request: Request, turn: Turn | None, budget: int | None) -> _Draft:
+        """Of an answer to the request, of which `turn` has come before."""
+        turn = turn or Turn((), ())
+        there, most = len(turn.token_ids), request.max_tokens
+        limit = most if budget is None else min(there + budget, most)
+        tokens, logprobs = list(turn.token_ids), list(turn.logprobs or ())
+        return _Draft(most, limit, request.stop_repeats, tokens, logprobs, turn.versions)
+
+    def rest(self, request: Request) -> Request:
+        """What to ask for now, of the request for this answer."""
+        return replace(request.after(self.token_ids), max_tokens=self.limit - len(self.token_ids))
+
+    def end(self, reason: str) -> None:
+        """The server ends with LENGTH where it was told to: that is the end of the call, or that of the answer."""
+        cut = reason == LENGTH and len(self.token_ids) == self.limit < self.most
+        self.finish_reason = UNFINISHED if cut else reason
 
     def begin(self) -> None:
         self.earlier, self.spans, self.begun = self.earlier + self.spans, (), len(self.token_ids)
@@ -213,7 +243,7 @@ class _Draft:
         if (reason := choice.get("finish_reason")) is not None:
             if reason == "abort":
                 raise _Interrupted("the server gave the answer up")
-            self.finish_reason = reason
+            self.end(reason)
         elif self.stop_repeats and tokens and repeats(self.token_ids[-self.stop_repeats :], self.stop_repeats):
             self.finish_reason = REPEAT
 

@@ -5,6 +5,12 @@ trajectory goes to its rewards the moment it is complete, while the others of it
 
 What fails outside of the model never becomes a reward: an episode that fails is played again, a score that is missing
 is asked for again, and in the end the trajectory is left out of its group.
+
+With `rollout.token_budget` a group is sampled in rounds (partial rollouts, Kimi k1.5, arXiv 2501.12599, section 2.6.2):
+in each, a trajectory gets so many tokens at most. What a round leaves is a `Partial`, plain data that a checkpoint can
+hold; the next round goes on from it, whatever weights are there then. An episode waits in its environment's process.
+Where that has lost it, after a resume or a fault, a new one is begun and the recorded answers are played to it; if it
+does not say the same again, the trajectory begins anew.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from trainer.errors import ConfigError, EnvironmentFailed, RolloutError
 from trainer.rewards.scorer import RewardRequest, Score, Scorer
 from trainer.rollouts.generate import SEEDS, GenerateClient, Request
 from trainer.rollouts.teacher import Teacher
-from trainer.trajectory import LENGTH, REPEAT, Group, Trajectory, Turn
+from trainer.trajectory import LENGTH, REPEAT, UNFINISHED, Group, Outcome, Partial, Sample, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,6 +57,27 @@ class _Played:
     prompt_ids: tuple[int, ...]
     trajectory: Trajectory
     said: tuple[Message, ...]
+
+
+@dataclass
+class _Playing:
+    """An episode that is under way, and what has been written in it. A last turn of the policy is still being
+    written."""
+
+    episode: Episode
+    prompt_ids: tuple[int, ...]
+    turns: list[Turn]
+    said: list[Message]
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        return tuple(token for turn in self.turns for token in turn.token_ids)
+
+    def is_at(self, sample: Sample) -> bool:
+        return self.prompt_ids == sample.prompt_ids and tuple(self.turns) == sample.trajectory.turns
+
+
+_Key = tuple[int, int]  # of an episode: the group's number, the sample's
 
 
 class Rollouts:
@@ -79,6 +106,7 @@ class Rollouts:
         self._thread.start()
         self._host: EnvironmentHost | None = None
         self._teacher: Teacher | None = None
+        self._waiting: dict[_Key, _Playing] = {}  # until their next round
         try:
             if environment is not None and not isinstance(environment, SingleTurnEnvironment):
                 self._host = EnvironmentHost(environment)
@@ -90,22 +118,25 @@ class Rollouts:
             self.close()
             raise
 
-    def submit(self, record: Record, n: int, number: int, *, taught: bool = False) -> Future[Group]:
+    def submit(self, record: Record, n: int, number: int) -> Future[Group]:
         """Begin to sample and score `n` trajectories at temperature 1. `number` is the record's place in the run's
-        order: with `rollout.seeded` it decides the samples. `taught`: ask the teacher about them, if there is one. The
-        future raises RolloutError, TeacherError."""
+        order: with `rollout.seeded` it decides the samples. No teacher is asked. The future raises RolloutError."""
+        return self._start(self._whole(record, self._request(record, n, number), number))
+
+    def round(self, record: Record, n: int, number: int, before: Future[Outcome] | None = None) -> Future[Outcome]:
+        """`submit` for training: the teacher is asked, if there is one, and each trajectory gets at most
+        `rollout.token_budget` tokens, so the group may be left Partial. `before` is the round to go on from, once it is
+        over; a group that is complete stays as it is. The future raises RolloutError, TeacherError."""
         c = self._rollout
-        request = Request(record.prompt_ids, n, c.max_tokens, c.temperature, c.stop_token_ids, self._seed_of(number))
-        request = replace(request, on_swap=c.on_swap, model=self._model, stop_repeats=c.stop_repeats)
-        return self._start(self._group(record, request, self._teacher if taught else None))
+        request = self._request(record, n, number)
+        return self._start(self._round(record, request, number, before, c.token_budget, self._teacher))
 
     def greedy(self, records: Sequence[Record]) -> list[Group]:
         """The most probable answer to each record, scored."""
         c = self._rollout
         one = Request((), 1, c.max_tokens, 0.0, c.stop_token_ids, model=self._model, stop_repeats=c.stop_repeats)
-        requests = [replace(one, prompt_ids=r.prompt_ids) for r in records]
-        pairs = zip(records, requests, strict=True)
-        return [future.result() for future in [self._start(self._group(*pair, None)) for pair in pairs]]
+        requests = [(r, replace(one, prompt_ids=r.prompt_ids), -1 - i) for i, r in enumerate(records)]
+        return [future.result() for future in [self._start(self._whole(*each)) for each in requests]]
 
     def stats(self) -> dict[str, float]:
         """Since the last call: mean milliseconds from a sample's request to its last token, and from there to its
@@ -155,41 +186,76 @@ class Rollouts:
         if self._host is not None:
             await self._host.close()
 
-    async def _group(self, record: Record, request: Request, teacher: Teacher | None) -> Group:
-        whole = self._rollout.request == "group" and self._host is None
-        parts = [request] if whole else request.split()
+    def _request(self, record: Record, n: int, number: int) -> Request:
+        c = self._rollout
+        request = Request(record.prompt_ids, n, c.max_tokens, c.temperature, c.stop_token_ids, self._seed_of(number))
+        return replace(request, on_swap=c.on_swap, model=self._model, stop_repeats=c.stop_repeats)
+
+    async def _whole(self, record: Record, request: Request, number: int) -> Group:
+        outcome = await self._round(record, request, number)
+        assert isinstance(outcome, Group)  # nothing ended it before its time
+        return outcome
+
+    async def _round(
+        self,
+        record: Record,
+        request: Request,
+        number: int,
+        before: Future[Outcome] | None = None,
+        budget: int | None = None,
+        teacher: Teacher | None = None,
+    ) -> Outcome:
+        fresh = Partial.fresh(record.prompt_ids, request.n)
+        begun: Outcome = fresh if before is None else await asyncio.wrap_future(before)
+        if isinstance(begun, Group):
+            return begun
+        samples, whole = list(begun.samples), list(enumerate(request.split()))
+        if self._rollout.request == "group" and self._host is None and begun == fresh:
+            whole = [(0, request)]
+        parts = [(i, part, one) for i, part in whole if (one := samples[i]) is not None and one.score is None]
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._scored(record, part, teacher)) for part in parts]
+                running = [
+                    tasks.create_task(self._scored(record, part, one, (number, i), budget, teacher))
+                    for i, part, one in parts
+                ]
         except ExceptionGroup as errors:  # one failure cancels the rest; it is what the user needs to see
             raise errors.exceptions[0] from None
-        pairs = [pair for task in running for pair in task.result()]
-        prompts = {played.prompt_ids for played, _ in pairs}
-        if len(prompts) > 1:
-            raise RolloutError(
-                f"the environment began {len(prompts)} episodes of record {record.index} in different ways. Make "
-                "`reset` depend on the task alone: only then can their rewards be compared."
-            )
-        prompt = prompts.pop() if prompts else record.prompt_ids
-        return Group(prompt, tuple(played.trajectory for played, _ in pairs), tuple(score for _, score in pairs))
+        for (i, part, _), task in zip(parts, running, strict=True):
+            samples[i : i + part.n] = task.result()
+        partial = Partial(tuple(samples))
+        return partial if partial.unfinished else _complete(record, partial)
 
-    async def _scored(self, record: Record, request: Request, teacher: Teacher | None) -> list[tuple[_Played, Score]]:
-        """The trajectories that were played and have a score, and the teacher's log-probs if it was asked."""
-        began = time.perf_counter()
+    async def _scored(
+        self, record: Record, request: Request, begun: Sample, key: _Key, budget: int | None, teacher: Teacher | None
+    ) -> list[Sample | None]:
+        """The trajectories further on; those that are complete have a score, and the teacher's log-probs if it is to be
+        asked, or are left out."""
+        started = time.perf_counter()
         host = self._host
-        played = await self._answers(request) if host is None else await self._episode(host, record, request)
+        if host is None:
+            played: list[_Played | None] = [*await self._answers(request, begun, budget)]
+        else:
+            played = [await self._episode(host, record, request, begun, key, budget)]
         generated = time.perf_counter()
-        asked = [asyncio.ensure_future(self._taught(teacher, each)) for each in played]
+        samples = await asyncio.gather(*(self._sample(record, each, teacher) for each in played))
+        finished = sum(sample is not None and sample.score is not None for sample in samples)
+        self._times.samples += finished
+        self._times.generate_s += (generated - started) * len(played)
+        self._times.score_s += (time.perf_counter() - generated) * finished
+        return list(samples)
+
+    async def _sample(self, record: Record, played: _Played | None, teacher: Teacher | None) -> Sample | None:
+        if played is None:
+            return None
+        if played.trajectory.finish_reason == UNFINISHED:
+            return Sample(played.prompt_ids, played.trajectory)
+        asked = asyncio.ensure_future(self._taught(teacher, played))
         try:
-            scores = await asyncio.gather(*(self._score(record, each) for each in played))
-            taught = await asyncio.gather(*asked)
+            score, taught = await self._score(record, played), await asked
         finally:
-            for task in asked:
-                task.cancel()
-        self._times.samples += len(played)
-        self._times.generate_s += (generated - began) * len(played)
-        self._times.score_s += (time.perf_counter() - generated) * len(played)
-        return [(t, score) for t, score in zip(taught, scores, strict=True) if t is not None and score is not None]
+            asked.cancel()
+        return None if score is None or taught is None else Sample(played.prompt_ids, taught.trajectory, score)
 
     async def _taught(self, teacher: Teacher | None, played: _Played) -> _Played | None:
         """With the teacher's log-probs; None when the teacher cannot take it."""
@@ -219,61 +285,128 @@ class Rollouts:
         self._counts["trajectories_without_reward"] += 1
         return None
 
-    async def _answers(self, request: Request) -> list[_Played]:
+    async def _answers(self, request: Request, begun: Sample, budget: int | None) -> list[_Played]:
         """Trajectories of one turn."""
+        turn = begun.trajectory.turns[0] if begun.trajectory.turns else None
         return [
             _Played(
                 request.prompt_ids,
                 Trajectory((answer.turn,), answer.finish_reason),
                 ({"role": "assistant", "content": self._tokenizer.decode(answer.turn.token_ids)},),
             )
-            for answer in await self._client.generate(request)
+            for answer in await self._client.generate(request, turn, budget)
         ]
 
-    async def _episode(self, host: EnvironmentHost, record: Record, request: Request) -> list[_Played]:
-        """One trajectory, or none if every attempt failed."""
+    async def _episode(
+        self, host: EnvironmentHost, record: Record, request: Request, begun: Sample, key: _Key, budget: int | None
+    ) -> _Played | None:
+        """One trajectory further on, or None if every attempt failed."""
         for attempt in range(1, host.config.attempts + 1):
             try:
-                episode, first = await host.begin(self._task(record))
+                playing = await self._playing(host, record, begun, key)
                 try:
-                    return [await self._play(episode, first, record, request)]
-                finally:
-                    await episode.close()
+                    played = await self._play(playing, request, budget)
+                except BaseException:
+                    await playing.episode.close()
+                    raise
+                if played.trajectory.finish_reason == UNFINISHED:
+                    self._waiting[key] = playing
+                else:
+                    await playing.episode.close()
+                return played
             except EnvironmentFailed as error:
                 self._counts["episodes_failed"] += 1
                 log.warning("an episode of record %d failed (attempt %d): %s", record.index, attempt, error)
         self._counts["episodes_left_out"] += 1
-        return []
+        return None
 
-    async def _play(self, episode: Episode, first: Observation, record: Record, request: Request) -> _Played:
-        """Turn by turn, until the environment says it is done, or the turns or tokens are used up."""
-        config = episode.host.config
-        prompt_ids = self._prompt(first, record)
-        turns: list[Turn] = []
-        said: list[Message] = []
-        finish_reason = LENGTH
-        for number in range(config.max_turns):
-            written = tuple(token for turn in turns for token in turn.token_ids)
-            rest = replace(request, prompt_ids=prompt_ids).after(written)
-            if rest.max_tokens <= 0:
+    async def _playing(self, host: EnvironmentHost, record: Record, begun: Sample, key: _Key) -> _Playing:
+        """The episode where `begun` stands: the one that waits there, or another that is brought there, or a new one.
+        Raises EnvironmentFailed."""
+        if (waiting := self._waiting.pop(key, None)) is not None:
+            if waiting.is_at(begun) and waiting.episode.alive:
+                return waiting
+            await waiting.episode.close()
+        playing = await self._begin(host, record)
+        if not begun.trajectory.turns:
+            return playing
+        try:
+            if await self._replay(playing, begun):
+                return playing
+        except BaseException:
+            await playing.episode.close()
+            raise
+        self._counts["episodes_begun_anew"] += 1
+        await playing.episode.close()
+        return await self._begin(host, record)
+
+    async def _begin(self, host: EnvironmentHost, record: Record) -> _Playing:
+        episode, first = await host.begin(self._task(record))
+        return _Playing(episode, self._prompt(first, record), [], [])
+
+    async def _replay(self, playing: _Playing, begun: Sample) -> bool:
+        """Play the recorded answers to a new episode; whether it said what is recorded, and is where `begun` stands."""
+        turns = list(begun.trajectory.turns)
+        unwritten = [turns.pop()] if turns[-1].of_policy else []
+        for turn, recorded in zip(turns[::2], turns[1::2], strict=True):
+            seen = await self._step(playing, turn)
+            if seen.done or seen.reward != turn.reward:
+                return False
+            self._listen(playing, seen)
+            if playing.turns[-1] != recorded:
+                return False
+        playing.turns += unwritten
+        return playing.is_at(begun)
+
+    async def _play(self, playing: _Playing, request: Request, budget: int | None) -> _Played:
+        """Turn by turn, until the environment says it is done, or the turns or tokens are used up, or the budget is."""
+        most, left, finish_reason = playing.episode.host.config.max_turns, budget, LENGTH
+        while True:
+            begun = playing.turns.pop() if playing.turns and playing.turns[-1].of_policy else None
+            number = sum(turn.of_policy for turn in playing.turns)
+            rest = replace(request, prompt_ids=playing.prompt_ids).after(playing.written)
+            if number == most or rest.max_tokens <= 0:
                 break
-            (answer,) = await self._client.generate(rest)
-            turns.append(answer.turn)
-            said.append({"role": "assistant", "content": self._tokenizer.decode(answer.turn.token_ids)})
+            if left == 0:
+                finish_reason = UNFINISHED
+                break
+            (answer,) = await self._client.generate(rest, begun, left)
+            if answer.finish_reason == UNFINISHED:
+                playing.turns.append(answer.turn)
+                finish_reason = UNFINISHED
+                break
+            if left is not None:
+                left -= len(answer.turn.token_ids) - len(begun.token_ids if begun is not None else ())
             if answer.finish_reason in (LENGTH, REPEAT):
+                self._say(playing, answer.turn)
                 finish_reason = answer.finish_reason
                 break
-            seen = await episode.step(said[-1]["content"])
-            turns[-1] = replace(answer.turn, reward=seen.reward)
+            seen = await self._step(playing, answer.turn)
             if seen.done:
                 finish_reason = answer.finish_reason
                 break
-            if number < config.max_turns - 1:
-                turns.append(self._observed(seen, answer.turn, config.max_observation_tokens))
-                said += seen.messages
-        while turns and not turns[-1].of_policy:
-            turns.pop()  # nothing was written after it
-        return _Played(prompt_ids, Trajectory(tuple(turns), finish_reason), tuple(said))
+            if number == most - 1:
+                break
+            self._listen(playing, seen)
+        while finish_reason != UNFINISHED and playing.turns and not playing.turns[-1].of_policy:
+            playing.turns.pop()  # nothing was written after it
+        return _Played(playing.prompt_ids, Trajectory(tuple(playing.turns), finish_reason), tuple(playing.said))
+
+    def _say(self, playing: _Playing, turn: Turn) -> str:
+        text = self._tokenizer.decode(turn.token_ids)
+        playing.turns.append(turn)
+        playing.said.append({"role": "assistant", "content": text})
+        return text
+
+    async def _step(self, playing: _Playing, turn: Turn) -> Observation:
+        seen = await playing.episode.step(self._say(playing, turn))
+        playing.turns[-1] = replace(turn, reward=seen.reward)
+        return seen
+
+    def _listen(self, playing: _Playing, seen: Observation) -> None:
+        most = playing.episode.host.config.max_observation_tokens
+        playing.turns.append(self._observed(seen, playing.turns[-1], most))
+        playing.said += seen.messages
 
     def _task(self, record: Record) -> Task:
         return Task(record.prompt, messages_of(record.prompt, record.messages), record.answer, record.extra)
@@ -306,6 +439,19 @@ class Rollouts:
             return None
         rng = np.random.default_rng([self._seed, number])
         return int(rng.integers(0, SEEDS - 1024))  # room for the sample's index, which is added to it
+
+
+def _complete(record: Record, partial: Partial) -> Group:
+    kept = [sample for sample in partial.samples if sample is not None]
+    prompts = {sample.prompt_ids for sample in kept}
+    if len(prompts) > 1:
+        raise RolloutError(
+            f"the environment began {len(prompts)} episodes of record {record.index} in different ways. Make "
+            "`reset` depend on the task alone: only then can their rewards be compared."
+        )
+    prompt = prompts.pop() if prompts else record.prompt_ids
+    scores = tuple(sample.score for sample in kept if sample.score is not None)
+    return Group(prompt, tuple(sample.trajectory for sample in kept), scores)
 
 
 def _unwritable(error: ValueError) -> ConfigError:

@@ -5,7 +5,14 @@ algorithm sends back (`keep` says no: dynamic sampling, as in DAPO, arXiv 2503.1
 `max_refills` times the batch a step; beyond that the step takes them, so that it is whole.
 
 Colocated and one-step-off train on records in the order they were drawn. With seeded sampling, what a colocated step
-trains on depends on nothing but the weights and the seed.
+trains on depends on nothing but the weights and the seed. For that they decide by what stands in line, never by what is
+there already. With y the share of the groups finished lately that were of use, a step that lacks n groups has
+
+    min(floor(n / y + reserve) + long, n + oversample * batch)
+
+of them under way at once: `long` are those that an iteration's tokens were too few for, and `reserve` (a quarter of a
+batch) makes up for others that will be, where tokens have a budget. What is good and not needed is the first that the
+next step takes.
 
 The asynchronous schedule always has samples in flight and trains on groups about as they finish. It keeps the bound on
 staleness by choosing, not by throwing away, which would favour short answers. A group that weights of s optimizer steps
@@ -14,72 +21,78 @@ the next d steps; if that many are due by then, the next one must come from thes
 first is feasible). Otherwise any finished one will do. At most (max_lag + 1) * B groups are ahead of training, which is
 also the back-pressure on sampling (as in AReaL, arXiv 2505.24298, whose rule counts the same first in, first out).
 
+Where a trajectory gets a budget of tokens in an iteration (partial rollouts, Kimi k1.5, arXiv 2501.12599, section
+2.6.2), a group is sampled in rounds. An iteration, from the moment a step has its groups to the same moment of the
+next, is one round of all groups that are not finished. A step that has too few begins another round. The continuation
+is sampled by the weights that are there then, so its bound counts from there: nobody waits for more than a round.
+Tokens that are over the bound when the group is trained on are read and not trained on.
+
 Age counts optimizer steps, not versions (staleness.py): where only every n-th step is published, or publishing fails,
 what is sampled is older. Groups that are over the bound for that reason are sampled again, if there are newer weights.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from trainer.config.sections import AsyncSchedule, OneStepOffSchedule, ScheduleConfig
-from trainer.data.records import Contents, Dataset, Record, take
+from trainer.rollouts.feed import Draw, Feed
 from trainer.staleness import StepsOfVersions
-from trainer.trajectory import Group
+from trainer.trajectory import Group, Outcome, Partial, outcome_from_json
+
+ROUNDING = 1e-9
+RESERVE = 0.25  # of a batch
+REMEMBERED = 0.8  # of the groups finished until a step, the weight that they have at the next
 
 
-@dataclass(frozen=True)
-class Draw:
-    """Record number `number` of a run."""
+class Start(Protocol):
+    """Samples and scores a draw: its first round, or the one that goes on from `before`."""
 
-    number: int
-    record: Record
+    def __call__(self, draw: Draw, before: Future[Outcome] | None = None) -> Future[Outcome]: ...
 
 
-class Feed:
-    """Hands the records out. Part of a checkpoint: `drawn` is its whole state."""
-
-    def __init__(self, dataset: Dataset, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
-        self._contents = Contents(dataset)
-        self.drawn = 0
-
-    def draw(self, count: int) -> list[Draw]:
-        """The next `count` records."""
-        first, self.drawn = self.drawn, self.drawn + count
-        indices = take(len(self._dataset), self._seed, first, count)
-        return [Draw(first + i, self._dataset[index]) for i, index in enumerate(indices)]
-
-    def at(self, number: int) -> Draw:
-        """Any record by its number."""
-        (index,) = take(len(self._dataset), self._seed, number, 1)
-        return Draw(number, self._dataset[index])
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON: the cursor and what it points into."""
-        return {"drawn": self.drawn, "contents": self._contents.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ResumeError when the data set has changed."""
-        self._contents.load_state_dict(state["contents"])
-        self.drawn = state["drawn"]
-
-
-Start = Callable[[Draw], Future[Group]]
 Keep = Callable[[Group], bool]
 
 
 @dataclass(eq=False)
 class Pending:
-    """A draw that was sent off when the server had the weights after `served` optimizer steps."""
+    """A draw whose last round was sent off when the server had the weights after `served` optimizer steps. It may be
+    `patience` steps older than others when it is used: it takes several iterations, or has to wait for its turn. It is
+    `long` once a step has looked at it and it was not finished."""
 
     draw: Draw
-    future: Future[Group]
+    rounds: list[Future[Outcome]]
     served: int
+    patience: int = 0
+    long: bool = False
+
+    @property
+    def future(self) -> Future[Outcome]:
+        """Its last round."""
+        return self.rounds[-1]
+
+    def go_on(self, start: Start, served: int) -> None:
+        """Another round; if one is in flight, behind it."""
+        del self.rounds[: max((i for i, future in enumerate(self.rounds) if future.done()), default=0)]
+        self.rounds.append(start(self.draw, self.future))
+        self.served = served
+
+    def entry(self) -> dict[str, Any]:
+        """For a checkpoint: what the newest round that is over came to, and how many were sent off after it."""
+        for owed, future in enumerate(reversed(self.rounds)):
+            if (known := _result(future)) is not None:
+                return _entry(self.draw, owed, known.to_json(), self.served, self.patience, self.long)
+        return _entry(self.draw, len(self.rounds))
+
+    @property
+    def rests(self) -> bool:
+        """Whether it waits for another round."""
+        return isinstance(_result(self.future), Partial)
 
 
 @dataclass(frozen=True)
@@ -91,16 +104,22 @@ class Rollout:
 
 
 class Schedule(ABC):
-    """The common part: sending off, refilling, counting, and what a checkpoint holds of it."""
+    """The common part: sending off, going on, refilling, counting, and what a checkpoint holds of it."""
 
-    def __init__(self, batch: int, max_refills: int, feed: Feed, start: Start, keep: Keep, max_lag: int) -> None:
-        """`max_lag`: how many optimizer steps old a token may be that a step trains on."""
+    def __init__(
+        self, batch: int, max_refills: int, feed: Feed, start: Start, keep: Keep, max_lag: int, rounds: int
+    ) -> None:
+        """`max_lag`: how many optimizer steps old a token may be that a step trains on. `rounds`: iterations that the
+        longest trajectory takes; 1 where they have no budget."""
         self.batch, self.feed, self.max_lag = batch, feed, max_lag
         self.steps = StepsOfVersions()
         self._start, self._keep, self._refills_allowed = start, keep, max_refills * batch
+        self._rounds = rounds
         self._refills_left = 0
+        self._iterating = False  # the round of the next step has begun
         self.pending: list[Pending] = []  # in the order they were drawn
-        self._interrupted: list[Draw] = []  # was in flight when a checkpoint was taken
+        self._interrupted: list[Draw] = []  # their first round was in flight when a checkpoint was taken
+        self._owed: dict[int, int] = {}  # rounds that were in flight then, by number
         self._counts = {"filtered_groups": 0.0, "stale_groups": 0.0}
 
     @abstractmethod
@@ -113,38 +132,62 @@ class Schedule(ABC):
         """Called when a step has its rollouts: sample what the steps after it (`steps_left` of them) will need."""
 
     def stats(self) -> dict[str, float]:
-        """Since the last call: groups sent back by the algorithm or too old; now: in flight, and ready."""
+        """Since the last call: groups sent back by the algorithm or too old; now: in flight, ready, and waiting for
+        another round."""
         counts, self._counts = self._counts, dict.fromkeys(self._counts, 0.0)
-        ready = sum(pending.future.done() for pending in self.pending)
-        return counts | {"groups_ready": float(ready), "groups_in_flight": float(len(self.pending) - ready)}
+        done, rest = sum(p.future.done() for p in self.pending), sum(p.rests for p in self.pending)
+        if self._rounds > 1:
+            counts["groups_unfinished"] = float(rest)
+        return counts | {"groups_ready": float(done - rest), "groups_in_flight": float(len(self.pending) - done)}
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON: how many records were drawn, and those that no step has used yet, with their samples if finished."""
-        pending = [{"number": p.draw.number, "served": p.served, "group": _finished(p.future)} for p in self.pending]
-        interrupted = [{"number": draw.number, "served": 0, "group": None} for draw in self._interrupted]
-        return {"drawn": self.feed.drawn, "pending": pending + interrupted, "steps": self.steps.state_dict()}
+        """JSON: how many records were drawn, and those that no step has used yet, with what is known of their
+        samples."""
+        entries = [pending.entry() for pending in self.pending]
+        for entry in entries:
+            entry["owed"] += self._owed.get(entry["number"], 0)  # a checkpoint right after going back to one
+        entries += [_entry(draw, self._owed.get(draw.number, 1)) for draw in self._interrupted]
+        about = {"iterating": self._iterating, "steps": self.steps.state_dict()}
+        return {"drawn": self.feed.drawn, "pending": entries, **about}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there: what was finished is kept, what was in flight is sampled again."""
-        for pending in self.pending:
-            pending.future.cancel()
-        self.feed.drawn = state["drawn"]
+        """Go on from there: what was finished is kept, what was begun goes on, the round in flight is sampled again."""
+        for future in (future for pending in self.pending for future in pending.rounds):
+            future.cancel()
+        self.feed.drawn, self._iterating = state["drawn"], state["iterating"]
         self.steps.load_state_dict(state["steps"])
         entries = [(self.feed.at(entry["number"]), entry) for entry in state["pending"]]
-        finished = [(draw, entry) for draw, entry in entries if entry["group"] is not None]
-        self.pending = [_done(draw, Group.from_json(e["group"]), e["served"]) for draw, e in finished]
+        known = [(draw, entry) for draw, entry in entries if entry["group"] is not None]
+        self.pending = [
+            Pending(draw, [_done(outcome_from_json(e["group"]))], e["served"], e["patience"], e["long"])
+            for draw, e in known
+        ]
         self._interrupted = [draw for draw, entry in entries if entry["group"] is None]
+        self._owed = {entry["number"]: entry["owed"] for _, entry in entries if entry["owed"]}
 
     def skip_to(self, drawn: int) -> None:
         """Use no record before number `drawn` any more, nor what was sampled for one."""
         self.load_state_dict({**self.state_dict(), "drawn": drawn, "pending": []})
 
     def _begin(self) -> None:
-        """For `take`: a step starts."""
+        """For `take`: a step starts, and an iteration, unless it has begun while the step before trained."""
         self._refills_left = self._refills_allowed
+        for pending in self.pending:
+            for _ in range(self._owed.pop(pending.draw.number, 0)):
+                pending.go_on(self._start, self.steps.served)
+        if not self._iterating:
+            self._go_on()
+        self._iterating = False
 
-    def _send(self, draw: Draw) -> None:
-        self.pending.append(Pending(draw, self._start(draw), self.steps.served))
+    @abstractmethod
+    def _go_on(self) -> None:
+        """Another round for what is not finished."""
+
+    def _send(self, draw: Draw, patience: int = 0) -> None:
+        pending = Pending(draw, [self._start(draw)], self.steps.served, patience)
+        for _ in range(self._owed.pop(draw.number, 1) - 1):
+            pending.go_on(self._start, self.steps.served)
+        self.pending.append(pending)
 
     def _send_next(self, count: int) -> None:
         """What a checkpoint interrupted comes first, now that the server has its weights."""
@@ -153,73 +196,155 @@ class Schedule(ABC):
             self._send(draw)
 
     def _group(self, finished: Pending) -> Group:
-        return finished.future.result().dated(self.steps)
+        outcome = finished.future.result()
+        assert isinstance(outcome, Group)
+        return outcome.dated(self.steps)
+
+    def _rollout(self, finished: Pending, group: Group, step: int) -> Rollout:
+        if self._rounds > 1:
+            group = group.within(step, self.max_lag + finished.patience)
+        return Rollout(finished.draw, group)
 
     def _sent_again(self, finished: Pending, step: int) -> bool:
         """Whether its group was over the bound, and another is to come for it. What the newest weights that the server
-        has were asked for is as young as can be."""
-        oldest = self._group(finished).oldest
-        if finished.served >= self.steps.served or oldest is None or step - oldest <= self.max_lag:
+        has were asked for is as young as can be. Of one that took several rounds, the last counts: the tokens before it
+        that are too old are left out."""
+        group = self._group(finished)
+        wrote = group.oldest if self._rounds == 1 else group.newest
+        if finished.served >= self.steps.served or wrote is None or step - wrote <= self.max_lag + finished.patience:
             return False
         self.pending.remove(finished)
         self._counts["stale_groups"] += 1
-        self._send(finished.draw)
+        self._send(finished.draw, finished.patience)
         return True
 
-    def _sent_back(self, group: Group) -> bool:
-        """Whether the algorithm does not want it and there is another to come for it."""
+    def _sent_back(self, draw: Draw, group: Group) -> bool:
+        """Whether the algorithm does not want it and another may come for it. What it says of the problem counts."""
+        self.feed.measured(draw, group)
         if self._keep(group) or self._refills_left == 0:
             return False
         self._refills_left -= 1
         self._counts["filtered_groups"] += 1
-        self._send_next(1)
         return True
 
 
-def _done(draw: Draw, group: Group, served: int) -> Pending:
-    future: Future[Group] = Future()
-    future.set_result(group)
-    return Pending(draw, future, served)
+def _done(outcome: Outcome) -> Future[Outcome]:
+    future: Future[Outcome] = Future()
+    future.set_result(outcome)
+    return future
 
 
-def _finished(future: Future[Group]) -> dict[str, Any] | None:
+def _result(future: Future[Outcome]) -> Outcome | None:
+    """None before it is there, and of one that failed."""
     if not future.done() or future.cancelled() or future.exception() is not None:
         return None
-    return future.result().to_json()
+    return future.result()
+
+
+def _entry(
+    draw: Draw,
+    owed: int,
+    group: dict[str, Any] | None = None,
+    served: int = 0,
+    patience: int = 0,
+    long: bool = False,
+) -> dict[str, Any]:
+    about = {"number": draw.number, "served": served, "patience": patience, "long": long}
+    return about | {"owed": owed, "group": group}
 
 
 class InOrder(Schedule):
     """A whole batch at a time, and nothing meanwhile: training has the device to itself."""
 
+    def __init__(
+        self,
+        batch: int,
+        max_refills: int,
+        feed: Feed,
+        start: Start,
+        keep: Keep,
+        max_lag: int,
+        rounds: int,
+        oversample: float,
+    ) -> None:
+        super().__init__(batch, max_refills, feed, start, keep, max_lag, rounds)
+        self._oversample = oversample
+        self._seen, self._useful = float(batch), float(batch)  # groups that were finished, and those of use
+
     def take(self, step: int, steps_left: int) -> Iterator[Rollout]:
-        """The batch sampled ahead, or a new one. A group that is not wanted is replaced at the end of the line."""
+        """In the order they were drawn, those that are finished and of use. When all in line have been looked at and
+        some are lacking, the unfinished ones get another round."""
         self._begin()
-        self._send_up_to_batch()
+        self._seen, self._useful = REMEMBERED * self._seen, REMEMBERED * self._useful
+        self._top_up(self.batch, steps_left)
         self._renew(step)
-        for _ in range(self.batch):
-            rollout = None
-            while rollout is None:
-                first = self.pending[0]
-                if self._sent_again(first, step):
-                    self._line_up()
-                    continue
-                group = self._group(first)
-                del self.pending[0]  # not before: a checkpoint or a retry must still find it
-                rollout = None if self._sent_back(group) else Rollout(first.draw, group)
-            yield rollout
+        lacking, place = self.batch, 0
+        while lacking:
+            if place == len(self.pending):
+                self._go_on()
+                self._top_up(lacking, steps_left)
+                place = 0
+                continue
+            pending = self.pending[place]
+            if isinstance(pending.future.result(), Partial):
+                pending.long, place = True, place + 1
+                continue
+            if self._sent_again(pending, step):
+                self._line_up()
+                continue
+            group = self._group(pending)
+            del self.pending[place]  # not before: a checkpoint or a retry must still find it
+            self._seen += 1
+            if self._sent_back(pending.draw, group):
+                self._top_up(lacking, steps_left)
+                continue
+            self._useful, lacking = self._useful + 1, lacking - 1
+            yield self._rollout(pending, group, step)
+        self._rest()
 
     def ahead(self, step: int, steps_left: int) -> None:
         """Nothing."""
 
-    def _send_up_to_batch(self) -> None:
-        """More than a batch may be there after another schedule: then it is used first."""
-        self._send_next(max(self.batch - len(self.pending), 0))
+    def state_dict(self) -> dict[str, Any]:
+        """With the share of groups that are of use."""
+        return super().state_dict() | {"seen": self._seen, "useful": self._useful}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From another schedule's state that share begins anew."""
+        super().load_state_dict(state)
+        whole = float(self.batch)
+        self._seen, self._useful = state.get("seen", whole), state.get("useful", whole)
+
+    def _go_on(self) -> None:
+        """One that still has a round in flight gets its next behind it, so that who is how fast decides nothing."""
+        for pending in self.pending if self._rounds > 1 else ():
+            if not isinstance(_result(pending.future), Group):
+                pending.go_on(self._start, self.steps.served)
+
+    def _rest(self) -> None:
+        """Nothing is sampled while the device trains: what is left over ends its round first."""
+        wait([pending.future for pending in self.pending])
+
+    def _top_up(self, lacking: int, steps_left: int) -> None:
+        """As many in line as a step that lacks so many groups asks for. More than that may be there after another
+        schedule: then it is used first."""
+        spare = min(self._oversample, steps_left - 1) * self.batch
+        reserve = RESERVE * self.batch if self._rounds > 1 else 0.0
+        expected = math.floor(lacking * self._seen / max(self._useful, 1.0) + reserve + ROUNDING)
+        wanted = min(expected + sum(pending.long for pending in self.pending), math.floor(lacking + spare))
+        waiting = math.ceil(self._oversample) if wanted > lacking or self._rounds > 1 else 0
+        line = sorted([p.draw.number for p in self.pending] + [draw.number for draw in self._interrupted])
+        again = [draw for draw in self._interrupted if draw.number in line[:wanted]]
+        self._interrupted = [draw for draw in self._interrupted if draw not in again]
+        for draw in [*again, *self.feed.draw(max(wanted - len(line), 0))]:
+            self._send(draw, waiting + self._rounds - 1)
         self._line_up()
 
     def _renew(self, step: int) -> None:
         """What is known to be too old is sampled again now, all at the same time."""
-        for pending in [pending for pending in self.pending[: self.batch] if pending.future.done()]:
-            self._sent_again(pending, step)
+        for pending in self.pending[: self.batch]:
+            if isinstance(_result(pending.future), Group):
+                self._sent_again(pending, step)
         self._line_up()
 
     def _line_up(self) -> None:
@@ -231,16 +356,29 @@ class OneStepOff(InOrder):
 
     def ahead(self, step: int, steps_left: int) -> None:
         if steps_left > 0:
-            self._send_up_to_batch()
+            self._go_on()
+            self._iterating = True
+            self._top_up(self.batch, steps_left)
+
+    def _rest(self) -> None:
+        """It samples all the time."""
 
 
 class Asynchronous(Schedule):
     """`max_lag` in optimizer steps, `buffer` in groups (None: the most that the bound allows)."""
 
     def __init__(
-        self, batch: int, max_refills: int, feed: Feed, start: Start, keep: Keep, max_lag: int, buffer: int | None
+        self,
+        batch: int,
+        max_refills: int,
+        feed: Feed,
+        start: Start,
+        keep: Keep,
+        max_lag: int,
+        rounds: int,
+        buffer: int | None,
     ) -> None:
-        super().__init__(batch, max_refills, feed, start, keep, max_lag)
+        super().__init__(batch, max_refills, feed, start, keep, max_lag, rounds)
         self._buffer = (max_lag + 1) * batch if buffer is None else max(buffer, batch)
 
     def take(self, step: int, steps_left: int) -> Iterator[Rollout]:
@@ -256,7 +394,16 @@ class Asynchronous(Schedule):
 
     def ahead(self, step: int, steps_left: int) -> None:
         """While training, the server works on what is ahead; room for more comes with the next version."""
+        if steps_left > 0:
+            self._go_on()
+            self._iterating = True
         self._fill(min(self._in_time(step + 1), steps_left * self.batch))
+
+    def _go_on(self) -> None:
+        """What is still in its round stays in it: it has the deadline of the weights that began it."""
+        for pending in self.pending:
+            if pending.rests:
+                pending.go_on(self._start, self.steps.served)
 
     def _in_time(self, first: int) -> int:
         """How many groups can be used in time, by steps from weights of `first` optimizer steps on, if the weights that
@@ -268,17 +415,24 @@ class Asynchronous(Schedule):
 
     def _next(self, step: int, left: int) -> Rollout | None:
         candidates = self._candidates(step, left)
+        if not candidates:
+            self._go_on()
+            return None
         done, _ = wait([pending.future for pending in candidates], return_when=FIRST_COMPLETED)
         chosen = next(pending for pending in candidates if pending.future in done)
-        if self._sent_again(chosen, step):
+        if chosen.rests or self._sent_again(chosen, step):
             return None
         group = self._group(chosen)
         self.pending.remove(chosen)
-        return None if self._sent_back(group) else Rollout(chosen.draw, group)
+        if self._sent_back(chosen.draw, group):
+            self._send_next(1)
+            return None
+        return self._rollout(chosen, group, step)
 
     def _candidates(self, step: int, left: int) -> list[Pending]:
-        """Among which the next one is chosen, those due first in front."""
-        by_deadline = sorted(self.pending, key=lambda pending: (pending.served, pending.draw.number))
+        """Among which the next one is chosen, those due first in front. None: all wait for another round."""
+        moving = [pending for pending in self.pending if not pending.rests]
+        by_deadline = sorted(moving, key=lambda pending: (pending.served, pending.draw.number))
         for count, pending in enumerate(by_deadline, 1):
             deadline = pending.served + self.max_lag
             if count >= left + (deadline - step) * self.batch:
@@ -287,7 +441,13 @@ class Asynchronous(Schedule):
 
 
 def build_schedule(
-    config: ScheduleConfig, batch: int, feed: Feed, start: Start, keep: Keep, publish_every: int = 1
+    config: ScheduleConfig,
+    batch: int,
+    feed: Feed,
+    start: Start,
+    keep: Keep,
+    publish_every: int = 1,
+    rounds: int = 1,
 ) -> Schedule:
     """The schedule a config entry names. `start` samples and scores a draw, `keep` says whether a group is of use.
 
@@ -296,7 +456,7 @@ def build_schedule(
     """
     common = (batch, config.max_refills, feed, start, keep)
     if isinstance(config, AsyncSchedule):
-        return Asynchronous(*common, config.max_lag, config.buffer)
+        return Asynchronous(*common, config.max_lag, rounds, config.buffer)
     if isinstance(config, OneStepOffSchedule):
-        return OneStepOff(*common, publish_every)
-    return InOrder(*common, publish_every - 1)
+        return OneStepOff(*common, publish_every, rounds, config.oversample)
+    return InOrder(*common, publish_every - 1, rounds, config.oversample)

@@ -106,3 +106,45 @@ def test_an_asynchronous_run(
         finished = sum(entry["group"] is not None for entry in saved["pending"])
         asked = [headers for headers in running.server.headers if headers["authorization"] == "Bearer resumed"]
         assert len(asked) == 4 * (20 - second) - finished
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("schedule", ["colocated", "one-step-off"])
+def test_a_run_of_partial_rollouts(
+    zygote: Zygote, config: dict[str, Any], tmp_path: Path, small_models: dict[str, str], schedule: str
+) -> None:
+    """Answers of up to five rounds, problems by their success, groups that are sent back: which groups a step gets
+    depends on none of it being fast. What was begun goes on from the tokens in the checkpoint."""
+    with fleet(small_models["qwen2"], tmp_path, kind=Unmoved) as running:
+        config |= {
+            "algorithm": {"name": "grpo", "samples_per_prompt": 4, "drop_zero_std": True},
+            "rewards": [{"kind": "regex", "pattern": "[0-9]+"}],
+            "order": {"prioritize": True},
+            "rollout": {"max_tokens": 24, "token_budget": 5},
+            "schedule": {"name": schedule},
+            "gateway": {"url": running.server.url, "api_key_env": "RUN"},
+            "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "lineage": "a"},
+            "checkpoint": config["checkpoint"] | {"keep": 100},
+            "steps": 14,
+            "optimizer": {"lr": 2e-3},
+            "batch": 4,
+        }
+        numbers = ("reward_mean", "answer_tokens_mean", "rollout_tokens")
+        expected = curve(uninterrupted(zygote, config, tmp_path), *numbers)
+        config["publish"]["lineage"] = "b"
+        first, second = killed_and_resumed(zygote, config, tmp_path, random.randrange(4, 10))
+        assert (first, second > 0) == (0, True)
+        assert curve(config["metrics"], *numbers) == expected
+        assert len({tuple(values) for values in expected.values()}) >= 4, "there was something to repeat"
+
+        kept = tmp_path / "checkpoints" / f"step-{second:08d}" / "parts" / "rollouts.json"
+        groups = [entry["group"] for entry in json.loads(kept.read_text())["pending"]]
+        begun = [sample for group in groups if group and "samples" in group for sample in group["samples"] if sample]
+        unfinished = [s["trajectory"]["turns"][0]["token_ids"] for s in begun if s["score"] is None]
+        assert unfinished, "there was something to go on with"
+        asked = [
+            body["prompt_token_ids"]
+            for body, headers in zip(running.server.requests, running.server.headers, strict=True)
+            if headers["authorization"] == "Bearer resumed"
+        ]
+        assert all(any(prompt[-len(tokens) :] == tokens for prompt in asked) for tokens in unfinished)

@@ -9,9 +9,10 @@ from concurrent.futures import Future
 from tests.trainer.rollouts.trajectories import answer
 from trainer.data.records import Record
 from trainer.rewards.scorer import Score
-from trainer.rollouts.schedules import Draw, Feed, Rollout, Schedule
+from trainer.rollouts.feed import Draw, Feed
+from trainer.rollouts.schedules import Rollout, Schedule
 from trainer.staleness import StepsOfVersions
-from trainer.trajectory import Group, VersionSpan
+from trainer.trajectory import UNFINISHED, Group, Outcome, Partial, Sample, Trajectory, Turn, VersionSpan
 
 
 class Records:
@@ -55,26 +56,37 @@ def published(schedule: Schedule, sampler: Sampler) -> Schedule:
     return schedule
 
 
-class Sampler:
-    """What a schedule starts. `version` is what the server runs; `sent` is in order; `finish` answers a draw."""
+Round = tuple[Future[Outcome], int, Future[Outcome] | None]
 
-    def __init__(self) -> None:
+
+class Sampler:
+    """What a schedule starts. `version` is what the server runs; `sent` is in order, first rounds only; `finish` ends a
+    draw's round. Those in `rounds` take so many, with a token in each."""
+
+    def __init__(self, rounds: dict[int, int] | None = None) -> None:
         self.version = 0
         self.sent: list[Draw] = []
-        self._open: dict[int, tuple[Future[Group], int]] = {}
+        self.rounds = rounds or {}
+        self._open: dict[int, list[Round]] = {}
         self._lock = threading.Condition()
 
-    def __call__(self, draw: Draw) -> Future[Group]:
-        future: Future[Group] = Future()
+    def __call__(self, draw: Draw, before: Future[Outcome] | None = None) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
         with self._lock:
-            self.sent.append(draw)
-            self._open[draw.number] = (future, self.version)
+            if before is None:
+                self.sent.append(draw)
+                self._open[draw.number] = []
+            if before is not None and before.done() and isinstance(found := before.result(), Group):
+                future.set_result(found)
+                return future
+            self._open.setdefault(draw.number, []).append((future, self.version, before))
             self._lock.notify_all()
         return future
 
     @property
     def in_flight(self) -> list[int]:
-        return sorted(self._open)
+        with self._lock:
+            return sorted(number for number, rounds in self._open.items() if rounds)
 
     def soon(self, action: Callable[[], object]) -> threading.Thread:
         """Do it on a thread, so that the schedule may wait for it."""
@@ -87,16 +99,36 @@ class Sampler:
         self._wait_for(*numbers)
         for number in numbers:
             with self._lock:
-                future, version = self._open.pop(number)
-            future.set_result(group(number, version, rewards))
+                future, version, before = self._open[number].pop(0)
+                outcome = self._further(number, version, before, rewards)
+                behind = self._open[number] if isinstance(outcome, Group) else []
+                self._open[number] = [] if behind else self._open[number]
+            for each in (future, *(waiting for waiting, _, _ in behind)):
+                each.set_result(outcome)
 
     def fail(self, number: int, error: Exception) -> None:
         self._wait_for(number)
-        self._open.pop(number)[0].set_exception(error)
+        self._open.pop(number)[0][0].set_exception(error)
+
+    def _further(
+        self, number: int, version: int, before: Future[Outcome] | None, rewards: tuple[float, ...]
+    ) -> Outcome:
+        if self.rounds.get(number, 1) == 1:
+            return group(number, version, rewards)
+        begun = before.result() if before is not None else Partial.fresh((number,), len(rewards))
+        assert isinstance(begun, Partial)
+        assert begun.samples[0] is not None
+        turns = begun.samples[0].trajectory.turns
+        there, spans = len(turns[0].token_ids) if turns else 0, turns[0].versions if turns else ()
+        turn = Turn((7,) * (there + 1), (-0.5,) * (there + 1), (*spans, VersionSpan(version, there, there + 1)))
+        if there + 1 == self.rounds[number]:
+            scores = tuple(Score(reward, {"r": reward}) for reward in rewards)
+            return Group((number,), (Trajectory((turn,), "stop"),) * len(rewards), scores)
+        return Partial((Sample((number,), Trajectory((turn,), UNFINISHED)),) * len(rewards))
 
     def _wait_for(self, *numbers: int) -> None:
         with self._lock:
-            assert self._lock.wait_for(lambda: self._open.keys() >= set(numbers), timeout=60), (
+            assert self._lock.wait_for(lambda: set(self.in_flight) >= set(numbers), timeout=60), (
                 f"{numbers} were not sent"
             )
 

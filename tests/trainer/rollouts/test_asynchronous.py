@@ -12,7 +12,8 @@ import pytest
 
 from tests.trainer.rollouts.sampler import Records, Sampler, everything, numbers, published, useful
 from trainer.config.sections import AsyncSchedule
-from trainer.rollouts.schedules import Feed, Schedule, build_schedule
+from trainer.rollouts.feed import Feed
+from trainer.rollouts.schedules import Schedule, build_schedule
 from trainer.trajectory import Group
 
 BATCH = 2

@@ -15,7 +15,8 @@ from trainer.config import PackingConfig
 from trainer.data.records import Record
 from trainer.errors import DataError, RolloutError
 from trainer.rollouts.experience import Experience
-from trainer.rollouts.schedules import Draw, Rollout
+from trainer.rollouts.feed import Draw
+from trainer.rollouts.schedules import Rollout
 from trainer.trajectory import Group
 
 LONGEST = 6
@@ -53,7 +54,14 @@ class Schedule:
 
 
 def experience(algorithm: Algorithm, schedule: Schedule | None, **config: Any) -> Experience:
-    settings = {"seed": 0, "batch": 4, "micro_batch": 2, "packing": None, "parallel": SimpleNamespace(data=1)} | config
+    settings = {
+        "seed": 0,
+        "order": None,
+        "batch": 4,
+        "micro_batch": 2,
+        "packing": None,
+        "parallel": SimpleNamespace(data=1),
+    } | config
     algorithm.samples_per_prompt = 0  # so that it builds no schedule of its own
     built = Experience(SimpleNamespace(**settings), algorithm, Records(), None, LONGEST)  # type: ignore[arg-type]
     built.schedule = schedule  # type: ignore[assignment]

@@ -13,8 +13,9 @@ import pytest
 from tests.trainer.rollouts.sampler import Records, Sampler, everything, numbers, published, useful
 from trainer.config.sections import AsyncSchedule, ColocatedSchedule, OneStepOffSchedule
 from trainer.errors import RolloutError
-from trainer.rollouts.schedules import Draw, Feed, Schedule, build_schedule
-from trainer.trajectory import Group
+from trainer.rollouts.feed import Draw, Feed
+from trainer.rollouts.schedules import Schedule, build_schedule
+from trainer.trajectory import Group, Outcome
 
 
 @pytest.fixture
@@ -142,8 +143,8 @@ class AtOnce(Sampler):
         super().__init__()
         self.version, self._slow = version, slow
 
-    def __call__(self, draw: Draw) -> Future[Group]:
-        future = super().__call__(draw)
+    def __call__(self, draw: Draw, before: Future[Outcome] | None = None) -> Future[Outcome]:
+        future = super().__call__(draw, before)
         if draw.number not in self._slow:
             self.finish(draw.number)
         return future
@@ -190,3 +191,97 @@ def test_a_batch_that_is_too_old_since_versions_were_skipped_is_sampled_again() 
     assert [rollout.group.oldest for rollout in rollouts] == [2] * 4
     assert [rollout.draw.number for rollout in rollouts] == [4, 5, 6, 7]
     assert schedule.stats()["stale_groups"] == 4
+
+
+def one_in_three(number: int) -> bool:
+    return number % 3 == 0
+
+
+def by_turns(number: int) -> bool:
+    """Eight that are of no use, then eight that are."""
+    return number // 8 % 2 == 1
+
+
+class Filtered(AtOnce):
+    """Every answer is there at once; the rewards of a group differ where `teaches` says so."""
+
+    def __init__(self, teaches: Callable[[int], bool] = one_in_three) -> None:
+        super().__init__()
+        self._teaches = teaches
+
+    def __call__(self, draw: Draw, before: Future[Outcome] | None = None) -> Future[Outcome]:
+        future = Sampler.__call__(self, draw, before)
+        self.finish(draw.number, rewards=(0.0, 1.0) if self._teaches(draw.number) else (1.0, 1.0))
+        return future
+
+
+def filtered(server: Sampler, oversample: float, refills: int = 9) -> Schedule:
+    config = ColocatedSchedule(max_refills=refills, oversample=oversample)
+    return published(build_schedule(config, 4, Feed(Records(), 0), server, useful), server)
+
+
+def test_as_many_are_sampled_at_once_as_the_share_of_useful_ones_asks_for() -> None:
+    """One group in three is of use. A wave of refills is what stood in line when it was looked at last."""
+    waves = {}
+    for oversample in (0.0, 2.0):
+        server, used, asked = Filtered(), list[int](), list[int]()
+        schedule = filtered(server, oversample)
+        for server.version in range(6):
+            before = len(server.sent)
+            taking = schedule.take(server.version, 99)
+            first = next(taking)
+            asked.append(len(server.sent) - before)
+            used += [first.draw.number, *numbers(taking)]
+        assert used == list(range(0, 3 * 24, 3)), "every group that is of use, in order, and each once"
+        waves[oversample] = asked
+    assert waves[0.0][1:] == [6] * 5, "a batch, and one for each that was sent back before the first was found"
+    assert all(wave >= 8 for wave in waves[2.0][2:]), "those of the step before are used beside them"
+
+
+def test_what_is_left_over_is_used_in_the_next_step_and_no_more_than_allowed_is() -> None:
+    server, lags, used = Filtered(by_turns), list[int](), list[int]()
+    schedule = filtered(server, 1.0)
+    for server.version in range(12):
+        for rollout in schedule.take(server.version, 99):
+            lags.append(server.version - (rollout.group.oldest or 0))
+            used.append(rollout.draw.number)
+        assert len(schedule.pending) <= 4
+    assert used == [number for number in range(used[-1] + 1) if by_turns(number)]
+    assert schedule.stats()["stale_groups"] == 0
+    assert max(lags) == 1
+
+
+def test_a_run_without_a_filter_samples_no_more_than_it_trains_on() -> None:
+    server = AtOnce()
+    schedule = published(build_schedule(ColocatedSchedule(), 4, Feed(Records(), 0), server, useful), server)
+    for server.version in range(5):
+        assert len(list(schedule.take(server.version, 99))) == 4
+    assert len(server.sent) == 20
+
+
+def test_nothing_is_oversampled_for_the_last_step() -> None:
+    server = Filtered()
+    schedule = filtered(server, 2.0)
+    for server.version in range(4):
+        list(schedule.take(server.version, 4 - server.version))
+    assert schedule.pending == []
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_oversampling_goes_on_where_it_stood(stop: int) -> None:
+    through = Filtered(by_turns)
+    expected = []
+    schedule = filtered(through, 1.0)
+    for through.version in range(8):
+        expected.append((numbers(schedule.take(through.version, 99)), schedule.feed.drawn))
+    before, found = Filtered(by_turns), []
+    schedule = filtered(before, 1.0)
+    for before.version in range(stop):
+        found.append((numbers(schedule.take(before.version, 99)), schedule.feed.drawn))
+    saved = json.loads(json.dumps(schedule.state_dict()))
+    after = Filtered(by_turns)
+    schedule = filtered(after, 1.0)
+    schedule.load_state_dict(saved)
+    for after.version in range(stop, 8):
+        found.append((numbers(schedule.take(after.version, 99)), schedule.feed.drawn))
+    assert found == expected

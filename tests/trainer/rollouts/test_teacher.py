@@ -73,7 +73,9 @@ def opinion(teacher: TeacherServer, tokenizer: Tokenizer, trajectory: Trajectory
 
 def sampled(running: Rollouts, tokenizer: Tokenizer, n: int = 3, *, taught: bool = True) -> Group:
     record = Record(0, PROBLEM, "03", tokenizer.prompt(PROBLEM), ())
-    return running.submit(record, n, 0, taught=taught).result(timeout=60)
+    group = (running.round if taught else running.submit)(record, n, 0).result(timeout=60)
+    assert isinstance(group, Group)
+    return group
 
 
 @pytest.mark.parametrize("form", ["prompt_logprobs", "echo"])
