@@ -39,7 +39,7 @@ class VersionSpan:
 class Turn:
     """Tokens that one side wrote. The policy's have a log-prob each, the engine's of the chosen tokens (the behaviour
     policy), and spans of versions, counted from the turn's first token. The environment's have none of both: `logprobs`
-    is None. `reward` is what the environment gave for a turn of the policy."""
+    is None. `reward` is what the environment gave for a turn of the policy, times `environment.weight`."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.config.environments import CallableEnvironment, ToolsEnvironment
 from trainer.environments.base import Message, Observation, Task
-from trainer.errors import ConfigError, EnvironmentFailed, RewardError
+from trainer.errors import ConfigError, EnvironmentFailed, EpisodeInterrupted, RewardError
 from trainer.worker_process import Lost, WorkerProcess, start_worker
 
 MODULE = "trainer.environments.worker"
@@ -75,7 +75,7 @@ class Episode:
     open: bool = True
 
     async def step(self, answer: str) -> Observation:
-        """What comes after the answer. Raises EnvironmentFailed."""
+        """What comes after the answer. Raises EnvironmentFailed; EpisodeInterrupted when another is to blame."""
         return await self._ask({"op": "step", "answer": answer})
 
     async def close(self) -> None:
@@ -94,6 +94,8 @@ class Episode:
 
     async def _ask(self, request: dict[str, Any]) -> Observation:
         limit = self.host.config.timeout_s
+        if not self.worker.alive:
+            raise EpisodeInterrupted("its process ended while it waited for an answer of the model.")
         try:
             async with asyncio.timeout(limit):
                 reply = await self.worker.ask({**request, "episode": self.number})
@@ -101,6 +103,8 @@ class Episode:
             self.worker.kill()
             raise EnvironmentFailed(f"the environment took over {limit:g} s for a {request['op']}; killed.") from None
         except Lost:
+            if self.worker.killed:
+                raise EpisodeInterrupted("its process was killed because another episode hangs.") from None
             raise EnvironmentFailed(f"the environment's process ended (status {await self.worker.status()}).") from None
         if "problem" in reply:
             raise EnvironmentFailed(f"the environment failed: {reply['problem']}")

@@ -21,11 +21,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trainer.config import EnvironmentConfig, GatewayConfig, RolloutConfig, SingleTurnEnvironment
+from trainer.config import EnvironmentConfig, GatewayConfig, RolloutConfig, SingleTurnEnvironment, ToolsEnvironment
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.environments import EnvironmentHost, Episode, Message, Observation, Task, messages_of
-from trainer.errors import ConfigError, EnvironmentFailed, RolloutError
+from trainer.environments.base import CHARACTERS
+from trainer.errors import ConfigError, EnvironmentFailed, EpisodeInterrupted, RolloutError
 from trainer.rewards.scorer import RewardRequest, Score, Scorer
 from trainer.rollouts.generate import SEEDS, GenerateClient, Request
 from trainer.trajectory import LENGTH, REPEAT, Group, Trajectory, Turn
@@ -45,11 +46,22 @@ class _Times:
 
 @dataclass(frozen=True)
 class _Played:
-    """A trajectory, the prompt that it began with, and all that was said in it as messages."""
+    """A trajectory, the prompt that it began with, all that was said in it as messages, and the sum of what the
+    environment gave (unweighted)."""
 
     prompt_ids: tuple[int, ...]
     trajectory: Trajectory
     said: tuple[Message, ...]
+    given: float = 0.0
+
+    def request(self, record: Record) -> RewardRequest:
+        """What rewards are asked about it."""
+        answers = [message["content"] for message in self.said if message["role"] == "assistant"]
+        t = self.trajectory
+        return RewardRequest(
+            record.prompt, answers[-1] if answers else "", record.answer, record.extra,
+            self.said, t.policy_tokens, t.truncated,
+        )  # fmt: skip
 
 
 class Rollouts:
@@ -154,6 +166,8 @@ class Rollouts:
         except ExceptionGroup as errors:  # one failure cancels the rest; it is what the user needs to see
             raise errors.exceptions[0] from None
         pairs = [pair for task in running for pair in task.result()]
+        if request.temperature > 0:  # an evaluation has one answer to a prompt, and nothing to compare it with
+            pairs = await self._compared(record, pairs)
         prompts = {played.prompt_ids for played, _ in pairs}
         if len(prompts) > 1:
             raise RolloutError(
@@ -175,21 +189,25 @@ class Rollouts:
         self._times.score_s += (time.perf_counter() - generated) * len(played)
         return [(each, score) for each, score in zip(played, scores, strict=True) if score is not None]
 
+    async def _compared(self, record: Record, pairs: list[tuple[_Played, Score]]) -> list[tuple[_Played, Score]]:
+        """With what group rewards add; none of them when one has no value, though it was asked again."""
+        requests, alone = [played.request(record) for played, _ in pairs], [score for _, score in pairs]
+        for _ in range(self._rollout.attempts):
+            scores = await self._scorer.compared(requests, alone)
+            if not any(score.missing for score in scores):
+                return [(played, score) for (played, _), score in zip(pairs, scores, strict=True)]
+        self._counts["trajectories_without_reward"] += len(pairs)
+        return []
+
     async def _score(self, record: Record, played: _Played) -> Score | None:
         """None when a reward has no value, though it was asked again."""
-        answers = [message["content"] for message in played.said if message["role"] == "assistant"]
-        trajectory = played.trajectory
-        request = RewardRequest(
-            record.prompt, answers[-1] if answers else "", record.answer, record.extra,
-            played.said, trajectory.policy_tokens, trajectory.truncated,
-        )  # fmt: skip
+        request = played.request(record)
         for _ in range(self._rollout.attempts):
             score = await self._scorer(request)
             if not score.missing:
-                if self._host is None:
-                    return score
-                own = sum(turn.reward for turn in trajectory.turns)
-                return score.plus(ENVIRONMENT, own, self._host.config.weight)
+                if self._host is None or isinstance(self._host.config, ToolsEnvironment):
+                    return score  # nothing was given
+                return score.plus(ENVIRONMENT, played.given, self._host.config.weight)
         self._counts["trajectories_without_reward"] += 1
         return None
 
@@ -206,16 +224,20 @@ class Rollouts:
 
     async def _episode(self, host: EnvironmentHost, record: Record, request: Request) -> list[_Played]:
         """One trajectory, or none if every attempt failed."""
-        for attempt in range(1, host.config.attempts + 1):
+        attempt = 1
+        while attempt <= host.config.attempts:
             try:
                 episode, first = await host.begin(self._task(record))
                 try:
                     return [await self._play(episode, first, record, request)]
                 finally:
                     await episode.close()
+            except EpisodeInterrupted:  # each time another one has failed, so there is an end to it
+                self._counts["episodes_interrupted"] += 1
             except EnvironmentFailed as error:
                 self._counts["episodes_failed"] += 1
                 log.warning("an episode of record %d failed (attempt %d): %s", record.index, attempt, error)
+                attempt += 1
         self._counts["episodes_left_out"] += 1
         return []
 
@@ -225,7 +247,7 @@ class Rollouts:
         prompt_ids = self._prompt(first, record)
         turns: list[Turn] = []
         said: list[Message] = []
-        finish_reason = LENGTH
+        finish_reason, given = LENGTH, 0.0
         for number in range(config.max_turns):
             written = tuple(token for turn in turns for token in turn.token_ids)
             rest = replace(request, prompt_ids=prompt_ids).after(written)
@@ -238,7 +260,8 @@ class Rollouts:
                 finish_reason = answer.finish_reason
                 break
             seen = await episode.step(said[-1]["content"])
-            turns[-1] = replace(answer.turn, reward=seen.reward)
+            turns[-1] = replace(answer.turn, reward=config.weight * seen.reward)
+            given += seen.reward
             if seen.done:
                 finish_reason = answer.finish_reason
                 break
@@ -247,7 +270,7 @@ class Rollouts:
                 said += seen.messages
         while turns and not turns[-1].of_policy:
             turns.pop()  # nothing was written after it
-        return _Played(prompt_ids, Trajectory(tuple(turns), finish_reason), tuple(said))
+        return _Played(prompt_ids, Trajectory(tuple(turns), finish_reason), tuple(said), given)
 
     def _task(self, record: Record) -> Task:
         return Task(record.prompt, messages_of(record.prompt, record.messages), record.answer, record.extra)
@@ -270,8 +293,8 @@ class Rollouts:
             raise _unwritable(error) from None
 
     def _shortened(self, text: str, most: int) -> str:
-        """At most about so many tokens of it. A flood is cut before it is tokenised."""
-        text = text[: most * 64]
+        """At most about so many tokens of it."""
+        text = text[: most * CHARACTERS]
         ids = self._tokenizer.continuation(text)[:-1]
         return text if len(ids) <= most else self._tokenizer.decode(ids[:most]) + CUT
 
