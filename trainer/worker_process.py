@@ -13,7 +13,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -122,15 +122,18 @@ class WorkerProcess:
                     future.set_exception(Lost())
 
 
-async def start_worker(module: str, job: Mapping[str, Any], key: str = "rewards") -> WorkerProcess:
-    """Start a worker that can do `job`; `key` of the configuration names it in errors. Raises ConfigError when it says
-    that it cannot, RewardError when it says nothing."""
+async def start_worker(
+    module: str, job: Mapping[str, Any], key: str = "rewards", command: Sequence[str] = ()
+) -> WorkerProcess:
+    """Start a worker that can do `job`; `key` of the configuration names it in errors. `command` runs it instead of
+    `module` under this Python: then what this one imports is not for it. Raises ConfigError when it says that it
+    cannot, RewardError when it says nothing."""
     mark = secrets.token_hex(8)
-    path = os.pathsep.join(p for p in sys.path if p)
+    own = {} if command else {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, orjson.dumps(job).decode(),
+        *(command or (sys.executable, "-m", module)), orjson.dumps(job).decode(),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True, limit=LINE_LIMIT,
-        env=os.environ | {MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        env=os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"} | own,
     )  # fmt: skip
     worker = WorkerProcess(process, mark)
     try:

@@ -43,6 +43,7 @@ from trainer.config.environments import (
     PythonTool,
     SingleTurnEnvironment,
     ToolsEnvironment,
+    VerifiersEnvironment,
 )
 from trainer.config.operation import (
     CheckpointConfig,
@@ -146,6 +147,7 @@ __all__ = [
     "TelemetryConfig",
     "ToolsEnvironment",
     "TrainerConfig",
+    "VerifiersEnvironment",
     "WandbConfig",
     "WatchConfig",
     "WebDatasetData",

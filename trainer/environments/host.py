@@ -8,8 +8,10 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.environments import CallableEnvironment, ToolsEnvironment
+from trainer.config.environments import CallableEnvironment, ToolsEnvironment, VerifiersEnvironment
+from trainer.environments import verifiers_worker
 from trainer.environments.base import Message, Observation, Task
+from trainer.environments.tools import INSTRUCTIONS
 from trainer.errors import ConfigError, EnvironmentFailed, EpisodeInterrupted, RewardError
 from trainer.worker_process import Lost, WorkerProcess, start_worker
 
@@ -19,9 +21,13 @@ MODULE = "trainer.environments.worker"
 class EnvironmentHost:
     """`config.workers` processes. All methods belong to one event loop. `open` it before use, and close it."""
 
-    def __init__(self, config: CallableEnvironment | ToolsEnvironment) -> None:
+    def __init__(self, config: CallableEnvironment | ToolsEnvironment | VerifiersEnvironment) -> None:
         self.config = config
         self._job = dataclasses.asdict(config)
+        self._command: tuple[str, ...] = ()  # of another interpreter, if it is not this one
+        if isinstance(config, VerifiersEnvironment):
+            self._command = (config.python, verifiers_worker.__file__)
+            self._job["instructions"] = INSTRUCTIONS
         self._workers: list[WorkerProcess] = []
         self._starting = asyncio.Lock()
         self._numbers = itertools.count(1)
@@ -47,7 +53,10 @@ class EnvironmentHost:
         await asyncio.gather(*(worker.end() for worker in workers), return_exceptions=True)
 
     async def _start(self) -> WorkerProcess:
-        return await start_worker(MODULE, self._job, "environment")
+        try:
+            return await start_worker(MODULE, self._job, "environment", self._command)
+        except FileNotFoundError as error:
+            raise ConfigError("environment.python", str(error), "Name an interpreter that has verifiers") from None
 
     async def _free(self) -> WorkerProcess:
         """The process with the fewest episodes; those that died are replaced first. Raises EnvironmentFailed when there
