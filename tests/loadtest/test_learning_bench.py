@@ -17,7 +17,6 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.report import RunEvents
 from trainer.tiny_model import write_tiny_model
 
-
 RUNS = [(task, way) for task in TASKS for way in WAYS if way.name in task.ways]
 
 

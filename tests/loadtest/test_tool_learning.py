@@ -1,4 +1,4 @@
-"""A policy learns to use a tool from rewards alone: a short run of the learning benchmark's task, against a real server.
+"""A policy learns to use a tool from rewards alone: a short run of the benchmark's task, against a real server.
 
 Every token that the policy wrote has the weights that wrote it; the tool's have none and are not trained on
 (tests/trainer/megatron/test_tool_tokens.py says what that means for the gradient).
@@ -53,7 +53,7 @@ def test_grpo_teaches_a_model_to_ask_the_calculator(tmp_path: Path, monkeypatch:
     assert sum(rewards[-5:]) / 5 > rewards[0] + 0.3, "rewards alone raised it"
     asked = [value - 1 for _, value in found["turns"]]
     assert sum(asked[-5:]) / 5 > 0.8 > 0.6 > asked[0], "by asking"
-    steps = [e for e in read_events(str(tmp_path / f"{TASK.name}-grpo.jsonl")).steps.values()]
+    steps = list(read_events(str(tmp_path / f"{TASK.name}-grpo.jsonl")).steps.values())
     assert len(steps) == STEPS
     assert max(step["logprob_gap_max"] for step in steps if step["version_lag_max"] == 0) < 1e-3
 
