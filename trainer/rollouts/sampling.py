@@ -113,8 +113,8 @@ class Rollouts:
 
     def stats(self) -> dict[str, float]:
         """Since the last call: mean milliseconds from a sample's request to its last token, and from there to its
-        score; trajectories that were sampled again and left out, if any; and what the rewards say of themselves
-        (`Scorer.stats`)."""
+        score; episodes that were played again, what was left out, and the groups that lack it, if any; and what the
+        rewards say of themselves (`Scorer.stats`)."""
         times, self._times = self._times, _Times()
         counts, self._counts = self._counts, Counter[str]()
         count = max(times.samples, 1)
@@ -168,6 +168,8 @@ class Rollouts:
         pairs = [pair for task in running for pair in task.result()]
         if request.temperature > 0:  # an evaluation has one answer to a prompt, and nothing to compare it with
             pairs = await self._compared(record, pairs)
+        if len(pairs) < request.n:
+            self._counts["groups_incomplete" if pairs else "groups_lost"] += 1
         prompts = {played.prompt_ids for played, _ in pairs}
         if len(prompts) > 1:
             raise RolloutError(

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from tests.trainer.rollouts.generate_server import GenerateServer, serve
-from trainer.config import CallableEnvironment, ExactMatchReward, GatewayConfig, RolloutConfig
+from trainer.config import (
+    CallableEnvironment,
+    ExactMatchReward,
+    FunctionTool,
+    GatewayConfig,
+    RolloutConfig,
+    ToolsEnvironment,
+)
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.environments import EnvironmentHost, Episode, Observation, Task
@@ -110,6 +117,7 @@ def test_one_that_fails_again_and_again_is_left_out(server: GenerateServer, toke
         stats = running.stats()
     assert (group.trajectories, group.scores) == ((), ())
     assert (stats["episodes_failed"], stats["episodes_left_out"]) == (4, 2)
+    assert stats["groups_lost"] == 1
 
 
 async def test_one_that_hangs_costs_the_others_of_its_process_nothing() -> None:
@@ -169,6 +177,30 @@ async def test_a_process_that_cannot_be_replaced_fails_the_episode(monkeypatch: 
         assert first.messages
     finally:
         await host.close()
+
+
+def test_a_group_that_lacks_some_is_counted(server: GenerateServer, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    options = {"how": "raise", "marker": str(tmp_path / "was here")}
+    with rollouts(server, tokenizer, options, attempts=1) as running:
+        group = play(running, tokenizer, 3)
+        stats = running.stats()
+    assert len(group.trajectories) == 2
+    assert stats["groups_incomplete"] == stats["episodes_left_out"] == 1
+    assert "groups_lost" not in stats
+
+
+def test_tools_give_nothing_of_their_own(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    """So an answer is right when its rewards say so."""
+    tools = ToolsEnvironment(tools=(FunctionTool(target=f"{HERE}:add"),), describe=False, workers=1)
+
+    class Content(Reward):
+        async def __call__(self, request: RewardRequest, /) -> float:
+            return 1.0
+
+    scorer, gateway = Scorer({"content": Weighted(Content())}), GatewayConfig(url=server.url)
+    with Rollouts(gateway, RolloutConfig(max_tokens=8), scorer, tokenizer, 3, tools) as running:
+        group = play(running, tokenizer, 2)
+    assert [(score.parts, score.full) for score in group.scores] == [({"content": 1.0}, True)] * 2
 
 
 def test_what_cannot_be_made_is_said_before_the_run(server: GenerateServer, tokenizer: Tokenizer) -> None:
