@@ -188,7 +188,7 @@ def learning(
     task: Annotated[list[str] | None, typer.Option(help="only this task; may be repeated")] = None,
     way: Annotated[list[str] | None, typer.Option(help="only this algorithm; may be repeated")] = None,
 ) -> None:
-    """Whether SFT, DPO, GRPO and PPO raise held-out accuracy, on arithmetic and on code run in the sandbox."""
+    """Whether SFT, DPO, GRPO and PPO raise held-out accuracy: on sums, on code run in the sandbox, and with a tool."""
     from loadtest.learning import run
 
     run(json, seed=seed, tasks=task or (), ways=way or (), docs=docs)

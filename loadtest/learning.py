@@ -1,10 +1,10 @@
-"""Whether the algorithms learn: held-out accuracy by step, on two tasks, from a fixed seed, against a real server.
+"""Whether the algorithms learn: held-out accuracy by step, on three tasks, from a fixed seed, against a real server.
 
 python -m loadtest.learning --json docs/benchmarks/learning.json --docs docs/learning.md
 
-One server (gateway, vLLM, swaps) serves all runs, one after the other; every run publishes into it and is evaluated by
-greedy answers to problems it never trained on. What a run learned is what its curve says: a run whose last accuracy is
-not `LEAST_GAIN` above its first is reported as one that did not learn, and a run that failed with its error.
+One server (gateway, vLLM, swaps) serves all runs of a task, one after the other; every run publishes into it and is
+evaluated by greedy answers to problems it never trained on. What a run learned is what its curve says: a run whose last
+accuracy is not `LEAST_GAIN` above its first is reported as one that did not learn, a run that failed with its error.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from loadtest import learning_tools
 from loadtest.learning_pages import chart, table, update_page
 from loadtest.learning_recipes import (
     ENGINE_ARGS,
@@ -41,12 +42,20 @@ from loadtest.machine import machine
 from server.cli import interrupts
 from server.cli.config import UpConfig
 from server.cli.up import Server
-from trainer.data.problems import CHARACTERS
 from trainer.report import RunEvents, read_events
 from trainer.tiny_model import write_tiny_model
 
 LEAST_GAIN = 0.2  # of held-out accuracy, for a run to have learned
-SHOWN = ("algorithm", "schedule", "batch", "optimizer", "data", "rewards", "rollout")  # of a run's configuration
+SHOWN = (
+    "algorithm",
+    "schedule",
+    "batch",
+    "optimizer",
+    "data",
+    "rewards",
+    "rollout",
+    "environment",
+)  # of a run's configuration
 
 
 class LearningFailed(Exception):
@@ -81,11 +90,11 @@ class Bench:
                     raise LearningFailed(f"{name} ended; the end of {child.log}:\n{child.tail()}")
             time.sleep(0.2)
         if trainer.process.returncode:
-            return {"failed": trainer.tail(3), "config": _shown(config)}
+            return {"failed": trainer.tail(3), "config": _shown(config, task)}
         found = figures(read_events(config["metrics"])) | {"seconds": round(time.monotonic() - began, 1)}
         shown = f"{found['first']:.1%} -> {found['last']:.1%} (best {found['best']:.1%}) in {found['seconds']:.0f} s"
         self.console.print(f"{task.name:12} {way.name:12} {shown}", highlight=False)
-        return found | {"config": _shown(config)}
+        return found | {"config": _shown(config, task)}
 
     def _written(self, name: str, config: Config) -> Path:
         path = self.work / f"{name}.yaml"
@@ -99,6 +108,7 @@ def figures(run: RunEvents) -> dict[str, Any]:
     steps, accuracy = run.series("eval/accuracy")
     rewarded, reward = run.series("reward_mean")
     lags = run.series("version_lag_mean")[1]
+    played, turns = run.series("turns_mean")
     found = {
         "steps": max(run.steps),
         "curve": [[step, round(value, 4)] for step, value in zip(steps, accuracy, strict=True)],
@@ -109,7 +119,11 @@ def figures(run: RunEvents) -> dict[str, Any]:
         "learned": accuracy[-1] - accuracy[0] >= LEAST_GAIN,
         "step_ms": round(sum(run.series("step_ms")[1]) / len(run.steps), 1),
     }
-    return found | ({"version_lag_mean": round(sum(lags) / len(lags), 3)} if lags else {})
+    if lags:
+        found["version_lag_mean"] = round(sum(lags) / len(lags), 3)
+    if turns:
+        found["turns"] = [[step, round(value, 3)] for step, value in zip(played, turns, strict=True)]
+    return found
 
 
 def run(
@@ -122,34 +136,46 @@ def run(
     work: Path = Path("runs/learning"),
 ) -> dict[str, Any]:
     """Train, print, and write the figures to `json` and the table and chart into `docs`; returns the figures. `tasks`
-    and `ways` choose by name; all by default. Raises LearningFailed."""
+    and `ways` choose by name; all by default; the figures of other tasks stay. Raises LearningFailed."""
     prepare_environment()
     console, work = Console(), work.resolve()
     shutil.rmtree(work, ignore_errors=True)
-    write_tiny_model(work / "random", characters=CHARACTERS, seed=seed)
-    server = Server(
-        UpConfig(
-            model=str(work / "random"),
-            name=MODEL,
-            port=0,
-            throwaway=True,
-            state_dir=work / "state",
-            kv_cache_gib=KV_CACHE_GIB,
-            vllm_args=ENGINE_ARGS,
-        )
-    )
-    bench = Bench(work, seed, server, console)
-    found: dict[str, Any] = {"machine": machine(), "seed": seed, "least_gain": LEAST_GAIN, "tasks": {}}
-    with server:
-        for task in (t for t in TASKS if not tasks or t.name in tasks):
-            found["tasks"][task.name] = _task(bench, task, ways)
-            _save(found, json, docs)  # what was measured is kept, whatever becomes of the rest
+    work.mkdir(parents=True)
+    learning_tools.write_records(work, seed)
+    found: dict[str, Any] = {"machine": machine(), "seed": seed, "least_gain": LEAST_GAIN, "tasks": _kept(json, seed)}
+    for task in (t for t in TASKS if not tasks or t.name in tasks):
+        write_tiny_model(work / f"{task.name}-random", characters=task.characters, seed=seed)
+        with _server(task, work) as server:
+            found["tasks"][task.name] = _task(Bench(work, seed, server, console), task, ways)
+        _save(found, json, docs)  # what was measured is kept, whatever becomes of the rest
     console.print(table(found), highlight=False, markup=False, soft_wrap=True)
     return found
 
 
-def _shown(config: Config) -> Config:
-    return {key: config[key] for key in SHOWN if key in config}
+def _kept(json: Path | None, seed: int) -> dict[str, Any]:
+    """The figures of an earlier run with this seed: what is not run again stays."""
+    if json is None or not json.exists():
+        return {}
+    before = jsonlib.loads(json.read_text())
+    return dict(before["tasks"]) if before["seed"] == seed else {}
+
+
+def _server(task: Task, work: Path) -> Server:
+    return Server(
+        UpConfig(
+            model=str(work / f"{task.name}-random"),
+            name=MODEL,
+            port=0,
+            throwaway=True,
+            state_dir=work / f"{task.name}-state",
+            kv_cache_gib=KV_CACHE_GIB,
+            vllm_args=ENGINE_ARGS,
+        )
+    )
+
+
+def _shown(config: Config, task: Task) -> Config:
+    return {key: config[key] for key in SHOWN if key in config} | {"data": task.data}
 
 
 def _save(found: dict[str, Any], json: Path | None, docs: Path | None) -> None:
@@ -163,7 +189,8 @@ def _save(found: dict[str, Any], json: Path | None, docs: Path | None) -> None:
 
 def _task(bench: Bench, task: Task, ways: Sequence[str]) -> dict[str, Any]:
     bench.base(task)
-    runs = {way.name: bench.run(task, way) for way in WAYS if not ways or way.name in ways}
+    wanted = [way for way in WAYS if way.name in task.ways and (not ways or way.name in ways)]
+    runs = {way.name: bench.run(task, way) for way in wanted}
     return {"title": task.title, "held_out": task.held_out, "runs": runs}
 
 

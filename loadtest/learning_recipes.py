@@ -1,9 +1,9 @@
-"""What the learning benchmark trains: two tasks whose answers can be checked, and every way of learning them.
+"""What the learning benchmark trains: three tasks whose answers can be checked, and the ways of learning them.
 
 A model of about a million parameters, random at first. `base` is fine-tuned on data most of which makes a systematic
-mistake (one too many; parentheses forgotten), so that it answers wrong with confidence. From it start the algorithms
-that learn from comparisons and rewards, none of which shows it a training target; `sft` starts from the random model
-and learns right targets. Held-out problems are never trained on.
+mistake (one too many; parentheses forgotten; a guess where a tool should be asked), so that it answers wrong with
+confidence. From it start the algorithms that learn from comparisons and rewards, none of which shows it a training
+target; `sft` starts from the random model and learns right targets. Held-out problems are never trained on.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loadtest import learning_tools
+from trainer.data.problems import CHARACTERS
+
 MODEL = "learning"
-ENGINE_ARGS = ("--dtype", "float32", "--max-model-len", "256")
+# vLLM's CPU engine dies of a prompt that is computed in chunks for a request with a seed.
+ENGINE_ARGS = ("--dtype", "float32", "--max-model-len", "256", "--no-enable-chunked-prefill")
 KV_CACHE_GIB = 0.25
 BASE = "base"
 # One thread for the engine and one for the trainer: on two cores they would otherwise wait for each other's threads.
@@ -26,21 +30,23 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """Data, rewards and budgets of a task. `noise` is the share of the base's targets that are mistaken."""
+    """Data, rewards and budgets of a task. `data` goes into the runs and `mistaken` into the base's; in both, `{work}`
+    is the benchmark's directory. `ways` are those that the task can be learned by."""
 
     name: str
     title: str
     data: Config
+    mistaken: Config
+    held_out: int
     rewards: list[Config]
     max_tokens: int
-    noise: float
-    sft_steps: int
-    dpo_steps: int
+    base_steps: int
     rl_steps: int
-
-    @property
-    def held_out(self) -> int:
-        return int(self.data["held_out"])
+    sft_steps: int = 0
+    dpo_steps: int = 0
+    characters: str = CHARACTERS
+    environment: Config | None = None
+    ways: tuple[str, ...] = ("sft", "dpo", "grpo", "ppo", "grpo-async")
 
 
 @dataclass(frozen=True)
@@ -51,19 +57,30 @@ class Way:
     algorithm: Config
     batch: int
     optimizer: Config
-    start: str = BASE  # the directory of the model it starts from
+    start: str = BASE  # the model it starts from: `base`, or `random`
     steps: str = "rl_steps"
     changes: Config = field(default_factory=dict)
 
+
+_SUMS = {"kind": "arithmetic", "operands": 3, "largest": 5, "mistake": "off_by_one", "held_out": 40}
+_PROGRAMS = {"kind": "code_tasks", "held_out": 60}
+_PRODUCTS = {
+    "kind": "jsonl",
+    "path": "{work}/calculator-problems.jsonl",
+    "eval_path": "{work}/calculator-held-out.jsonl",
+    "cache_dir": "{work}/cache",
+}
 
 TASKS = (
     Task(
         name="arithmetic",
         title="the sum of three digits, `2+5+4=` -> `11`",
-        data={"kind": "arithmetic", "operands": 3, "largest": 5, "mistake": "off_by_one", "held_out": 40},
+        data=_SUMS,
+        mistaken=_SUMS | {"noise": 0.6},
+        held_out=40,
         rewards=[{"kind": "exact_match"}],
         max_tokens=4,
-        noise=0.6,
+        base_steps=200,
         sft_steps=200,
         dpo_steps=60,
         rl_steps=60,
@@ -71,13 +88,29 @@ TASKS = (
     Task(
         name="code",
         title="a small program, `add 3, mul 2:` -> `f=lambda x:(x+3)*2`, run against tests in the sandbox",
-        data={"kind": "code_tasks", "held_out": 60},
+        data=_PROGRAMS,
+        mistaken=_PROGRAMS | {"noise": 0.6},
+        held_out=60,
         rewards=[{"kind": "code"}],
         max_tokens=24,
-        noise=0.6,
+        base_steps=100,
         sft_steps=100,
         dpo_steps=100,
         rl_steps=20,
+    ),
+    Task(
+        name="calculator",
+        title="the product of two numbers, `38*47=` -> `1786`, with a calculator to ask",
+        data=_PRODUCTS,
+        mistaken=_PRODUCTS | {"path": "{work}/calculator-demonstrations.jsonl"},
+        held_out=learning_tools.HELD_OUT,
+        rewards=[{"kind": "exact_match"}],
+        max_tokens=72,
+        base_steps=250,
+        rl_steps=60,
+        characters=learning_tools.CHARACTERS,
+        environment=learning_tools.ENVIRONMENT,
+        ways=("grpo",),
     ),
 )
 
@@ -108,10 +141,10 @@ WAYS = (
 def base(task: Task, work: Path, seed: int) -> Config:
     """The configuration that learns the task's mistake. It needs no server."""
     return {
-        "model": {"path": str(work / "random")},
-        "data": task.data | {"noise": task.noise},
+        "model": {"path": str(work / f"{task.name}-random")},
+        "data": _placed(task.mistaken, work),
         "algorithm": {"name": "sft"},
-        "steps": task.sft_steps,
+        "steps": task.base_steps,
         "batch": 128,
         "seed": seed,
         "optimizer": dict(_SFT),
@@ -124,8 +157,8 @@ def recipe(task: Task, way: Way, work: Path, url: str, seed: int) -> Config:
     """The configuration of one run against a live server, evaluated at ten points."""
     steps = int(getattr(task, way.steps))
     config: Config = {
-        "model": {"path": str(work / (f"{task.name}-{BASE}" if way.start == BASE else way.start))},
-        "data": dict(task.data),
+        "model": {"path": str(work / f"{task.name}-{way.start}")},
+        "data": _placed(task.data, work),
         "algorithm": dict(way.algorithm),
         "steps": steps,
         "batch": way.batch,
@@ -138,7 +171,13 @@ def recipe(task: Task, way: Way, work: Path, url: str, seed: int) -> Config:
         "eval": {"every": steps // 10, "prompts": task.held_out},
         "metrics": str(work / f"{task.name}-{way.name}.jsonl"),
     }
+    if task.environment is not None:
+        config["environment"] = dict(task.environment)
     return config | way.changes
+
+
+def _placed(data: Config, work: Path) -> Config:
+    return {key: value.format(work=work) if isinstance(value, str) else value for key, value in data.items()}
 
 
 def publish_every(way: Way, steps: int) -> int:

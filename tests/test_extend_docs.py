@@ -42,9 +42,9 @@ from weightsync.transport import Piece
 PAGE = (Path(__file__).parents[1] / "docs" / "extend.md").read_text()
 
 
-def blocks(section: str, language: str = "python") -> list[str]:
+def blocks(section: str, language: str = "python", page: str = PAGE) -> list[str]:
     """The code of one section."""
-    text = re.split(rf"^## {section}$", PAGE, flags=re.MULTILINE)[1].split("\n## ")[0]
+    text = re.split(rf"^## {section}$", page, flags=re.MULTILINE)[1].split("\n## ")[0]
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
@@ -69,6 +69,30 @@ def test_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         scorer.close()
     assert scores == [0.5, 0.0, 0.25]
+
+
+@pytest.mark.parametrize("page", ["extend.md", "trainer/rewards.md"])
+def test_the_reward_of_a_group(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heading = {"extend.md": "A reward for a whole group", "trainer/rewards.md": "Rewards of a whole group"}[page]
+    text = (Path(__file__).parents[1] / "docs" / page).read_text()
+    (code,), (settings,) = blocks(heading, page=text), blocks(heading, "yaml", page=text)
+    (tmp_path / f"{code.split('.py')[0].removeprefix('# ')}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    scorer = build_scorer(convert(tuple[RewardConfig, ...], yaml.safe_load(settings)["rewards"], "rewards"))
+
+    async def totals() -> list[float]:
+        requests = [
+            RewardRequest("3+4=", answer.strip(), "7", tokens=len(answer)) for answer in ("7", "7 ", "7  ", "8")
+        ]
+        alone = [await scorer(request) for request in requests]
+        return [score.total for score in await scorer.compared(requests, alone)]
+
+    try:
+        found = asyncio.run(totals())
+    finally:
+        scorer.close()
+    expected = {"extend.md": [1.5, 1.25, 1.0, 0.0], "trainer/rewards.md": [*[1 + 0.1 / 3] * 3, 0.1]}
+    assert found == pytest.approx(expected[page])
 
 
 async def test_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

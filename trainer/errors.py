@@ -95,6 +95,10 @@ class EnvironmentFailed(TrainerError):
     """An episode could not be played. It is played again or left out; nothing is trained on it."""
 
 
+class EpisodeInterrupted(EnvironmentFailed):
+    """The process of an episode ended for the sake of another one. It has to be played again, and is not to blame."""
+
+
 class RolloutError(TrainerError):
     """The gateway refused a request. `status` is the HTTP status (0: none)."""
 

@@ -40,7 +40,7 @@ class VersionSpan:
 class Turn:
     """Tokens that one side wrote. The policy's have a log-prob each, the engine's of the chosen tokens (the behaviour
     policy), and spans of versions, counted from the turn's first token. The environment's have none of both: `logprobs`
-    is None. `reward` is what the environment gave for a turn of the policy."""
+    is None. `reward` is what the environment gave for a turn of the policy, times `environment.weight`."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None
@@ -188,12 +188,13 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Sample:
+class PartialSample:
     """One trajectory of a group that is not finished, after the prompt that it began with. `score` is None until it is
-    complete."""
+    complete, and `said` empty: then it is all that was said after the prompt, as messages."""
 
     prompt_ids: tuple[int, ...]
     trajectory: Trajectory
+    said: tuple[dict[str, Any], ...] = ()
     score: Score | None = None
 
 
@@ -201,12 +202,12 @@ class Sample:
 class Partial:
     """A group of which some trajectories are to go on, by the number of the sample; None is one that was left out."""
 
-    samples: tuple[Sample | None, ...]
+    samples: tuple[PartialSample | None, ...]
 
     @staticmethod
     def fresh(prompt_ids: tuple[int, ...], count: int) -> Partial:
         """Before the first token."""
-        return Partial((Sample(prompt_ids, Trajectory((), UNFINISHED)),) * count)
+        return Partial((PartialSample(prompt_ids, Trajectory((), UNFINISHED)),) * count)
 
     @property
     def unfinished(self) -> list[int]:
@@ -235,9 +236,10 @@ def trajectory_from_json(data: dict[str, Any]) -> Trajectory:
     return Trajectory(turns, data["finish_reason"], data["trained_from"], teacher_logprobs)
 
 
-def _sample(data: dict[str, Any]) -> Sample:
+def _sample(data: dict[str, Any]) -> PartialSample:
     score = None if data["score"] is None else Score(**data["score"])
-    return Sample(tuple(data["prompt_ids"]), trajectory_from_json(data["trajectory"]), score)
+    trajectory = trajectory_from_json(data["trajectory"])
+    return PartialSample(tuple(data["prompt_ids"]), trajectory, tuple(data["said"]), score)
 
 
 def _turn(data: dict[str, Any]) -> Turn:

@@ -2,7 +2,7 @@
 
 A worker is `python -m MODULE JOB`; it reads requests and writes replies, one JSON object a line; nothing is pickled.
 Its first line says `{"concurrency": n, "bytes": n}`, or `{"problem": ...}` if it cannot do the job. A reply repeats the
-`id` of its request.
+`id` of its request. The trainer's side is `start_worker`, the worker's own `pipes`, `say` and `answer_all`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
 from trainer.errors import ConfigError, RewardError
+from trainer.launch import die_with_parent
 
 START_TIMEOUT_S = 120.0  # a classifier loads a model
 LINE_LIMIT = 64 * 2**20
@@ -32,18 +34,20 @@ class Lost(Exception):
 
 
 class WorkerProcess:
-    """One process. `room` requests fit into it, `busy` are in it; `nbytes` is what it says it holds."""
+    """One process. `room` requests fit into it, `busy` are in it; `nbytes` is what it says it holds. `killed`: the
+    trainer ended it, for the sake of one of its requests."""
 
     def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
         self.process, self.mark = process, mark
-        self.room, self.busy, self.nbytes, self._killed = 1, 0, 0, False
+        self.room, self.busy, self.nbytes = 1, 0, 0
+        self.killed = self._over = False
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._serial = 0
         self._reader: asyncio.Task[None] | None = None
 
     @property
     def alive(self) -> bool:
-        ended = self._killed or self.process.returncode is not None
+        ended = self._over or self.process.returncode is not None
         return not ended and (self._reader is None or not self._reader.done())
 
     async def hello(self, timeout_s: float) -> dict[str, Any]:
@@ -77,7 +81,11 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Kill it and everything that it started, wherever that went."""
-        self._killed = True
+        self.killed = True
+        self._end()
+
+    def _end(self) -> None:
+        self._over = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         for pid in _marked(self.mark):
@@ -107,22 +115,25 @@ class WorkerProcess:
                 if future is not None and not future.done():
                     future.set_result(reply)
         except ValueError:
-            self.kill()  # it does not speak the protocol any more
+            self._end()  # it does not speak the protocol any more
         finally:
             for future in self._waiting.values():
                 if not future.done():
                     future.set_exception(Lost())
 
 
-async def start_worker(module: str, job: Mapping[str, Any], key: str = "rewards") -> WorkerProcess:
-    """Start a worker that can do `job`; `key` of the configuration names it in errors. Raises ConfigError when it says
-    that it cannot, RewardError when it says nothing."""
+async def start_worker(
+    module: str, job: Mapping[str, Any], key: str = "rewards", command: Sequence[str] = ()
+) -> WorkerProcess:
+    """Start a worker that can do `job`; `key` of the configuration names it in errors. `command` runs it instead of
+    `module` under this Python: then what this one imports is not for it. Raises ConfigError when it says that it
+    cannot, RewardError when it says nothing."""
     mark = secrets.token_hex(8)
-    path = os.pathsep.join(p for p in sys.path if p)
+    own = {} if command else {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, orjson.dumps(job).decode(),
+        *(command or (sys.executable, "-m", module)), orjson.dumps(job).decode(),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True, limit=LINE_LIMIT,
-        env=os.environ | {MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        env=os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"} | own,
     )  # fmt: skip
     worker = WorkerProcess(process, mark)
     try:
@@ -144,3 +155,45 @@ def _marked(mark: str) -> list[int]:
             if needle in (directory / "environ").read_bytes():
                 found.append(int(directory.name))
     return found
+
+
+# in the worker --------------------------------------------------------------------------------------------------------
+
+
+def pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Requests and replies. From now on the worker dies with its parent, and what it prints goes to standard error."""
+    die_with_parent()
+    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def say(replies: BinaryIO, reply: Mapping[str, Any]) -> None:
+    """One line."""
+    replies.write(orjson.dumps(reply) + b"\n")
+
+
+def refuse(replies: BinaryIO, error: ConfigError) -> None:
+    """As the first line: it cannot do its job."""
+    say(replies, {"key": error.key, "problem": error.problem, "advice": error.advice})
+
+
+async def answer_all(
+    answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]], requests: BinaryIO, replies: BinaryIO
+) -> None:
+    """Reply to each request with what `answer` makes of it, all at the same time, until there are no more. What it
+    raises is the reply's `problem`."""
+    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+
+    async def answered(request: dict[str, Any]) -> None:
+        try:
+            reply = await answer(request)
+        except Exception as error:
+            reply = {"problem": f"it raised {error!r}."}
+        say(replies, {"id": request["id"], **reply})
+
+    with ThreadPoolExecutor(1) as reader:  # of its own: the loop's threads may all be busy
+        while line := await loop.run_in_executor(reader, requests.readline):
+            task = loop.create_task(answered(orjson.loads(line)))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loadtest.learning import LEAST_GAIN, figures
+from loadtest import learning_tools
+from loadtest.learning import LEAST_GAIN, _kept, figures
 from loadtest.learning_pages import BEGIN, END, chart, table, update_page
 from loadtest.learning_recipes import TASKS, WAYS, Task, Way, base, recipe
 from trainer.config import PolicyConfig, TrainerConfig, strict
+from trainer.data.tokenizer import Tokenizer
 from trainer.report import RunEvents
+from trainer.tiny_model import write_tiny_model
+
+RUNS = [(task, way) for task in TASKS for way in WAYS if way.name in task.ways]
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+@pytest.mark.parametrize(("task", "way"), RUNS, ids=[f"{task.name}-{way.name}" for task, way in RUNS])
 def test_every_recipe_is_a_valid_configuration(
     task: Task, way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -31,6 +36,44 @@ def test_every_recipe_is_a_valid_configuration(
     assert config.eval.prompts == task.held_out
     if way.start == "base":
         assert config.model.path == learned.save_to
+    else:
+        assert config.model.path == learned.model.path
+
+
+def test_demonstrations_are_what_the_environment_plays(tmp_path: Path) -> None:
+    """Calls are read by the tool, and its answers stand where the trainer puts them; nothing held out is shown."""
+    learning_tools.write_records(tmp_path, seed=1)
+    write_tiny_model(tmp_path / "model", characters=learning_tools.CHARACTERS)
+    tokenizer = Tokenizer(tmp_path / "model")
+    read = {
+        name: [json.loads(line) for line in (tmp_path / f"calculator-{name}.jsonl").read_text().splitlines()]
+        for name in ("demonstrations", "problems", "held-out")
+    }
+    held_out = {row["prompt"] for row in read["held-out"]}
+    assert len(held_out) == learning_tools.HELD_OUT
+    assert not held_out & {row["prompt"] for rows in ("demonstrations", "problems") for row in read[rows]}
+    asking = [row for row in read["demonstrations"] if row["target"].startswith("<")]
+    shown = {row["prompt"]: row["target"] for row in read["demonstrations"] if "<eos>" in row["prompt"]}
+    assert abs(len(asking) / learning_tools.DEMONSTRATIONS - learning_tools.CALLS) < 0.02
+    for row in asking[:20]:
+        found = json.loads(row["target"].strip("<>"))
+        said = learning_tools.calc(**found["arguments"])
+        a, b = row["prompt"].strip("=").split("*")
+        assert (found["name"], said) == ("calc", str(int(a) * int(b)))
+        call = tokenizer.continuation(row["target"])
+        played = tokenizer.prompt(row["prompt"]) + call + tokenizer.reply([{"role": "tool", "content": said}], call)
+        assert tokenizer.prompt(f"{row['prompt']}{row['target']}<eos>{said}") == played
+        assert shown[f"{row['prompt']}{row['target']}<eos>{said}"] == said
+    with pytest.raises(ValueError, match="two numbers"):
+        learning_tools.calc("1+1")
+
+
+def test_a_run_of_one_task_keeps_the_figures_of_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    assert _kept(path, 3) == {}
+    path.write_text(json.dumps({"seed": 3, "tasks": {"code": {"runs": {}}}}))
+    assert _kept(path, 3) == {"code": {"runs": {}}}
+    assert _kept(path, 4) == {}, "of another seed"
 
 
 def events(*accuracies: float) -> RunEvents:

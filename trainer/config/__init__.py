@@ -44,6 +44,7 @@ from trainer.config.environments import (
     PythonTool,
     SingleTurnEnvironment,
     ToolsEnvironment,
+    VerifiersEnvironment,
 )
 from trainer.config.operation import (
     CheckpointConfig,
@@ -61,6 +62,7 @@ from trainer.config.rewards import (
     CodeReward,
     ExactMatchReward,
     FormatReward,
+    GroupReward,
     GymReward,
     JudgeReward,
     MathReward,
@@ -116,6 +118,7 @@ __all__ = [
     "FormatReward",
     "FunctionTool",
     "GatewayConfig",
+    "GroupReward",
     "GrpoConfig",
     "GymReward",
     "GymTask",
@@ -152,6 +155,7 @@ __all__ = [
     "TelemetryConfig",
     "ToolsEnvironment",
     "TrainerConfig",
+    "VerifiersEnvironment",
     "WandbConfig",
     "WatchConfig",
     "WebDatasetData",

@@ -119,4 +119,29 @@ class ToolsEnvironment(EnvironmentOptions):
             raise ConfigError("call_start", "a call must have a beginning and an end", "Give both tags")
 
 
-EnvironmentConfig = SingleTurnEnvironment | CallableEnvironment | ToolsEnvironment
+@dataclass(frozen=True)
+class VerifiersEnvironment(EnvironmentOptions):
+    """An environment of the package `verifiers`. `env` is its configuration as verifiers itself takes it (`taskset`,
+    the agents with their `harness` and `runtime`); a record's answer is the number of its task in the taskset. `python`
+    runs it: an interpreter that has verifiers and the taskset, since verifiers asks for other releases of packages than
+    the trainer. What a task's rewards give is the environment's reward, on the last answer."""
+
+    kind: Literal["verifiers"] = "verifiers"
+    env: dict[str, Any] = field(default_factory=dict)
+    python: str = ""
+    call_start: str = "<tool_call>"
+    call_end: str = "</tool_call>"
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        taskset = self.env.get("taskset")
+        if not isinstance(taskset, dict) or not taskset.get("id"):
+            raise ConfigError("env", "names no taskset", "Write env: {taskset: {id: ...}}, as verifiers takes it")
+        if not self.python:
+            raise ConfigError("python", "missing", "Name an interpreter that has verifiers: /path/of/venv/bin/python")
+        if not self.call_start or not self.call_end:
+            raise ConfigError("call_start", "a call must have a beginning and an end", "Give both tags")
+
+
+EnvironmentConfig = SingleTurnEnvironment | CallableEnvironment | ToolsEnvironment | VerifiersEnvironment

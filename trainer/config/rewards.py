@@ -75,6 +75,24 @@ class CallableReward(RewardOptions):
 
 
 @dataclass(frozen=True)
+class GroupReward(RewardOptions):
+    """`target` is `package.module:function`, called with all samples of a prompt (a `SampleGroup`, trainer/rewards),
+    once every other reward has valued them; returns a number for each, in their order. It may be a coroutine function,
+    as in `callable`. If it fails, it fails for the whole group. It is not asked in evaluations, where a prompt has one
+    answer."""
+
+    kind: Literal["group"] = "group"
+    target: str = ""
+    concurrency: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "concurrency")
+        if self.target.count(":") != 1:
+            raise ConfigError("target", f"{self.target!r} names no function", "Write package.module:function")
+
+
+@dataclass(frozen=True)
 class MathReward(RewardOptions):
     """1 when the answer means the same as the target (math-verify: LaTeX, fractions, sets, intervals, units aside).
 
@@ -205,6 +223,7 @@ RewardConfig = (
     ExactMatchReward
     | RegexReward
     | CallableReward
+    | GroupReward
     | MathReward
     | GymReward
     | FormatReward

@@ -2,7 +2,9 @@
 
 base.py     what an environment is, for those who write one
 tools.py    the environment of tools: functions, sandboxed Python, MCP servers
+games.py    small games, as examples
 worker.py   the process that environments run in
+verifiers_worker.py  the same for environments of the package verifiers, under their own Python
 host.py     the trainer's side: processes and episodes
 """
 

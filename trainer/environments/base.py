@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+CHARACTERS = 64  # of a token, at most: an observation is cut by them first, before it is sent and tokenised
 Message = dict[str, Any]
 """A chat message, `{"role": ..., "content": ...}`, as the model's chat template takes it."""
 
@@ -63,8 +64,9 @@ class Environment(ABC):
         return None
 
 
-def observation_to_json(value: object) -> dict[str, Any]:
-    """Raises ValueError, which says what is wrong, for what an environment must not return."""
+def observation_to_json(value: object, most: int | None = None) -> dict[str, Any]:
+    """What it says is cut after `most` characters. Raises ValueError, which says what is wrong, for what an environment
+    must not return."""
     if not isinstance(value, Observation):
         raise ValueError(f"it returned {type(value).__name__} instead of an Observation.")
     for message in value.messages:
@@ -72,4 +74,6 @@ def observation_to_json(value: object) -> dict[str, Any]:
             raise ValueError(f"it returned {message!r}, which is no message with a role and a text as content.")
     if not isinstance(value.reward, (int, float)) or not math.isfinite(value.reward):
         raise ValueError(f"it returned the reward {value.reward!r}, which is no finite number.")
-    return {"messages": list(value.messages), "reward": float(value.reward), "done": bool(value.done)}
+    each = most // max(len(value.messages), 1) if most is not None else None
+    messages = [{**message, "content": message["content"][:each]} for message in value.messages]
+    return {"messages": messages, "reward": float(value.reward), "done": bool(value.done)}

@@ -8,9 +8,11 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.environments import CallableEnvironment, ToolsEnvironment
+from trainer.config.environments import CallableEnvironment, ToolsEnvironment, VerifiersEnvironment
+from trainer.environments import verifiers_worker
 from trainer.environments.base import Message, Observation, Task
-from trainer.errors import ConfigError, EnvironmentFailed, RewardError
+from trainer.environments.tools import INSTRUCTIONS
+from trainer.errors import ConfigError, EnvironmentFailed, EpisodeInterrupted, RewardError
 from trainer.worker_process import Lost, WorkerProcess, start_worker
 
 MODULE = "trainer.environments.worker"
@@ -19,9 +21,13 @@ MODULE = "trainer.environments.worker"
 class EnvironmentHost:
     """`config.workers` processes. All methods belong to one event loop. `open` it before use, and close it."""
 
-    def __init__(self, config: CallableEnvironment | ToolsEnvironment) -> None:
+    def __init__(self, config: CallableEnvironment | ToolsEnvironment | VerifiersEnvironment) -> None:
         self.config = config
         self._job = dataclasses.asdict(config)
+        self._command: tuple[str, ...] = ()  # of another interpreter, if it is not this one
+        if isinstance(config, VerifiersEnvironment):
+            self._command = (config.python, verifiers_worker.__file__)
+            self._job["instructions"] = INSTRUCTIONS
         self._workers: list[WorkerProcess] = []
         self._starting = asyncio.Lock()
         self._numbers = itertools.count(1)
@@ -47,7 +53,10 @@ class EnvironmentHost:
         await asyncio.gather(*(worker.end() for worker in workers), return_exceptions=True)
 
     async def _start(self) -> WorkerProcess:
-        return await start_worker(MODULE, self._job, "environment")
+        try:
+            return await start_worker(MODULE, self._job, "environment", self._command)
+        except FileNotFoundError as error:
+            raise ConfigError("environment.python", str(error), "Name an interpreter that has verifiers") from None
 
     async def _free(self) -> WorkerProcess:
         """The process with the fewest episodes; those that died are replaced first. Raises EnvironmentFailed when there
@@ -80,7 +89,7 @@ class Episode:
         return self.open and self.worker.alive
 
     async def step(self, answer: str) -> Observation:
-        """What comes after the answer. Raises EnvironmentFailed."""
+        """What comes after the answer. Raises EnvironmentFailed; EpisodeInterrupted when another is to blame."""
         return await self._ask({"op": "step", "answer": answer})
 
     async def close(self) -> None:
@@ -99,6 +108,8 @@ class Episode:
 
     async def _ask(self, request: dict[str, Any]) -> Observation:
         limit = self.host.config.timeout_s
+        if not self.worker.alive:
+            raise EpisodeInterrupted("its process ended while it waited for an answer of the model.")
         try:
             async with asyncio.timeout(limit):
                 reply = await self.worker.ask({**request, "episode": self.number})
@@ -106,6 +117,8 @@ class Episode:
             self.worker.kill()
             raise EnvironmentFailed(f"the environment took over {limit:g} s for a {request['op']}; killed.") from None
         except Lost:
+            if self.worker.killed:
+                raise EpisodeInterrupted("its process was killed because another episode hangs.") from None
             raise EnvironmentFailed(f"the environment's process ended (status {await self.worker.status()}).") from None
         if "problem" in reply:
             raise EnvironmentFailed(f"the environment failed: {reply['problem']}")

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
-import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +19,10 @@ import orjson
 
 from trainer.config import strict
 from trainer.config.environments import CallableEnvironment, ToolsEnvironment
-from trainer.environments.base import Environment, Task, observation_to_json
+from trainer.environments.base import CHARACTERS, Environment, Task, observation_to_json
 from trainer.environments.tools import Tools, open_tools
 from trainer.errors import ConfigError, EnvironmentFailed, SandboxUnavailable
+from trainer.worker_process import answer_all, pipes, refuse, say
 
 THREADS = 256
 KINDS: dict[str, type[CallableEnvironment] | type[ToolsEnvironment]] = {
@@ -35,59 +33,38 @@ KINDS: dict[str, type[CallableEnvironment] | type[ToolsEnvironment]] = {
 
 def main() -> None:
     """Serve until standard input ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # dies with its parent
-    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # prints of an environment are no replies
-    asyncio.run(_serve(orjson.loads(sys.argv[1]), requests, replies))
+    asyncio.run(_serve(orjson.loads(sys.argv[1]), *pipes()))
 
 
 async def _serve(job: dict[str, Any], requests: BinaryIO, replies: BinaryIO) -> None:
-    loop = asyncio.get_running_loop()
-    loop.set_default_executor(ThreadPoolExecutor(THREADS))
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
     try:
         async with _made(job) as make:
-            _say(replies, {})
-            await _answer_all(Episodes(make), requests, replies)
+            say(replies, {})
+            await answer_all(Episodes(make, CHARACTERS * job["max_observation_tokens"]).answer, requests, replies)
     except ConfigError as error:
-        _say(replies, {"key": error.key, "problem": error.problem, "advice": error.advice})
+        refuse(replies, error)
     except SandboxUnavailable as error:
-        _say(replies, {"key": "environment.tools", "problem": str(error), "advice": "See docs/trainer/rewards.md"})
-
-
-async def _answer_all(episodes: Episodes, requests: BinaryIO, replies: BinaryIO) -> None:
-    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
-    reader = ThreadPoolExecutor(1)
-    while line := await loop.run_in_executor(reader, requests.readline):
-        task = loop.create_task(_answer(episodes, orjson.loads(line), replies))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-
-async def _answer(episodes: Episodes, request: dict[str, Any], replies: BinaryIO) -> None:
-    try:
-        reply: dict[str, Any] = {"value": await episodes.do(request)}
-    except EnvironmentFailed as error:
-        reply = {"problem": str(error)}
-    except Exception as error:
-        reply = {"problem": f"it raised {error!r}."}
-    _say(replies, {"id": request["id"], **reply})
-
-
-def _say(replies: BinaryIO, reply: dict[str, Any]) -> None:
-    replies.write(orjson.dumps(reply) + b"\n")
+        refuse(replies, ConfigError("environment.tools", str(error), "See docs/trainer/rewards.md"))
 
 
 class Episodes:
-    """The environments of the episodes that are under way. One that is over leaves its environment to another."""
+    """The environments of the episodes that are under way. One that is over leaves its environment to another. An
+    observation after a step is cut after `most` characters."""
 
-    def __init__(self, make: Callable[[], Environment]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], Environment], most: int) -> None:
+        self._make, self._most = make, most
         self._playing: dict[int, Environment] = {}
         self._idle: list[Environment] = []
 
-    async def do(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Raises what the environment raised, ValueError for nonsense that it returned."""
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a request. Raises what the environment raised, ValueError for nonsense that it returned."""
+        try:
+            return {"value": await self._do(request)}
+        except EnvironmentFailed as error:
+            return {"problem": str(error)}
+
+    async def _do(self, request: dict[str, Any]) -> dict[str, Any]:
         episode = request["episode"]
         if request["op"] == "close":
             if (over := self._playing.pop(episode, None)) is not None:
@@ -96,7 +73,7 @@ class Episodes:
         if request["op"] == "reset":
             environment = self._playing[episode] = self._idle.pop() if self._idle else self._make()
             return observation_to_json(await _called(environment.reset, Task(**request["task"])))
-        return observation_to_json(await _called(self._playing[episode].step, request["answer"]))
+        return observation_to_json(await _called(self._playing[episode].step, request["answer"]), self._most)
 
 
 async def _called(method: Callable[..., Any], *arguments: Any) -> Any:

@@ -14,20 +14,31 @@ from trainer.config import (
     ExactMatchReward,
     FormatReward,
     GatewayConfig,
+    GroupReward,
     GymReward,
     JudgeReward,
     MathReward,
     RegexReward,
     RewardConfig,
 )
-from trainer.errors import ConfigError, RewardTimeout
+from trainer.errors import ConfigError, RewardError, RewardTimeout
 from trainer.rewards.code import Code
 from trainer.rewards.models import Judge
 from trainer.rewards.pool import WorkerPool
 from trainer.rewards.rules import ExactMatch, Format
-from trainer.rewards.scorer import Reward, RewardRequest, Score, Scorer, Weighted
+from trainer.rewards.scorer import Reward, RewardOfGroup, RewardRequest, Sample, SampleGroup, Score, Scorer, Weighted
 
-__all__ = ["Reward", "RewardRequest", "Score", "Scorer", "Weighted", "build_scorer"]
+__all__ = [
+    "Reward",
+    "RewardOfGroup",
+    "RewardRequest",
+    "Sample",
+    "SampleGroup",
+    "Score",
+    "Scorer",
+    "Weighted",
+    "build_scorer",
+]
 
 
 def build_scorer(configs: Sequence[RewardConfig], gateway: GatewayConfig | None = None) -> Scorer:
@@ -66,9 +77,32 @@ class InWorker(Reward):
         await self._pool.close()
 
 
-def _build(config: RewardConfig, gateway: GatewayConfig | None) -> Reward:
+class GroupInWorker(RewardOfGroup):
+    """The user's function of a whole group, in a process that can be killed."""
+
+    def __init__(self, config: GroupReward) -> None:
+        job = {"job": config.kind, "target": config.target, "concurrency": config.concurrency}
+        self._pool = WorkerPool(job, config.workers, config.timeout_s)
+
+    async def open(self) -> None:
+        await self._pool.open()
+        self.nbytes = self._pool.nbytes
+
+    async def __call__(self, group: SampleGroup, /) -> list[float]:
+        values = await self._pool.ask({"group": dataclasses.asdict(group)})
+        if not isinstance(values, list):
+            raise RewardError(f"it returned {values!r}. Return a list with a number for each sample.")
+        return values
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+def _build(config: RewardConfig, gateway: GatewayConfig | None) -> Reward | RewardOfGroup:
     if isinstance(config, ExactMatchReward):
         return ExactMatch()
+    if isinstance(config, GroupReward):
+        return GroupInWorker(config)
     if isinstance(config, FormatReward):
         return Format(config)
     if isinstance(config, CodeReward):

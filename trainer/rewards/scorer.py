@@ -1,4 +1,4 @@
-"""One interface for every reward, and their weighted sum.
+"""One interface for every reward of an answer, one for those of a prompt's whole group, and their weighted sum.
 
 All rewards run on a thread of their own with its own event loop: they make progress while the training thread computes,
 and whoever awaits a score may do so from any loop.
@@ -13,12 +13,12 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from trainer.errors import RewardError, RewardTimeout
+from trainer.errors import RewardError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,11 +45,12 @@ class RewardRequest:
 class Score:
     """Weighted sum, each reward's own (unweighted) value by name, and why a reward has none of its own (`failures`: its
     part is the configured `on_failure` then, if there is one). `missing` are those without a value: the sum is not to
-    be trained on. `full` when every reward gave its best, 1."""
+    be trained on. `relative` are the parts of group rewards. `full` when every other reward gave its best, 1."""
 
     total: float
     parts: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    relative: tuple[str, ...] = ()
 
     @property
     def missing(self) -> list[str]:
@@ -57,36 +58,85 @@ class Score:
 
     def plus(self, name: str, value: float, weight: float) -> Score:
         """With one more part."""
-        return Score(self.total + weight * value, {**self.parts, name: value}, self.failures)
+        return replace(self, total=self.total + weight * value, parts={**self.parts, name: value})
+
+    def compared(self, name: str, value: float | None, weight: float, why: str) -> Score:
+        """With the part of a group reward, or why it has none of its own."""
+        score = self if value is None else self.plus(name, value, weight)
+        failures = {**self.failures, name: why} if why else self.failures
+        return replace(score, failures=failures, relative=(*self.relative, name))
 
     @property
     def full(self) -> bool:
-        return not self.failures and all(part >= 1.0 for part in self.parts.values())
+        own = self.failures.keys() | self.parts.keys()
+        return all(name not in self.failures and self.parts[name] >= 1.0 for name in own - set(self.relative))
 
 
-class Reward(ABC):
-    """Scores one answer. Runs on the rewards' event loop, so it must not block: what may block or die belongs into a
-    worker (trainer/rewards/pool.py)."""
+@dataclass(frozen=True)
+class Sample:
+    """One of a prompt's samples as a group reward sees it: the last answer's text, all turns after the prompt as chat
+    messages, the policy's tokens, whether it was cut off, the other rewards' values by name, and their weighted sum."""
+
+    answer: str
+    turns: tuple[Mapping[str, Any], ...]
+    tokens: int
+    truncated: bool
+    scores: Mapping[str, float]
+    total: float
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """All samples of a prompt that have a score, with the prompt's text, the record's answer and its `extra`."""
+
+    prompt: str
+    expected: str
+    extra: Mapping[str, Any]
+    samples: tuple[Sample, ...]
+
+    @staticmethod
+    def of(requests: Sequence[RewardRequest], scores: Sequence[Score]) -> SampleGroup:
+        """Of one prompt's trajectories, at least one."""
+        pairs = zip(requests, scores, strict=True)
+        samples = [Sample(r.answer, r.turns, r.tokens, r.truncated, s.parts, s.total) for r, s in pairs]
+        return SampleGroup(requests[0].prompt, requests[0].expected, requests[0].extra, tuple(samples))
+
+
+class _Evaluator:
+    """Runs on the rewards' event loop, so it must not block: what may block or die belongs into a worker
+    (trainer/rewards/pool.py)."""
 
     nbytes: int = 0
     """Of host memory, once open: what `close` gives back, and another `open` takes again. 0: too little to count."""
 
-    async def open(self) -> None:  # noqa: B027 - most have nothing to make ready
+    async def open(self) -> None:
         """Make ready. Raises ConfigError or SandboxUnavailable for what the user must correct."""
+
+    async def close(self) -> None:
+        """Free what `open` took."""
+
+
+class Reward(_Evaluator, ABC):
+    """Scores one answer."""
 
     @abstractmethod
     async def __call__(self, request: RewardRequest, /) -> float:
         """The answer's value. Anything raised is counted, and gives the configured `on_failure`."""
 
-    async def close(self) -> None:  # noqa: B027
-        """Free what `open` took."""
+
+class RewardOfGroup(_Evaluator, ABC):
+    """Scores all samples of a prompt together."""
+
+    @abstractmethod
+    async def __call__(self, group: SampleGroup, /) -> list[float]:
+        """A value for each sample. Anything raised is counted, and gives all of them the configured `on_failure`."""
 
 
 @dataclass(frozen=True)
 class Weighted:
     """A reward in a sum. `deadline_s` bounds what a sample waits for it, queueing included."""
 
-    reward: Reward
+    reward: Reward | RewardOfGroup
     weight: float = 1.0
     on_failure: float | None = None
     deadline_s: float = 120.0
@@ -104,6 +154,7 @@ class Scorer:
 
     def __init__(self, rewards: Mapping[str, Weighted]) -> None:
         self._rewards = dict(rewards)
+        self._compare = [name for name, weighted in rewards.items() if isinstance(weighted.reward, RewardOfGroup)]
         self._loop = LoopThread()
         self._lock = threading.Lock()
         self._tallies = {name: _Tally() for name in self._rewards}
@@ -121,6 +172,12 @@ class Scorer:
     async def __call__(self, request: RewardRequest) -> Score:
         """Never raises for a reward that fails: see `Score.failures`."""
         return await asyncio.wrap_future(self._loop.run(self._score(request)))
+
+    async def compared(self, requests: Sequence[RewardRequest], scores: Sequence[Score]) -> list[Score]:
+        """The scores of a prompt's samples, with the parts of the group rewards. Never raises for one that fails."""
+        if not self._compare or not requests:
+            return list(scores)
+        return await asyncio.wrap_future(self._loop.run(self._compared(SampleGroup.of(requests, scores), scores)))
 
     def stats(self) -> dict[str, float]:
         """Since the last call, by reward: `reward_time_ms/NAME` (mean of an evaluation, waiting included) and
@@ -153,28 +210,57 @@ class Scorer:
         """Have them again. Raises as `open` does."""
         self._loop.run(self._all(reward.open() for reward in self._models())).result()
 
-    def _models(self) -> list[Reward]:
+    def _models(self) -> list[Reward | RewardOfGroup]:
         return [weighted.reward for weighted in self._rewards.values() if weighted.reward.nbytes]
 
     async def _all(self, changes: Iterable[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*changes)
 
     async def _score(self, request: RewardRequest) -> Score:
-        names = list(self._rewards)
-        results = await asyncio.gather(*(self._evaluate(name, request) for name in names))
-        parts = {name: value for name, (value, _) in zip(names, results, strict=True) if value is not None}
-        failures = {name: why for name, (_, why) in zip(names, results, strict=True) if why}
+        asked = {name: w.reward for name, w in self._rewards.items() if isinstance(w.reward, Reward)}
+        results = await asyncio.gather(*(self._value(name, reward, request) for name, reward in asked.items()))
+        parts = {name: value for name, (value, _) in zip(asked, results, strict=True) if value is not None}
+        failures = {name: why for name, (_, why) in zip(asked, results, strict=True) if why}
         return Score(sum(self._rewards[name].weight * value for name, value in parts.items()), parts, failures)
 
-    async def _evaluate(self, name: str, request: RewardRequest) -> tuple[float | None, str]:
-        """The reward's value and '', or its `on_failure` and the reason."""
-        weighted, began, why = self._rewards[name], time.perf_counter(), ""
-        value: float | None
+    async def _value(self, name: str, reward: Reward, request: RewardRequest) -> tuple[float | None, str]:
+        async def valued() -> float:
+            return _finite(float(await reward(request)))
+
+        value, why = await self._evaluate(name, valued)
+        return self._rewards[name].on_failure if value is None else value, why
+
+    async def _compared(self, group: SampleGroup, scores: Sequence[Score]) -> list[Score]:
+        results = await asyncio.gather(*(self._values(name, group) for name in self._compare))
+        found = list(scores)
+        for name, (values, why) in zip(self._compare, results, strict=True):
+            weight = self._rewards[name].weight
+            found = [score.compared(name, value, weight, why) for score, value in zip(found, values, strict=True)]
+        return found
+
+    async def _values(self, name: str, group: SampleGroup) -> tuple[Sequence[float | None], str]:
+        async def valued() -> list[float]:
+            reward = self._rewards[name].reward
+            assert isinstance(reward, RewardOfGroup)
+            values = [_finite(float(value)) for value in await reward(group)]
+            if len(values) != len(group.samples):
+                raise RewardError(f"it returned {len(values)} numbers for {len(group.samples)} samples.")
+            return values
+
+        values, why = await self._evaluate(name, valued)
+        return [self._rewards[name].on_failure] * len(group.samples) if values is None else values, why
+
+    async def _evaluate(self, name: str, valued: Callable[[], Awaitable[T]]) -> tuple[T | None, str]:
+        """What it gives and '', or None and the reason."""
+        began, value, why = time.perf_counter(), None, ""
+        limit = self._rewards[name].deadline_s
         try:
-            value = await _bounded(weighted, request)
+            async with asyncio.timeout(limit):
+                value = await valued()
+        except TimeoutError:
+            why = f"no value within {limit:g} s. Raise deadline_s or workers, or make the reward faster."
         except Exception as error:
             why = str(error) if isinstance(error, RewardError) else repr(error)
-            value = weighted.on_failure
         self._count(name, time.perf_counter() - began, why)
         return value, why
 
@@ -189,14 +275,7 @@ class Scorer:
             log.warning("reward %s failed (counted in reward_failures/%s from now on): %s", name, name, why)
 
 
-async def _bounded(weighted: Weighted, request: RewardRequest) -> float:
-    try:
-        async with asyncio.timeout(weighted.deadline_s):
-            value = float(await weighted.reward(request))
-    except TimeoutError:
-        raise RewardTimeout(
-            f"no value within {weighted.deadline_s:g} s. Raise deadline_s or workers, or make the reward faster."
-        ) from None
+def _finite(value: float) -> float:
     if not math.isfinite(value):
         raise RewardError(f"it returned {value}. Return a finite number.")
     return value

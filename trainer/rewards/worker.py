@@ -11,64 +11,51 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
-import os
+import math
 import queue
-import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any, BinaryIO
 
 import orjson
 
 from trainer.config.strict import load_target
 from trainer.errors import ConfigError
+from trainer.rewards.scorer import Sample, SampleGroup
+from trainer.worker_process import answer_all, pipes, refuse, say
 
 Function = Callable[..., Any]
 
 
 def main() -> None:
     """Do the job until standard input ends."""
-    _die_with_parent()
-    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # prints of the reward are no replies
+    requests, replies = pipes()
     job = orjson.loads(sys.argv[1])
     try:
         function = JOBS[job.pop("job")](**job)
     except ConfigError as error:
-        _say(replies, {"key": error.key, "problem": error.problem, "advice": error.advice})
+        refuse(replies, error)
         return
     if inspect.iscoroutinefunction(function):
-        _say(replies, {"concurrency": job.get("concurrency", 64), "bytes": getattr(function, "nbytes", 0)})
-        asyncio.run(_serve(function, requests, replies))
+        say(replies, {"concurrency": job.get("concurrency", 64), "bytes": getattr(function, "nbytes", 0)})
+        asyncio.run(answer_all(partial(_awaited, function), requests, replies))
         return
     batch = getattr(function, "batch", 1)  # the next one comes in while one is computed
-    _say(replies, {"concurrency": 2 * batch if batch > 1 else 1, "bytes": getattr(function, "nbytes", 0)})
+    say(replies, {"concurrency": 2 * batch if batch > 1 else 1, "bytes": getattr(function, "nbytes", 0)})
     for lines in _batches(requests, batch) if batch > 1 else ([line] for line in requests):
         asked = [orjson.loads(line) for line in lines]
         for request, outcome in zip(asked, _outcomes(function, asked), strict=True):
-            _say(replies, {"id": request["id"], **outcome})
+            say(replies, {"id": request["id"], **outcome})
 
 
-async def _serve(function: Function, requests: BinaryIO, replies: BinaryIO) -> None:
-    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
-    while line := await loop.run_in_executor(None, requests.readline):
-        task = loop.create_task(_answer(function, orjson.loads(line), replies))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-
-async def _answer(function: Function, request: dict[str, Any], replies: BinaryIO) -> None:
+async def _awaited(function: Function, request: dict[str, Any]) -> dict[str, Any]:
     try:
-        value = await asyncio.wait_for(function(*_arguments(request)), request["timeout_s"])
-        reply: dict[str, Any] = {"value": float(value)}
+        return _valued(await asyncio.wait_for(function(*_arguments(request)), request["timeout_s"]))
     except TimeoutError:
-        reply = {"late": True}
-    except Exception as error:
-        reply = {"problem": f"it raised {error!r}."}
-    _say(replies, {"id": request["id"], **reply})
+        return {"late": True}
 
 
 def _batches(requests: BinaryIO, most: int) -> Iterator[list[bytes]]:
@@ -94,7 +81,7 @@ def _outcomes(function: Function, requests: list[dict[str, Any]]) -> list[dict[s
     """Of each. If a batch fails, each is tried alone, so that only the culprit does."""
     if len(requests) > 1:
         with contextlib.suppress(Exception):
-            values = [{"value": float(value)} for value in function.many([_arguments(r) for r in requests])]  # type: ignore[attr-defined]
+            values = [_valued(value) for value in function.many([_arguments(r) for r in requests])]  # type: ignore[attr-defined]
             if len(values) == len(requests):
                 return values
     return [_outcome(function, request) for request in requests]
@@ -102,25 +89,26 @@ def _outcomes(function: Function, requests: list[dict[str, Any]]) -> list[dict[s
 
 def _outcome(function: Function, request: dict[str, Any]) -> dict[str, Any]:
     try:
-        return {"value": float(function(*_arguments(request)))}
+        return _valued(function(*_arguments(request)))
     except Exception as error:
         return {"problem": f"it raised {error!r}."}
 
 
-def _arguments(request: dict[str, Any]) -> tuple[str, str, str, dict[str, Any]]:
+def _arguments(request: dict[str, Any]) -> tuple[Any, ...]:
+    if "group" in request:
+        samples = tuple(Sample(**sample) for sample in request["group"]["samples"])
+        return (SampleGroup(**{**request["group"], "samples": samples}),)
     return request["prompt"], request["answer"], request["expected"], request["extra"]
 
 
-def _say(replies: BinaryIO, reply: dict[str, Any]) -> None:
-    for name in ("value",):
-        if isinstance(reply.get(name), float) and reply[name] - reply[name] != 0:  # JSON has no NaN and no infinity
-            reply = {"id": reply["id"], "problem": f"it returned {reply[name]}. Return a finite number."}
-    replies.write(orjson.dumps(reply) + b"\n")
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+def _valued(value: Any) -> dict[str, Any]:
+    """The reply: a number, or the numbers of a group."""
+    many = isinstance(value, list | tuple)
+    values = [float(each) for each in (value if many else [value])]
+    for number in values:
+        if not math.isfinite(number):  # JSON has no such numbers
+            return {"problem": f"it returned {number}. Return a finite number."}
+    return {"value": values if many else values[0]}
 
 
 def _callable(target: str, concurrency: int = 64) -> Function:
@@ -141,6 +129,18 @@ def _callable(target: str, concurrency: int = 64) -> Function:
         return function(prompt, answer, expected, **({"extra": extra} if takes_extra else {}))
 
     return _as_large(synchronous, function)
+
+
+def _group(target: str, concurrency: int = 64) -> Function:
+    """The user's function of all samples of a prompt."""
+    function: Function = load_target(target, "rewards.target")
+    if inspect.iscoroutinefunction(function):
+        return function
+
+    def of_group(group: SampleGroup) -> Any:
+        return function(group)
+
+    return _as_large(of_group, function)
 
 
 def _as_large(made: Function, function: Function) -> Function:
@@ -176,6 +176,7 @@ def _classifier(path: str, label: int, probability: bool, max_tokens: int, batch
 
 JOBS: dict[str, Callable[..., Function]] = {
     "callable": _callable,
+    "group": _group,
     "math": _math,
     "reasoning_gym": _gym,
     "regex": _regex,

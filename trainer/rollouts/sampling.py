@@ -22,20 +22,28 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from trainer.config import EnvironmentConfig, GatewayConfig, RolloutConfig, SingleTurnEnvironment, TeacherConfig
+from trainer.config import (
+    EnvironmentConfig,
+    GatewayConfig,
+    RolloutConfig,
+    SingleTurnEnvironment,
+    TeacherConfig,
+    ToolsEnvironment,
+)
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.environments import EnvironmentHost, Episode, Message, Observation, Task, messages_of
-from trainer.errors import ConfigError, EnvironmentFailed, RolloutError
+from trainer.environments.base import CHARACTERS
+from trainer.errors import ConfigError, EnvironmentFailed, EpisodeInterrupted, RolloutError
 from trainer.rewards.scorer import RewardRequest, Score, Scorer
 from trainer.rollouts.generate import SEEDS, GenerateClient, Request
 from trainer.rollouts.teacher import Teacher
-from trainer.trajectory import LENGTH, REPEAT, UNFINISHED, Group, Outcome, Partial, Sample, Trajectory, Turn
+from trainer.trajectory import LENGTH, REPEAT, UNFINISHED, Group, Outcome, Partial, PartialSample, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,11 +60,13 @@ class _Times:
 
 @dataclass(frozen=True)
 class _Played:
-    """A trajectory, the prompt that it began with, and all that was said in it as messages."""
+    """A trajectory, the prompt that it began with, all that was said in it as messages, and the sum of what the
+    environment gave (unweighted)."""
 
     prompt_ids: tuple[int, ...]
     trajectory: Trajectory
     said: tuple[Message, ...]
+    given: float = 0.0
 
 
 @dataclass
@@ -66,14 +76,15 @@ class _Playing:
 
     episode: Episode
     prompt_ids: tuple[int, ...]
-    turns: list[Turn]
-    said: list[Message]
+    turns: list[Turn] = field(default_factory=list)
+    said: list[Message] = field(default_factory=list)
+    given: float = 0.0
 
     @property
     def written(self) -> tuple[int, ...]:
         return tuple(token for turn in self.turns for token in turn.token_ids)
 
-    def is_at(self, sample: Sample) -> bool:
+    def is_at(self, sample: PartialSample) -> bool:
         return self.prompt_ids == sample.prompt_ids and tuple(self.turns) == sample.trajectory.turns
 
 
@@ -140,8 +151,8 @@ class Rollouts:
 
     def stats(self) -> dict[str, float]:
         """Since the last call: mean milliseconds from a sample's request to its last token, and from there to its
-        score; trajectories that were sampled again and left out, if any; and what the rewards say of themselves
-        (`Scorer.stats`)."""
+        score; episodes that were played again, what was left out, and the groups that lack it, if any; and what the
+        rewards say of themselves (`Scorer.stats`)."""
         times, self._times = self._times, _Times()
         counts, self._counts = self._counts, Counter[str]()
         count = max(times.samples, 1)
@@ -224,11 +235,17 @@ class Rollouts:
         for (i, part, _), task in zip(parts, running, strict=True):
             samples[i : i + part.n] = task.result()
         partial = Partial(tuple(samples))
-        return partial if partial.unfinished else _complete(record, partial)
+        return partial if partial.unfinished else await self._complete(record, request, partial)
 
     async def _scored(
-        self, record: Record, request: Request, begun: Sample, key: _Key, budget: int | None, teacher: Teacher | None
-    ) -> list[Sample | None]:
+        self,
+        record: Record,
+        request: Request,
+        begun: PartialSample,
+        key: _Key,
+        budget: int | None,
+        teacher: Teacher | None,
+    ) -> list[PartialSample | None]:
         """The trajectories further on; those that are complete have a score, and the teacher's log-probs if it is to be
         asked, or are left out."""
         started = time.perf_counter()
@@ -245,17 +262,21 @@ class Rollouts:
         self._times.score_s += (time.perf_counter() - generated) * finished
         return list(samples)
 
-    async def _sample(self, record: Record, played: _Played | None, teacher: Teacher | None) -> Sample | None:
+    async def _sample(self, record: Record, played: _Played | None, teacher: Teacher | None) -> PartialSample | None:
         if played is None:
             return None
         if played.trajectory.finish_reason == UNFINISHED:
-            return Sample(played.prompt_ids, played.trajectory)
+            return PartialSample(played.prompt_ids, played.trajectory)
         asked = asyncio.ensure_future(self._taught(teacher, played))
         try:
             score, taught = await self._score(record, played), await asked
         finally:
             asked.cancel()
-        return None if score is None or taught is None else Sample(played.prompt_ids, taught.trajectory, score)
+        return (
+            None
+            if score is None or taught is None
+            else PartialSample(played.prompt_ids, taught.trajectory, played.said, score)
+        )
 
     async def _taught(self, teacher: Teacher | None, played: _Played) -> _Played | None:
         """With the teacher's log-probs; None when the teacher cannot take it."""
@@ -267,25 +288,45 @@ class Rollouts:
             return None
         return replace(played, trajectory=replace(played.trajectory, teacher_logprobs=found))
 
+    async def _complete(self, record: Record, request: Request, partial: Partial) -> Group:
+        kept = [sample for sample in partial.samples if sample is not None]
+        prompts = {sample.prompt_ids for sample in kept}
+        if len(prompts) > 1:
+            raise RolloutError(
+                f"the environment began {len(prompts)} episodes of record {record.index} in different ways. Make "
+                "`reset` depend on the task alone: only then can their rewards be compared."
+            )
+        scores = [sample.score for sample in kept if sample.score is not None]
+        if request.temperature > 0:  # an evaluation has one answer to a prompt, and nothing to compare it with
+            compared = await self._compared([_asked(record, sample.trajectory, sample.said) for sample in kept], scores)
+            kept, scores = (kept, compared) if compared is not None else ([], [])
+        if len(kept) < request.n:
+            self._counts["groups_incomplete" if kept else "groups_lost"] += 1
+        prompt = prompts.pop() if prompts else record.prompt_ids
+        return Group(prompt, tuple(sample.trajectory for sample in kept), tuple(scores))
+
+    async def _compared(self, requests: list[RewardRequest], alone: list[Score]) -> list[Score] | None:
+        """With what group rewards add; None when one has no value, though it was asked again."""
+        for _ in range(self._rollout.attempts):
+            scores = await self._scorer.compared(requests, alone)
+            if not any(score.missing for score in scores):
+                return list(scores)
+        self._counts["trajectories_without_reward"] += len(alone)
+        return None
+
     async def _score(self, record: Record, played: _Played) -> Score | None:
         """None when a reward has no value, though it was asked again."""
-        answers = [message["content"] for message in played.said if message["role"] == "assistant"]
-        trajectory = played.trajectory
-        request = RewardRequest(
-            record.prompt, answers[-1] if answers else "", record.answer, record.extra,
-            played.said, trajectory.policy_tokens, trajectory.truncated,
-        )  # fmt: skip
+        request = _asked(record, played.trajectory, played.said)
         for _ in range(self._rollout.attempts):
             score = await self._scorer(request)
             if not score.missing:
-                if self._host is None:
-                    return score
-                own = sum(turn.reward for turn in trajectory.turns)
-                return score.plus(ENVIRONMENT, own, self._host.config.weight)
+                if self._host is None or isinstance(self._host.config, ToolsEnvironment):
+                    return score  # nothing was given
+                return score.plus(ENVIRONMENT, played.given, self._host.config.weight)
         self._counts["trajectories_without_reward"] += 1
         return None
 
-    async def _answers(self, request: Request, begun: Sample, budget: int | None) -> list[_Played]:
+    async def _answers(self, request: Request, begun: PartialSample, budget: int | None) -> list[_Played]:
         """Trajectories of one turn."""
         turn = begun.trajectory.turns[0] if begun.trajectory.turns else None
         return [
@@ -298,10 +339,17 @@ class Rollouts:
         ]
 
     async def _episode(
-        self, host: EnvironmentHost, record: Record, request: Request, begun: Sample, key: _Key, budget: int | None
+        self,
+        host: EnvironmentHost,
+        record: Record,
+        request: Request,
+        begun: PartialSample,
+        key: _Key,
+        budget: int | None,
     ) -> _Played | None:
         """One trajectory further on, or None if every attempt failed."""
-        for attempt in range(1, host.config.attempts + 1):
+        attempt = 1
+        while attempt <= host.config.attempts:
             try:
                 playing = await self._playing(host, record, begun, key)
                 try:
@@ -314,13 +362,16 @@ class Rollouts:
                 else:
                     await playing.episode.close()
                 return played
+            except EpisodeInterrupted:  # each time another one has failed, so there is an end to it
+                self._counts["episodes_interrupted"] += 1
             except EnvironmentFailed as error:
                 self._counts["episodes_failed"] += 1
                 log.warning("an episode of record %d failed (attempt %d): %s", record.index, attempt, error)
+                attempt += 1
         self._counts["episodes_left_out"] += 1
         return None
 
-    async def _playing(self, host: EnvironmentHost, record: Record, begun: Sample, key: _Key) -> _Playing:
+    async def _playing(self, host: EnvironmentHost, record: Record, begun: PartialSample, key: _Key) -> _Playing:
         """The episode where `begun` stands: the one that waits there, or another that is brought there, or a new one.
         Raises EnvironmentFailed."""
         if (waiting := self._waiting.pop(key, None)) is not None:
@@ -342,15 +393,15 @@ class Rollouts:
 
     async def _begin(self, host: EnvironmentHost, record: Record) -> _Playing:
         episode, first = await host.begin(self._task(record))
-        return _Playing(episode, self._prompt(first, record), [], [])
+        return _Playing(episode, self._prompt(first, record))
 
-    async def _replay(self, playing: _Playing, begun: Sample) -> bool:
+    async def _replay(self, playing: _Playing, begun: PartialSample) -> bool:
         """Play the recorded answers to a new episode; whether it said what is recorded, and is where `begun` stands."""
         turns = list(begun.trajectory.turns)
         unwritten = [turns.pop()] if turns[-1].of_policy else []
         for turn, recorded in zip(turns[::2], turns[1::2], strict=True):
             seen = await self._step(playing, turn)
-            if seen.done or seen.reward != turn.reward:
+            if seen.done or playing.turns[-1].reward != turn.reward:
                 return False
             self._listen(playing, seen)
             if playing.turns[-1] != recorded:
@@ -390,7 +441,8 @@ class Rollouts:
             self._listen(playing, seen)
         while finish_reason != UNFINISHED and playing.turns and not playing.turns[-1].of_policy:
             playing.turns.pop()  # nothing was written after it
-        return _Played(playing.prompt_ids, Trajectory(tuple(playing.turns), finish_reason), tuple(playing.said))
+        trajectory = Trajectory(tuple(playing.turns), finish_reason)
+        return _Played(playing.prompt_ids, trajectory, tuple(playing.said), playing.given)
 
     def _say(self, playing: _Playing, turn: Turn) -> str:
         text = self._tokenizer.decode(turn.token_ids)
@@ -400,7 +452,8 @@ class Rollouts:
 
     async def _step(self, playing: _Playing, turn: Turn) -> Observation:
         seen = await playing.episode.step(self._say(playing, turn))
-        playing.turns[-1] = replace(turn, reward=seen.reward)
+        playing.turns[-1] = replace(turn, reward=playing.episode.host.config.weight * seen.reward)
+        playing.given += seen.reward
         return seen
 
     def _listen(self, playing: _Playing, seen: Observation) -> None:
@@ -429,8 +482,8 @@ class Rollouts:
             raise _unwritable(error) from None
 
     def _shortened(self, text: str, most: int) -> str:
-        """At most about so many tokens of it. A flood is cut before it is tokenised."""
-        text = text[: most * 64]
+        """At most about so many tokens of it."""
+        text = text[: most * CHARACTERS]
         ids = self._tokenizer.continuation(text)[:-1]
         return text if len(ids) <= most else self._tokenizer.decode(ids[:most]) + CUT
 
@@ -441,17 +494,13 @@ class Rollouts:
         return int(rng.integers(0, SEEDS - 1024))  # room for the sample's index, which is added to it
 
 
-def _complete(record: Record, partial: Partial) -> Group:
-    kept = [sample for sample in partial.samples if sample is not None]
-    prompts = {sample.prompt_ids for sample in kept}
-    if len(prompts) > 1:
-        raise RolloutError(
-            f"the environment began {len(prompts)} episodes of record {record.index} in different ways. Make "
-            "`reset` depend on the task alone: only then can their rewards be compared."
-        )
-    prompt = prompts.pop() if prompts else record.prompt_ids
-    scores = tuple(sample.score for sample in kept if sample.score is not None)
-    return Group(prompt, tuple(sample.trajectory for sample in kept), scores)
+def _asked(record: Record, trajectory: Trajectory, said: Sequence[Message]) -> RewardRequest:
+    """What rewards are asked about a trajectory."""
+    answers = [message["content"] for message in said if message["role"] == "assistant"]
+    return RewardRequest(
+        record.prompt, answers[-1] if answers else "", record.answer, record.extra,
+        tuple(said), trajectory.policy_tokens, trajectory.truncated,
+    )  # fmt: skip
 
 
 def _unwritable(error: ValueError) -> ConfigError:

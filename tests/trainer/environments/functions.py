@@ -38,11 +38,11 @@ class Countdown(Environment):
             os._exit(3)
         if self.how == "flood":
             return Observation([{"role": "user", "content": "7" * 10_000_000}], reward=1.0)
-        return (
-            {"nonsense": "as a dictionary", "reward": float("nan"), "text": 5}[self.how]
-            if self.how != "text"
-            else (Observation([{"role": "user", "content": 5}]))
-        )
+        if self.how == "no number":
+            return Observation(reward=float("nan"))
+        if self.how == "no text":
+            return Observation([{"role": "user", "content": 5}])
+        return {"nonsense": "as a dictionary"}
 
 
 class Moody(Environment):
@@ -56,6 +56,20 @@ class Moody(Environment):
 
     def step(self, answer: str) -> Observation:
         return Observation(done=True)
+
+
+class Obedient(Environment):
+    """Does what the answer says."""
+
+    def reset(self, task: Task) -> Observation:
+        return Observation([{"role": "user", "content": "1+1="}])
+
+    def step(self, answer: str) -> Observation:
+        if answer == "hang":
+            threading.Event().wait()
+        if answer == "die":
+            os._exit(3)
+        return Observation(reward=1.0, done=True)
 
 
 def no_environment() -> dict[str, str]:
@@ -81,3 +95,8 @@ def sleeps(seconds: float) -> str:
     """Sleeps."""
     time.sleep(seconds)
     return "awake"
+
+
+def floods(megabytes: int) -> str:
+    """Says too much."""
+    return "7" * (megabytes << 20)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.trainer.rollouts.generate_server import GenerateServer, serve
-from trainer.config import CallableEnvironment, ExactMatchReward, GatewayConfig, RolloutConfig
+from trainer.config import (
+    CallableEnvironment,
+    ExactMatchReward,
+    FunctionTool,
+    GatewayConfig,
+    RolloutConfig,
+    ToolsEnvironment,
+)
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
-from trainer.environments import EnvironmentHost, Task
-from trainer.errors import ConfigError, EnvironmentFailed, RolloutError
+from trainer.environments import EnvironmentHost, Episode, Observation, Task
+from trainer.errors import ConfigError, EnvironmentFailed, EpisodeInterrupted, RolloutError
 from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_scorer
 from trainer.rollouts.sampling import ENVIRONMENT, Rollouts
 from trainer.trajectory import Group
@@ -62,6 +71,17 @@ def test_an_episode_is_one_trajectory(server: GenerateServer, tokenizer: Tokeniz
     assert all(any(w[: len(p)] == p for w in whole) for p in prompts[-9:]), "nothing is tokenised a second time"
 
 
+def test_a_weight_goes_into_the_reward_of_each_turn(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    with rollouts(server, tokenizer, {}, weight=0.5) as running:
+        group = play(running, tokenizer, 1)
+    (trajectory,), (score,) = group.trajectories, group.scores
+    assert [turn.reward for turn in trajectory.turns] == [0.5, 0, 0.5, 0, 0.5]
+    assert score.parts[ENVIRONMENT] == 3
+    assert score.total == 1.5 + score.parts["exact_match"]
+    by_token = [reward for reward in trajectory.rewards(score.total) if reward]
+    assert by_token == [0.5, 0.5, 0.5 + score.parts["exact_match"]]
+
+
 def test_turns_and_tokens_are_bounded(server: GenerateServer, tokenizer: Tokenizer) -> None:
     with rollouts(server, tokenizer, {"turns": 9}, max_turns=2) as running:
         (cut,) = play(running, tokenizer, 1).trajectories
@@ -80,7 +100,7 @@ def test_a_flood_is_cut(server: GenerateServer, tokenizer: Tokenizer) -> None:
     assert all(len(turn.token_ids) <= 5 + 8 for turn in trajectory.turns if not turn.of_policy)
 
 
-@pytest.mark.parametrize("how", ["raise", "hang", "die", "nonsense", "text"])
+@pytest.mark.parametrize("how", ["raise", "hang", "die", "nonsense", "no text", "no number"])
 def test_an_episode_that_failed_is_played_again(
     server: GenerateServer, tokenizer: Tokenizer, tmp_path: Path, how: str
 ) -> None:
@@ -97,6 +117,48 @@ def test_one_that_fails_again_and_again_is_left_out(server: GenerateServer, toke
         stats = running.stats()
     assert (group.trajectories, group.scores) == ((), ())
     assert (stats["episodes_failed"], stats["episodes_left_out"]) == (4, 2)
+    assert stats["groups_lost"] == 1
+
+
+async def test_one_that_hangs_costs_the_others_of_its_process_nothing() -> None:
+    host = EnvironmentHost(CallableEnvironment(target=f"{HERE}:Obedient", workers=1))
+    hurried = EnvironmentHost(replace(host.config, timeout_s=1.0))
+    await host.open()
+    try:
+        (hanging, _), (waiting, _), (asking, _) = [await host.begin(Task("", [])) for _ in range(3)]
+        hanging.host = hurried  # it is the first whose time is up
+        asked = asyncio.create_task(asking.step("hang"))
+        with pytest.raises(EnvironmentFailed, match="over 1 s for a step; killed") as failed:
+            await hanging.step("hang")
+        assert not isinstance(failed.value, EpisodeInterrupted)
+        with pytest.raises(EpisodeInterrupted, match="another episode hangs"):
+            await asked
+        with pytest.raises(EpisodeInterrupted, match="while it waited"):
+            await waiting.step("go on")
+        dying, _ = await host.begin(Task("", []))
+        with pytest.raises(EnvironmentFailed, match="status 3") as failed:
+            await dying.step("die")
+        assert not isinstance(failed.value, EpisodeInterrupted)
+    finally:
+        await host.close()
+
+
+def test_an_interrupted_episode_is_played_again_for_free(
+    server: GenerateServer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, interruptions = Episode.step, iter(range(3))
+
+    async def interrupted(self: Episode, answer: str) -> Observation:
+        if next(interruptions, None) is not None:
+            raise EpisodeInterrupted("of another's sake")
+        return await step(self, answer)
+
+    monkeypatch.setattr(Episode, "step", interrupted)
+    with rollouts(server, tokenizer, {}, attempts=1) as running:
+        assert play(running, tokenizer, 1).scores[0].parts[ENVIRONMENT] == 3
+        stats = running.stats()
+    assert stats["episodes_interrupted"] == 3
+    assert "episodes_failed" not in stats
 
 
 async def test_a_process_that_cannot_be_replaced_fails_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +177,30 @@ async def test_a_process_that_cannot_be_replaced_fails_the_episode(monkeypatch: 
         assert first.messages
     finally:
         await host.close()
+
+
+def test_a_group_that_lacks_some_is_counted(server: GenerateServer, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    options = {"how": "raise", "marker": str(tmp_path / "was here")}
+    with rollouts(server, tokenizer, options, attempts=1) as running:
+        group = play(running, tokenizer, 3)
+        stats = running.stats()
+    assert len(group.trajectories) == 2
+    assert stats["groups_incomplete"] == stats["episodes_left_out"] == 1
+    assert "groups_lost" not in stats
+
+
+def test_tools_give_nothing_of_their_own(server: GenerateServer, tokenizer: Tokenizer) -> None:
+    """So an answer is right when its rewards say so."""
+    tools = ToolsEnvironment(tools=(FunctionTool(target=f"{HERE}:add"),), describe=False, workers=1)
+
+    class Content(Reward):
+        async def __call__(self, request: RewardRequest, /) -> float:
+            return 1.0
+
+    scorer, gateway = Scorer({"content": Weighted(Content())}), GatewayConfig(url=server.url)
+    with Rollouts(gateway, RolloutConfig(max_tokens=8), scorer, tokenizer, 3, tools) as running:
+        group = play(running, tokenizer, 2)
+    assert [(score.parts, score.full) for score in group.scores] == [({"content": 1.0}, True)] * 2
 
 
 def test_what_cannot_be_made_is_said_before_the_run(server: GenerateServer, tokenizer: Tokenizer) -> None:

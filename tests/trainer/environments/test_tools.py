@@ -11,7 +11,7 @@ import pytest
 from tests.lacking import lacking
 from trainer.config import FunctionTool, McpTools, PythonTool, ToolsEnvironment
 from trainer.config.environments import ToolConfig
-from trainer.environments import Observation, Task
+from trainer.environments import EnvironmentHost, Observation, Task
 from trainer.environments.tools import Tools, open_tools
 from trainer.errors import ConfigError, EnvironmentFailed, SandboxUnavailable
 
@@ -104,6 +104,23 @@ async def test_an_mcp_server_that_dies_fails_the_episode_and_is_started_again() 
             await environment.step(call("die"))
         seen = await environment.step(call("multiply", a=2, b=3))
     assert [message["content"] for message in seen.messages] == ["6"]
+
+
+async def test_floods_and_dead_servers_seen_from_the_trainer() -> None:
+    """A tool that says more than a line of the worker may have is cut there; a server that dies is started again."""
+    tools = (FunctionTool(target=f"{HERE}:floods"), SERVER)
+    host = EnvironmentHost(ToolsEnvironment(tools=tools, workers=1, max_observation_tokens=10))
+    await host.open()
+    try:
+        episode, _ = await host.begin(TASK)
+        seen = await episode.step(call("floods", megabytes=65) + call("multiply", a=6, b=7))
+        assert [message["content"] for message in seen.messages] == ["7" * 320, "42"]
+        with pytest.raises(EnvironmentFailed, match="broke off a call of die"):
+            await episode.step(call("die"))
+        seen = await episode.step(call("multiply", a=2, b=3))
+        assert [message["content"] for message in seen.messages] == ["6"]
+    finally:
+        await host.close()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from trainer.rewards import SampleGroup
+
 
 def length(prompt: str, answer: str, expected: str) -> float:
     print("a reward may print")
@@ -101,3 +103,30 @@ class Together:
 
 
 together = Together()
+
+
+def ranked(group: SampleGroup) -> list[float]:
+    """Where each sample stands by length among its siblings; misbehaves as the first answer says."""
+    first = group.samples[0].answer
+    if first == "one number":
+        return 1.0  # type: ignore[return-value]
+    if first == "too few":
+        return [1.0]
+    if first == "infinite":
+        return [float("inf")] * len(group.samples)
+    misbehaves(group.prompt, first, group.expected)
+    by_length = sorted(sample.tokens for sample in group.samples)
+    return [float(by_length.index(sample.tokens)) for sample in group.samples]
+
+
+async def seen(group: SampleGroup) -> list[float]:
+    """1 for each sample, if everything about the group has come."""
+    await asyncio.sleep(0)
+    one, two = group.samples
+    assert (group.prompt, group.expected, group.extra) == ("3+4=", "07", {"bonus": 0.5})
+    assert (one.answer, one.tokens, one.truncated) == ("07", 2, False)
+    assert (two.answer, two.tokens, two.truncated) == ("8", 1, True)
+    assert [turn["content"] for turn in one.turns] == ["07"]
+    assert (dict(one.scores), one.total) == ({"exact_match": 1.0}, 2.0)
+    assert (dict(two.scores), two.total) == ({"exact_match": 0.0}, 0.0)
+    return [1.0, 1.0]

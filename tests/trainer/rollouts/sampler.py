@@ -12,7 +12,7 @@ from trainer.rewards.scorer import Score
 from trainer.rollouts.feed import Draw, Feed
 from trainer.rollouts.schedules import Rollout, Schedule
 from trainer.staleness import StepsOfVersions
-from trainer.trajectory import UNFINISHED, Group, Outcome, Partial, Sample, Trajectory, Turn, VersionSpan
+from trainer.trajectory import UNFINISHED, Group, Outcome, Partial, PartialSample, Trajectory, Turn, VersionSpan
 
 
 class Records:
@@ -124,7 +124,7 @@ class Sampler:
         if there + 1 == self.rounds[number]:
             scores = tuple(Score(reward, {"r": reward}) for reward in rewards)
             return Group((number,), (Trajectory((turn,), "stop"),) * len(rewards), scores)
-        return Partial((Sample((number,), Trajectory((turn,), UNFINISHED)),) * len(rewards))
+        return Partial((PartialSample((number,), Trajectory((turn,), UNFINISHED)),) * len(rewards))
 
     def _wait_for(self, *numbers: int) -> None:
         with self._lock:

@@ -1,0 +1,131 @@
+"""Rewards that see all samples of a prompt: what they get, what they add, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from tests.trainer.rollouts.generate_server import GenerateServer, serve
+from trainer.config import ExactMatchReward, GatewayConfig, GroupReward, RewardConfig, RolloutConfig
+from trainer.data.records import Record
+from trainer.data.tokenizer import Tokenizer
+from trainer.errors import ConfigError
+from trainer.metrics.rollouts import rollout_metrics
+from trainer.rewards import RewardOfGroup, RewardRequest, SampleGroup, Score, Scorer, Weighted, build_scorer
+from trainer.rollouts.sampling import Rollouts
+
+HERE = "tests.trainer.rewards.functions"
+
+
+def compare(configs: Sequence[RewardConfig], *answers: str) -> list[Score]:
+    """The scores of one prompt's answers; the last one was cut off."""
+    scorer = build_scorer(configs)
+
+    async def asked() -> list[Score]:
+        requests = [
+            RewardRequest(
+                "3+4=", answer, "07", {"bonus": 0.5}, ({"role": "assistant", "content": answer},), len(answer),
+                truncated=answer == answers[-1],
+            )
+            for answer in answers
+        ]  # fmt: skip
+        return await scorer.compared(requests, await asyncio.gather(*(scorer(request) for request in requests)))
+
+    try:
+        return asyncio.run(asked())
+    finally:
+        scorer.close()
+
+
+def test_a_group_reward_is_one_more_part_of_each_score() -> None:
+    ranked = GroupReward(target=f"{HERE}:ranked", weight=-0.5, name="length")
+    scores = compare([ranked, ExactMatchReward(weight=2.0)], "07", "0000007", "7")
+    assert [score.parts for score in scores] == [
+        {"exact_match": 1, "length": 1}, {"exact_match": 0, "length": 2}, {"exact_match": 0, "length": 0},
+    ]  # fmt: skip
+    assert [score.total for score in scores] == [1.5, -1.0, 0.0]
+    assert [score.full for score in scores] == [True, False, False], "right is right, whatever its siblings are"
+
+
+def test_it_sees_every_sample_and_may_be_a_coroutine() -> None:
+    scores = compare([ExactMatchReward(weight=2.0), GroupReward(target=f"{HERE}:seen")], "07", "8")
+    assert [score.failures for score in scores] == [{}, {}]
+    assert [score.total for score in scores] == [3.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("raise", "KeyError"),
+        ("hang", "took over 1 s"),
+        ("die", "status 3"),
+        ("one number", "a list with a number for each sample"),
+        ("too few", "1 numbers for 2 samples"),
+        ("infinite", "finite"),
+    ],
+)
+def test_one_that_fails_has_no_value_for_any_sample(fault: str, why: str) -> None:
+    reward = GroupReward(target=f"{HERE}:ranked", timeout_s=1.0)
+    for score in compare([ExactMatchReward(), reward], fault, "07"):
+        assert score.missing == ["group"]
+        assert why in score.failures["group"]
+    instead = GroupReward(target=f"{HERE}:ranked", timeout_s=1.0, on_failure=-1.0)
+    assert [score.total for score in compare([ExactMatchReward(), instead], fault, "07")] == [-1.0, 0.0]
+
+
+@pytest.mark.parametrize("target", ["no.such.module:f", f"{HERE}:nothing"])
+def test_what_cannot_be_imported_is_said_before_the_run(target: str) -> None:
+    with pytest.raises(ConfigError, match="cannot import"):
+        build_scorer([GroupReward(target=target)])
+    with pytest.raises(ConfigError, match="names no function"):
+        GroupReward(target="module")
+
+
+class Away(RewardOfGroup):
+    """Fails until it was asked so often."""
+
+    def __init__(self, until: int) -> None:
+        self.asked, self.until = 0, until
+
+    async def __call__(self, group: SampleGroup, /) -> list[float]:
+        self.asked += 1
+        if self.asked <= self.until:
+            raise ConnectionError("nobody there")
+        return [float(sample.tokens) for sample in group.samples]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str) -> Iterator[GenerateServer]:
+    with serve(GenerateServer(tiny_model)) as running:
+        yield running
+
+
+def rollouts(server: GenerateServer, model: str, reward: RewardOfGroup) -> Rollouts:
+    scorer = Scorer({"length": Weighted(reward)})
+    return Rollouts(GatewayConfig(url=server.url), RolloutConfig(max_tokens=8), scorer, Tokenizer(model), 3)
+
+
+def test_it_is_asked_again_and_an_outage_leaves_the_group_out(server: GenerateServer, tiny_model: str) -> None:
+    problem = Record(0, "1+2=", "03", Tokenizer(tiny_model).prompt("1+2="), ())
+    with rollouts(server, tiny_model, Away(1)) as running:
+        group = running.submit(problem, 4, 0).result(timeout=60)
+        assert group.rewards == [float(trajectory.policy_tokens) for trajectory in group.trajectories]
+        assert "trajectories_without_reward" not in running.stats()
+    assert rollout_metrics([group], 0)["reward/length"] == sum(group.rewards) / 4
+    assert type(group).from_json(group.to_json()) == group, "a checkpoint keeps it"
+    with rollouts(server, tiny_model, Away(1000)) as running:
+        assert running.submit(problem, 4, 0).result(timeout=60).trajectories == (), "never trained on as 0"
+        stats = running.stats()
+    assert stats["trajectories_without_reward"] == 4
+    assert stats["reward_failures/length"] == 2
+
+
+def test_an_evaluation_has_nothing_to_compare(server: GenerateServer, tiny_model: str) -> None:
+    reward = Away(0)
+    problem = Record(0, "1+2=", "03", Tokenizer(tiny_model).prompt("1+2="), ())
+    with rollouts(server, tiny_model, reward) as running:
+        (group,) = running.greedy([problem])
+    assert group.scores == (Score(0),)
+    assert reward.asked == 0
