@@ -16,7 +16,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, ActorCritic, Algorithm, LossOutput
+from trainer.algorithms.base import (
+    BEHAVIOUR_LOGPROBS,
+    ENTROPY,
+    OLD_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    VALUES,
+    ActorCritic,
+    Algorithm,
+    LossOutput,
+)
 from trainer.batch import MASK, POSITIONS, SEGMENTS, TOKENS, Fields, share
 from trainer.config import TrainerConfig
 from trainer.config.sections import Dtype, TrainDtype
@@ -25,9 +34,10 @@ from trainer.megatron.convert import Slice, export_hf, export_slices, parameters
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.lora import adapter_schema, adapters, merged
 from trainer.megatron.model import DTYPES
-from trainer.megatron.parallel import broadcast_json, gather_json, is_lead, lead, scatter_tensors, to_lead
+from trainer.megatron.parallel import broadcast_json, device, gather_json, is_lead, lead, scatter_tensors, to_lead
 from trainer.megatron.passes import run, together, tokens_once
 from trainer.megatron.roles import Role, RoleName, build_roles
+from trainer.megatron.router import reported, weigh
 
 
 @dataclass(frozen=True)
@@ -190,7 +200,11 @@ class Engine:
         for chunk in role.model:
             chunk.zero_grad_buffer()
         role.optimizer.zero_grad()
+        if balanced := self._balanced():
+            weigh(role.transformer, *balanced, self._expected(micro_batches, loss))
         reduced = _reduce(self._run(role, micro_batches, reduce, forward_only=False))
+        if balanced:
+            reduced |= reported(self.shape.layers, len(micro_batches))
         updated, grad_norm, _ = role.optimizer.step()
         value, norm, lr = reduced.pop("loss"), float(grad_norm or 0.0), role.optimizer.param_groups[0]["lr"]
         if not (math.isfinite(value) and math.isfinite(norm)):
@@ -201,6 +215,22 @@ class Engine:
         if updated:  # else a gradient overflowed: the optimizer has lowered its loss scale instead
             role.scheduler.step(1)
         return StepStats(value, norm, lr, int(reduced.pop("tokens")), reduced)
+
+    def _balanced(self) -> tuple[float, float] | None:
+        """The coefficients of the routers' auxiliary losses, if there are any."""
+        found = (self.config.model.router_balance_loss, self.config.model.router_z_loss)
+        return found if any(found) else None
+
+    def _expected(self, micro_batches: list[Fields], loss: Callable[..., LossOutput]) -> float:
+        """The mean over all ranks' micro-batches of the loss's denominator, if the policy is the one that sampled."""
+        total = torch.zeros(2, dtype=torch.float64)
+        for batch in micro_batches:
+            nothing = torch.zeros_like(batch[MASK])
+            output = loss(batch.get(BEHAVIOUR_LOGPROBS, nothing), batch | {ENTROPY: nothing})
+            total += torch.tensor([float(output.denominator), 1.0])
+        total = total.to(device())
+        dist.all_reduce(total, group=ps.get_data_parallel_group())
+        return (total[0] / total[1]).item()
 
     def _run(
         self, role: Role, micro_batches: list[Fields], reduce: Callable[..., Any], *, forward_only: bool
@@ -266,6 +296,9 @@ def check_support(config: TrainerConfig, shape: ModelShape) -> None:
     """Raise ConfigError naming the key that this machine, or this combination, cannot serve."""
     if config.model.fp8 != "none":
         _check_fp8(shape)
+    for key in ("router_balance_loss", "router_z_loss"):
+        if getattr(config.model, key) and not shape.experts:
+            raise ConfigError(f"model.{key}", f"{shape.family} has no experts", "Leave it out")
     if config.parallel.shard == "full":
         _check_full_sharding(config)
     if config.parallel.expert > 1 and config.parallel.expert_tensor_size > 1 and not torch.cuda.is_available():

@@ -23,6 +23,8 @@ from torch import Tensor
 from trainer.algorithms.base import ENTROPY
 from trainer.batch import MASK, POSITIONS, SEGMENTS, TOKENS, Fields
 from trainer.megatron.attention import local_positions, rotary_positions, whole_sequence
+from trainer.megatron.convert import unwrap
+from trainer.megatron.router import routing_pass
 
 FP8_TOKENS = 16  # what 8-bit matrix products want the number of tokens to be a multiple of
 
@@ -35,6 +37,7 @@ class Inputs(NamedTuple):
     positions: Tensor
     rotary: Tensor | None
     segments: Tensor | None
+    padding: Tensor | None
 
 
 def run(
@@ -58,8 +61,15 @@ def run(
     def forward(batches: Iterator[Fields], part: Any) -> tuple[Any, Callable[..., Any]]:
         batch = next(batches)
         given = inputs(batch, config)
-        with rotary_positions(given.rotary):
-            output = part(given.tokens, given.positions, given.segments, labels=None if values else given.labels)
+        labels = None if values else given.labels
+        with rotary_positions(given.rotary), routing_pass(None, training=not forward_only):
+            output = part(
+                given.tokens,
+                given.positions,
+                given.segments,
+                labels=labels,
+                padding_mask=_of_layers(given.padding, unwrap(part), config),
+            )
 
         def reduced(out: Tensor, **_: Any) -> Any:
             whole = _whole(out, width)
@@ -86,8 +96,8 @@ def inputs(batch: Fields, config: TransformerConfig) -> Inputs:
     tokens, width = batch[TOKENS], batch[MASK].shape[1]
     mine = local_positions(_fitted(width, config), tokens.device)
 
-    def padded(field: Tensor) -> Tensor:
-        return F.pad(field, (0, _fitted(width, config) - field.shape[1]))
+    def padded(field: Tensor, value: float = 0) -> Tensor:
+        return F.pad(field, (0, _fitted(width, config) - field.shape[1]), value=value)
 
     return Inputs(
         tokens=padded(tokens[:, :-1])[:, mine],
@@ -95,7 +105,27 @@ def inputs(batch: Fields, config: TransformerConfig) -> Inputs:
         positions=mine.expand(len(tokens), -1),
         rotary=padded(batch[POSITIONS][:, :-1])[:, mine] if POSITIONS in batch else None,
         segments=padded(batch[SEGMENTS][:, :-1]) if SEGMENTS in batch else None,
+        padding=padded(_padding(batch), True)[:, mine] if config.num_moe_experts else None,
     )
+
+
+def _padding(batch: Fields) -> Tensor:
+    """bool [B, T]: what comes after the last trained token of a row, or is in no segment. A row of padding keeps its
+    first token, so that there is something to take a mean of."""
+    trained = batch[MASK] > 0
+    padding = ~trained.flip(1).cumsum(1).flip(1).bool()
+    if SEGMENTS in batch:
+        padding = padding | (batch[SEGMENTS][:, :-1] == 0)
+    padding[:, 0] = False
+    return padding
+
+
+def _of_layers(padding: Tensor | None, part: Any, config: TransformerConfig) -> Tensor | None:
+    """As Megatron wants it: it cuts the sequence over tensor-parallel ranks itself, but on the first stage alone."""
+    if padding is None or part.pre_process or not config.sequence_parallel:
+        return padding
+    ranks, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
+    return padding.chunk(ranks, dim=1)[rank]
 
 
 def tokens_once(tokens: Tensor) -> Tensor:

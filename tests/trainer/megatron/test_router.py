@@ -1,0 +1,64 @@
+"""Auxiliary losses of a mixture's routers: their formulas, the same in every layout, and what they are for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.trainer.ranks import Ranks
+from trainer.config import ParallelConfig
+
+LOSSES = {"router_balance_loss": 0.3, "router_z_loss": 0.1}
+SEQUENCE = {"tensor": 2, "sequence": True}
+LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("mixtral", {"data": 2, "expert": 2}, {}),
+    ("qwen3_moe", SEQUENCE, {}),
+    ("mixtral", {"context": 2, "expert": 2}, {}),
+    ("mixtral", {"pipeline": 2}, {}),
+    ("qwen3_moe", {"pipeline": 2, "virtual_pipeline": 2}, {"recompute": "full"}),
+    ("mixtral", SEQUENCE | {"pipeline": 2}, {"recompute": "full"}),
+]
+NAMES = ["-".join([m, *(f"{k}{v}" for k, v in (p | h).items())]) for m, p, h in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def serial(one_rank: Ranks, models: dict[str, str]) -> dict[str, Any]:
+    return {n: one_rank.call("balanced", path=models[n], parallel={}, **LOSSES)[0] for n in ("mixtral", "qwen3_moe")}
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithm"),
+    [
+        ("mixtral", {"name": "sft"}),
+        ("qwen3_moe-raw", {"name": "sft"}),
+        ("mixtral", {"name": "grpo"}),
+        ("mixtral", {"name": "grpo", "normalize": "sequence"}),
+    ],
+    ids=["mixtral", "qwen3_moe", "of-tokens", "of-answers"],
+)
+def test_losses_and_their_gradient_are_the_formulas(
+    one_rank: Ranks, models: dict[str, str], model: str, algorithm: dict[str, Any]
+) -> None:
+    """Over tokens that are no padding; beside the algorithm's mean loss, whatever that is a mean of."""
+    found = one_rank.call("auxiliary", path=models[model], balance=0.3, z=0.1, algorithm=algorithm)[0]
+    assert found["metrics"] == pytest.approx(found["formulas"], rel=1e-5)
+    assert found["difference"] < 1e-5 < 0.01 * found["size"]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("model", "parallel", "how"), LAYOUTS, ids=NAMES)
+def test_they_are_the_same_in_every_layout(
+    one_rank: Ranks, models: dict[str, str], serial: dict[str, Any], model: str, parallel: Any, how: Any
+) -> None:
+    ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
+    found = ranks.call("balanced", path=models[model], parallel=parallel, **LOSSES, **how)
+    assert all(rank == found[0] for rank in found)
+    assert found[0] == [pytest.approx(step, rel=3e-4) for step in serial[model]]
+
+
+def test_a_dense_model_has_no_routers(one_rank: Ranks, models: dict[str, str]) -> None:
+    for key in LOSSES:
+        config = {"model": {"path": models["qwen2"], key: 0.1}}
+        (problem,) = one_rank.call("refused", path=models["qwen2"], **config)
+        assert problem[0] == f"model.{key}"
