@@ -26,10 +26,10 @@ from trainer.algorithms.base import (
     Algorithm,
     LossOutput,
 )
-from trainer.batch import MASK, POSITIONS, SEGMENTS, TOKENS, Fields, share
+from trainer.batch import MASK, POSITIONS, ROUTING, SEGMENTS, TOKENS, Fields, share
 from trainer.config import TrainerConfig
 from trainer.config.sections import Dtype, TrainDtype
-from trainer.errors import ConfigError, Diverged
+from trainer.errors import ConfigError, DataError, Diverged
 from trainer.megatron.convert import Slice, export_hf, export_slices, parameters
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.lora import adapter_schema, adapters, merged
@@ -88,6 +88,7 @@ class Engine:
     def step(self, fields: Fields) -> StepStats:
         """Train on the batch that rank 0 holds; what other ranks give is not looked at. Each data-parallel rank is sent
         the rows that it trains on. Raises Diverged before anything is published or saved."""
+        lead(lambda: _check_routing(fields, self.shape))
         filled = self.prefill_fields(fields)
         wholes = lead(lambda: self._minibatches(self.algorithm.prepare(filled)))
         parts = self._shared_out(wholes) * self.algorithm.epochs
@@ -235,7 +236,10 @@ class Engine:
     def _run(
         self, role: Role, micro_batches: list[Fields], reduce: Callable[..., Any], *, forward_only: bool
     ) -> list[Any]:
-        """What `reduce` made of the micro-batches of this rank (passes.py)."""
+        """What `reduce` made of the micro-batches of this rank (passes.py). Recorded routing is the actor's: critic and
+        reference have routers of their own."""
+        if role.name != "actor":
+            micro_batches = [{k: t for k, t in batch.items() if k != ROUTING} for batch in micro_batches]
         return run(
             role.model,
             role.transformer,
@@ -247,7 +251,7 @@ class Engine:
 
     def _said(self, roles: list[RoleName], fields: Fields) -> list[torch.Tensor]:
         """What each of the roles says of rank 0's batch, [B, T] float32, on rank 0; nothing on the other ranks."""
-        asked = {name: fields[name] for name in (TOKENS, MASK, SEGMENTS, POSITIONS) if name in fields}
+        asked = {name: fields[name] for name in (TOKENS, MASK, SEGMENTS, POSITIONS, ROUTING) if name in fields}
         (micro_batches,) = self._shared_out(lead(lambda: [asked]))
         found = []
         for role in roles:
@@ -304,6 +308,22 @@ def check_support(config: TrainerConfig, shape: ModelShape) -> None:
     if config.parallel.expert > 1 and config.parallel.expert_tensor_size > 1 and not torch.cuda.is_available():
         problem = "cutting experts that are also spread gathers parts of different lengths, which gloo cannot"
         raise ConfigError("parallel.expert_tensor", problem, "Set it to 1, or use GPUs")
+
+
+def _check_routing(fields: Fields, shape: ModelShape) -> None:
+    """Raise DataError for recorded routing that is of another model."""
+    if (routing := fields.get(ROUTING)) is None:
+        return
+    expected = (shape.layers, shape.experts_per_token)
+    if tuple(routing.shape[2:]) != expected or int(routing.max()) > shape.experts:
+        problem = f"{list(routing.shape[2:])} experts of up to {int(routing.max())}"
+        raise DataError(
+            f"the recorded routing is of another model: [layers, experts per token] are {problem}, the model has "
+            f"{list(expected)} of {shape.experts}. Sample from the model that is trained."
+        )
+    ordered = routing.sort(-1).values
+    if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] > 0)).any():
+        raise DataError("the recorded routing sends a token to one expert twice. Record what the model's router chose.")
 
 
 def _check_fp8(shape: ModelShape) -> None:

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from trainer.algorithms.base import ENTROPY
-from trainer.batch import MASK, POSITIONS, SEGMENTS, TOKENS, Fields
+from trainer.batch import MASK, POSITIONS, ROUTING, SEGMENTS, TOKENS, Fields
 from trainer.megatron.attention import local_positions, rotary_positions, whole_sequence
 from trainer.megatron.convert import unwrap
 from trainer.megatron.router import routing_pass
@@ -38,6 +38,7 @@ class Inputs(NamedTuple):
     rotary: Tensor | None
     segments: Tensor | None
     padding: Tensor | None
+    routing: Tensor | None
 
 
 def run(
@@ -62,7 +63,8 @@ def run(
         batch = next(batches)
         given = inputs(batch, config)
         labels = None if values else given.labels
-        with rotary_positions(given.rotary), routing_pass(None, training=not forward_only):
+        experts = _of_tensor_rank(given.routing, config)
+        with rotary_positions(given.rotary), routing_pass(experts, training=not forward_only):
             output = part(
                 given.tokens,
                 given.positions,
@@ -106,7 +108,12 @@ def inputs(batch: Fields, config: TransformerConfig) -> Inputs:
         rotary=padded(batch[POSITIONS][:, :-1])[:, mine] if POSITIONS in batch else None,
         segments=padded(batch[SEGMENTS][:, :-1]) if SEGMENTS in batch else None,
         padding=padded(_padding(batch), True)[:, mine] if config.num_moe_experts else None,
+        routing=_widened(batch[ROUTING], _fitted(width, config))[:, mine] if ROUTING in batch else None,
     )
+
+
+def _widened(routing: Tensor, width: int) -> Tensor:
+    return F.pad(routing, (0, 0, 0, 0, 0, width - routing.shape[1]))
 
 
 def _padding(batch: Fields) -> Tensor:
@@ -122,10 +129,14 @@ def _padding(batch: Fields) -> Tensor:
 
 def _of_layers(padding: Tensor | None, part: Any, config: TransformerConfig) -> Tensor | None:
     """As Megatron wants it: it cuts the sequence over tensor-parallel ranks itself, but on the first stage alone."""
-    if padding is None or part.pre_process or not config.sequence_parallel:
-        return padding
-    ranks, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
-    return padding.chunk(ranks, dim=1)[rank]
+    return padding if part.pre_process else _of_tensor_rank(padding, config)
+
+
+def _of_tensor_rank(field: Tensor | None, config: TransformerConfig) -> Tensor | None:
+    """The columns that the layers of this tensor-parallel rank see."""
+    if field is None or not config.sequence_parallel:
+        return field
+    return field.chunk(ps.get_tensor_model_parallel_world_size(), dim=1)[ps.get_tensor_model_parallel_rank()]
 
 
 def tokens_once(tokens: Tensor) -> Tensor:

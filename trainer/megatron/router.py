@@ -43,10 +43,10 @@ _pass: ContextVar[tuple[Tensor | None, bool]] = ContextVar("routing_pass", defau
 
 
 @contextmanager
-def routing_pass(experts_TBLk: Tensor | None, *, training: bool) -> Iterator[None]:
-    """Within the body, routers follow `experts_TBLk`, int64: for each token that this rank's layers see, in their
-    order, the k experts of every layer; -1 where nothing was recorded. `training`: a backward pass will follow."""
-    token = _pass.set((experts_TBLk, training))
+def routing_pass(experts_BTLk: Tensor | None, *, training: bool) -> Iterator[None]:
+    """Within the body, routers follow `experts_BTLk`: for each token that this rank's layers see the k experts of every
+    layer, plus 1; 0 where nothing was recorded. `training`: a backward pass will follow."""
+    token = _pass.set((experts_BTLk, training))
     try:
         yield
     finally:
@@ -87,8 +87,10 @@ class Router(TopKRouter):  # type: ignore[misc]
         first pass are kept, since passes go backward in the order in which they went forward."""
         if torch._C._current_graph_task_id() != -1:
             return self._kept.popleft()
-        recorded_TBLk, training = _pass.get()
-        mine = None if recorded_TBLk is None else recorded_TBLk[:, :, self.layer_number - 1].flatten(0, 1)
+        recorded_BTLk, training = _pass.get()
+        mine = None
+        if recorded_BTLk is not None:
+            mine = recorded_BTLk[:, :, self.layer_number - 1].transpose(0, 1).flatten(0, 1).long() - 1
         if training and not torch.is_grad_enabled():
             self._kept.append(mine)
         return mine

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from tests.trainer.batches import random_batch
-from trainer.batch import MASK
+from trainer.batch import MASK, ROUTING, Fields, Sequence, collate, pack
+from trainer.errors import DataError
 from trainer.megatron.convert import unwrap
 
 
@@ -85,3 +86,81 @@ def _formulas(logits: torch.Tensor, chosen: int = 2) -> tuple[torch.Tensor, torc
             shares[expert] += 1 / (tokens * chosen)
     means = logits.softmax(-1).mean(0)
     return experts * (shares * means).sum(), logits.logsumexp(-1).square().mean()
+
+
+def _recorded(shape: Any, seed: int, *, every: bool = True) -> list[Sequence]:
+    """Sequences whose tokens went to random experts; of every second token, unless `every`, nobody knows."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for length in torch.randint(3, 12, (8,), generator=generator).tolist():
+        tokens = torch.randint(0, shape.vocab, (length,), generator=generator).tolist()
+        order = torch.rand(length - 1, shape.layers, shape.experts, generator=generator).argsort(-1)
+        routing = order[..., : shape.experts_per_token]
+        if not every:
+            routing[::2] = -1
+        made.append(Sequence(tuple(tokens[:2]), tuple(tokens[2:]), routing=routing))
+    return made
+
+
+def _laid_out(built: Any, sequences: list[Sequence], packed: bool) -> Fields:
+    return pack(sequences, 40, ranks=built.config.parallel.data) if packed else collate(sequences)
+
+
+def replayed(path: str, parallel: dict[str, Any], packed: bool = False, **model: Any) -> dict[str, Any]:
+    """[loss, gradient norm] of three steps along recorded routing, and the log-probs of the second batch by it."""
+    from tests.trainer.cases import engine
+
+    config = {"parallel": parallel, "optimizer": {"lr": 1e-2}, "micro_batch": 2}
+    with engine({"model": {"path": path, **model}} | config) as built:
+        batches = [_recorded(built.shape, seed, every=seed != 2) for seed in range(3)]
+        trained = [built.step(_laid_out(built, batch, packed)) for batch in batches]
+        logprobs = built.logprobs(_laid_out(built, batches[1], packed=False))
+        return {
+            "trained": [[stats.loss, stats.grad_norm] for stats in trained],
+            "logprobs": None if logprobs is None else logprobs.double().sum().item(),
+        }
+
+
+def followed(path: str) -> dict[str, Any]:
+    """Along recorded routing: whether every known token went where it was sent, with which weights (their largest
+    difference to the softmax over the logits of those experts, in float64), and how many would have gone elsewhere."""
+    from tests.trainer.cases import engine
+
+    result: dict[str, Any] = {"right": True, "weights": 0.0, "elsewhere": 0, "known": 0}
+    with engine({"model": {"path": path}, "micro_batch": 16}) as built:
+        sequences = _recorded(built.shape, 0, every=False)
+        fields = collate(sequences)
+
+        def check(router: Any, given: Any, output: Any) -> None:
+            probs, chosen = output
+            recorded = fields[ROUTING][:, :, router.layer_number - 1].transpose(0, 1).flatten(0, 1).long() - 1
+            logits = given[0].detach().double().flatten(0, 1) @ router.weight.detach().double().t()
+            own = logits.topk(recorded.shape[1]).indices
+            known = recorded[:, 0] >= 0
+            experts = torch.where(known[:, None], recorded, own)
+            expected = torch.zeros_like(chosen).scatter(1, experts, True)
+            result["right"] &= torch.equal(chosen, expected)
+            weights = torch.zeros_like(logits).scatter(1, experts, logits.gather(1, experts).softmax(-1))
+            result["weights"] = max(result["weights"], (weights - probs.double()).abs().max().item())
+            result["known"] += int(known.sum())
+            result["elsewhere"] += int((own.sort().values != experts.sort().values).any(1).sum())
+
+        for layer in unwrap(built.model[0]).decoder.layers:
+            layer.mlp.router.register_forward_hook(check)
+        built.logprobs(fields)
+    return result
+
+
+def routing_refused(path: str) -> list[str]:
+    """What the engine says of routing that cannot be the model's: too few layers, an expert too many, one twice."""
+    from tests.trainer.cases import engine
+
+    said = []
+    with engine({"model": {"path": path}}) as built:
+        right = torch.tensor([0, 1]).expand(4, built.shape.layers, 2)
+        for routing in (right[:, 1:], right + built.shape.experts - 1, torch.zeros_like(right)):
+            try:
+                built.step(collate([Sequence((1, 2), (3, 4, 5), routing=routing)]))
+            except DataError as error:
+                said.append(str(error))
+    return said

@@ -1,4 +1,4 @@
-"""Auxiliary losses of a mixture's routers: their formulas, the same in every layout, and what they are for."""
+"""The routers of mixtures: auxiliary losses and recorded routing, by their formulas and the same in every layout."""
 
 from __future__ import annotations
 
@@ -62,3 +62,44 @@ def test_a_dense_model_has_no_routers(one_rank: Ranks, models: dict[str, str]) -
         config = {"model": {"path": models["qwen2"], key: 0.1}}
         (problem,) = one_rank.call("refused", path=models["qwen2"], **config)
         assert problem[0] == f"model.{key}"
+
+
+def test_tokens_go_where_they_were_sent(one_rank: Ranks, models: dict[str, str]) -> None:
+    """With weights from the trainer's own logits; tokens without a record, and padding, are routed as ever."""
+    (found,) = one_rank.call("followed", path=models["mixtral"])
+    assert found["right"]
+    assert found["weights"] < 1e-6
+    assert 0 < found["elsewhere"] <= found["known"]
+
+
+@pytest.fixture(scope="module")
+def replayed_alone(one_rank: Ranks, models: dict[str, str]) -> dict[str, Any]:
+    return {n: one_rank.call("replayed", path=models[n], parallel={})[0] for n in ("mixtral", "qwen3_moe")}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize(("model", "parallel", "how"), LAYOUTS, ids=NAMES)
+def test_recorded_routing_is_the_same_in_every_layout(
+    one_rank: Ranks,
+    models: dict[str, str],
+    replayed_alone: dict[str, Any],
+    model: str,
+    parallel: Any,
+    how: Any,
+    packed: bool,
+) -> None:
+    """Also where layers are computed again in the backward pass, when other micro-batches have gone forward."""
+    ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
+    found = ranks.call("replayed", path=models[model], parallel=parallel, packed=packed, **how)
+    expected = replayed_alone[model]
+    for rank in found:
+        assert rank["trained"] == [pytest.approx(step, rel=3e-4) for step in expected["trained"]]
+    assert found[0]["logprobs"] == pytest.approx(expected["logprobs"], rel=1e-3)
+
+
+def test_routing_of_another_model_is_refused(one_rank: Ranks, models: dict[str, str]) -> None:
+    layers, experts, twice = one_rank.call("routing_refused", path=models["mixtral"])[0]
+    assert "of another model" in layers
+    assert "of another model" in experts
+    assert "one expert twice" in twice
