@@ -9,6 +9,9 @@ Unpacked, a row is one sequence, padded on the right (S = 1). Packed, a row is s
 more int64 fields [B, T + 1] say which: `segments` numbers the sequences of a row from 1 (0 is padding) and `positions`
 counts the tokens of each from 0.
 
+`routing` [B, T, layers, k], where a sequence brings it, are the experts that each layer of a mixture sent the token at
+t to, plus 1; 0 where that is not known.
+
 Packing takes two steps, so that little is computed on padding:
 
 1. Best fit, longest first (Johnson 1974): every unit goes into the fullest row that still takes it. This says how many
@@ -36,7 +39,7 @@ from trainer.config.sections import PackingConfig
 from trainer.errors import DataError
 
 Fields = dict[str, torch.Tensor]
-TOKENS, MASK, SEGMENTS, POSITIONS = "tokens", "mask", "segments", "positions"
+TOKENS, MASK, SEGMENTS, POSITIONS, ROUTING = "tokens", "mask", "segments", "positions", "routing"
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class Sequence:
     """A prompt and its continuation. `per_token` fields have one number for each continuation token, `per_sequence`
     fields one for the whole. `mask` says which continuation tokens are trained on (1) and which only read (0); left
     out, all are trained. Sequences that follow each other with the same `together` (a preference's two answers) are
-    never parted: they are trained in one micro-batch."""
+    never parted: they are trained in one micro-batch. `routing`, int [length - 1, layers, k], are the experts that each
+    layer of a mixture sent each token but the last to (-1: not known): training does the same."""
 
     prompt: tuple[int, ...]
     continuation: tuple[int, ...]
@@ -53,6 +57,7 @@ class Sequence:
     per_sequence: dict[str, float] = field(default_factory=dict)
     together: int | None = None
     mask: tuple[float, ...] | None = None
+    routing: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -120,6 +125,11 @@ def _empty(sequences: Seq[Sequence], rows: Rows, width: int, packed: bool) -> Fi
     fields |= {name: torch.zeros(count, slots) for name in _names(s.per_sequence for s in sequences)}
     for name in (TOKENS, SEGMENTS, POSITIONS) if packed else (TOKENS,):
         fields[name] = torch.zeros(count, width, dtype=torch.int64)
+    recorded = [s.routing for s in sequences if s.routing is not None]
+    if recorded:
+        small = max(int(r.max()) for r in recorded) < 255
+        shape = (count, width - 1, *recorded[0].shape[1:])
+        fields[ROUTING] = torch.zeros(shape, dtype=torch.uint8 if small else torch.int32)
     return fields
 
 
@@ -137,6 +147,8 @@ def _place(fields: Fields, s: Sequence, row: int, start: int, slot: int) -> None
         fields[name][row, answer : end - 1] = torch.as_tensor(values, dtype=torch.float32)
     for name, value in s.per_sequence.items():
         fields[name][row, slot] = value
+    if s.routing is not None:
+        fields[ROUTING][row, start : end - 1] = s.routing + 1
     if SEGMENTS in fields:
         fields[SEGMENTS][row, start:end] = slot + 1
         fields[POSITIONS][row, start:end] = torch.arange(s.length)

@@ -36,6 +36,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from trainer.megatron.router import Router
+
 SHORTEST_BITS = 4  # segments of up to 16 tokens share a bucket
 
 
@@ -52,6 +54,8 @@ def block_spec(config: TransformerConfig, chunk: int | None = None) -> Transform
     experts = config.num_moe_experts
     layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if experts:
+        layer.submodules.mlp.submodules.router = Router
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = ContextParallelAttention if config.context_parallel_size > 1 else CausalAttention
     if config.qk_layernorm:

@@ -16,18 +16,28 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from trainer.algorithms.base import OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, ActorCritic, Algorithm, LossOutput
-from trainer.batch import MASK, POSITIONS, SEGMENTS, TOKENS, Fields, share
+from trainer.algorithms.base import (
+    BEHAVIOUR_LOGPROBS,
+    ENTROPY,
+    OLD_LOGPROBS,
+    REFERENCE_LOGPROBS,
+    VALUES,
+    ActorCritic,
+    Algorithm,
+    LossOutput,
+)
+from trainer.batch import MASK, POSITIONS, ROUTING, SEGMENTS, TOKENS, Fields, share
 from trainer.config import TrainerConfig
 from trainer.config.sections import Dtype, TrainDtype
-from trainer.errors import ConfigError, Diverged
+from trainer.errors import ConfigError, DataError, Diverged
 from trainer.megatron.convert import Slice, export_hf, export_slices, parameters
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.lora import adapter_schema, adapters, merged
 from trainer.megatron.model import DTYPES
-from trainer.megatron.parallel import broadcast_json, gather_json, is_lead, lead, scatter_tensors, to_lead
+from trainer.megatron.parallel import broadcast_json, device, gather_json, is_lead, lead, scatter_tensors, to_lead
 from trainer.megatron.passes import run, together, tokens_once
 from trainer.megatron.roles import Role, RoleName, build_roles
+from trainer.megatron.router import reported, weigh
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ class Engine:
     def step(self, fields: Fields) -> StepStats:
         """Train on the batch that rank 0 holds; what other ranks give is not looked at. Each data-parallel rank is sent
         the rows that it trains on. Raises Diverged before anything is published or saved."""
+        lead(lambda: _check_routing(fields, self.shape))
         filled = self.prefill_fields(fields)
         wholes = lead(lambda: self._minibatches(self.algorithm.prepare(filled)))
         parts = self._shared_out(wholes) * self.algorithm.epochs
@@ -190,7 +201,11 @@ class Engine:
         for chunk in role.model:
             chunk.zero_grad_buffer()
         role.optimizer.zero_grad()
+        if balanced := self._balanced():
+            weigh(role.transformer, *balanced, self._expected(micro_batches, loss))
         reduced = _reduce(self._run(role, micro_batches, reduce, forward_only=False))
+        if balanced:
+            reduced |= reported(self.shape.layers, len(micro_batches))
         updated, grad_norm, _ = role.optimizer.step()
         value, norm, lr = reduced.pop("loss"), float(grad_norm or 0.0), role.optimizer.param_groups[0]["lr"]
         if not (math.isfinite(value) and math.isfinite(norm)):
@@ -202,10 +217,29 @@ class Engine:
             role.scheduler.step(1)
         return StepStats(value, norm, lr, int(reduced.pop("tokens")), reduced)
 
+    def _balanced(self) -> tuple[float, float] | None:
+        """The coefficients of the routers' auxiliary losses, if there are any."""
+        found = (self.config.model.router_balance_loss, self.config.model.router_z_loss)
+        return found if any(found) else None
+
+    def _expected(self, micro_batches: list[Fields], loss: Callable[..., LossOutput]) -> float:
+        """The mean over all ranks' micro-batches of the loss's denominator, if the policy is the one that sampled."""
+        total = torch.zeros(2, dtype=torch.float64)
+        for batch in micro_batches:
+            nothing = torch.zeros_like(batch[MASK])
+            output = loss(batch.get(BEHAVIOUR_LOGPROBS, nothing), batch | {ENTROPY: nothing})
+            total += torch.tensor([float(output.denominator), 1.0])
+        total = total.to(device())
+        dist.all_reduce(total, group=ps.get_data_parallel_group())
+        return (total[0] / total[1]).item()
+
     def _run(
         self, role: Role, micro_batches: list[Fields], reduce: Callable[..., Any], *, forward_only: bool
     ) -> list[Any]:
-        """What `reduce` made of the micro-batches of this rank (passes.py)."""
+        """What `reduce` made of the micro-batches of this rank (passes.py). Recorded routing is the actor's: critic and
+        reference have routers of their own."""
+        if role.name != "actor":
+            micro_batches = [{k: t for k, t in batch.items() if k != ROUTING} for batch in micro_batches]
         return run(
             role.model,
             role.transformer,
@@ -217,7 +251,7 @@ class Engine:
 
     def _said(self, roles: list[RoleName], fields: Fields) -> list[torch.Tensor]:
         """What each of the roles says of rank 0's batch, [B, T] float32, on rank 0; nothing on the other ranks."""
-        asked = {name: fields[name] for name in (TOKENS, MASK, SEGMENTS, POSITIONS) if name in fields}
+        asked = {name: fields[name] for name in (TOKENS, MASK, SEGMENTS, POSITIONS, ROUTING) if name in fields}
         (micro_batches,) = self._shared_out(lead(lambda: [asked]))
         found = []
         for role in roles:
@@ -266,11 +300,30 @@ def check_support(config: TrainerConfig, shape: ModelShape) -> None:
     """Raise ConfigError naming the key that this machine, or this combination, cannot serve."""
     if config.model.fp8 != "none":
         _check_fp8(shape)
+    for key in ("router_balance_loss", "router_z_loss"):
+        if getattr(config.model, key) and not shape.experts:
+            raise ConfigError(f"model.{key}", f"{shape.family} has no experts", "Leave it out")
     if config.parallel.shard == "full":
         _check_full_sharding(config)
     if config.parallel.expert > 1 and config.parallel.expert_tensor_size > 1 and not torch.cuda.is_available():
         problem = "cutting experts that are also spread gathers parts of different lengths, which gloo cannot"
         raise ConfigError("parallel.expert_tensor", problem, "Set it to 1, or use GPUs")
+
+
+def _check_routing(fields: Fields, shape: ModelShape) -> None:
+    """Raise DataError for recorded routing that is of another model."""
+    if (routing := fields.get(ROUTING)) is None:
+        return
+    expected = (shape.layers, shape.experts_per_token)
+    if tuple(routing.shape[2:]) != expected or int(routing.max()) > shape.experts:
+        problem = f"{list(routing.shape[2:])} experts of up to {int(routing.max())}"
+        raise DataError(
+            f"the recorded routing is of another model: [layers, experts per token] are {problem}, the model has "
+            f"{list(expected)} of {shape.experts}. Sample from the model that is trained."
+        )
+    ordered = routing.sort(-1).values
+    if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] > 0)).any():
+        raise DataError("the recorded routing sends a token to one expert twice. Record what the model's router chose.")
 
 
 def _check_fp8(shape: ModelShape) -> None:

@@ -60,7 +60,7 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, model: Model
         persist_layer_norm=False,
         apply_rope_fusion=False,
         **_layout(parallel),
-        **_mixture(shape),
+        **_mixture(shape, model),
         **_recompute(model),
     )
 
@@ -125,8 +125,9 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
     return values
 
 
-def _mixture(shape: ModelShape) -> dict[str, Any]:
-    """Routing as Hugging Face's modeling code does it: softmax in fp32, no capacity limit, no auxiliary loss."""
+def _mixture(shape: ModelShape, model: ModelConfig) -> dict[str, Any]:
+    """Routing as Hugging Face's modeling code does it: softmax in fp32, no capacity limit. Auxiliary losses (router.py)
+    as the configuration says."""
     if not shape.experts:
         return {}
     return {
@@ -135,7 +136,9 @@ def _mixture(shape: ModelShape) -> dict[str, Any]:
         "moe_router_topk": shape.experts_per_token,
         "moe_router_pre_softmax": not shape.normalize_router,
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
+        "moe_router_load_balancing_type": "aux_loss" if model.router_balance_loss else "none",
+        "moe_aux_loss_coeff": model.router_balance_loss,
+        "moe_z_loss_coeff": model.router_z_loss or None,
         "moe_token_dispatcher_type": "alltoall",
     }
 

@@ -21,8 +21,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from trainer.algorithms.base import ENTROPY
-from trainer.batch import MASK, POSITIONS, SEGMENTS, TOKENS, Fields
+from trainer.batch import MASK, POSITIONS, ROUTING, SEGMENTS, TOKENS, Fields
 from trainer.megatron.attention import local_positions, rotary_positions, whole_sequence
+from trainer.megatron.convert import unwrap
+from trainer.megatron.router import routing_pass
 
 FP8_TOKENS = 16  # what 8-bit matrix products want the number of tokens to be a multiple of
 
@@ -35,6 +37,8 @@ class Inputs(NamedTuple):
     positions: Tensor
     rotary: Tensor | None
     segments: Tensor | None
+    padding: Tensor | None
+    routing: Tensor | None
 
 
 def run(
@@ -58,8 +62,16 @@ def run(
     def forward(batches: Iterator[Fields], part: Any) -> tuple[Any, Callable[..., Any]]:
         batch = next(batches)
         given = inputs(batch, config)
-        with rotary_positions(given.rotary):
-            output = part(given.tokens, given.positions, given.segments, labels=None if values else given.labels)
+        labels = None if values else given.labels
+        experts = _of_tensor_rank(given.routing, config)
+        with rotary_positions(given.rotary), routing_pass(experts, training=not forward_only):
+            output = part(
+                given.tokens,
+                given.positions,
+                given.segments,
+                labels=labels,
+                padding_mask=_of_layers(given.padding, unwrap(part), config),
+            )
 
         def reduced(out: Tensor, **_: Any) -> Any:
             whole = _whole(out, width)
@@ -86,8 +98,8 @@ def inputs(batch: Fields, config: TransformerConfig) -> Inputs:
     tokens, width = batch[TOKENS], batch[MASK].shape[1]
     mine = local_positions(_fitted(width, config), tokens.device)
 
-    def padded(field: Tensor) -> Tensor:
-        return F.pad(field, (0, _fitted(width, config) - field.shape[1]))
+    def padded(field: Tensor, value: float = 0) -> Tensor:
+        return F.pad(field, (0, _fitted(width, config) - field.shape[1]), value=value)
 
     return Inputs(
         tokens=padded(tokens[:, :-1])[:, mine],
@@ -95,7 +107,36 @@ def inputs(batch: Fields, config: TransformerConfig) -> Inputs:
         positions=mine.expand(len(tokens), -1),
         rotary=padded(batch[POSITIONS][:, :-1])[:, mine] if POSITIONS in batch else None,
         segments=padded(batch[SEGMENTS][:, :-1]) if SEGMENTS in batch else None,
+        padding=padded(_padding(batch), True)[:, mine] if config.num_moe_experts else None,
+        routing=_widened(batch[ROUTING], _fitted(width, config))[:, mine] if ROUTING in batch else None,
     )
+
+
+def _widened(routing: Tensor, width: int) -> Tensor:
+    return F.pad(routing, (0, 0, 0, 0, 0, width - routing.shape[1]))
+
+
+def _padding(batch: Fields) -> Tensor:
+    """bool [B, T]: what comes after the last trained token of a row, or is in no segment. A row of padding keeps its
+    first token, so that there is something to take a mean of."""
+    trained = batch[MASK] > 0
+    padding = ~trained.flip(1).cumsum(1).flip(1).bool()
+    if SEGMENTS in batch:
+        padding = padding | (batch[SEGMENTS][:, :-1] == 0)
+    padding[:, 0] = False
+    return padding
+
+
+def _of_layers(padding: Tensor | None, part: Any, config: TransformerConfig) -> Tensor | None:
+    """As Megatron wants it: it cuts the sequence over tensor-parallel ranks itself, but on the first stage alone."""
+    return padding if part.pre_process else _of_tensor_rank(padding, config)
+
+
+def _of_tensor_rank(field: Tensor | None, config: TransformerConfig) -> Tensor | None:
+    """The columns that the layers of this tensor-parallel rank see."""
+    if field is None or not config.sequence_parallel:
+        return field
+    return field.chunk(ps.get_tensor_model_parallel_world_size(), dim=1)[ps.get_tensor_model_parallel_rank()]
 
 
 def tokens_once(tokens: Tensor) -> Tensor:

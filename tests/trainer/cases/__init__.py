@@ -217,4 +217,5 @@ from tests.trainer.cases.memory import *  # noqa: E402, F403
 from tests.trainer.cases.muon import *  # noqa: E402, F403
 from tests.trainer.cases.packing import *  # noqa: E402, F403 - cases of their own file
 from tests.trainer.cases.plan import *  # noqa: E402, F403
+from tests.trainer.cases.router import *  # noqa: E402, F403
 from tests.trainer.cases.tools import *  # noqa: E402, F403

@@ -1,0 +1,105 @@
+"""The routers of mixtures: auxiliary losses and recorded routing, by their formulas and the same in every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.trainer.ranks import Ranks
+from trainer.config import ParallelConfig
+
+LOSSES = {"router_balance_loss": 0.3, "router_z_loss": 0.1}
+SEQUENCE = {"tensor": 2, "sequence": True}
+LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("mixtral", {"data": 2, "expert": 2}, {}),
+    ("qwen3_moe", SEQUENCE, {}),
+    ("mixtral", {"context": 2, "expert": 2}, {}),
+    ("mixtral", {"pipeline": 2}, {}),
+    ("qwen3_moe", {"pipeline": 2, "virtual_pipeline": 2}, {"recompute": "full"}),
+    ("mixtral", SEQUENCE | {"pipeline": 2}, {"recompute": "full"}),
+]
+NAMES = ["-".join([m, *(f"{k}{v}" for k, v in (p | h).items())]) for m, p, h in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def serial(one_rank: Ranks, models: dict[str, str]) -> dict[str, Any]:
+    return {n: one_rank.call("balanced", path=models[n], parallel={}, **LOSSES)[0] for n in ("mixtral", "qwen3_moe")}
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithm"),
+    [
+        ("mixtral", {"name": "sft"}),
+        ("qwen3_moe-raw", {"name": "sft"}),
+        ("mixtral", {"name": "grpo"}),
+        ("mixtral", {"name": "grpo", "normalize": "sequence"}),
+    ],
+    ids=["mixtral", "qwen3_moe", "of-tokens", "of-answers"],
+)
+def test_losses_and_their_gradient_are_the_formulas(
+    one_rank: Ranks, models: dict[str, str], model: str, algorithm: dict[str, Any]
+) -> None:
+    """Over tokens that are no padding; beside the algorithm's mean loss, whatever that is a mean of."""
+    found = one_rank.call("auxiliary", path=models[model], balance=0.3, z=0.1, algorithm=algorithm)[0]
+    assert found["metrics"] == pytest.approx(found["formulas"], rel=1e-5)
+    assert found["difference"] < 1e-5 < 0.01 * found["size"]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("model", "parallel", "how"), LAYOUTS, ids=NAMES)
+def test_they_are_the_same_in_every_layout(
+    one_rank: Ranks, models: dict[str, str], serial: dict[str, Any], model: str, parallel: Any, how: Any
+) -> None:
+    ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
+    found = ranks.call("balanced", path=models[model], parallel=parallel, **LOSSES, **how)
+    assert all(rank == found[0] for rank in found)
+    assert found[0] == [pytest.approx(step, rel=3e-4) for step in serial[model]]
+
+
+def test_a_dense_model_has_no_routers(one_rank: Ranks, models: dict[str, str]) -> None:
+    for key in LOSSES:
+        config = {"model": {"path": models["qwen2"], key: 0.1}}
+        (problem,) = one_rank.call("refused", path=models["qwen2"], **config)
+        assert problem[0] == f"model.{key}"
+
+
+def test_tokens_go_where_they_were_sent(one_rank: Ranks, models: dict[str, str]) -> None:
+    """With weights from the trainer's own logits; tokens without a record, and padding, are routed as ever."""
+    (found,) = one_rank.call("followed", path=models["mixtral"])
+    assert found["right"]
+    assert found["weights"] < 1e-6
+    assert 0 < found["elsewhere"] <= found["known"]
+
+
+@pytest.fixture(scope="module")
+def replayed_alone(one_rank: Ranks, models: dict[str, str]) -> dict[str, Any]:
+    return {n: one_rank.call("replayed", path=models[n], parallel={})[0] for n in ("mixtral", "qwen3_moe")}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize(("model", "parallel", "how"), LAYOUTS, ids=NAMES)
+def test_recorded_routing_is_the_same_in_every_layout(
+    one_rank: Ranks,
+    models: dict[str, str],
+    replayed_alone: dict[str, Any],
+    model: str,
+    parallel: Any,
+    how: Any,
+    packed: bool,
+) -> None:
+    """Also where layers are computed again in the backward pass, when other micro-batches have gone forward."""
+    ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
+    found = ranks.call("replayed", path=models[model], parallel=parallel, packed=packed, **how)
+    expected = replayed_alone[model]
+    for rank in found:
+        assert rank["trained"] == [pytest.approx(step, rel=3e-4) for step in expected["trained"]]
+    assert found[0]["logprobs"] == pytest.approx(expected["logprobs"], rel=1e-3)
+
+
+def test_routing_of_another_model_is_refused(one_rank: Ranks, models: dict[str, str]) -> None:
+    layers, experts, twice = one_rank.call("routing_refused", path=models["mixtral"])[0]
+    assert "of another model" in layers
+    assert "of another model" in experts
+    assert "one expert twice" in twice
