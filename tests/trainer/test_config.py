@@ -66,6 +66,7 @@ def test_overrides_reach_into_sections_that_are_not_there(tmp_path: Path) -> Non
         ({"model": {}}, "model.path", "missing"),
         ({"model": "m"}, "model", "mapping"),
         ({"model": {"path": "m", "dtype": "float8"}}, "model.dtype", "one of float32, bfloat16"),
+        ({"model": {"path": "m", "fp32_head": True}}, "model.fp32_head", "Leave it out"),
         ({"algorithm": {"name": "trpo"}}, "algorithm.name", "one of: custom, distill, dpo, grpo"),
         ({"algorithm": {"name": "sft", "clip_low": 0.2}}, "algorithm.clip_low", "unknown key"),
         ({"algorithm": {"name": "grpo"}}, "gateway", "Add gateway"),

@@ -27,6 +27,7 @@ class ModelConfig:
     `random_init` ignores the weight files and starts from Megatron's own initialisation (benchmarks).
     `recompute` computes activations a second time in the backward pass instead of keeping them: those of attention
     (`selective`) or of whole layers (`full`).
+    `fp32_head` computes the logits of a half-precision model in fp32.
     `router_balance_loss` and `router_z_loss` are the coefficients of a mixture's auxiliary losses: for equal use of the
     experts (Switch Transformer, arXiv 2101.03961), and against large logits of the routers (ST-MoE, 2202.08906).
     """
@@ -36,10 +37,13 @@ class ModelConfig:
     random_init: bool = False
     fp8: Literal["none", "hybrid", "e4m3"] = "none"
     recompute: Literal["none", "selective", "full"] = "none"
+    fp32_head: bool = False
     router_balance_loss: float = 0.0
     router_z_loss: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.fp32_head and self.dtype == "float32":
+            raise ConfigError("fp32_head", "set, but all of the model is in fp32", "Leave it out")
         in_range(self, "router_balance_loss", 0.0, 100.0)
         in_range(self, "router_z_loss", 0.0, 100.0)
         if self.fp8 != "none" and self.dtype != "bfloat16":

@@ -30,7 +30,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def transformer_config(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig) -> TransformerConfig:
     """Megatron's configuration. Fused kernels stay off: they need TransformerEngine or Apex."""
     dtype = DTYPES[model.dtype]
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
@@ -63,6 +63,8 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, model: Model
         **_mixture(shape, model),
         **_recompute(model),
     )
+    config.fp32_head = model.fp32_head  # ours, which LanguageModel reads
+    return config
 
 
 def build_model(shape: ModelShape, config: TransformerConfig, chunk: int | None = None) -> GPTModel:
@@ -105,7 +107,14 @@ class LanguageModel(GPTModel):  # type: ignore[misc]
         else:
             hidden_TBH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
         labels_TB = labels.t()
-        found = logprobs_and_entropy(hidden_TBH.flatten(0, 1), weight, labels_TB.flatten(), self.real_vocab, group)
+        found = logprobs_and_entropy(
+            hidden_TBH.flatten(0, 1),
+            weight,
+            labels_TB.flatten(),
+            self.real_vocab,
+            group,
+            exact=self.config.fp32_head,
+        )
         return found.reshape(*labels_TB.shape, 2).transpose(0, 1).contiguous()
 
 

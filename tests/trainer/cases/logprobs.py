@@ -12,13 +12,13 @@ from trainer.megatron.logprobs import logprobs_and_entropy
 
 
 def chunked_logprobs(
-    tokens: int, hidden: int, vocab: int, padded: int, chunks: list[int], dtypes: list[str]
+    tokens: int, hidden: int, vocab: int, padded: int, chunks: list[int], dtypes: list[str], exact: bool = False
 ) -> list[dict[str, Any]]:
     """`_chunked` for every chunk size and dtype."""
-    return [_chunked(tokens, hidden, vocab, padded, chunk, dtype) for chunk in chunks for dtype in dtypes]
+    return [_chunked(tokens, hidden, vocab, padded, chunk, dtype, exact) for chunk in chunks for dtype in dtypes]
 
 
-def _chunked(tokens: int, width: int, vocab: int, padded: int, chunk: int, dtype: str) -> dict[str, Any]:
+def _chunked(tokens: int, width: int, vocab: int, padded: int, chunk: int, dtype: str, exact: bool) -> dict[str, Any]:
     """The largest differences to log-softmax over whole logits in float64, and the most numbers in a tensor meanwhile.
     `padded` rows are cut over the ranks, `chunk` tokens are a chunk."""
     generator = torch.Generator().manual_seed(3)
@@ -38,7 +38,7 @@ def _chunked(tokens: int, width: int, vocab: int, padded: int, chunk: int, dtype
     mine = weight[rank * size : (rank + 1) * size]
     largest = [0]
     with Largest(largest):
-        found = logprobs_and_entropy(hidden, mine, labels, vocab, dist.group.WORLD, most=chunk * size)
+        found = logprobs_and_entropy(hidden, mine, labels, vocab, dist.group.WORLD, most=chunk * size, exact=exact)
         (found.double() * towards).sum().backward()
     dist.all_reduce(hidden.grad)
     of_rows = weight.grad[rank * size : (rank + 1) * size] - whole_weight.grad[rank * size : (rank + 1) * size]

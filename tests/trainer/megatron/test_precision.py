@@ -54,6 +54,21 @@ def test_an_optimizer_on_the_host_computes_the_same_numbers(
 
 
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}], ids=["alone", "tensor"])
+def test_a_head_in_fp32_is_another_and_as_close(
+    one_rank: Ranks, two_ranks: Ranks, models: dict[str, str], parallel: dict[str, Any]
+) -> None:
+    path, ranks = models["qwen2"], two_ranks if parallel else one_rank
+    how = {"path": path, "dtype": "bfloat16"}
+    rounded, exact = (
+        ranks.call("losses", path=path, parallel=parallel, model=how | head)[0] for head in ({}, {"fp32_head": True})
+    )
+    full = one_rank.call("losses", path=path, parallel={})[0]
+    assert exact != rounded
+    assert exact == [pytest.approx(step, rel=3e-2) for step in full]
+
+
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["qwen2", "mixtral"])
 def test_recompute_keeps_less_and_computes_the_same(one_rank: Ranks, models: dict[str, str], model: str) -> None:
     path = models[model]
