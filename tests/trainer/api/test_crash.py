@@ -111,7 +111,9 @@ def test_what_was_refused_stays_refused(api: ApiServer) -> None:
     service = api.service()
     client = new(service)
     before = said(client)
-    broken = [types.Datum(d.model_input, {**d.loss_fn_inputs, "weights": [3e38] * d.model_input.length}) for d in sums()]
+    broken = [
+        types.Datum(d.model_input, {**d.loss_fn_inputs, "weights": [3e38] * d.model_input.length}) for d in sums()
+    ]
     client.forward_backward(broken, "cross_entropy").result()
     with pytest.raises(tinker.RequestFailedError, match="the weights are as before"):
         client.optim_step(types.AdamParams(learning_rate=1e-3)).result()

@@ -61,9 +61,7 @@ def numbers(seed: int) -> list[tuple[list[int], list[float], list[float]]]:
     found = []
     for length in (2, 9, 5, 9, 3):
         tokens = [draw.randrange(VOCABULARY) for _ in range(length)]
-        found.append(
-            (tokens, [draw.uniform(-5, -0.5) for _ in tokens[1:]], [draw.uniform(-1, 1) for _ in tokens[1:]])
-        )
+        found.append((tokens, [draw.uniform(-5, -0.5) for _ in tokens[1:]], [draw.uniform(-1, 1) for _ in tokens[1:]]))
     return found
 
 

@@ -207,7 +207,12 @@ def _fields(**inputs: Any) -> list[types.Datum]:
         (_fields(), "ppo", None, "'logprobs'"),
         (_fields(weights=[1.0]), "cross_entropy", None, "give one each"),
         (_fields(weights=[1.0, math.nan]), "cross_entropy", None, "not finite"),
-        (_fields(mask=types.TensorData(data=[1.0, 1.0], dtype="float32", shape=[2])), "cross_entropy", None, "reads target_tokens, weights alone"),
+        (
+            _fields(mask=types.TensorData(data=[1.0, 1.0], dtype="float32", shape=[2])),
+            "cross_entropy",
+            None,
+            "reads target_tokens, weights alone",
+        ),
         (_fields(), "cross_entropy", {"beta": 1.0}, "takes no options"),
         (_fields(logprobs=[0.0, 0.0], advantages=[1.0, 1.0]), "ppo", {"clip": 1.0}, "clip_low_threshold"),
         ([datum([3, 99, 5])], "cross_entropy", None, "from 0 to 15"),
