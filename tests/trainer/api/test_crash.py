@@ -82,7 +82,7 @@ def test_killed_in_the_middle_of_a_pass(api: ApiServer) -> None:
     api.kill()
     assert PASS in open_requests()
     api.start()
-    losses = first + [passed.result().metrics["loss:sum"]]
+    losses = [*first, passed.result().metrics["loss:sum"]]
     stepped.result()
     assert (losses, said(client)) == expected
     assert open_requests() == []
