@@ -1,4 +1,4 @@
-"""`hotswap train` and `hotswap train-server` become what they start, so that a signal for one is a signal for the other."""
+"""`hotswap train` and `hotswap train-server` become what they start, so that a signal for one is one for the other."""
 
 from __future__ import annotations
 
