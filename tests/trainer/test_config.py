@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import trainer
+from trainer.api import config as api_config
 from trainer.config import GrpoConfig, load
 from trainer.errors import ConfigError
 
@@ -163,9 +164,31 @@ EXAMPLES = sorted((Path(trainer.__file__).parent / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_the_examples_are_valid(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_are_valid(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSWAP_STORE", "sqlite:///store.db")
-    load(example)
+    monkeypatch.chdir(tmp_path)
+    {"api": api_config.load}.get(example.stem, load)(example)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("limits.ranks=3", "limits.ranks"),
+        ("limits.rank=0", "limits.rank"),
+        ("model.dtype=float16", "model.dtype"),
+        ("publish.every=2", "publish.every"),
+        ("adapters=a/b", "adapters"),
+        ("directory=/proc/nowhere", "directory"),
+    ],
+)
+def test_a_configuration_of_the_training_api_that_cannot_be_used(
+    change: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOTSWAP_STORE", "sqlite:///store.db")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        api_config.load(next(path for path in EXAMPLES if path.stem == "api"), [change])
+    assert refused.value.key == key
 
 
 def test_configuration_needs_no_torch() -> None:

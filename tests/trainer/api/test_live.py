@@ -79,8 +79,8 @@ def test_what_is_sampled_is_what_was_trained(live: tuple[ApiServer, str]) -> Non
         types.ModelInput.from_ints(probe), 1, types.SamplingParams(max_tokens=1), True, 2, prompt_logprobs_last_n=2
     )
     answer = last.result()
-    assert answer.prompt_logprobs is not None and answer.prompt_logprobs[:5] == [None] * 5
-    assert answer.topk_prompt_logprobs is not None and len(answer.topk_prompt_logprobs[-1] or []) == 2
+    assert (answer.prompt_logprobs or [])[:5] == [None] * 5
+    assert len((answer.topk_prompt_logprobs or [])[-1] or []) == 2
 
 
 def test_a_key_that_the_gateway_does_not_know(live: tuple[ApiServer, str]) -> None:

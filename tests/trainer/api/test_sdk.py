@@ -62,7 +62,7 @@ def test_a_batch_in_several_requests_is_one_batch(service: tinker.ServiceClient)
 
 
 def test_a_custom_loss_is_the_built_in_one_where_they_are_the_same(service: tinker.ServiceClient) -> None:
-    data = [datum(d.model_input.to_ints() + [3], weights=[1.0] * d.model_input.length) for d in sums()]
+    data = [datum([*d.model_input.to_ints(), 3], weights=[1.0] * d.model_input.length) for d in sums()]
 
     def likelihood(_: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         return -torch.stack([row.sum() for row in logprobs]).sum(), {"rows": float(len(logprobs))}
@@ -83,7 +83,7 @@ def test_the_step_is_adamw_with_the_parameters_of_the_request(service: tinker.Se
     before = client.forward(sums(), "cross_entropy").result().metrics["loss:sum"]
     client.forward_backward(sums(), "cross_entropy")
     norm = client.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics
-    assert norm is not None and norm["grad_norm"] > 0
+    assert (norm or {})["grad_norm"] > 0
     assert client.forward(sums(), "cross_entropy").result().metrics["loss:sum"] == before
 
 
@@ -104,8 +104,8 @@ def test_clients_do_not_disturb_each_other(service: tinker.ServiceClient, api: A
         for losses, passed in zip(found, passes, strict=False):
             losses.append(passed.result().metrics["loss:sum"])
     assert found == alone
+    stranger = api.service("tml-another")
     with pytest.raises(tinker.NotFoundError, match="of this key"):
-        stranger = api.service("tml-another")
         stranger.create_training_client_from_state(f"tinker://{first.model_id}/weights/any").result()
 
 
@@ -244,7 +244,7 @@ def test_other_requests_that_cannot_be_done(service: tinker.ServiceClient) -> No
     client.save_state("once", overwrite=True).result()
     with pytest.raises(tinker.RequestFailedError, match="no name for a checkpoint"):
         client.save_state("../etc").result()
-    with pytest.warns(FutureWarning), pytest.raises(tinker.RequestFailedError, match="rank 4 .* has rank 2"):
+    with pytest.warns(FutureWarning), pytest.raises(tinker.RequestFailedError, match=r"rank 4 .* has rank 2"):
         narrow.load_state(path).result()
     sampler = service.create_sampling_client(base_model="tiny").result()
     with pytest.raises(tinker.RequestFailedError, match="exceed the context of 128"):
