@@ -109,30 +109,31 @@ def test_an_asynchronous_run(
 
 
 @pytest.mark.broad
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("schedule", ["colocated", "one-step-off"])
 def test_a_run_of_partial_rollouts(
     zygote: Zygote, config: dict[str, Any], tmp_path: Path, small_models: dict[str, str], schedule: str
 ) -> None:
-    """Answers of up to five rounds, problems by their success, groups that are sent back: which groups a step gets
+    """Answers of up to four rounds, problems by their success, groups that are sent back: which groups a step gets
     depends on none of it being fast. What was begun goes on from the tokens in the checkpoint."""
     with fleet(small_models["qwen2"], tmp_path, kind=Unmoved) as running:
         config |= {
             "algorithm": {"name": "grpo", "samples_per_prompt": 4, "drop_zero_std": True},
-            "rewards": [{"kind": "regex", "pattern": "[0-9]+"}],
+            "rewards": [{"kind": "regex", "pattern": "^[0-5]"}],
             "order": {"prioritize": True},
-            "rollout": {"max_tokens": 24, "token_budget": 5},
+            "rollout": {"max_tokens": 12, "token_budget": 3},
             "schedule": {"name": schedule},
             "gateway": {"url": running.server.url, "api_key_env": "RUN"},
             "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "lineage": "a"},
             "checkpoint": config["checkpoint"] | {"keep": 100},
-            "steps": 14,
+            "steps": 10,
             "optimizer": {"lr": 2e-3},
-            "batch": 4,
+            "batch": 2,
         }
         numbers = ("reward_mean", "answer_tokens_mean", "rollout_tokens")
         expected = curve(uninterrupted(zygote, config, tmp_path), *numbers)
         config["publish"]["lineage"] = "b"
-        first, second = killed_and_resumed(zygote, config, tmp_path, random.randrange(4, 10))
+        first, second = killed_and_resumed(zygote, config, tmp_path, random.randrange(4, 7))
         assert (first, second > 0) == (0, True)
         assert curve(config["metrics"], *numbers) == expected
         assert len({tuple(values) for values in expected.values()}) >= 4, "there was something to repeat"
