@@ -21,6 +21,7 @@
     mapping.py        handles, addresses and the driver for that
     lora.py           adapters: built beside the running ones, replaced between two batches
     core.py           additions to vLLM's engine core: the atomic commit, version labels, zeroed blocks
+    seeds.py          requests with a seed, and prompts in chunks, on a CPU
     requests.py       what a commit does to requests in flight: policies, cache namespaces, replays
     tether.py         the connection by which a worker on another host and its leader notice each other's end
     releases.py       the releases of vLLM that all this is written against, and where they differ

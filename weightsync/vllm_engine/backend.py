@@ -27,6 +27,7 @@ from weightsync.vllm_engine.bundle_stager import BundleReport, BundleStager, pre
 from weightsync.vllm_engine.mapping import RemapUnavailable
 from weightsync.vllm_engine.placement import UnsupportedModelError
 from weightsync.vllm_engine.remap import Remap
+from weightsync.vllm_engine.seeds import rewind_by_state
 from weightsync.vllm_engine.stager import Garbage, Stager, staging_device
 from weightsync.vllm_engine.tether import Tether, hold
 
@@ -219,6 +220,7 @@ class WorkerMethods:
         """`tether`: the leader's end of it, {} on one host. Returns the name of this worker's host, "" for the one."""
         self.weight_transfer_engine.attach(self.model_runner)
         core.zero_sliding_windows(self.model_runner)
+        rewind_by_state(self.model_runner)
         host = this_host()
         if tether and host != tether["host"]:
             hold(Tether(**tether), self.rank, host)

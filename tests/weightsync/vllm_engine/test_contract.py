@@ -267,6 +267,14 @@ def test_linear_kernels(vllm: Release) -> None:
     assert source.index("check_cpu_sgl_kernel(N, K, dtype)") < source.index("create_onednn_mm(origin_weight.t(), 32)")
 
 
+def test_seeds(vllm: Release) -> None:
+    runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+    assert vllm.parameters(f"{runner}._sample")[:2] == ["self", "logits"]
+    has(vllm, runner, "self._sample(", "self._bookkeeping_sync(", "self.discard_request_mask = ")
+    steps = ("self.discard_request_mask.np[:num_reqs]", "self.input_batch.generators.get(int(i))")
+    has(vllm, f"{runner}._bookkeeping_sync", *steps, "gen.set_offset(gen.get_offset() - 4)")
+
+
 def test_serving(vllm: Release) -> None:
     launchers, client = "vllm.entrypoints.launchers", "vllm.v1.engine.core_client"
     assert vllm.parameters(f"{launchers}.app:build_app")[:3] == ["args", "supported_tasks", "model_config"]
