@@ -11,6 +11,8 @@ loop.py        the training loop, on one screen
 run.py         one run's components on one rank, and the way back to a checkpoint
 lead.py        what rank 0 alone has
 rollouts/      records to the samples of a step: scheduled, generated, scored, laid out
+evaluation.py  the sets of prompts that a run is judged by
+exports.py     Hugging Face checkpoints of a run's weights
 publish.py     weights into a running server
 checkpoint/    what a resumed run goes on from
 memory/        who holds the device in which phase
@@ -38,6 +40,7 @@ from trainer.errors import (
     DataError,
     Diverged,
     EnvironmentFailed,
+    ExportError,
     GatewayUnreachable,
     MemoryPlanError,
     ModelError,
@@ -67,6 +70,7 @@ __all__ = [
     "DataError",
     "Diverged",
     "EnvironmentFailed",
+    "ExportError",
     "GatewayUnreachable",
     "MemoryPlanError",
     "ModelError",

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trainer.config import EnvironmentConfig, GatewayConfig, RolloutConfig, SingleTurnEnvironment
+from trainer.config import EnvironmentConfig, EvalConfig, GatewayConfig, RolloutConfig, SingleTurnEnvironment
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.environments import EnvironmentHost, Episode, Message, Observation, Task, messages_of
@@ -33,6 +33,7 @@ from trainer.trajectory import LENGTH, REPEAT, Group, Trajectory, Turn
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 ENVIRONMENT = "environment"  # the name of its part in a score
+EVALUATIONS = 2**40  # the first number of their seeds: none of the training's
 CUT = "\n[cut]"  # after what an environment said too much of
 
 
@@ -86,18 +87,24 @@ class Rollouts:
     def submit(self, record: Record, n: int, number: int) -> Future[Group]:
         """Begin to sample and score `n` trajectories at temperature 1. `number` is the record's place in the run's
         order: with `rollout.seeded` it decides the samples. The future raises RolloutError."""
-        c = self._rollout
-        request = Request(record.prompt_ids, n, c.max_tokens, c.temperature, c.stop_token_ids, self._seed_of(number))
-        request = replace(request, on_swap=c.on_swap, model=self._model, stop_repeats=c.stop_repeats)
-        return self._start(self._group(record, request))
+        request = replace(self._request(record, n), seed=self._seed_of(number), on_swap=self._rollout.on_swap)
+        return self._start(self._group(record, request, self._scorer))
 
-    def greedy(self, records: Sequence[Record]) -> list[Group]:
-        """The most probable answer to each record, scored."""
+    def evaluate(self, records: Sequence[Record], config: EvalConfig, scorer: Scorer | None = None) -> list[Group]:
+        """Answers to each record as `config` says, scored by `scorer` (None: by the training's rewards). The samples
+        are those of the same seeds each time. Raises RolloutError."""
+        running = []
+        for i, record in enumerate(records):
+            request = replace(self._request(record, config.samples), temperature=config.heat, top_p=config.top_p)
+            if config.heat:
+                request = replace(request, seed=self._seed_of(EVALUATIONS + i))
+            running.append(self._start(self._group(record, request, scorer or self._scorer)))
+        return [future.result() for future in running]
+
+    def _request(self, record: Record, n: int) -> Request:
         c = self._rollout
-        one = Request((), 1, c.max_tokens, 0.0, c.stop_token_ids, model=self._model, stop_repeats=c.stop_repeats)
-        requests = [replace(one, prompt_ids=r.prompt_ids) for r in records]
-        pairs = zip(records, requests, strict=True)
-        return [future.result() for future in [self._start(self._group(*pair)) for pair in pairs]]
+        about = Request(record.prompt_ids, n, c.max_tokens, c.temperature, stop_token_ids=c.stop_token_ids)
+        return replace(about, model=self._model, stop_repeats=c.stop_repeats)
 
     def stats(self) -> dict[str, float]:
         """Since the last call: mean milliseconds from a sample's request to its last token, and from there to its
@@ -145,12 +152,12 @@ class Rollouts:
         if self._host is not None:
             await self._host.close()
 
-    async def _group(self, record: Record, request: Request) -> Group:
+    async def _group(self, record: Record, request: Request, scorer: Scorer) -> Group:
         whole = self._rollout.request == "group" and self._host is None
         parts = [request] if whole else request.split()
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._scored(record, part)) for part in parts]
+                running = [tasks.create_task(self._scored(record, part, scorer)) for part in parts]
         except ExceptionGroup as errors:  # one failure cancels the rest; it is what the user needs to see
             raise errors.exceptions[0] from None
         pairs = [pair for task in running for pair in task.result()]
@@ -163,19 +170,19 @@ class Rollouts:
         prompt = prompts.pop() if prompts else record.prompt_ids
         return Group(prompt, tuple(played.trajectory for played, _ in pairs), tuple(score for _, score in pairs))
 
-    async def _scored(self, record: Record, request: Request) -> list[tuple[_Played, Score]]:
+    async def _scored(self, record: Record, request: Request, scorer: Scorer) -> list[tuple[_Played, Score]]:
         """The trajectories that were played and have a score."""
         began = time.perf_counter()
         host = self._host
         played = await self._answers(request) if host is None else await self._episode(host, record, request)
         generated = time.perf_counter()
-        scores = await asyncio.gather(*(self._score(record, each) for each in played))
+        scores = await asyncio.gather(*(self._score(record, each, scorer) for each in played))
         self._times.samples += len(played)
         self._times.generate_s += (generated - began) * len(played)
         self._times.score_s += (time.perf_counter() - generated) * len(played)
         return [(each, score) for each, score in zip(played, scores, strict=True) if score is not None]
 
-    async def _score(self, record: Record, played: _Played) -> Score | None:
+    async def _score(self, record: Record, played: _Played, scorer: Scorer) -> Score | None:
         """None when a reward has no value, though it was asked again."""
         answers = [message["content"] for message in played.said if message["role"] == "assistant"]
         trajectory = played.trajectory
@@ -184,7 +191,7 @@ class Rollouts:
             played.said, trajectory.policy_tokens, trajectory.truncated,
         )  # fmt: skip
         for _ in range(self._rollout.attempts):
-            score = await self._scorer(request)
+            score = await scorer(request)
             if not score.missing:
                 if self._host is None:
                     return score
