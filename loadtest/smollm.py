@@ -115,7 +115,7 @@ def _in_halves(weight: np.ndarray, heads: int | None) -> np.ndarray:
     if heads is not None:
         pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, -1)
         weight = pairs.swapaxes(1, 2).reshape(weight.shape)
-    return np.ascontiguousarray(weight, dtype=np.float32)
+    return np.array(weight, dtype=np.float32, order="C")
 
 
 def main() -> None:

@@ -35,14 +35,13 @@ class RealRecipe(Course):
     group: int = 8
     held_out: int = 32
     samples: int = 4
-    eval_every: int = 4
+    eval_every: int = 5
 
     name = "demo-real"
     model = "smollm2"
-    # A step of the engine must hold all prompts of a rollout whole: vLLM on a CPU cannot continue a prompt in a second
-    # step for a request that has a seed.
+    # A step of the engine takes few tokens of prompts, so that the streams go on while a rollout begins.
     engine_args = (
-        "--dtype", "bfloat16", "--max-model-len", "512", "--max-num-batched-tokens", "16384",
+        "--dtype", "bfloat16", "--max-model-len", "512", "--max-num-batched-tokens", "512",
         "--enable-lora", "--max-lora-rank", str(RANK),
     )  # fmt: skip
     kv_cache_gib = 0.5
@@ -69,8 +68,9 @@ class RealRecipe(Course):
             "batch": self.batch,
             "micro_batch": 16,
             "seed": self.seed,
-            "optimizer": {"lr": 1e-3},
-            "rollout": {"max_tokens": self.short_tokens},
+            "optimizer": {"lr": 2e-3},
+            # vLLM on a CPU cannot go on with half a prompt of a request that has a seed: its engine ends.
+            "rollout": {"max_tokens": self.short_tokens, "seeded": False},
             "gateway": {"url": url, "retry_s": 300.0},
             "publish": {"model": self.model, "dtype": "bfloat16", "timeout_s": 300.0},
             "eval": [{**sets, "samples": self.samples}, {**sets, "name": "greedy"}],
