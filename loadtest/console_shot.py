@@ -19,7 +19,8 @@ from typing import Any
 import orjson
 
 from loadtest.demo.client import SILENT
-from loadtest.demo.scene import Recipe, Scene, prepare_environment
+from loadtest.demo.recipe import Recipe, prepare_environment
+from loadtest.demo.scene import Scene
 from loadtest.demo.stage import Demo, DemoFailed
 from server.cli import interrupts
 

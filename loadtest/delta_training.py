@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from loadtest.demo.scene import Recipe, prepare_environment
+from loadtest.demo.recipe import Recipe, prepare_environment
 from server.cli.config import UpConfig
 from server.cli.up import Server
 from weightsync import SlotReader

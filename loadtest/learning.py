@@ -105,7 +105,7 @@ class Bench:
 
 def figures(run: RunEvents) -> dict[str, Any]:
     """A run's curves and what they come to. Accuracy is of greedy answers to held-out problems."""
-    steps, accuracy = run.series("eval/accuracy")
+    steps, accuracy = run.series("eval/held_out/accuracy")
     rewarded, reward = run.series("reward_mean")
     lags = run.series("version_lag_mean")[1]
     played, turns = run.series("turns_mean")

@@ -168,7 +168,7 @@ def recipe(task: Task, way: Way, work: Path, url: str, seed: int) -> Config:
         "rollout": {"max_tokens": task.max_tokens},
         "gateway": {"url": url},
         "publish": {"model": MODEL, "dtype": "float32", "every": publish_every(way, steps), "timeout_s": 120.0},
-        "eval": {"every": steps // 10, "prompts": task.held_out},
+        "eval": [{"every": steps // 10, "prompts": task.held_out}],
         "metrics": str(work / f"{task.name}-{way.name}.jsonl"),
     }
     if task.environment is not None:

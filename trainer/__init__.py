@@ -12,6 +12,8 @@ loop.py        the training loop, on one screen
 run.py         one run's components on one rank, and the way back to a checkpoint
 lead.py        what rank 0 alone has
 rollouts/      records to the samples of a step: scheduled, generated, scored, laid out
+evaluation.py  the sets of prompts that a run is judged by
+exports.py     Hugging Face checkpoints of a run's weights
 publish.py     weights into a running server
 checkpoint/    what a resumed run goes on from
 memory/        who holds the device in which phase
@@ -40,6 +42,7 @@ from trainer.errors import (
     Diverged,
     EnvironmentFailed,
     EpisodeInterrupted,
+    ExportError,
     GatewayUnreachable,
     MemoryPlanError,
     ModelError,
@@ -72,6 +75,7 @@ __all__ = [
     "Diverged",
     "EnvironmentFailed",
     "EpisodeInterrupted",
+    "ExportError",
     "GatewayUnreachable",
     "MemoryPlanError",
     "ModelError",

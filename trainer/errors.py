@@ -137,6 +137,10 @@ class CheckpointError(TrainerError):
     """A checkpoint could not be written. The ones before it are whole."""
 
 
+class ExportError(TrainerError):
+    """A Hugging Face checkpoint could not be written. Training is unharmed."""
+
+
 class ResumeError(CheckpointError):
     """A checkpoint is torn, or was written by a run that this configuration cannot continue."""
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from trainer.algorithms.base import Algorithm
 from trainer.checkpoint.parts import Part
-from trainer.config import DistillConfig, EvalConfig, TrainerConfig
+from trainer.config import DistillConfig, TrainerConfig
 from trainer.data import build_dataset
-from trainer.data.records import Record, summary
+from trainer.data.records import summary
 from trainer.data.tokenizer import Tokenizer
-from trainer.errors import ConfigError, DataError
+from trainer.errors import DataError
+from trainer.evaluation import EvalSet
 from trainer.megatron.hf_config import ModelShape
-from trainer.metrics.rollouts import evaluation_metrics
 from trainer.rewards import Scorer, build_scorer
 from trainer.rollouts.experience import Experience
 from trainer.rollouts.sampling import Rollouts
-from trainer.trajectory import Group
-
-FIRST_NUMBER = 2**40  # evaluations use no seed of the training
 
 
 class Lead:
@@ -33,10 +29,9 @@ class Lead:
             problem = f"the tokenizer has {tokenizer.size} tokens, the model {shape.vocab}"
             raise DataError(f"{config.model.path}: {problem}. Put the model's own tokenizer.json there.")
         self._dataset = build_dataset(config.data, tokenizer, config.seed)
-        if config.eval is not None and not self._dataset.held_out:
-            raise ConfigError("eval", "there are no held-out records", "Set data.eval_path or data.held_out")
         self.scorer: Scorer | None = None
         self._rollouts: Rollouts | None = None
+        self._sets: dict[str, EvalSet] = {}
         if config.gateway is not None:
             self.scorer = build_scorer(config.rewards, config.gateway)
             about = (config.gateway, config.rollout, self.scorer, tokenizer, config.seed)
@@ -44,6 +39,8 @@ class Lead:
             if isinstance(config.algorithm, DistillConfig):
                 more["teacher"] = config.algorithm.teacher
             self._rollouts = Rollouts(*about, **more)
+            for entry in config.eval:
+                self._sets[entry.name] = EvalSet(entry, config, self._dataset, tokenizer)
         self.experience = Experience(config, algorithm, self._dataset, self._rollouts, shape.max_positions)
 
     @property
@@ -56,28 +53,14 @@ class Lead:
         """What the `start` event says about the data set."""
         return summary(self._dataset)
 
-    def evaluate(self) -> dict[str, Any]:
-        """Answers to the held-out records, for an `eval` event. The configuration has a section `eval`."""
-        assert self._config.eval is not None
+    def evaluate(self, name: str) -> dict[str, Any]:
+        """What an `eval` event says of the set of that name. Raises RolloutError."""
         assert self._rollouts is not None
-        return evaluate(self._rollouts, self._dataset.held_out, self._config.eval)
+        return self._sets[name](self._rollouts)
 
     def close(self) -> None:
         """End what is being sampled, and the rewards."""
         if self._rollouts is not None:
             self._rollouts.close()
-
-
-def answers(rollouts: Rollouts, records: Sequence[Record], samples: int) -> list[Group]:
-    """The greedy answer to each record, or `samples` sampled ones: the same seeds at every evaluation."""
-    if samples == 1:
-        return rollouts.greedy(records)
-    running = [rollouts.submit(record, samples, FIRST_NUMBER + i) for i, record in enumerate(records)]
-    return [future.result() for future in running]
-
-
-def evaluate(rollouts: Rollouts, held_out: Sequence[Record], config: EvalConfig) -> dict[str, Any]:
-    """What an `eval` event says of the first `config.prompts` held-out records. Raises RolloutError."""
-    groups = answers(rollouts, held_out[: config.prompts], config.samples)
-    versions = sorted({span.version for g in groups for t in g.trajectories for span in t.versions})
-    return {"served_versions": versions, "prompts": len(groups), **evaluation_metrics(groups)}
+        for each in self._sets.values():
+            each.close()

@@ -13,7 +13,7 @@ def train(run: Run) -> TrainState:
     state = run.start()
     if run.algorithm.samples_per_prompt or run.config.eval:
         state = run.publish_again(state)  # the first answers must come from these very weights
-    run.evaluate(state)
+    run.evaluate(state, first=True)
     while state.step < run.config.steps:
         run.may_leave(state)
         watch = Stopwatch()
@@ -28,9 +28,9 @@ def train(run: Run) -> TrainState:
         with watch("publish"):
             state, published = run.publish(state) if run.due("publish", state) else (state, {})
         run.report(state, batch, stats, published, watch)
-        if run.due("eval", state):
-            run.evaluate(state)
+        run.evaluate(state)
         if run.due("checkpoint", state):
             run.checkpoint(state)
+        run.export(state)
     run.finish(state)
     return state

@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
             return launch(arguments, config.parallel, config.faults)
         if (status := RunDir.of_environment().final()) is not None:
             return status  # a restart would only repeat what ended the run
-        _run_rank(config, shape)
+        _run_rank(config, shape, parsed)
     except RankFailed as error:
         return error.exit_code  # said by the rank that failed
     except Preempted as error:
@@ -87,7 +87,7 @@ def _check_writable(key: str, path: str) -> None:
         raise ConfigError(key, f"may not write into {path}", "Change its mode, or choose another directory")
 
 
-def _run_rank(config: TrainerConfig, shape: ModelShape) -> None:
+def _run_rank(config: TrainerConfig, shape: ModelShape, parsed: argparse.Namespace) -> None:
     quiet()
     if is_rank():
         die_with_parent()
@@ -97,6 +97,10 @@ def _run_rank(config: TrainerConfig, shape: ModelShape) -> None:
     from trainer.megatron.parallel import distributed
     from trainer.run import Run
 
+    if parsed.export is not None:
+        with distributed(config.parallel, config.seed, config.faults.collective_timeout_s):
+            _export(config, shape, parsed.export, parsed.step)
+        return
     with (
         distributed(config.parallel, config.seed, config.faults.collective_timeout_s),
         Faults(config.faults) as faults,
@@ -105,6 +109,18 @@ def _run_rank(config: TrainerConfig, shape: ModelShape) -> None:
     ):
         run.faults = faults
         train(run)
+
+
+def _export(config: TrainerConfig, shape: ModelShape, directory: str, step: int | None) -> None:
+    """Write the weights of a saved checkpoint as a Hugging Face checkpoint directory. Collective; trains nothing."""
+    from trainer.algorithms import build_algorithm
+    from trainer.exports import export_saved
+    from trainer.megatron.engine import Engine
+
+    engine = Engine(config, shape, build_algorithm(config.algorithm, config.rollout.max_tokens))
+    exported = export_saved(config, shape, engine, directory, step)
+    if is_first():
+        print(f"{directory}: the weights of step {exported}")
 
 
 def is_first() -> bool:
@@ -144,6 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--report", nargs="?", const="", metavar="DIR", help="write plots and Markdown of the run instead of training"
     )
+    export = parser.add_argument_group("export")
+    export.add_argument("--export", metavar="DIR", help="write a saved checkpoint's weights in Hugging Face's layout")
+    export.add_argument("--step", type=int, metavar="N", help="of which checkpoint (default: the newest)")
     plan = parser.add_argument_group("plan")
     plan.add_argument("--plan", action="store_true", help="print layout and memory instead of training")
     plan.add_argument("--gpus", type=int, metavar="N", help="how many there are (default: as configured)")

@@ -10,24 +10,22 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from trainer.algorithms import build_algorithm
-from trainer.checkpoint.checkpoints import Checkpoints
+from trainer.checkpoint.checkpoints import open_checkpoints
 from trainer.config import TrainerConfig
-from trainer.config.datasets import identity
 from trainer.connection import roll_back_serving
 from trainer.errors import Diverged, Preempted, PublishError, RankFailed
+from trainer.exports import Exports
 from trainer.faults.guard import Guard
 from trainer.faults.heartbeat import progress
 from trainer.faults.supervision import Faults
 from trainer.lead import Lead
 from trainer.megatron.engine import Engine, StepStats
 from trainer.megatron.hf_config import ModelShape
-from trainer.megatron.hf_files import finish_adapter, finish_checkpoint, write_shards
-from trainer.megatron.lora import adapter_config
-from trainer.megatron.parallel import broadcast_json, gather_json, is_lead, lead
+from trainer.megatron.parallel import broadcast_json, is_lead, lead
 from trainer.memory.build import build_memory
 from trainer.memory.phases import Phases
 from trainer.metrics.throughput import Stopwatch, Throughput, peak_flops
@@ -46,10 +44,12 @@ class Run:
         self.algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
         self.engine = Engine(config, shape, self.algorithm)
         self._metrics = metrics
-        self.checkpoints = Checkpoints(config.checkpoint, self.engine, self._identity()) if config.checkpoint else None
+        self.checkpoints = open_checkpoints(config, shape, self.engine)
         self._publisher: WeightPublisher | None = None
         self._failed_publishes = 0
-        self._evaluated = (-1, 0.0)
+        self._evaluated: tuple[int, float | None] = (-1, None)  # step, and how good it was
+        self._published_step = -1
+        self._exports = Exports(config, shape, self.engine) if config.save_to is not None else None
         self.faults: Faults | None = None
         self._guard, self._suspicious = Guard(config.faults), False
         self.roll_back = Rollback(self)
@@ -82,6 +82,8 @@ class Run:
             if self.faults is not None and self.faults.restarted_because:
                 reason = self.faults.restarted_because
                 self._metrics.write("restart", {"attempt": self.faults.attempt, "reason": reason})
+        if self._exports is not None:
+            self._exports.start(resumed=saved is not None)
         if saved is None and self.config.faults.on_diverged == "rollback":
             self.checkpoint(state)  # there must be one to go back to
         return state
@@ -106,10 +108,13 @@ class Run:
                 raise Diverged(f"{problem} ({numbers}). Lower optimizer.lr.")
         return stats
 
-    def due(self, what: Literal["publish", "eval", "checkpoint"], state: TrainState) -> bool:
+    def due(self, what: Literal["publish", "checkpoint"], state: TrainState) -> bool:
         """Whether a phase runs after this step: every so many steps, and after the last."""
         section = getattr(self.config, what)
-        return section is not None and (state.step % section.every == 0 or state.step == self.config.steps)
+        return section is not None and self._falls(section.every, state)
+
+    def _falls(self, every: int, state: TrainState) -> bool:
+        return state.step % every == 0 or state.step == self.config.steps
 
     def publish(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
         """Publish the current weights. A failure is reported and, within `publish.max_failures` in a row, survived."""
@@ -125,7 +130,7 @@ class Run:
             if is_lead():
                 self._metrics.write("publish_failed", {"step": state.step, "message": str(error)})
             return state, {}
-        self._failed_publishes = 0
+        self._failed_publishes, self._published_step = 0, state.step
         self.sampling.published(published.version, state.step)
         return dataclasses.replace(state, version=published.version), {
             "swap_ms": published.swap_ms,
@@ -136,12 +141,17 @@ class Run:
         """Publish the weights of `state` again; they get a new number: at the start, or after going back."""
         return self.publish(state)[0]
 
-    def evaluate(self, state: TrainState) -> None:
-        """Greedy answers to the held-out records through the gateway."""
-        if self.config.eval is not None:
-            progress("eval", state.step)
-            self._phases.enter("rollout")
-            lead(lambda: self._evaluate(state))
+    def evaluate(self, state: TrainState, *, first: bool = False) -> None:
+        """Answers to the sets that are due after this step, through the gateway; to all at the start of the run."""
+        due = [entry.name for entry in self.config.eval if first or self._falls(entry.every, state)]
+        if not due:
+            return
+        progress("eval", state.step)
+        self._phases.enter("rollout")
+        values = broadcast_json(lead(lambda: self._evaluate(due, state)))
+        name, metric = self.config.best_by
+        if name in values and self._published_step == state.step:  # otherwise older weights have answered
+            self._evaluated = (state.step, values[name].get(metric))
 
     def checkpoint(self, state: TrainState) -> None:
         """Save everything a resumed run needs to go on exactly."""
@@ -149,6 +159,13 @@ class Run:
             progress("checkpoint", state.step)
             self._phases.enter("train")
             self.checkpoints.save(state.step, dataclasses.asdict(state), self._score(state))
+
+    def export(self, state: TrainState) -> None:
+        """Write Hugging Face checkpoints of this step, those that are wanted."""
+        if self._exports is not None and not self._suspicious and self._exports.due(state.step, self._score(state)):
+            progress("export", state.step)
+            self._phases.enter("train")
+            self._exports.save(state.step, self._score(state))
 
     def report(
         self, state: TrainState, batch: StepBatch, stats: StepStats, published: dict[str, float], watch: Stopwatch
@@ -168,8 +185,8 @@ class Run:
         """Write the Hugging Face checkpoint, if one is wanted, and the last event."""
         self._wait_for_checkpoint()
         self._phases.enter("train")
-        if self.config.save_to is not None:
-            self._save_hf(self.config.save_to)
+        if self._exports is not None:
+            self._exports.finish()
         if is_lead():
             seconds = round(time.monotonic() - self._began, 3)
             self._metrics.write("done", {"step": state.step, "version": state.version, "seconds": seconds})
@@ -187,25 +204,14 @@ class Run:
             if self._lead is not None:
                 last_first.callback(self._lead.close)
 
-    def _save_hf(self, directory: str) -> None:
-        """The current weights as a Hugging Face checkpoint directory, or an adapter as PEFT's; every rank writes what
-        it holds."""
-        lead(lambda: Path(directory).mkdir(parents=True, exist_ok=True))
-        model, lora = self.config.model, self.config.lora
-        merged = lora is not None and lora.save == "merged"
-        tensors = self.engine.export_merged(model.dtype) if merged else self.engine.export(model.dtype)
-        shares = gather_json(write_shards(directory, tensors, self.engine.part))
-        written = [w for share in shares for w in share]
-        if lora is None or merged:
-            lead(lambda: finish_checkpoint(directory, written, model.path, model.dtype))
-        else:
-            lead(lambda: finish_adapter(directory, written, adapter_config(self.shape, lora, model.path)))
-
-    def _evaluate(self, state: TrainState) -> None:
+    def _evaluate(self, names: Sequence[str], state: TrainState) -> dict[str, dict[str, Any]]:
+        """What came of each set, on rank 0."""
         assert self._lead is not None
-        values = self._lead.evaluate()
-        self._evaluated = (state.step, values["accuracy"])
-        self._metrics.write("eval", {"step": state.step, "version": state.version, **values})
+        found = {}
+        for name in names:
+            found[name] = self._lead.evaluate(name)
+            self._metrics.write("eval", {"step": state.step, "version": state.version, **found[name]})
+        return found
 
     def _wait_for_checkpoint(self) -> None:
         if self.checkpoints is not None:
@@ -226,17 +232,9 @@ class Run:
             self._metrics.write(event, values)
 
     def _score(self, state: TrainState) -> float | None:
-        """The accuracy of an evaluation at this very step, if there was one."""
-        step, accuracy = self._evaluated
-        return accuracy if step == state.step else None
-
-    def _identity(self) -> dict[str, Any]:
-        """What must be equal for a checkpoint to be continued."""
-        c = self.config
-        shape = {k: v for k, v in dataclasses.asdict(self.shape).items() if k != "max_positions"}
-        lora = c.lora and {"rank": c.lora.rank, "alpha": c.lora.alpha, "targets": sorted(c.lora.target_modules)}
-        known = {"seed": c.seed, "algorithm": c.algorithm.name, "data": identity(c.data), "model": shape}
-        return known | {"lora": lora}
+        """How good an evaluation at this very step was, if there was one."""
+        step, score = self._evaluated
+        return score if step == state.step else None
 
 
 class Rollback:

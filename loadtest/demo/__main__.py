@@ -1,4 +1,4 @@
-"""`python -m loadtest.demo`, which `make demo` is.
+"""`python -m loadtest.demo`, which `make demo` is; with `--real` it is `make demo-real`.
 
 Exit status: 0 all went well, 1 a phase failed or the promise was not kept, 130 interrupted.
 """
@@ -6,6 +6,7 @@ Exit status: 0 all went well, 1 a phase failed or the promise was not kept, 130 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,12 @@ from pathlib import Path
 from rich.console import Console
 
 from loadtest.demo.display import Lines, Recorder, live, summary
-from loadtest.demo.scene import ENGINE_ARGS, Recipe, Scene, prepare_environment
+from loadtest.demo.figures import draw, figures
+from loadtest.demo.real import RealRecipe
+from loadtest.demo.recipe import Course, Recipe, prepare_environment
+from loadtest.demo.scene import Scene
 from loadtest.demo.stage import Demo, DemoFailed
 from server.cli import interrupts
-
-LEAST_GAIN = 20.0  # points of held-out accuracy that GRPO alone must bring
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,17 +27,22 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     prepare_environment()
     interrupts.install()
-    console, scene = Console(), Scene()
-    recorder = Recorder(scene, args.svg) if args.svg else None
+    course: Course = RealRecipe(seed=args.seed) if args.real else Recipe(seed=args.seed)
+    console, scene = Console(), Scene(course.phases)
+    recorder = Recorder(course, scene, args.svg) if args.svg else None
     watchers: list[Callable[[], None]] = [recorder] if recorder else []
-    watchers += [] if console.is_terminal else [Lines(scene, console)]
-    demo = Demo(args.dir, Recipe(seed=args.seed), scene, watchers)
+    watchers += [] if console.is_terminal else [Lines(course, scene, console)]
+    demo = Demo(args.dir or Path("runs") / course.name, course, scene, watchers)
     try:
         _show(demo, console)
-        problems = shortcomings(scene)
-        console.print(summary(scene))
+        problems = shortcomings(course, scene)
+        console.print(summary(course, scene))
         if recorder is not None:
             recorder.save()
+        if args.json is not None:
+            args.json.write_text(json.dumps(figures(course, scene), indent=1) + "\n")
+        if args.chart is not None:
+            draw(figures(course, scene), args.chart)
         for problem in problems:
             print(f"demo: {problem}", file=sys.stderr)
         _go_on(demo, console, keep=args.keep)
@@ -51,11 +58,9 @@ def main(argv: list[str] | None = None) -> int:
         demo.close()
 
 
-def shortcomings(scene: Scene) -> list[str]:
+def shortcomings(course: Course, scene: Scene) -> list[str]:
     """What the demo promises and this run did not keep; nothing, as a rule."""
-    found = []
-    if scene.gain < LEAST_GAIN:
-        found.append(f"GRPO brought {scene.gain:+.1f} points, fewer than {LEAST_GAIN:.0f}")
+    found = [problem] if (problem := course.shortcoming(scene)) else []
     if scene.client.lost:
         found.append(f"the client lost {scene.client.lost} requests; the first: {scene.client.first_problem}")
     if scene.swaps.aborted:
@@ -67,19 +72,20 @@ def _show(demo: Demo, console: Console) -> None:
     if not console.is_terminal:
         demo.run()
         return
-    with live(demo.scene, console):
+    with live(demo.recipe, demo.scene, console):
         demo.run()
 
 
 def _go_on(demo: Demo, console: Console, *, keep: bool) -> None:
     """Say how to go on; with `keep`, serve until interrupted."""
     assert demo.server is not None
-    final = demo.run_dir / "final"
-    console.print(f"The trained model is in {final}. To serve it again:", highlight=False)
-    console.print(f"  hotswap up --model {final} {' '.join(ENGINE_ARGS)}", highlight=False, soft_wrap=True)
+    console.print("To serve what was trained again:", highlight=False)
+    for command in demo.recipe.serve_again(demo.run_dir):
+        console.print(f"  {command}", highlight=False, soft_wrap=True)
     if not keep:
         return
-    body = '{"prompt": "2+3+4=", "temperature": 0, "max_tokens": 4}'
+    asked = {"model": demo.recipe.asked(demo.scene), "prompt": demo.recipe.questions(demo.run_dir, 1)[0].prompt}
+    body = json.dumps(asked | {"temperature": 0, "max_tokens": demo.recipe.short_tokens})
     console.print("It still answers, until Ctrl-C:", highlight=False)
     console.print(f"  curl -N {demo.server.url}/generate -d '{body}'", highlight=False, soft_wrap=True)
     console.print(f"  hotswap weights list --state-dir {demo.server.state_dir}", highlight=False, soft_wrap=True)
@@ -90,13 +96,16 @@ def _go_on(demo: Demo, console: Console, *, keep: bool) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m loadtest.demo", description=__doc__)
-    parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="where models, logs and metrics go")
+    parser.add_argument("--real", action="store_true", help="SmolLM2-135M-Instruct instead of a model that is made")
+    parser.add_argument("--dir", type=Path, help="where models, logs and metrics go (default: runs/demo, or -real)")
     parser.add_argument("--seed", type=int, default=0, help="of the trainings and the client's questions")
     parser.add_argument(
         "--keep", action=argparse.BooleanOptionalAction, default=sys.stdin.isatty() and sys.stdout.isatty(),
         help="leave the server up afterwards, until Ctrl-C (default: on a terminal)",
     )  # fmt: skip
     parser.add_argument("--svg", type=Path, help="also save a picture and the summary here")
+    parser.add_argument("--json", type=Path, help="also write the run's figures here")
+    parser.add_argument("--chart", type=Path, help="also draw them here, as SVG")
     return parser
 
 

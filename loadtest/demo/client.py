@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import orjson
 
-from loadtest.demo.scene import MODEL, Answer, ClientStats
+from loadtest.demo.recipe import Course, Question
+from loadtest.demo.scene import Answer, ClientStats, Scene
 
-SILENT = {"0": -100, "1": -100, "2": -100}  # logit bias against the special tokens, which have no text
+SILENT = {"0": -100, "1": -100, "2": -100}  # logit bias against the special tokens, which have no text: both models'
 Spans = list[dict[str, int]]
 
 
@@ -39,9 +40,9 @@ class Refused(Exception):
     """The answer is not a stream, or the stream ends in an error."""
 
 
-def generate_request(prompt: str, max_tokens: int) -> dict[str, Any]:
+def generate_request(model: str, prompt: str, max_tokens: int) -> dict[str, Any]:
     """A greedy answer."""
-    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
+    return {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
 
 
 async def generate_events(response: httpx.Response) -> AsyncIterator[Delta | End]:
@@ -60,10 +61,10 @@ async def generate_events(response: httpx.Response) -> AsyncIterator[Delta | End
                 raise Refused(str(data))
 
 
-def completion_request(prompt: str, max_tokens: int) -> dict[str, Any]:
+def completion_request(model: str, prompt: str, max_tokens: int) -> dict[str, Any]:
     """A sampled answer of exactly `max_tokens` tokens, all of which can be seen."""
     return {
-        "model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 1.0, "stream": True,
+        "model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 1.0, "stream": True,
         "ignore_eos": True, "logit_bias": SILENT, "return_token_ids": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
@@ -88,8 +89,6 @@ async def completion_events(response: httpx.Response) -> AsyncIterator[Delta | E
             tokens = data["usage"]["completion_tokens"] if data.get("usage") else tokens
 
 
-LONG_TOKENS = 240
-SUM_TOKENS = 4
 PAUSE_S = 0.2  # between two sums, as of someone who reads the answer
 RETRY_S = 0.5
 Events = Callable[[httpx.Response], AsyncIterator[Delta | End]]
@@ -104,11 +103,11 @@ class Misattributed(Exception):
 
 
 class Clients:
-    """Both clients, until their task is cancelled. Everything they see goes into `stats`."""
+    """Both clients, until their task is cancelled. Everything they see goes into the scene."""
 
-    def __init__(self, url: str, stats: ClientStats, questions: list[tuple[str, str]]) -> None:
-        """`questions` are (prompt, right answer)."""
-        self._url, self._stats, self._questions = url, stats, questions
+    def __init__(self, url: str, course: Course, scene: Scene, questions: list[Question]) -> None:
+        self._url, self._course, self._scene, self._questions = url, course, scene, questions
+        self._stats: ClientStats = scene.client
 
     async def run(self) -> None:
         async with httpx.AsyncClient(base_url=self._url, timeout=60.0) as http, asyncio.TaskGroup() as tasks:
@@ -116,19 +115,20 @@ class Clients:
             tasks.create_task(self._ask_sums(http))
 
     async def _stream_long(self, http: httpx.AsyncClient) -> None:
-        for prompt, _ in itertools.cycle(self._questions):
-            answer = self._stats.live = Answer(prompt)
-            body = completion_request(prompt, LONG_TOKENS)
-            request = self._ask(http, answer, "/v1/completions", body, completion_events, LONG_TOKENS)
+        tokens = self._course.long_tokens
+        for question in itertools.cycle(self._questions):
+            answer = self._stats.live = Answer(question.shown)
+            body = completion_request(self._course.asked(self._scene), question.prompt, tokens)
+            request = self._ask(http, answer, "/v1/completions", body, completion_events, tokens)
             if await self._guard(request) and len(answer.pieces) > 1:
                 self._stats.crossed_swap(answer)
 
     async def _ask_sums(self, http: httpx.AsyncClient) -> None:
-        for prompt, expected in itertools.cycle(self._questions):
-            answer = Answer(prompt)
-            body = generate_request(prompt, SUM_TOKENS)
+        for question in itertools.cycle(self._questions):
+            answer = Answer(question.shown)
+            body = generate_request(self._course.asked(self._scene), question.prompt, self._course.short_tokens)
             if await self._guard(self._ask(http, answer, "/generate", body, generate_events)):
-                answer.right = answer.text.strip() == expected
+                answer.right = self._course.right(answer.text, question)
                 self._stats.answered(answer)
             await asyncio.sleep(PAUSE_S)
 

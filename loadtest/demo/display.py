@@ -15,31 +15,30 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from loadtest.demo.scene import PHASES, Answer, Piece, Scene
+from loadtest.demo.recipe import Course
+from loadtest.demo.scene import Answer, Piece, Scene
 
 BARS = "▁▂▃▄▅▆▇█"
-LINE_EVERY = 20  # steps, without a terminal
 FETCHED = re.compile(r"@font-face \{.*?\}\s*|<!--.*?-->\s*", re.DOTALL)  # a picture in a README asks nobody for fonts
 WIDTH = 110  # of a recorded picture
 HISTORY = 6  # answers of one sum
 GOLDEN = 0.618034
-MOMENTS = {"start": "random weights", "fine-tuned": "after fine-tuning", "improved": "after GRPO"}
 
 
-def live(scene: Scene, console: Console) -> Live:
+def live(course: Course, scene: Scene, console: Console) -> Live:
     """A live picture; on something that is no terminal rich shows its last state only."""
-    return Live(get_renderable=lambda: picture(scene), console=console, refresh_per_second=4, transient=True)
+    return Live(get_renderable=lambda: picture(course, scene), console=console, refresh_per_second=4, transient=True)
 
 
 class Lines:
     """Progress as lines, for logs."""
 
-    def __init__(self, scene: Scene, console: Console) -> None:
-        self._scene, self._console, self._said = scene, console, ""
+    def __init__(self, course: Course, scene: Scene, console: Console) -> None:
+        self._every, self._scene, self._console, self._said = course.line_every, scene, console, ""
 
     def __call__(self) -> None:
         scene = self._scene
-        key = f"{scene.phase} {scene.step // LINE_EVERY}"
+        key = f"{scene.phase} {scene.step // self._every}"
         if key != self._said:
             self._said = key
             parts = [f"{scene.seconds:5.0f} s  {scene.phase:9}  step {scene.step:3}/{scene.steps}", _learning(scene)]
@@ -49,22 +48,22 @@ class Lines:
 class Recorder:
     """Takes the picture half way through the last training, and with the summary saves it as SVG."""
 
-    def __init__(self, scene: Scene, path: Path) -> None:
-        self._scene, self._path, self._taken = scene, path, False
+    def __init__(self, course: Course, scene: Scene, path: Path) -> None:
+        self._course, self._scene, self._path, self._taken = course, scene, path, False
         self._console = Console(record=True, width=WIDTH, file=io.StringIO(), color_system="truecolor")
 
     def __call__(self) -> None:
         if not self._taken and self._scene.phase == "improve" and 0 < self._scene.steps <= 2 * self._scene.step:
             self._taken = True
-            self._console.print(picture(self._scene))
+            self._console.print(picture(self._course, self._scene))
 
     def save(self) -> None:
-        self._console.print(summary(self._scene))
-        svg = self._console.export_svg(title="make demo")
+        self._console.print(summary(self._course, self._scene))
+        svg = self._console.export_svg(title=f"make {self._course.name}")
         self._path.write_text(FETCHED.sub("", svg))
 
 
-def picture(scene: Scene) -> RenderableType:
+def picture(course: Course, scene: Scene) -> RenderableType:
     """Everything that is known, in one panel."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
@@ -73,7 +72,7 @@ def picture(scene: Scene) -> RenderableType:
     grid.add_row("step", _progress(scene))
     grid.add_row("learning", _learning(scene))
     grid.add_row("reward", _sparkline(scene.rewards))
-    grid.add_row("accuracy", _accuracy(scene))
+    grid.add_row("accuracy", _accuracy(course, scene))
     grid.add_row("swap", _swap(scene))
     grid.add_row("client", _client(scene))
     grid.add_row("", "")
@@ -86,14 +85,14 @@ def picture(scene: Scene) -> RenderableType:
     return Panel(grid, title="[bold]hotswap[/] demo", subtitle=f"{scene.seconds:.0f} s", border_style="cyan")
 
 
-def summary(scene: Scene) -> RenderableType:
+def summary(course: Course, scene: Scene) -> RenderableType:
     """What came of it; every number was measured in this run."""
     client, swaps = scene.client, scene.swaps
     table = Table(title=f"{scene.seconds:.0f} s, from no model to a better one", show_header=False, min_width=72)
     table.add_column(style="dim")
     table.add_column()
-    for moment, label in MOMENTS.items():
-        table.add_row(f"accuracy, {label}", f"{scene.accuracy.get(moment, 0.0):.1%} of held-out sums, greedy")
+    for moment, label in course.moments.items():
+        table.add_row(f"accuracy, {label}", f"{scene.accuracy.get(moment, 0.0):.1%} of {course.unit}")
     table.add_row("GRPO alone", f"[bold green]{scene.gain:+.1f} points[/]")
     table.add_row("versions swapped in", f"{len(swaps.done)}, of which {len(set(scene.published))} by training")
     for name, label in (("stage_ms", "staging"), ("commit_ms", "commit")):
@@ -115,8 +114,8 @@ def colour(version: int) -> str:
 
 
 def _phases(scene: Scene) -> Text:
-    text, current = Text(), PHASES.index(scene.phase)
-    for i, phase in enumerate(PHASES[:-1]):
+    text, current = Text(), scene.phases.index(scene.phase)
+    for i, phase in enumerate(scene.phases[:-1]):
         mark, style = ("✓", "green") if i < current else ("▶", "bold") if i == current else ("·", "dim")
         text.append(f"{mark} {phase}   ", style)
     return text
@@ -125,7 +124,7 @@ def _phases(scene: Scene) -> Text:
 def _progress(scene: Scene) -> RenderableType:
     bar = Table.grid(padding=(0, 1))
     total = max(scene.steps, 1)
-    pulse = not scene.steps and scene.phase != PHASES[-1]
+    pulse = not scene.steps and scene.phase != scene.phases[-1]
     bar.add_row(ProgressBar(total, scene.step, width=40, pulse=pulse), f"{scene.step}/{scene.steps}")
     return bar
 
@@ -144,9 +143,9 @@ def _sparkline(values: list[float], width: int = 60) -> Text:
     return Text(bars, style="green")
 
 
-def _accuracy(scene: Scene) -> Text:
+def _accuracy(course: Course, scene: Scene) -> Text:
     text = Text()
-    for moment, label in MOMENTS.items():
+    for moment, label in course.moments.items():
         value = f"{scene.accuracy[moment]:.0%}" if moment in scene.accuracy else "…"
         text.append(f"{label} ", "dim").append(f"{value}   ", "bold")
     return text

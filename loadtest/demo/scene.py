@@ -1,96 +1,16 @@
-"""What the demo shows: its recipe, and what has happened so far."""
+"""What has happened so far, as the demo shows it."""
 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from trainer.config import ArithmeticData, strict
-from trainer.data.problems import Arithmetic
-from trainer.data.tokenizer import Tokenizer
-
-MODEL = "demo"
-LARGEST_DIGIT = 5
-ENGINE_ARGS = ("--dtype", "float32", "--max-model-len", "256")
-KV_CACHE_GIB = 0.25
-# One thread for the engine and one for the trainer: on two cores they would otherwise wait for each other's threads.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Budgets and seeds. `held_out` of the 216 problems are never trained on: accuracy is what greedy decoding gets
-    right of them."""
-
-    seed: int = 0
-    sft_steps: int = 200
-    grpo_steps: int = 60
-    held_out: int = 40
-    noise: float = 0.6
-
-    def sft(self, run: Path, url: str) -> dict[str, Any]:
-        """Fine-tuning from the random model; publishes now and then."""
-        return self._common(run, url, "sft") | {
-            "model": {"path": str(run / "model")},
-            "algorithm": {"name": "sft"},
-            "data": self._data(noise=self.noise),
-            "steps": self.sft_steps,
-            "batch": 128,
-            "optimizer": {"lr": 2e-3, "warmup_steps": 20, "decay": "cosine"},
-            "publish": self._publish(every=10),
-            "eval": {"every": self.sft_steps, "prompts": self.held_out},
-            "save_to": str(run / "fine-tuned"),
-        }
-
-    def grpo(self, run: Path, url: str) -> dict[str, Any]:
-        """GRPO from the fine-tuned model; publishes every step."""
-        return self._common(run, url, "grpo") | {
-            "model": {"path": str(run / "fine-tuned")},
-            "algorithm": {"name": "grpo", "samples_per_prompt": 8},
-            "data": self._data(noise=0.0),
-            "steps": self.grpo_steps,
-            "batch": 16,
-            "optimizer": {"lr": 3e-4, "decay": "linear"},
-            "rewards": [{"kind": "exact_match"}],
-            "publish": self._publish(every=1),
-            "eval": {"every": 20, "prompts": self.held_out},
-            "save_to": str(run / "final"),
-        }
-
-    def questions(self, run: Path, count: int) -> list[tuple[str, str]]:
-        """(prompt, right answer) of the first held-out problems, as the trainer evaluates them."""
-        config = strict.build(ArithmeticData, self._data(noise=0.0))
-        problems = Arithmetic(config, Tokenizer(run / "model"), self.seed).held_out[:count]
-        return [(problem.prompt, problem.answer) for problem in problems]
-
-    def _data(self, noise: float) -> dict[str, Any]:
-        problem = {"kind": "arithmetic", "operands": 3, "largest": LARGEST_DIGIT, "held_out": self.held_out}
-        return problem | {"noise": noise, "mistake": "off_by_one"}
-
-    def _publish(self, every: int) -> dict[str, Any]:
-        return {"model": MODEL, "dtype": "float32", "every": every, "timeout_s": 120.0}
-
-    def _common(self, run: Path, url: str, phase: str) -> dict[str, Any]:
-        return {
-            "seed": self.seed,
-            "gateway": {"url": url},
-            "rollout": {"max_tokens": 4, "request": "group"},
-            "metrics": str(run / f"{phase}.jsonl"),
-        }
-
-
-def prepare_environment() -> None:
-    """Settings that the processes started later inherit; what the user has set stays."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-
-
 PHASES = ("build", "serve", "fine-tune", "improve", "done")
+HELD_OUT = "held_out"  # the evaluation set whose accuracy is shown
 RATE_WINDOW_S = 2.0
 
 
@@ -213,10 +133,12 @@ class SwapStats:
 
 
 class Scene:
-    """The whole picture. `accuracy` is on the held-out problems by moment: start, fine-tuned, improved."""
+    """The whole picture. `accuracy` is on the held-out problems by moment: start, fine-tuned, improved. `evals` are all
+    evaluations, each with the `seconds` when it came."""
 
-    def __init__(self) -> None:
-        self.phase = PHASES[0]
+    def __init__(self, phases: Sequence[str] = PHASES) -> None:
+        self.phases = tuple(phases)
+        self.phase = self.phases[0]
         self.began = time.monotonic()
         self.phase_began: dict[str, float] = {}
         self.ended: float | None = None
@@ -224,6 +146,7 @@ class Scene:
         self.metrics: dict[str, Any] = {}
         self.rewards: list[float] = []
         self.accuracy: dict[str, float] = {}
+        self.evals: list[dict[str, Any]] = []
         self.published: list[int] = []
         self.client = ClientStats()
         self.swaps = SwapStats()
@@ -235,12 +158,13 @@ class Scene:
     @property
     def gain(self) -> float:
         """What GRPO alone brought, in points of held-out accuracy."""
-        return 100 * (self.accuracy["improved"] - self.accuracy["fine-tuned"])
+        before = self.accuracy["fine-tuned" if "fine-tuned" in self.accuracy else "start"]
+        return 100 * (self.accuracy["improved"] - before)
 
     def enter(self, phase: str) -> None:
         self.phase = phase
         self.phase_began[phase] = time.monotonic()
-        if phase == PHASES[-1]:
+        if phase == self.phases[-1]:
             self.ended = time.monotonic()
         else:
             self.step = self.steps = 0
@@ -256,10 +180,14 @@ class Scene:
             if not self.published or event["version"] != self.published[-1]:
                 self.published.append(event["version"])
         elif kind == "eval":
-            self._read_eval(event)
+            self.evals.append({**event, "phase": self.phase, "seconds": round(self.seconds, 1)})
+            if event["set"] == HELD_OUT:
+                self._read_eval(event)
 
     def _read_eval(self, event: dict[str, Any]) -> None:
-        if self.phase == "fine-tune":
-            self.accuracy["fine-tuned" if event["step"] else "start"] = event["accuracy"]
-        elif event["step"]:
+        if not event["step"]:
+            self.accuracy.setdefault("start", event["accuracy"])
+        elif self.phase == "fine-tune":
+            self.accuracy["fine-tuned"] = event["accuracy"]
+        else:
             self.accuracy["improved"] = event["accuracy"]

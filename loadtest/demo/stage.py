@@ -8,7 +8,6 @@ import fcntl
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,12 +18,14 @@ import orjson
 import yaml
 
 from loadtest.demo.client import Clients
-from loadtest.demo.scene import ENGINE_ARGS, KV_CACHE_GIB, MODEL, Recipe, Scene, Swap, SwapStats
+from loadtest.demo.recipe import Course
+from loadtest.demo.scene import Scene, Swap, SwapStats
 from server.cli.config import UpConfig
 from server.cli.errors import CliError
 from server.cli.interrupts import held
 from server.cli.processes import Child
 from server.cli.up import Server
+from trainer.errors import Preempted
 from weightsync import open_store
 from weightsync.control.records import InstanceRecord, Keys, SwapRecord
 from weightsync.store import KeyValue
@@ -127,7 +128,7 @@ class Demo:
     `watchers` are called about ten times a second while a training runs.
     """
 
-    def __init__(self, run: Path, recipe: Recipe, scene: Scene, watchers: Sequence[Callable[[], None]] = ()) -> None:
+    def __init__(self, run: Path, recipe: Course, scene: Scene, watchers: Sequence[Callable[[], None]] = ()) -> None:
         self.run_dir, self.recipe, self.scene, self._watchers = run.resolve(), recipe, scene, watchers
         self.server: Server | None = None
         self._background: Background | None = None
@@ -137,15 +138,15 @@ class Demo:
         """All phases. Raises DemoFailed."""
         self.build()
         self.serve()
-        self.train("fine-tune", "sft")
-        self.train("improve", "grpo")
+        for phase, name in self.recipe.trainings:
+            self.train(phase, name)
         self.settle()
 
     def build(self) -> None:
-        """Write the small model, as a Hugging Face checkpoint directory."""
+        """Write the model, as a Hugging Face checkpoint directory."""
         self.scene.enter("build")
         self._clear()
-        command = [sys.executable, "-m", "trainer.tiny_model", str(self.run_dir / "model")]
+        command = self.recipe.build(self.run_dir)
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise DemoFailed("build", f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
@@ -160,11 +161,12 @@ class Demo:
             server.wait_ready(timeout_s=240.0)
         except CliError as error:
             raise DemoFailed("serve", str(error)) from error
-        clients = Clients(server.url, self.scene.client, self.recipe.questions(self.run_dir, QUESTIONS))
-        self._background = Background(clients.run(), follow_swaps(server.store, MODEL, self.scene.swaps))
+        clients = Clients(server.url, self.recipe, self.scene, self.recipe.questions(self.run_dir, QUESTIONS))
+        swaps = follow_swaps(server.store, self.recipe.model, self.scene.swaps)
+        self._background = Background(clients.run(), swaps)
 
     def train(self, phase: str, name: str) -> None:
-        """Run one training against the live server, until the trainer ends by itself."""
+        """Run one training against the live server, until the trainer ends by itself or has done enough."""
         assert self.server is not None
         self.scene.enter(phase)
         config = getattr(self.recipe, name)(self.run_dir, self.server.url)
@@ -177,10 +179,14 @@ class Demo:
         metrics = MetricsTail(Path(config["metrics"]))
         with held():
             trainer = self.server.train(path)
+        stopped = False
         while trainer.alive:
             self._watch(phase, metrics)
+            if not stopped and self.recipe.enough(self.scene):
+                stopped = True
+                trainer.process.terminate()  # it leaves after the step that is under way
         self._watch(phase, metrics)
-        if trainer.process.returncode:
+        if trainer.process.returncode and not (stopped and trainer.process.returncode == Preempted.exit_code):
             raise DemoFailed(phase, self._post_mortem(trainer))
 
     def settle(self) -> None:
@@ -188,7 +194,7 @@ class Demo:
         assert self._background is not None
         until = time.monotonic() + SETTLE_S
         while time.monotonic() < until:
-            self._watch("improve", None)
+            self._watch(self.recipe.phases[-2], None)
         self._background.stop()
         self._background.check()
         self.scene.enter("done")
@@ -225,20 +231,20 @@ class Demo:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DemoFailed("build", f"another demo runs in {self.run_dir}; end it, or use --dir") from None
-        for name in ("model", "fine-tuned", "final"):
+        for name in ("model", "fine-tuned", "final", "adapter"):
             shutil.rmtree(self.run_dir / name, ignore_errors=True)
-        for name in ("sft.jsonl", "grpo.jsonl"):
-            (self.run_dir / name).unlink(missing_ok=True)
+        for _, name in self.recipe.trainings:
+            (self.run_dir / f"{name}.jsonl").unlink(missing_ok=True)
 
     def _up_config(self) -> UpConfig:
         return UpConfig(
             model=str(self.run_dir / "model"),
-            name=MODEL,
+            name=self.recipe.model,
             port=0,
             throwaway=True,
             state_dir=self.run_dir / "state",
-            kv_cache_gib=KV_CACHE_GIB,
-            vllm_args=ENGINE_ARGS,
+            kv_cache_gib=self.recipe.kv_cache_gib,
+            vllm_args=self.recipe.engine_args,
         )
 
     @staticmethod

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.demo.scene import prepare_environment
+from loadtest.demo.recipe import prepare_environment
 from loadtest.machine import machine
 from loadtest.rl_step import ours
 from loadtest.rl_step.memory import PeakMemory

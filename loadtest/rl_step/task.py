@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.demo.scene import LARGEST_DIGIT
+from loadtest.demo.recipe import LARGEST_DIGIT
 
 SLOW_S = 0.2
 REWARDS = ("instant", "slow")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from loadtest.demo import Demo, DemoFailed, Recipe, Scene
-from loadtest.demo.scene import ENVIRONMENT, MODEL
+from loadtest.demo.recipe import ENVIRONMENT, MODEL
 from tests.waiting import wait_until
 from trainer.config import ArithmeticData, strict
 from trainer.data.problems import Arithmetic
@@ -45,7 +45,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
         try:
             demo.run()
             assert demo.server is not None
-            prompts = [prompt for prompt, _ in RECIPE.questions(demo.run_dir, RECIPE.held_out)]
+            prompts = [question.prompt for question in RECIPE.questions(demo.run_dir, RECIPE.held_out)]
             yield Outcome(demo, scene, ask(demo.server.url, prompts))
         finally:
             demo.close()
@@ -60,7 +60,7 @@ def ask(url: str, prompts: list[str]) -> dict[str, str]:
 
 def test_grpo_alone_raises_held_out_accuracy(outcome: Outcome) -> None:
     questions = RECIPE.questions(outcome.demo.run_dir, RECIPE.held_out)
-    right = sum(outcome.served[prompt] == answer for prompt, answer in questions)
+    right = sum(outcome.served[question.prompt] == question.answer for question in questions)
     fine_tuned = outcome.scene.accuracy["fine-tuned"]
     assert 100 * (right / len(questions) - fine_tuned) >= LEAST_GAIN, (right, outcome.scene.accuracy)
     assert outcome.scene.gain >= LEAST_GAIN

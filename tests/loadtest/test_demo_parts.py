@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import signal
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from loadtest.demo import Demo, DemoFailed, Recipe, Scene
+from loadtest.demo import Demo, DemoFailed, RealRecipe, Recipe, Scene
 from loadtest.demo.__main__ import shortcomings
 from loadtest.demo.client import Misattributed, check_spans
 from loadtest.demo.display import Recorder, colour, picture, summary
+from loadtest.demo.figures import draw, figures
+from loadtest.demo.recipe import Question
 from loadtest.demo.scene import Answer, Swap
 from loadtest.demo.stage import MetricsTail
 from server.cli import interrupts
@@ -52,16 +55,16 @@ def finished(fine_tuned: float = 0.3, improved: float = 0.9) -> Scene:
     scene = Scene()
     scene.enter("fine-tune")
     scene.read({"event": "start", "steps": 2})
-    scene.read({"event": "eval", "step": 0, "accuracy": 0.0})
+    scene.read({"event": "eval", "set": "held_out", "version": 2, "prompts": 40, "step": 0, "accuracy": 0.0})
     scene.read({"event": "step", "step": 2, "version": 2, "loss": 1.5, "tokens_per_s": 10.0})
-    scene.read({"event": "eval", "step": 2, "accuracy": fine_tuned})
+    scene.read({"event": "eval", "set": "held_out", "version": 2, "prompts": 40, "step": 2, "accuracy": fine_tuned})
     scene.enter("improve")
     scene.read({"event": "start", "steps": 2})
-    scene.read({"event": "eval", "step": 0, "accuracy": fine_tuned})
+    scene.read({"event": "eval", "set": "held_out", "version": 2, "prompts": 40, "step": 0, "accuracy": fine_tuned})
     for step in (1, 2):
         numbers = {"version": 3 + step, "loss": 0.0, "tokens_per_s": 9.0, "reward_mean": 0.5}
         scene.read({"event": "step", "step": step} | numbers)
-    scene.read({"event": "eval", "step": 2, "accuracy": improved})
+    scene.read({"event": "eval", "set": "held_out", "version": 2, "prompts": 40, "step": 2, "accuracy": improved})
     scene.swaps.done.append(Swap(version=5, epoch=5, stage_ms=12.0, commit_ms=0.05))
     scene.enter("done")
     return scene
@@ -75,11 +78,11 @@ def test_a_scene_knows_which_accuracy_is_which() -> None:
 
 
 def test_what_was_promised_and_not_kept_is_said() -> None:
-    assert shortcomings(finished()) == []
+    assert shortcomings(Recipe(), finished()) == []
     scene = finished(fine_tuned=0.8, improved=0.9)
     scene.client.problem("truncated", "no `done` after 3 tokens")
     scene.swaps.aborted.append("version 4: instance i is gone")
-    learning, client, swaps = shortcomings(scene)
+    learning, client, swaps = shortcomings(Recipe(), scene)
     assert "+10.0 points" in learning
     assert "lost 1 requests" in client
     assert "no `done` after 3 tokens" in client
@@ -110,16 +113,16 @@ def test_gaps_are_summed_up() -> None:
 @pytest.mark.parametrize("scene", [Scene(), finished()], ids=["empty", "finished"])
 def test_every_scene_can_be_shown(scene: Scene) -> None:
     console = Console(width=110, record=True)
-    console.print(picture(scene))
+    console.print(picture(Recipe(), scene))
     if scene.accuracy:
-        console.print(summary(scene))
+        console.print(summary(Recipe(), scene))
         assert "+60.0 points" in console.export_text(clear=False)
     assert "hotswap demo" in console.export_text()
 
 
 def test_a_recorded_picture_needs_nothing_from_the_network(tmp_path: Path) -> None:
     scene = finished()
-    recorder = Recorder(scene, tmp_path / "demo.svg")
+    recorder = Recorder(Recipe(), scene, tmp_path / "demo.svg")
     scene.phase = "improve"
     recorder()
     recorder()  # one picture is enough
@@ -171,3 +174,62 @@ def test_an_interrupt_waits_for_what_must_not_be_interrupted(number: signal.Sign
     finally:
         for n, handler in former.items():
             signal.signal(n, handler)
+
+
+def test_the_real_demo_is_a_configuration_the_trainer_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSWAP_STORE", "sqlite:///nowhere/store.db")
+    recipe = RealRecipe(seed=7)
+    config = strict.build(TrainerConfig, recipe.grpo(tmp_path, "http://127.0.0.1:1"))
+    assert (config.seed, config.served_name) == (7, "sums")
+    assert config.best_by == ("held_out", "accuracy")
+    assert recipe.phases == ("build", "serve", "improve", "done")
+
+
+def real(*accuracies: float) -> Scene:
+    recipe = RealRecipe()
+    scene = Scene(recipe.phases)
+    scene.enter("improve")
+    scene.read({"event": "start", "steps": 40})
+    for step, accuracy in enumerate(accuracies):
+        about = {"event": "eval", "step": 4 * step, "version": step + 2, "prompts": 32}
+        scene.read(about | {"set": "held_out", "accuracy": accuracy, "pass_at_4": min(1.0, 2 * accuracy)})
+        scene.read(about | {"set": "greedy", "accuracy": 0.5})
+        numbers = {"version": step + 3, "loss": 0.0, "tokens_per_s": 9.0, "reward_mean": accuracy}
+        scene.read({"event": "step", "step": 4 * step + 1} | numbers)
+    return scene
+
+
+def test_the_real_demo_ends_when_held_out_accuracy_has_doubled() -> None:
+    recipe = RealRecipe()
+    assert not recipe.enough(real())
+    assert not recipe.enough(real(0.2))
+    assert not recipe.enough(real(0.2, 0.39))
+    assert recipe.enough(real(0.2, 0.3, 0.4))
+    assert not recipe.enough(real(0.02, 0.05))  # that is luck
+    assert "from 20.0% to 39.0%" in recipe.shortcoming(real(0.2, 0.39))
+    assert real(0.2, 0.4).gain == pytest.approx(20.0)
+
+
+def test_clients_ask_for_the_adapter_once_it_answers() -> None:
+    recipe = RealRecipe()
+    assert recipe.asked(Scene(recipe.phases)) == "smollm2"
+    assert recipe.asked(real(0.2)) == "sums"
+
+
+def test_an_answer_is_right_when_its_last_number_is() -> None:
+    question = Question("4 - 6 =", "...", "-2")
+    for text, right in (("-2", True), ("4 - 6 = -2.", True), ("2", False), ("-2 or 3", False), ("none", False)):
+        assert RealRecipe().right(text, question) == right
+
+
+def test_the_figures_of_a_run_can_be_drawn_from_their_file(tmp_path: Path) -> None:
+    scene = real(0.2, 0.3, 0.4)
+    scene.swaps.done.append(Swap(version=5, epoch=5, stage_ms=12.0, commit_ms=0.05))
+    scene.enter("done")
+    found = json.loads(json.dumps(figures(RealRecipe(), scene)))
+    assert [event["accuracy"] for event in found["evals"] if event["set"] == "held_out"] == [0.2, 0.3, 0.4]
+    for name in ("one.svg", "two.svg"):
+        draw(found, tmp_path / name)
+    one, two = ((tmp_path / name).read_text() for name in ("one.svg", "two.svg"))
+    assert one == two  # equal figures, equal files
+    assert "<!-- held_out, pass@4 -->" in one

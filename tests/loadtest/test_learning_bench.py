@@ -28,12 +28,12 @@ def test_every_recipe_is_a_valid_configuration(
     config = strict.build(TrainerConfig, recipe(task, way, tmp_path, "http://127.0.0.1:1", seed=3))
     learned = strict.build(TrainerConfig, base(task, tmp_path, seed=3))
     assert config.seed == learned.seed == 3
-    assert config.eval is not None
+    (held_out,) = config.eval
     assert config.publish is not None
-    assert config.steps % config.eval.every == 0
-    assert config.eval.every % config.publish.every == 0  # what is evaluated has been published
+    assert config.steps % held_out.every == 0
+    assert held_out.every % config.publish.every == 0  # what is evaluated has been published
     assert (config.publish.every == 1) == isinstance(config.algorithm, PolicyConfig)
-    assert config.eval.prompts == task.held_out
+    assert held_out.prompts == task.held_out
     if way.start == "base":
         assert config.model.path == learned.save_to
     else:
@@ -79,7 +79,7 @@ def test_a_run_of_one_task_keeps_the_figures_of_the_others(tmp_path: Path) -> No
 def events(*accuracies: float) -> RunEvents:
     run = RunEvents("r")
     for step, accuracy in enumerate(accuracies):
-        run.add({"event": "eval", "step": step, "accuracy": accuracy})
+        run.add({"event": "eval", "set": "held_out", "step": step, "accuracy": accuracy})
         run.add({"event": "step", "step": step + 1, "reward_mean": 0.5, "step_ms": 10.0})
     return run
 

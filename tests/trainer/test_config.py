@@ -23,6 +23,7 @@ MINIMAL: dict[str, Any] = {
 }
 PUBLISH: dict[str, Any] = {"publish": {"model": "m", "store": "sqlite:///store.db"}}
 GRPO: dict[str, Any] = {"algorithm": {"name": "grpo"}, "gateway": {"url": "http://localhost:1"}} | PUBLISH
+BEST: dict[str, Any] = GRPO | {"eval": [{}], "save_to": "s", "save_best": True}
 
 
 def parse(tmp_path: Path, changes: dict[str, Any], *overrides: str) -> trainer.TrainerConfig:
@@ -101,7 +102,28 @@ def test_overrides_reach_into_sections_that_are_not_there(tmp_path: Path) -> Non
         (GRPO | {"rewards": []}, "rewards", "at least one"),
         (GRPO | {"rewards": [{"kind": "regex"}]}, "rewards[0].pattern", "regular expression"),
         (GRPO | {"rewards": [{"kind": "callable", "target": "f"}]}, "rewards[0].target", "module:function"),
-        ({"eval": {}}, "gateway", "eval samples"),
+        ({"eval": [{}]}, "gateway", "eval samples"),
+        ({"eval": {"every": 1}}, "eval", "list"),
+        (GRPO | {"eval": [{}, {}]}, "eval", "every set its own name"),
+        (GRPO | {"eval": [{"name": "a/b"}]}, "eval[0].name", "Use letters"),
+        (GRPO | {"eval": [{"samples": 2, "temperature": 0}]}, "eval[0].temperature", "Set samples to 1"),
+        (GRPO | {"eval": [{"temperature": -1}]}, "eval[0].temperature", "range"),
+        (GRPO | {"eval": [{"top_p": 0}]}, "eval[0].top_p", "(0, 1]"),
+        (GRPO | {"eval": [{"samples": 4, "pass_at": [1, 8]}]}, "eval[0].pass_at", "8 of 4 samples"),
+        (GRPO | {"eval": [{"rewards": []}]}, "eval[0].rewards", "no answer is right"),
+        (GRPO | {"eval": [{"data": {"kind": "jsonl"}}]}, "eval[0].data.path", "JSONL"),
+        ({"save_every": 5}, "save_to", "Name a directory"),
+        (GRPO | {"best": "held_out/accuracy"}, "best", "Set save_best or checkpoint.keep_best"),
+        (BEST | {"eval": []}, "save_best", "Add a set to eval"),
+        (BEST | {"best": "other/accuracy"}, "best", "sets: held_out"),
+        (BEST | {"best": "held_out/pass_at_2"}, "best", "held_out/accuracy, held_out/reward_mean"),
+        (
+            GRPO | {"checkpoint": {"path": "c", "keep_best": 1}},
+            "checkpoint.keep_best",
+            "nothing is evaluated",
+        ),
+        (BEST | {"publish": None, "rollout": {"fixed_sampler": True}}, "save_best", "Add publish"),
+        (BEST | {"publish": PUBLISH["publish"] | {"every": 3}}, "eval.every", "multiple of 3"),
         ({"gateway": {"url": "localhost"}}, "gateway.url", "http://host:port"),
         ({"optimizer": {"lr": 0}}, "optimizer.lr", "positive"),
         ({"optimizer": {"lr": 1e-4, "min_lr": 1e-3}}, "optimizer.min_lr", "range"),

@@ -79,7 +79,7 @@ def test_an_adapter_learns_from_rewards_while_it_is_swapped_every_step(
     write_tiny_model(random, max_position_embeddings=1024)  # as the stock engine expects
     wrong = yaml.safe_load((CONFIGS / "sft.yaml").read_text())["data"] | {"noise": 0.85}
     teach = {"model": {"path": str(random)}, "data": wrong, "save_to": str(mistaken)}
-    teach |= {"publish": None, "eval": None, "gateway": None}
+    teach |= {"publish": None, "eval": [], "gateway": None}
     status, _, errors = zygote.run(["--config", str(configured("sft.yaml", tmp_path, "sft", **teach))], tmp_path)
     assert status == 0, errors
 

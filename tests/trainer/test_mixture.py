@@ -56,7 +56,7 @@ def test_a_mixture_learns_from_rewards_while_it_is_swapped_every_step(
     two_halves = yaml.safe_load((CONFIGS / "grpo_moe.yaml").read_text())["parallel"]
     assert two_halves["expert"] == 2
     wrong = yaml.safe_load((CONFIGS / "sft.yaml").read_text())["data"] | {"noise": 0.85}
-    without = {"publish": None, "eval": None, "gateway": None}
+    without = {"publish": None, "eval": [], "gateway": None}
     teach = {"model": {"path": str(random)}, "data": wrong, "parallel": two_halves, "save_to": str(mistaken), **without}
     status, _, errors = zygote.run(["--config", str(configured("sft.yaml", tmp_path, "sft", **teach))], tmp_path)
     assert status == 0, errors

@@ -86,10 +86,15 @@ def test_steps_and_evaluations_are_posted_and_nothing_else(server: Server) -> No
     metrics = HttpMetrics(TelemetryConfig(server.url))
     metrics.write("start", {"step": 0, "steps": 9})
     metrics.write("step", {"step": 1, "loss": 2.0})
-    metrics.write("eval", {"step": 1, "accuracy": 0.5})
+    metrics.write("eval", {"step": 1, "set": "sums", "accuracy": 0.5})
+    metrics.write("eval", {"step": 1, "version": 7, "set": "products", "accuracy": 0.25})
     metrics.write("checkpoint", {"step": 1, "ms": 3})
     metrics.close()
-    assert server.points == [{"step": 1, "loss": 2.0}, {"step": 1, "accuracy": 0.5}]
+    assert server.points == [
+        {"step": 1, "loss": 2.0},
+        {"step": 1, "accuracy": 0.5},
+        {"step": 1, "products/accuracy": 0.25},
+    ]
     assert server.keys == {f"Bearer {ADMIN_KEY}"}
 
 
@@ -140,7 +145,7 @@ def test_a_real_gateway_takes_them(tmp_path: Path) -> None:
     with running_gateway(tmp_path) as gateway:
         metrics = HttpMetrics(TelemetryConfig(f"http://127.0.0.1:{gateway.admin_port}"))
         metrics.write("step", {"step": 1, "loss": 2.0, "reward_mean": 0.5, "reward/exact_match": 0.5, "version": 3})
-        metrics.write("eval", {"step": 1, "accuracy": 0.75, "reward_mean": 0.5})
+        metrics.write("eval", {"step": 1, "set": "held_out", "accuracy": 0.75, "reward_mean": 0.5})
         metrics.close()
         (kept,) = gateway.gateway.training.points
     assert (kept["loss"], kept["reward"], kept["accuracy"], kept["version"]) == (2.0, 0.5, 0.75, 3)

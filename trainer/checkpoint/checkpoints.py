@@ -24,9 +24,11 @@ from trainer.checkpoint.engine_state import StagedEngine
 from trainer.checkpoint.parts import Part
 from trainer.checkpoint.shards import Buffers
 from trainer.checkpoint.share import Background, Share, collect, put
-from trainer.config import CheckpointConfig
+from trainer.config import CheckpointConfig, TrainerConfig
+from trainer.config.datasets import identity
 from trainer.errors import CheckpointError, ResumeError
 from trainer.megatron.engine import Engine
+from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.parallel import broadcast_json, gather_json, is_lead, lead
 
 SHARES_TIMEOUT_S = 3600.0
@@ -106,11 +108,14 @@ class Checkpoints:
             raise ResumeError(f"{self._config.path} has no checkpoint. Set checkpoint.resume to auto.")
         return None
 
-    def restore(self) -> dict[str, Any]:
-        """Go back to the newest whole checkpoint, whatever `resume` says. Raises ResumeError when there is none."""
+    def restore(self, step: int | None = None) -> dict[str, Any]:
+        """Go back to the newest whole checkpoint, or that of `step`, whatever `resume` says. Raises ResumeError when
+        there is none."""
         self.wait()
-        found = self._newest()
+        found = self._newest(step)
         if found is None:
+            if step is not None:
+                raise ResumeError(f"{self._config.path} has no checkpoint of step {step}. Name a step that was kept.")
             raise ResumeError(f"{self._config.path} has no checkpoint to go back to. Lower checkpoint.every.")
         return self._load(*found)
 
@@ -176,11 +181,11 @@ class Checkpoints:
         if problem and self._failures > self._config.max_failures:
             raise CheckpointError(problem)
 
-    def _newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest whole checkpoint, each rank having read its share of the files."""
+    def _newest(self, step: int | None = None) -> tuple[Path, dict[str, Any]] | None:
+        """The newest whole checkpoint (of `step` alone), each rank having read its share of the files."""
         problems: list[str] = []
         rank, world = dist.get_rank(), dist.get_world_size()
-        candidates = broadcast_json([str(path) for path in self._directory.steps()] if is_lead() else None)
+        candidates = broadcast_json([str(path) for path in self._directory.steps(step)] if is_lead() else None)
         for candidate in map(Path, candidates):
             found = next(filter(None, gather_json(self._directory.problem(candidate, rank, world))), "")
             if not found:
@@ -215,6 +220,21 @@ class Checkpoints:
                     f"{directory} was written with {key} {state['identity'].get(key)}, this run has {mine}. "
                     "Set it back, choose another checkpoint.path, or set checkpoint.resume to never."
                 )
+
+
+def open_checkpoints(config: TrainerConfig, shape: ModelShape, engine: Engine) -> Checkpoints | None:
+    """Those of a run, if it keeps any. What must be equal for one to be continued is taken from its configuration."""
+    if config.checkpoint is None:
+        return None
+    lora = config.lora
+    known = {
+        "seed": config.seed,
+        "algorithm": config.algorithm.name,
+        "data": identity(config.data),
+        "model": {k: v for k, v in asdict(shape).items() if k != "max_positions"},
+        "lora": lora and {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.target_modules)},
+    }
+    return Checkpoints(config.checkpoint, engine, known)
 
 
 def _refuse(problems: list[str]) -> None:

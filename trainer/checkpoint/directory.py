@@ -115,10 +115,11 @@ class CheckpointDir:
         except (OSError, ResumeError) as error:
             return str(error)
 
-    def steps(self) -> list[Path]:
-        """Checkpoint directories, newest first: the one `latest` names, those before it by falling step, and last those
-        after it: the run has been there and had to go back, or it was another one's."""
+    def steps(self, only: int | None = None) -> list[Path]:
+        """Checkpoint directories (of step `only`), newest first: the one `latest` names, those before it by falling
+        step, and last those after it: the run has been there and had to go back, or it was another one's."""
         found = [path for path in self.path.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+        found = [path for path in found if only in (None, int(path.name.removeprefix("step-")))]
         pointer = self.path / "latest"
         named = pointer.read_text().strip() if pointer.exists() else ""
         falling = sorted(found, reverse=True)

@@ -88,7 +88,7 @@ from trainer.config.sections import (
     RolloutConfig,
     ScheduleConfig,
 )
-from trainer.config.strict import positive
+from trainer.config.strict import in_range, positive
 from trainer.errors import ConfigError
 
 __all__ = [
@@ -165,7 +165,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Everything one run needs. `batch` counts prompts (records) a step, `micro_batch` sequences a forward pass."""
+    """Everything one run needs. `batch` counts prompts (records) a step, `micro_batch` sequences a forward pass.
+
+    `best` says by which number of which evaluation a step is better than another, as SET/METRIC (null: the accuracy of
+    the first set). `save_to` gets the final weights as a Hugging Face checkpoint directory; in it `step-N` those of
+    every `save_every` steps, and with `save_best` `best` those of the best evaluation so far.
+    """
 
     model: ModelConfig
     data: DataConfig
@@ -189,10 +194,13 @@ class TrainerConfig:
     publish: PublishConfig | None = None
     checkpoint: CheckpointConfig | None = None
     faults: FaultsConfig = field(default_factory=FaultsConfig)
-    eval: EvalConfig | None = None
+    eval: tuple[EvalConfig, ...] = ()
+    best: str | None = None
     metrics: str = "-"
     watch: WatchConfig = field(default_factory=WatchConfig)
     save_to: str | None = None
+    save_every: int = 0
+    save_best: bool = False
 
     @property
     def served_name(self) -> str | None:
@@ -201,8 +209,10 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         positive(self, "steps", "batch", "micro_batch")
+        in_range(self, "save_every", 0, 10**9)
         samples = isinstance(self.algorithm, PolicyConfig)
         needs = self.algorithm.name if samples else "eval" if self.eval else ""
+        self._check_evaluation()
         if needs and self.gateway is None:
             raise ConfigError("gateway", f"missing, but {needs} samples through it", "Add gateway: {url: http://...}")
         alone = isinstance(self.environment, SingleTurnEnvironment)
@@ -251,6 +261,38 @@ class TrainerConfig:
             raise ConfigError("publish.quantize", problem, "Leave it out")
         if self.publish is not None and not self.publish.store_url:
             raise ConfigError("publish.store", "missing, and HOTSWAP_STORE is not set", "Set it to the store's URL")
+
+    @property
+    def best_by(self) -> tuple[str, str]:
+        """The set and the metric that `best` names."""
+        name, _, metric = (self.best or f"{self.eval[0].name}/accuracy").partition("/")
+        return name, metric
+
+    def _check_evaluation(self) -> None:
+        sets = {entry.name: entry for entry in self.eval}
+        if len(sets) < len(self.eval):
+            raise ConfigError("eval", "two sets have the same name", "Give every set its own name")
+        if self.save_to is None and (self.save_every or self.save_best):
+            raise ConfigError("save_to", "missing, so there is nowhere to save to", "Name a directory")
+        wanted = "save_best" if self.save_best else "checkpoint.keep_best"
+        if not self.save_best and not (self.checkpoint is not None and self.checkpoint.keep_best):
+            if self.best is not None:
+                raise ConfigError("best", "names what nothing is kept by", "Set save_best or checkpoint.keep_best")
+            return
+        if not self.eval:
+            raise ConfigError(wanted, "nothing is evaluated", "Add a set to eval")
+        name, metric = self.best_by
+        if name not in sets:
+            raise ConfigError("best", f"eval has no set {name!r}", f"Write SET/METRIC; sets: {', '.join(sets)}")
+        if metric not in sets[name].metrics and not metric.startswith("reward/"):
+            choices = ", ".join(f"{name}/{each}" for each in (*sets[name].metrics, "reward/NAME"))
+            raise ConfigError("best", f"set {name} has no number {metric!r}", f"Use one of {choices}")
+        if self.publish is None:
+            problem = "the answers would be those of the weights that the server began with"
+            raise ConfigError(wanted, problem, "Add publish: {model: NAME}")
+        if sets[name].every % self.publish.every:
+            problem = f"{sets[name].every} of {name} is no multiple of publish.every, so it would judge older weights"
+            raise ConfigError("eval.every", problem, f"Set it to a multiple of {self.publish.every}")
 
     def _check_publishing(self) -> None:
         """Samples come from the weights that are trained, and the bound on their age leaves time to publish."""

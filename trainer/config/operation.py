@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer.config.datasets import DataConfig
+from trainer.config.rewards import RewardConfig
 from trainer.config.strict import in_range, key_in, positive, server
 from trainer.errors import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """`resume`: `auto` goes on from the newest whole checkpoint if there is one, `must` insists, `never` starts new.
 
-    Kept are the newest `keep`, every one whose step is a multiple of `keep_every`, and the `keep_best` with the highest
-    accuracy of an evaluation at their very step (0: none for that). With `asynchronous` a thread writes a copy in host
-    memory while training goes on. `max_failures` is how many in a row may fail to be written before the run stops.
+    Kept are the newest `keep`, every one whose step is a multiple of `keep_every`, and the `keep_best` that did best in
+    an evaluation at their very step (0: none for that; `best` says by which number). With `asynchronous` a thread
+    writes a copy in host memory while training goes on. `max_failures` is how many in a row may fail to be written
+    before the run stops.
     """
 
     path: str
@@ -87,15 +93,60 @@ class FaultsConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Answers to held-out prompts through the gateway: at the start, every `every` steps and at the end. One `samples`
-    is the greedy answer; more are sampled as rollouts are, and their mean and best are reported."""
+    """One of the sets of prompts that are answered through the gateway and scored: at the start, every `every` steps
+    and at the end. Its numbers are called `eval/NAME/...`.
 
+    `data` (null: the run's) says where its prompts are: what that source holds out, or all records of one that holds
+    out nothing; the first `prompts` are taken. `rewards` (null: the run's) judge the answers. Each prompt is answered
+    `samples` times, at `temperature` (null: 0 for one sample, 1 for several) and `top_p`, with the same seeds at every
+    evaluation. `pass_at` (null: `samples`, if there are several) lists the k for which pass@k is estimated.
+    """
+
+    name: str = "held_out"
     every: int = 20
     prompts: int = 100
     samples: int = 1
+    temperature: float | None = None
+    top_p: float = 1.0
+    pass_at: tuple[int, ...] | None = None
+    data: DataConfig | None = None
+    rewards: tuple[RewardConfig, ...] | None = None
 
     def __post_init__(self) -> None:
         positive(self, "every", "prompts", "samples")
+        if not NAME.fullmatch(self.name):
+            raise ConfigError("name", f"{self.name!r} cannot be a set's", "Use letters, digits, _ and -")
+        if self.temperature is not None:
+            in_range(self, "temperature", 0.0, 2.0)
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError("top_p", f"must be in (0, 1], got {self.top_p}", "Give a value in that range")
+        if self.samples > 1 and self.heat == 0.0:
+            raise ConfigError("temperature", f"0, so all {self.samples} samples are the same", "Set samples to 1")
+        for k in self.passes:
+            if not 1 <= k <= self.samples:
+                problem = f"{k} of {self.samples} samples"
+                raise ConfigError("pass_at", problem, "Give numbers from 1 to samples, or raise samples")
+        if self.rewards == ():
+            raise ConfigError("rewards", "empty, so no answer is right", "Name one, or leave it out for the run's")
+
+    @property
+    def heat(self) -> float:
+        """The temperature, also where none is given."""
+        if self.temperature is not None:
+            return self.temperature
+        return 0.0 if self.samples == 1 else 1.0
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """The k of pass@k."""
+        if self.pass_at is not None:
+            return self.pass_at
+        return (self.samples,) if self.samples > 1 else ()
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What an evaluation can be compared by with another, each reward's own mean aside."""
+        return ("accuracy", "reward_mean", *(f"pass_at_{k}" for k in self.passes))
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ Only throughput.py imports torch. Every event has `event` and `time` (Unix secon
              version_lag_max, versions_per_sample; of each reward reward_time_ms/<name>, reward_failures/<name>;
              generate_ms_mean, score_ms_mean by sample; of the schedule filtered_groups, stale_groups, groups_ready,
              groups_in_flight; and what the algorithm adds (clip_ratio, entropy, kl, logprob_gap_mean, ...)
-    eval     step, version, served_versions, prompts, accuracy, reward_mean, reward/<name>, truncated,
-             answer_tokens_mean, answer_tokens_max; with eval.samples above 1: pass_any
+    eval     step, version, set (its name), served_versions, prompts, accuracy, reward_mean, reward/<name>, truncated,
+             answer_tokens_mean, answer_tokens_max; pass_at_<k> for each k of the set's pass_at
     publish_failed  step, message
     checkpoint      step, path, ms (for which training stood still), write_ms (until it was whole on the disk)
     checkpoint_failed  step, message

@@ -40,7 +40,8 @@ _SETTINGS = {"console": "off", "silent": True, "x_disable_stats": True, "disable
 
 
 class HttpMetrics:
-    """A MetricsWriter. `reward` and `accuracy` are what the console draws, with `loss`, by `step`."""
+    """A MetricsWriter. `reward` and `accuracy` are what the console draws, with `loss`, by `step`. The accuracy is that
+    of the evaluation set that comes first; the others' numbers are posted with their set's name in front."""
 
     def __init__(self, config: TelemetryConfig) -> None:
         """Raises ConfigError when the admin key or the certificates cannot be read."""
@@ -48,13 +49,16 @@ class HttpMetrics:
         self._client = httpx.Client(base_url=config.admin_url, auth=key, verify=checks, timeout=config.timeout_s)
         self._waiting: queue.Queue[dict[str, float] | None] = queue.Queue(maxsize=WAITING)
         self._failing = False
+        self._drawn: str | None = None
         self._thread = threading.Thread(target=self._run, name="training metrics", daemon=True)
         self._thread.start()
 
     def write(self, event: str, values: dict[str, Any]) -> None:
         """Returns at once; an event that is no step's and no evaluation's is not posted."""
+        if event == "eval":
+            self._drawn = self._drawn or values["set"]
         if event in EVENTS:
-            self._put(point(event, values))
+            self._put(point(event, values, values["set"] if event == "eval" and values["set"] != self._drawn else ""))
 
     def close(self) -> None:
         """Posts what still waits, within a few seconds."""
@@ -82,8 +86,12 @@ class HttpMetrics:
                 self._failing = True
 
 
-def point(event: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """An event's finite numbers, under the names the console knows. An evaluation's reward is not the training's."""
+def point(event: str, values: Mapping[str, Any], of: str = "") -> dict[str, float]:
+    """An event's finite numbers, under the names the console knows. An evaluation's reward is not the training's, and
+    the numbers of a set that is not drawn are `of` it."""
+    if of:
+        named = {f"{of}/{name}": value for name, value in numbers(values).items() if name not in ("step", "version")}
+        return {"step": values["step"], **dict(list(named.items())[: MAX_FIELDS - 1])}
     renamed = {"reward_mean": "reward"} if event == "step" else {"reward_mean": "eval_reward"}
     found = {renamed.get(name, name): value for name, value in numbers(values).items()}
     first = {name: found.pop(name) for name in ("step", "version", "reward", "loss", "accuracy") if name in found}
@@ -91,12 +99,13 @@ def point(event: str, values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def tagged(event: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a step or an evaluation by tag: `eval/accuracy`, `time/rollout_ms`, `reward/mean`, ..."""
+    """The numbers of a step or an evaluation by tag: `eval/held_out/accuracy`, `time/rollout_ms`, `reward/mean`, ..."""
+    event = f"eval/{values['set']}" if event == "eval" else event
     return {tag(event, name): value for name, value in numbers(values).items() if name != "step"}
 
 
 def tag(event: str, name: str) -> str:
-    """`eval/...` for evaluations; a step's numbers by group, `train/...` where no other fits."""
+    """`eval/SET/...` for evaluations; a step's numbers by group, `train/...` where no other fits."""
     if event != "step":
         return f"{event}/{name}"
     if name.endswith("_ms"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -71,9 +72,15 @@ def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return result
 
 
-def evaluation_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """`accuracy` is the share of answers with every reward at its best. With several answers to a prompt it is their
-    mean (avg@n), and `pass_any` the share of prompts with at least one such answer (pass@n)."""
+def pass_at(k: int, samples: int, right: int) -> float:
+    """The probability that at least one of k answers is right, estimated without bias from `samples` of which `right`
+    are (Chen et al. 2021, arXiv 2107.03374): 1 - C(samples - right, k) / C(samples, k)."""
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def evaluation_metrics(groups: Sequence[Group], passes: Sequence[int] = ()) -> dict[str, float]:
+    """`accuracy` is the share of answers with every reward at its best, all prompts' together; `pass_at_k`, for each k
+    of `passes`, the mean of pass@k over the prompts that have as many answers with a score."""
     scores = [score for group in groups for score in group.scores]
     if not scores:
         raise RolloutError("no answer of an evaluation has a score. Look for warnings about rewards above.")
@@ -83,6 +90,8 @@ def evaluation_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **{name: value for name, value in found.items() if name == "reward_mean" or name.startswith("reward/")},
         **length_metrics([t for group in groups for t in group.trajectories]),
     }
-    if any(len(group.scores) > 1 for group in groups):
-        result["pass_any"] = statistics.fmean(any(s.full for s in group.scores) for group in groups)
+    counts = [(len(group.scores), sum(score.full for score in group.scores)) for group in groups]
+    for k in passes:
+        if enough := [pass_at(k, samples, right) for samples, right in counts if samples >= k]:
+            result[f"pass_at_{k}"] = statistics.fmean(enough)
     return result

@@ -57,7 +57,7 @@ class Lines:
         if event == "step":
             return f"step {step}/{self._steps}  {summary(values)}  ms: {phases(values)}"
         if event == "eval":
-            return f"evaluation at step {step}: {summary(values)} on {values['prompts']} prompts"
+            return f"{values['set']} at step {step}: {summary(values)} on {values['prompts']} prompts"
         rest = "  ".join(f"{name} {value}" for name, value in values.items() if name != "step")
         return f"{event.replace('_', ' ')} at step {step}: {rest}"
 

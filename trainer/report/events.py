@@ -16,6 +16,7 @@ import orjson
 from trainer.errors import ReportError
 
 Event = dict[str, Any]
+SHARES = ("accuracy", "pass_at_")
 LAST = 0.25  # of the run is what "at the end" means
 IDLE_GROUPS, CUT_OFF, CLIPPED = 0.6, 0.2, 0.3
 GAP, LOW_ENTROPY, SPIKE, DROP = 0.1, 0.05, 10.0, 0.1
@@ -29,7 +30,7 @@ class RunEvents:
     name: str
     starts: list[Event] = field(default_factory=list)
     steps: dict[int, Event] = field(default_factory=dict)
-    evals: dict[int, Event] = field(default_factory=dict)
+    evals: dict[tuple[str, int], Event] = field(default_factory=dict)
     others: list[Event] = field(default_factory=list)
     repeated: int = 0
     done: bool = False
@@ -41,8 +42,10 @@ class RunEvents:
             self.starts.append(event)
             self.done = False
             self._forget_after(step)
-        elif kind in ("step", "eval"):
-            (self.steps if kind == "step" else self.evals)[step] = event
+        elif kind == "step":
+            self.steps[step] = event
+        elif kind == "eval":
+            self.evals[event["set"], step] = event
         else:
             self.others.append(event)
             self.done = self.done or kind == "done"
@@ -50,8 +53,11 @@ class RunEvents:
                 self._forget_after(int(event["to_step"]))
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a number, of steps or else of evaluations (`eval/accuracy`)."""
-        events, key = (self.evals, key[5:]) if key.startswith("eval/") else (self.steps, key)
+        """Steps and values of a number, of steps or else of evaluations (`eval/held_out/accuracy`)."""
+        events = self.steps
+        if key.startswith("eval/"):
+            _, wanted, key = key.split("/", 2)
+            events = {step: event for (name, step), event in self.evals.items() if name == wanted}
         found = [(step, e[key]) for step, e in sorted(events.items()) if isinstance(e.get(key), int | float)]
         return [step for step, _ in found], [float(value) for _, value in found]
 
@@ -59,6 +65,16 @@ class RunEvents:
         """Names of the steps' numbers, in the order of their first appearance."""
         seen = {key: None for e in self.steps.values() for key, v in e.items() if isinstance(v, int | float)}
         return [key for key in seen if key.endswith(suffix) and key.startswith(prefix)]
+
+    @property
+    def sets(self) -> list[str]:
+        """Names of the evaluation sets, in the order of their first appearance."""
+        return list(dict.fromkeys(name for name, _ in self.evals))
+
+    def shares(self) -> list[tuple[str, str]]:
+        """(set, number) of every accuracy and pass@k."""
+        found = {(name, key): None for (name, _), e in self.evals.items() for key in e if key.startswith(SHARES)}
+        return list(found)
 
     @property
     def seconds(self) -> float:
@@ -72,8 +88,8 @@ class RunEvents:
         self.repeated += len(again)
         for number in again:
             del self.steps[number]
-        for number in [number for number in self.evals if number > step]:
-            del self.evals[number]
+        for key in [key for key in self.evals if key[1] > step]:
+            del self.evals[key]
 
 
 def read_events(path: str | Path) -> RunEvents:
@@ -163,13 +179,14 @@ def _spikes(run: RunEvents) -> Iterator[str]:
 
 
 def _worse(run: RunEvents) -> Iterator[str]:
-    steps, values = run.series("eval/accuracy")
-    if values and max(values) - values[-1] > DROP:
-        best = steps[values.index(max(values))]
-        yield (
-            f"Accuracy was {max(values):.1%} at step {best} and is {values[-1]:.1%} now. Keep the best checkpoint, and "
-            "lower or decay the learning rate."
-        )
+    for name in run.sets:
+        steps, values = run.series(f"eval/{name}/accuracy")
+        if values and max(values) - values[-1] > DROP:
+            best = steps[values.index(max(values))]
+            yield (
+                f"Accuracy on {name} was {max(values):.1%} at step {best} and is {values[-1]:.1%} now. Keep the best "
+                "checkpoint, and lower or decay the learning rate."
+            )
 
 
 def _rewards(run: RunEvents) -> Iterator[str]:

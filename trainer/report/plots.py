@@ -25,7 +25,7 @@ class Panel:
 
 
 PANELS = (
-    Panel("accuracy", ("eval/accuracy", "eval/pass_any"), "of held-out prompts", share=True),
+    Panel("accuracy", ("eval/*",), "of held-out prompts", share=True),
     Panel("reward", ("reward_mean", "full_reward", "reward/*"), "reward of training rollouts"),
     Panel("loss", ("loss", "critic_loss"), "loss"),
     Panel("gradient", ("grad_norm",), "gradient norm", log=True),
@@ -91,7 +91,9 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
 def _keys(panel: Panel, run: RunEvents) -> list[str]:
     keys: list[str] = []
     for key in panel.keys:
-        if key.startswith("*"):
+        if key == "eval/*":
+            keys += [f"eval/{each}/{name}" for each, name in run.shares()]
+        elif key.startswith("*"):
             keys += run.names(suffix=key[1:])
         elif key.endswith("*"):
             keys += run.names(prefix=key[:-1])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.errors import ReportError
-from trainer.report.events import Event, RunEvents, at_end, findings, read_events
+from trainer.report.events import SHARES, Event, RunEvents, at_end, findings, read_events
 from trainer.report.plots import draw
 
 SHOWN_EVALS = 20  # rows of a table; more are thinned out
@@ -89,20 +89,24 @@ def _summary(run: RunEvents) -> str:
     ]
     if len(run.starts) > 1:
         rows.append(("resumed", f"{len(run.starts) - 1} times, {run.repeated} steps trained again"))
-    if accuracies := run.series("eval/accuracy")[1]:
-        rows.append(("accuracy", f"{accuracies[0]:.1%} first, {max(accuracies):.1%} best, {accuracies[-1]:.1%} last"))
+    for name in run.sets:
+        if values := run.series(f"eval/{name}/accuracy")[1]:
+            shown = f"{values[0]:.1%} first, {max(values):.1%} best, {values[-1]:.1%} last"
+            rows.append((f"accuracy, {name}", shown))
     return table(("", ""), rows)
 
 
 def _evals(run: RunEvents) -> str:
-    evals = [event for _, event in sorted(run.evals.items())]
-    if not evals:
-        return ""
+    return "\n".join(filter(None, (_evals_of(run, name) for name in run.sets)))
+
+
+def _evals_of(run: RunEvents, name: str) -> str:
+    evals = [event for (of, _), event in sorted(run.evals.items()) if of == name]
     every = -(-len(evals) // SHOWN_EVALS)
     shown = [e for i, e in enumerate(evals) if i % every == 0 or i == len(evals) - 1]
-    keys = [k for k in evals[0] if k in ("accuracy", "pass_any", "answer_tokens_mean") or k.startswith("reward")]
+    keys = [k for k in evals[0] if k == "answer_tokens_mean" or k.startswith((*SHARES, "reward"))]
     rows = [[str(e["step"]), str(e["version"]), *(f"{e.get(k, float('nan')):.3f}" for k in keys)] for e in shown]
-    return table(("step", "version", *keys), rows)
+    return table((f"{name}, step", "version", *keys), rows)
 
 
 def _times(run: RunEvents) -> str:

@@ -45,6 +45,7 @@ class Request:
     n: int
     max_tokens: int
     temperature: float
+    top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     on_swap: str = "keep"
@@ -71,6 +72,7 @@ class Request:
             "n": self.n,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
+            "top_p": self.top_p,
             "stop_token_ids": self.stop_token_ids,
             "logprobs": True,
             "stream": True,

@@ -29,6 +29,7 @@ import numpy as np
 
 from trainer.config import (
     EnvironmentConfig,
+    EvalConfig,
     GatewayConfig,
     RolloutConfig,
     SingleTurnEnvironment,
@@ -48,6 +49,7 @@ from trainer.trajectory import LENGTH, REPEAT, UNFINISHED, Group, Outcome, Parti
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 ENVIRONMENT = "environment"  # the name of its part in a score
+EVALUATIONS = 2**40  # the first number of their seeds: none of the training's
 CUT = "\n[cut]"  # after what an environment said too much of
 
 
@@ -86,6 +88,15 @@ class _Playing:
 
     def is_at(self, sample: PartialSample) -> bool:
         return self.prompt_ids == sample.prompt_ids and tuple(self.turns) == sample.trajectory.turns
+
+
+@dataclass(frozen=True)
+class _How:
+    """Who scores trajectories, the most tokens that each gets in a round, and whom else to ask about them."""
+
+    scorer: Scorer
+    budget: int | None = None
+    teacher: Teacher | None = None
 
 
 _Key = tuple[int, int]  # of an episode: the group's number, the sample's
@@ -132,22 +143,33 @@ class Rollouts:
     def submit(self, record: Record, n: int, number: int) -> Future[Group]:
         """Begin to sample and score `n` trajectories at temperature 1. `number` is the record's place in the run's
         order: with `rollout.seeded` it decides the samples. No teacher is asked. The future raises RolloutError."""
-        return self._start(self._whole(record, self._request(record, n, number), number))
+        return self._start(self._whole(record, self._training(record, n, number), number, _How(self._scorer)))
 
     def round(self, record: Record, n: int, number: int, before: Future[Outcome] | None = None) -> Future[Outcome]:
         """`submit` for training: the teacher is asked, if there is one, and each trajectory gets at most
         `rollout.token_budget` tokens, so the group may be left Partial. `before` is the round to go on from, once it is
         over; a group that is complete stays as it is. The future raises RolloutError, TeacherError."""
-        c = self._rollout
-        request = self._request(record, n, number)
-        return self._start(self._round(record, request, number, before, c.token_budget, self._teacher))
+        how = _How(self._scorer, self._rollout.token_budget, self._teacher)
+        return self._start(self._round(record, self._training(record, n, number), number, how, before))
 
-    def greedy(self, records: Sequence[Record]) -> list[Group]:
-        """The most probable answer to each record, scored."""
+    def evaluate(self, records: Sequence[Record], config: EvalConfig, scorer: Scorer | None = None) -> list[Group]:
+        """Answers to each record as `config` says, scored by `scorer` (None: by the training's rewards). The samples
+        are those of the same seeds each time. Raises RolloutError."""
+        running = []
+        for i, record in enumerate(records):
+            request = replace(self._request(record, config.samples), temperature=config.heat, top_p=config.top_p)
+            if config.heat:
+                request = replace(request, seed=self._seed_of(EVALUATIONS + i))
+            running.append(self._start(self._whole(record, request, EVALUATIONS + i, _How(scorer or self._scorer))))
+        return [future.result() for future in running]
+
+    def _request(self, record: Record, n: int) -> Request:
         c = self._rollout
-        one = Request((), 1, c.max_tokens, 0.0, c.stop_token_ids, model=self._model, stop_repeats=c.stop_repeats)
-        requests = [(r, replace(one, prompt_ids=r.prompt_ids), -1 - i) for i, r in enumerate(records)]
-        return [future.result() for future in [self._start(self._whole(*each)) for each in requests]]
+        about = Request(record.prompt_ids, n, c.max_tokens, c.temperature, stop_token_ids=c.stop_token_ids)
+        return replace(about, model=self._model, stop_repeats=c.stop_repeats)
+
+    def _training(self, record: Record, n: int, number: int) -> Request:
+        return replace(self._request(record, n), seed=self._seed_of(number), on_swap=self._rollout.on_swap)
 
     def stats(self) -> dict[str, float]:
         """Since the last call: mean milliseconds from a sample's request to its last token, and from there to its
@@ -197,24 +219,13 @@ class Rollouts:
         if self._host is not None:
             await self._host.close()
 
-    def _request(self, record: Record, n: int, number: int) -> Request:
-        c = self._rollout
-        request = Request(record.prompt_ids, n, c.max_tokens, c.temperature, c.stop_token_ids, self._seed_of(number))
-        return replace(request, on_swap=c.on_swap, model=self._model, stop_repeats=c.stop_repeats)
-
-    async def _whole(self, record: Record, request: Request, number: int) -> Group:
-        outcome = await self._round(record, request, number)
+    async def _whole(self, record: Record, request: Request, number: int, how: _How) -> Group:
+        outcome = await self._round(record, request, number, how)
         assert isinstance(outcome, Group)  # nothing ended it before its time
         return outcome
 
     async def _round(
-        self,
-        record: Record,
-        request: Request,
-        number: int,
-        before: Future[Outcome] | None = None,
-        budget: int | None = None,
-        teacher: Teacher | None = None,
+        self, record: Record, request: Request, number: int, how: _How, before: Future[Outcome] | None = None
     ) -> Outcome:
         fresh = Partial.fresh(record.prompt_ids, request.n)
         begun: Outcome = fresh if before is None else await asyncio.wrap_future(before)
@@ -227,15 +238,14 @@ class Rollouts:
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._scored(record, part, one, (number, i), budget, teacher))
-                    for i, part, one in parts
+                    tasks.create_task(self._scored(record, part, one, (number, i), how)) for i, part, one in parts
                 ]
         except ExceptionGroup as errors:  # one failure cancels the rest; it is what the user needs to see
             raise errors.exceptions[0] from None
         for (i, part, _), task in zip(parts, running, strict=True):
             samples[i : i + part.n] = task.result()
         partial = Partial(tuple(samples))
-        return partial if partial.unfinished else await self._complete(record, request, partial)
+        return partial if partial.unfinished else await self._complete(record, request, partial, how.scorer)
 
     async def _scored(
         self,
@@ -243,40 +253,37 @@ class Rollouts:
         request: Request,
         begun: PartialSample,
         key: _Key,
-        budget: int | None,
-        teacher: Teacher | None,
+        how: _How,
     ) -> list[PartialSample | None]:
         """The trajectories further on; those that are complete have a score, and the teacher's log-probs if it is to be
         asked, or are left out."""
         started = time.perf_counter()
         host = self._host
         if host is None:
-            played: list[_Played | None] = [*await self._answers(request, begun, budget)]
+            played: list[_Played | None] = [*await self._answers(request, begun, how.budget)]
         else:
-            played = [await self._episode(host, record, request, begun, key, budget)]
+            played = [await self._episode(host, record, request, begun, key, how.budget)]
         generated = time.perf_counter()
-        samples = await asyncio.gather(*(self._sample(record, each, teacher) for each in played))
+        samples = await asyncio.gather(*(self._sample(record, each, how) for each in played))
         finished = sum(sample is not None and sample.score is not None for sample in samples)
         self._times.samples += finished
         self._times.generate_s += (generated - started) * len(played)
         self._times.score_s += (time.perf_counter() - generated) * finished
         return list(samples)
 
-    async def _sample(self, record: Record, played: _Played | None, teacher: Teacher | None) -> PartialSample | None:
+    async def _sample(self, record: Record, played: _Played | None, how: _How) -> PartialSample | None:
         if played is None:
             return None
         if played.trajectory.finish_reason == UNFINISHED:
             return PartialSample(played.prompt_ids, played.trajectory)
-        asked = asyncio.ensure_future(self._taught(teacher, played))
+        asked = asyncio.ensure_future(self._taught(how.teacher, played))
         try:
-            score, taught = await self._score(record, played), await asked
+            score, taught = await self._score(record, played, how.scorer), await asked
         finally:
             asked.cancel()
-        return (
-            None
-            if score is None or taught is None
-            else PartialSample(played.prompt_ids, taught.trajectory, played.said, score)
-        )
+        if score is None or taught is None:
+            return None
+        return PartialSample(played.prompt_ids, taught.trajectory, played.said, score)
 
     async def _taught(self, teacher: Teacher | None, played: _Played) -> _Played | None:
         """With the teacher's log-probs; None when the teacher cannot take it."""
@@ -288,7 +295,7 @@ class Rollouts:
             return None
         return replace(played, trajectory=replace(played.trajectory, teacher_logprobs=found))
 
-    async def _complete(self, record: Record, request: Request, partial: Partial) -> Group:
+    async def _complete(self, record: Record, request: Request, partial: Partial, scorer: Scorer) -> Group:
         kept = [sample for sample in partial.samples if sample is not None]
         prompts = {sample.prompt_ids for sample in kept}
         if len(prompts) > 1:
@@ -298,27 +305,28 @@ class Rollouts:
             )
         scores = [sample.score for sample in kept if sample.score is not None]
         if request.temperature > 0:  # an evaluation has one answer to a prompt, and nothing to compare it with
-            compared = await self._compared([_asked(record, sample.trajectory, sample.said) for sample in kept], scores)
+            asked = [_asked(record, sample.trajectory, sample.said) for sample in kept]
+            compared = await self._compared(scorer, asked, scores)
             kept, scores = (kept, compared) if compared is not None else ([], [])
         if len(kept) < request.n:
             self._counts["groups_incomplete" if kept else "groups_lost"] += 1
         prompt = prompts.pop() if prompts else record.prompt_ids
         return Group(prompt, tuple(sample.trajectory for sample in kept), tuple(scores))
 
-    async def _compared(self, requests: list[RewardRequest], alone: list[Score]) -> list[Score] | None:
+    async def _compared(self, scorer: Scorer, requests: list[RewardRequest], alone: list[Score]) -> list[Score] | None:
         """With what group rewards add; None when one has no value, though it was asked again."""
         for _ in range(self._rollout.attempts):
-            scores = await self._scorer.compared(requests, alone)
+            scores = await scorer.compared(requests, alone)
             if not any(score.missing for score in scores):
                 return list(scores)
         self._counts["trajectories_without_reward"] += len(alone)
         return None
 
-    async def _score(self, record: Record, played: _Played) -> Score | None:
+    async def _score(self, record: Record, played: _Played, scorer: Scorer) -> Score | None:
         """None when a reward has no value, though it was asked again."""
         request = _asked(record, played.trajectory, played.said)
         for _ in range(self._rollout.attempts):
-            score = await self._scorer(request)
+            score = await scorer(request)
             if not score.missing:
                 if self._host is None or isinstance(self._host.config, ToolsEnvironment):
                     return score  # nothing was given

@@ -34,7 +34,7 @@ def test_a_checkpoint_is_taken_while_the_optimizer_is_away(
             "gateway": {"url": running.server.url},
             "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "lineage": "a"},
             "data": config["data"] | {"held_out": 4},
-            "eval": {"every": EVERY, "prompts": 2},
+            "eval": [{"every": EVERY, "prompts": 2}],
             "checkpoint": config["checkpoint"] | {"every": EVERY},
             "steps": STEPS,
             "optimizer": {"lr": 2e-3},

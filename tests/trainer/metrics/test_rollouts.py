@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.trainer.rollouts.trajectories import answer
-from trainer.metrics.rollouts import evaluation_metrics, rollout_metrics
+from trainer.metrics.rollouts import evaluation_metrics, pass_at, rollout_metrics
 from trainer.rewards.scorer import Score
 from trainer.trajectory import Group, Trajectory, VersionSpan
 
@@ -58,14 +60,24 @@ def test_an_evaluation_of_greedy_answers() -> None:
     found = evaluation_metrics(groups)
     assert found["accuracy"] == found["reward_mean"] == found["reward/a"] == 1
     assert found["truncated"] == 0
-    assert "pass_any" not in found
+    assert not any(name.startswith("pass_at") for name in found)
 
 
-def test_an_evaluation_of_several_answers_is_their_mean_and_their_best() -> None:
+def test_an_evaluation_of_several_answers_is_their_mean_and_pass_at_k() -> None:
     bad = Group((3,), (sample((3, 1)), sample((3, 1))), (score(0, a=0, b=0), score(0, a=0, b=0)))
-    found = evaluation_metrics([*GROUPS, bad])
-    assert found["accuracy"] == 0.5
-    assert found["pass_any"] == pytest.approx(2 / 3)
+    found = evaluation_metrics([*GROUPS, bad], (1, 2, 3))
+    assert found["accuracy"] == found["pass_at_1"] == 0.5
+    assert found["pass_at_2"] == pytest.approx(2 / 3)
+    assert "pass_at_3" not in found  # no prompt has three answers with a score
+
+
+@pytest.mark.parametrize("right", range(6))
+@pytest.mark.parametrize("k", range(1, 6))
+def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_that_have_a_right_one(k: int, right: int) -> None:
+    """Chen et al. 2021, equation 1, against counting."""
+    answers = [True] * right + [False] * (5 - right)
+    choices = list(itertools.combinations(answers, k))
+    assert pass_at(k, 5, right) == pytest.approx(sum(map(any, choices)) / len(choices))
 
 
 def test_a_reward_that_failed_is_no_full_reward() -> None:

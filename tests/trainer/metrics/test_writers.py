@@ -23,7 +23,7 @@ from trainer.metrics.writers import JsonLines, Spared
 
 START = {"steps": 3, "algorithm": "grpo", "world_size": 1, "parameters": 1000, "step": 0}
 STEP = {"step": 1, "loss": 0.5, "reward_mean": 0.25, "rollout_ms": 12.0, "train_ms": 3.0, "version": 2, "mfu": 0.5}
-EVAL = {"step": 1, "version": 2, "prompts": 7, "accuracy": 0.75, "reward_mean": 0.5}
+EVAL = {"step": 1, "version": 2, "set": "held_out", "prompts": 7, "accuracy": 0.75, "reward_mean": 0.5}
 
 
 def config(tmp_path: Path, **watch: Any) -> TrainerConfig:
@@ -47,7 +47,8 @@ def test_tags_group_numbers_by_what_they_are_about() -> None:
         "train/loss", "reward/mean", "reward/code", "time/rollout_ms", "throughput/mfu", "rollout/truncated"
     }  # fmt: skip
     assert tagged("eval", EVAL | {"served_versions": [1], "note": "x", "bad": float("nan")}) == {
-        "eval/version": 2, "eval/prompts": 7, "eval/accuracy": 0.75, "eval/reward_mean": 0.5
+        "eval/held_out/version": 2, "eval/held_out/prompts": 7,
+        "eval/held_out/accuracy": 0.75, "eval/held_out/reward_mean": 0.5,
     }  # fmt: skip
 
 
@@ -58,7 +59,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     writer.close()
     found = scalars(tmp_path)
     assert found["train/loss"] == [(1, 0.5)]
-    assert found["eval/accuracy"] == [(1, 0.75)]
+    assert found["eval/held_out/accuracy"] == [(1, 0.75)]
     assert found["time/rollout_ms"] == [(1, 12.0)]
 
 
@@ -91,7 +92,7 @@ def test_wandb_offline_writes_a_run_without_network_or_key(tmp_path: Path, monke
     ]
     keys = {item.key for r in found if r.WhichOneof("record_type") == "run" for item in r.run.config.update}
     assert rows[0]["train/loss"] == 0.5
-    assert rows[1]["eval/accuracy"] == 0.75
+    assert rows[1]["eval/held_out/accuracy"] == 0.75
     assert [row["step"] for row in rows] == [1, 1, 1]  # a repeated step is a row of its own
     assert {"steps", "model"} <= keys
 

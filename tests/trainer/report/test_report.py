@@ -30,7 +30,8 @@ def step(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def evaluation(number: int, accuracy: float) -> dict[str, Any]:
-    return {"event": "eval", "step": number, "version": number, "prompts": 40, "accuracy": accuracy, "reward_mean": 0.5}
+    about = {"event": "eval", "step": number, "version": number, "set": "held_out", "prompts": 40}
+    return about | {"accuracy": accuracy, "pass_at_4": accuracy, "reward_mean": 0.5}
 
 
 def written(path: Path, *events: dict[str, Any], tail: str = "") -> Path:
@@ -51,7 +52,7 @@ def test_a_report_has_the_numbers_of_the_run(tmp_path: Path) -> None:
     assert "| parameters | 1,234,567 |" in text
     assert "| wall time | 10.0 s |" in text
     assert "| trained tokens | 512 |" in text
-    assert "| accuracy | 10.0% first, 90.0% best, 90.0% last |" in text
+    assert "| accuracy, held_out | 10.0% first, 90.0% best, 90.0% last |" in text
     assert "| rollout | 30.0 | 30.0 | 30.0 | 30.0 | 60% |" in text
     assert "| swap | 6.0 | 6.0 | 6.0 | 6.0 |  |" in text  # a part of publishing, not a phase beside it
     assert "| `reward/math` | 0.75 |" in text  # the last quarter: steps 7 and 8
@@ -94,7 +95,7 @@ def test_a_resumed_run_counts_each_step_as_it_went_the_last_time(tmp_path: Path)
     found = read_events(path)
     assert found.series("step") == (list(range(1, 9)), [float(n) for n in range(1, 9)])
     assert found.series("reward_mean")[1] == [0.1, 0.2, 0.3, 0, 0, 0, 0, 0]
-    assert found.series("eval/accuracy") == ([8], [0.3])  # the one at step 5 was of weights that are gone
+    assert found.series("eval/held_out/accuracy") == ([8], [0.3])  # the one at step 5 was of weights that are gone
     text = write_report([path]).read_text()
     assert "| resumed | 1 times, 2 steps trained again |" in text
     assert "not done when this was written" in text

@@ -62,7 +62,7 @@ def reinforced(model: str, served: Fleet, **changes: Any) -> dict[str, Any]:
         "rollout": {"max_tokens": 4, "request": "group"},
         "gateway": {"url": served.server.url},
         "publish": {"model": served.model, "store": served.store_url, "dtype": "float32"},
-        "eval": {"every": 100, "prompts": 10},
+        "eval": [{"every": 100, "prompts": 10}],
     } | changes
 
 
@@ -122,7 +122,7 @@ def test_an_asynchronous_run_goes_on_where_it_stood(
 ) -> None:
     schedule = {"name": "async", "max_lag": 2}
     checkpoint = {"path": str(tmp_path / "checkpoints"), "every": 3}
-    config = reinforced(mistaken, served, schedule=schedule, checkpoint=checkpoint, steps=3, eval=None)
+    config = reinforced(mistaken, served, schedule=schedule, checkpoint=checkpoint, steps=3, eval=[])
     train(zygote, config, tmp_path)
     saved = next((tmp_path / "checkpoints").glob("step-*/parts/rollouts.json"))
     state = json.loads(saved.read_text())
@@ -142,3 +142,75 @@ def test_sampling_ahead_needs_an_algorithm_that_samples(zygote: Zygote, tiny_mod
     status, _, errors = zygote.run(["--config", str(path)], tmp_path)
     assert status == 2
     assert "schedule: async samples ahead, but sft learns from its records. Leave schedule out" in errors
+
+
+def weights(directory: Path) -> dict[str, Any]:
+    from safetensors.numpy import load_file
+
+    return load_file(directory / "model.safetensors")
+
+
+def same(one: Path, other: Path) -> bool:
+    left, right = weights(one), weights(other)
+    return left.keys() == right.keys() and all((left[name] == right[name]).all() for name in left)
+
+
+@pytest.mark.timeout(300)
+def test_sets_are_evaluated_each_in_its_own_way_and_the_best_weights_stay(
+    zygote: Zygote, mistaken: str, served: Fleet, tmp_path: Path
+) -> None:
+    off_by_one = {"data": DATA | {"mistake": "off_by_one", "noise": 1.0, "held_out": 0, "largest": 2}}
+    sets = [
+        {"name": "sampled", "every": 1, "prompts": 10, "samples": 4, "temperature": 0.7, "pass_at": [1, 2]},
+        {
+            "name": "digits",
+            "every": 2,
+            "prompts": 5,
+            "rewards": [{"kind": "regex", "pattern": "^[0-9]*$"}],
+            **off_by_one,
+        },
+    ]
+    config = reinforced(mistaken, served, eval=sets, steps=5, batch=5) | {
+        "best": "sampled/pass_at_2",
+        "checkpoint": {"path": str(tmp_path / "checkpoints"), "every": 1, "keep": 1, "keep_best": 1},
+        "save_to": str(tmp_path / "final"),
+        "save_every": 2,
+        "save_best": True,
+    }
+    happened = train(zygote, config, tmp_path)
+    evals = [event for event in happened if event["event"] == "eval"]
+    assert [event["step"] for event in evals if event["set"] == "sampled"] == [0, 1, 2, 3, 4, 5]
+    digits = [event for event in evals if event["set"] == "digits"]
+    assert [event["step"] for event in digits] == [0, 2, 4, 5]
+    assert [event["prompts"] for event in digits] == [5] * 4
+    assert {key for key in digits[0] if key.startswith("reward/")} == {"reward/regex"}
+    assert digits[0]["accuracy"] == 1.0  # wrong sums are digits too
+    sampled = {event["step"]: event for event in evals if event["set"] == "sampled"}
+    assert all(event["pass_at_1"] == pytest.approx(event["accuracy"]) for event in sampled.values())
+
+    scores = {step: event["pass_at_2"] for step, event in sampled.items() if step}
+    best = max(scores, key=lambda step: (scores[step], -step))
+    final = tmp_path / "final"
+    record = json.loads((final / "best/best.json").read_text())
+    assert record == {"step": best, "by": "sampled/pass_at_2", "value": scores[best]}
+    assert {path.name for path in final.iterdir() if path.is_dir()} == {"best", "step-2", "step-4"}
+    assert not same(final / "step-2", final / "step-4")
+    kept = {int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").glob("step-*")}
+    assert kept == {best, 5}
+
+    path = tmp_path / "config.yaml"
+    for arguments, expected in (([], final), (["--step", str(best)], final / "best")):
+        exported = tmp_path / f"exported-{expected.name}"
+        status, said, errors = zygote.run(["--config", str(path), "--export", str(exported), *arguments], tmp_path)
+        assert status == 0, errors
+        assert f"the weights of step {best if arguments else 5}" in said
+        assert same(exported, expected)
+    status, _, errors = zygote.run(["--config", str(path), "--export", str(tmp_path / "no"), "--step", "99"], tmp_path)
+    assert status == 2
+    assert "has no checkpoint of step 99. Name a step that was kept." in errors
+
+    # A run that goes on knows how good its best was.
+    (final / "best/best.json").write_text(json.dumps(record | {"value": 2.0}))
+    (tmp_path / "metrics.jsonl").unlink()
+    train(zygote, config | {"steps": 6}, tmp_path)
+    assert json.loads((final / "best/best.json").read_text())["value"] == 2.0

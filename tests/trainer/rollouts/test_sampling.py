@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
 from tests.trainer.rollouts.generate_server import GenerateServer, serve, serve_app
-from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig
+from trainer.config import EvalConfig, ExactMatchReward, GatewayConfig, RegexReward, RolloutConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, GatewayUnreachable, RolloutError
@@ -74,7 +75,7 @@ def test_an_adapter_is_asked_for_by_name_until_an_instance_has_it(server: Genera
     with Rollouts(*about, seed=3, model="sums") as client:
         take(client, records(tokenizer, "1+2="), 1)
         assert server.requests[-1]["model"] == "sums"
-        client.greedy(records(tokenizer, "3+4="))
+        client.evaluate(records(tokenizer, "3+4="), EvalConfig())
     assert server.requests[-1]["model"] == "sums"
     assert server.failures == []
     server.failures, server.code = [404], "test"
@@ -123,8 +124,28 @@ def test_unseeded_requests_carry_no_seed(server: GenerateServer, tokenizer: Toke
 
 def test_greedy_is_one_sample_at_temperature_zero(server: GenerateServer, tokenizer: Tokenizer) -> None:
     with rollouts(server, tokenizer) as client:
-        assert client.greedy(records(tokenizer, "1+2=")) == client.greedy(records(tokenizer, "1+2="))
+        first, again = (client.evaluate(records(tokenizer, "1+2="), EvalConfig()) for _ in range(2))
+    assert first == again
     assert (server.requests[-1]["n"], server.requests[-1]["temperature"]) == (1, 0.0)
+
+
+def test_an_evaluation_has_its_own_temperature_top_p_and_rewards_and_the_same_seeds_each_time(
+    server: GenerateServer, tokenizer: Tokenizer
+) -> None:
+    config = EvalConfig(samples=3, temperature=0.6, top_p=0.9)
+    before = len(server.requests)
+    own = build_scorer([RegexReward(pattern="x*")])
+    problems = records(tokenizer, "1+2=", "3+4=")
+    with closing(own), rollouts(server, tokenizer, request="group") as client:
+        first, again = (client.evaluate(problems, config, own) for _ in range(2))
+        trained = take(client, problems, 3)
+    assert first == again
+    assert [set(score.parts) for group in first for score in group.scores] == [{"regex"}] * 6
+    assert {name for group in trained for score in group.scores for name in score.parts} == {"exact_match"}
+    asked = server.requests[before : before + 4]
+    assert [(body["n"], body["temperature"], body["top_p"]) for body in asked] == [(3, 0.6, 0.9)] * 4
+    seeds = [body["seed"] for body in server.requests[before:]]
+    assert len(set(seeds)) == 4, "two prompts to evaluate, and two to train on, which have other seeds"
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
@@ -238,7 +259,7 @@ def test_the_key_is_sent_and_must_be_set(
         Rollouts(gateway, *arguments)
     monkeypatch.setenv("ROLLOUT_KEY", "secret")
     with Rollouts(gateway, *arguments) as client:
-        client.greedy(records(tokenizer, "1+2="))
+        client.evaluate(records(tokenizer, "1+2="), EvalConfig())
     assert server.headers[-1]["authorization"] == "Bearer secret"
 
 
