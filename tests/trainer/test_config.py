@@ -201,6 +201,9 @@ def test_the_examples_are_valid(example: Path, tmp_path: Path, monkeypatch: pyte
         ("publish.every=2", "publish.every"),
         ("adapters=a/b", "adapters"),
         ("directory=/proc/nowhere", "directory"),
+        ("host=0.0.0.0", "host"),
+        ("ssl_keyfile=key.pem", "ssl_certfile"),
+        ("ssl_keyfile=key.pem ssl_certfile=none.pem", "ssl_certfile"),
     ],
 )
 def test_a_configuration_of_the_training_api_that_cannot_be_used(
@@ -209,7 +212,7 @@ def test_a_configuration_of_the_training_api_that_cannot_be_used(
     monkeypatch.setenv("HOTSWAP_STORE", "sqlite:///store.db")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
-        api_config.load(next(path for path in EXAMPLES if path.stem == "api"), [change])
+        api_config.load(next(path for path in EXAMPLES if path.stem == "api"), change.split())
     assert refused.value.key == key
 
 

@@ -67,7 +67,15 @@ def serve(config: ApiConfig) -> None:
                 await gateway.close()
 
             app = build_app(door, service.queue.start, stop)
-            server = uvicorn.Config(app, config.host, config.port, log_level="warning", timeout_graceful_shutdown=2)
+            server = uvicorn.Config(
+                app,
+                config.host,
+                config.port,
+                log_level="warning",
+                timeout_graceful_shutdown=2,
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
+            )
             await uvicorn.Server(server).serve()
 
         try:

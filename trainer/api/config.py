@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.config import Dtype, GatewayConfig, ModelConfig
 from trainer.config.strict import positive, read
 from trainer.errors import ConfigError
+from weightsync.tls import is_loopback
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,9 @@ class ServedConfig:
 class ApiConfig:
     """`directory` holds the journal, the states of all clients and their checkpoints. `base_model` is the name by which
     clients ask for the model (default: `publish.model`), `tokenizer` what the SDK's get_tokenizer() loads (default:
-    `model.path`). `micro_tokens` bounds the tokens of a forward pass, padding included. Adapters are published as
-    `adapters`-0, -1 and so on, in the lineage `adapters`."""
+    `model.path`). `micro_tokens` bounds the tokens of a forward pass, padding included. With `ssl_certfile` and
+    `ssl_keyfile` it speaks HTTPS; beyond loopback it must. Adapters are published as `adapters`-0, -1 and so on, in the
+    lineage `adapters`."""
 
     model: ModelConfig
     gateway: GatewayConfig
@@ -60,6 +63,8 @@ class ApiConfig:
     directory: str
     host: str = "127.0.0.1"
     port: int = 8400
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     base_model: str | None = None
     tokenizer: str | None = None
     adapters: str = "tinker"
@@ -70,6 +75,11 @@ class ApiConfig:
 
     def __post_init__(self) -> None:
         positive(self, "micro_tokens", "alpha")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile", "given without ssl_keyfile, or the other way round", "Give both or none")
+        if self.ssl_certfile is None and not is_loopback(self.host):
+            problem = f"{self.host} is beyond loopback, where keys would travel in the clear"
+            raise ConfigError("host", problem, "Set ssl_certfile and ssl_keyfile, or a TLS proxy before 127.0.0.1")
         if self.model.fp8 != "none":
             raise ConfigError("model.fp8", "adapters are not trained on layers in 8 bits", "Set it to none")
         if self.model.dtype == "float16":
@@ -94,4 +104,10 @@ def load(path: str | Path, overrides: list[str] | None = None) -> ApiConfig:
         raise ConfigError("directory", f"cannot make {config.directory} ({error.strerror})", "Choose another") from None
     if not os.access(config.directory, os.W_OK):
         raise ConfigError("directory", f"may not write into {config.directory}", "Change its mode, or choose another")
+    if config.ssl_certfile is not None and config.ssl_keyfile is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        except OSError as error:
+            advice = "Name PEM files of a certificate and its key"
+            raise ConfigError("ssl_certfile", f"{config.ssl_certfile} cannot be used ({error})", advice) from error
     return config

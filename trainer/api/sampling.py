@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from trainer.connection import Bearer, verify
 from trainer.errors import RolloutError
 from trainer.megatron.hf_files import ADAPTER_FILE
 from trainer.publish import typed
-from trainer.rollouts.generate import GenerateClient, Request
+from trainer.rollouts.generate import Answer, GenerateClient, Request
 from weightsync.memory.parts import LORA
 
 PREFIX = "tml-"  # without which the SDK takes no key
@@ -44,7 +44,7 @@ class Client:
     """Who asks: a hash of the key, the key for the gateway, and the longest context that the server takes."""
 
     owner: str
-    key: str | None
+    key: str = field(repr=False)
     context: int
     until: float
 
@@ -56,7 +56,7 @@ class Gateway:
         self._config = config
         self._http = httpx.AsyncClient(base_url=config.url, timeout=config.timeout_s, verify=verify(config))
         self._known: dict[str, Client] = {}
-        self._generating: dict[str, GenerateClient] = {}
+        self._generating = GenerateClient(config)
 
     async def client(self, header: str | None) -> Client:
         """Of a request. The gateway says whether the key is good. Raises Unauthorized, Unavailable."""
@@ -72,11 +72,9 @@ class Gateway:
         self._known[owner] = Client(owner, key, served or 2**31, time.monotonic() + KNOWN_S)
         return self._known[owner]
 
-    def generating(self, client: Client) -> GenerateClient:
-        """`/generate` under the client's key."""
-        if client.owner not in self._generating:
-            self._generating[client.owner] = GenerateClient(self._config, lambda: client.key)
-        return self._generating[client.owner]
+    async def generate(self, request: Request) -> tuple[Answer, ...]:
+        """`/generate`, under the request's key."""
+        return await self._generating.generate(request)
 
     async def prompt_logprobs(self, client: Client, body: dict[str, Any]) -> list[dict[str, Any] | None]:
         """vLLM's: for each token of the prompt but the first its own log-prob and the likeliest ones, by token id."""
@@ -86,10 +84,9 @@ class Gateway:
 
     async def close(self) -> None:
         await self._http.aclose()
-        for client in self._generating.values():
-            await client.close()
+        await self._generating.close()
 
-    async def _ask(self, method: str, path: str, key: str | None, **more: Any) -> Any:
+    async def _ask(self, method: str, path: str, key: str, **more: Any) -> Any:
         try:
             answer = await self._http.request(method, path, auth=Bearer(lambda: key), **more)
         except httpx.HTTPError as error:
@@ -224,8 +221,9 @@ class Sampler:
             seed=None if params.seed is None else params.seed % (2**63 - 1),
             model=model,
             more={"top_p": params.top_p, "top_k": params.top_k} | _stop(params.stop) | wish,
+            key=client.key,
         )
-        answers = await self._gateway.generating(client).generate(asked)
+        answers = await self._gateway.generate(asked)
         found = [Sample(a.turn.token_ids, a.turn.logprobs or (), a.finish_reason == "stop") for a in answers]
         found *= request.num_samples // len(found)
         if not (request.prompt_logprobs or request.topk_prompt_logprobs):

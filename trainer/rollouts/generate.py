@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +39,8 @@ STREAM_INTERVAL = 32  # tokens in an event of a stream: what an interruption can
 class Request:
     """`n` answers to one prompt, by the name `model` (None: what is served). `on_swap` says what a swap in the middle
     of an answer does to it (docs/api.md, policies); an answer whose last `stop_repeats` tokens repeat one passage is
-    ended. `more` are further fields of the body."""
+    ended. `more` are further fields of the body, `key` is another key
+    than the configuration's."""
 
     prompt_ids: tuple[int, ...]
     n: int
@@ -52,6 +53,7 @@ class Request:
     model: str | None = None
     stop_repeats: int | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
+    key: str | None = field(default=None, repr=False)
 
     def split(self) -> list[Request]:
         """One request an answer. The engine adds an answer's index to the seed, so these give the same answers."""
@@ -97,8 +99,8 @@ class Answer:
 class GenerateClient:
     """The gateway's `/generate`, with retries. Bound to the event loop it is first used on."""
 
-    def __init__(self, config: GatewayConfig, key: Callable[[], str | None] | None = None) -> None:
-        """`key`: another one than the configuration's. Raises ConfigError when a key or certificates are missing."""
+    def __init__(self, config: GatewayConfig) -> None:
+        """Raises ConfigError when a key or certificates are missing."""
         self._config = config
         self._room = asyncio.Semaphore(config.concurrency)  # httpx's own waiting line is slow with hundreds in it
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=config.concurrency)
@@ -106,7 +108,7 @@ class GenerateClient:
         self._http = httpx.AsyncClient(
             base_url=config.url,
             headers={"content-type": "application/json"},
-            auth=Bearer(key or config.api_key),
+            auth=Bearer(config.api_key),
             verify=verify(config),
             limits=limits,
             timeout=timeout,
@@ -160,8 +162,10 @@ class GenerateClient:
             return
         for draft in drafts:
             draft.begin()
+        own = httpx.USE_CLIENT_DEFAULT if request.key is None else Bearer(lambda: request.key)
+        content = orjson.dumps(request.body())
         try:
-            async with self._http.stream("POST", "/generate", content=orjson.dumps(request.body())) as response:
+            async with self._http.stream("POST", "/generate", content=content, auth=own) as response:
                 if response.status_code != 200:
                     raise _problem(response.status_code, await response.aread(), response.headers)
                 if not response.headers.get("content-type", "").startswith("text/event-stream"):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sqlite3
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ class ApiServer:
 
     def __init__(self, root: Path, model: str, gateway: str, store: str, name: str = "tiny", **more: Any) -> None:
         self.root, self.port = root, free_port("127.0.0.1")
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'https' if 'ssl_certfile' in more else 'http'}://127.0.0.1:{self.port}"
+        self.verify: ssl.SSLContext | bool = True
         served = {"model": name, "store": store, "dtype": "float32"}
         self.config: dict[str, Any] = {
             "model": {"path": model},
@@ -68,7 +70,7 @@ class ApiServer:
         if self.process.poll() is not None:
             raise AssertionError(self.log.read_text())
         with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/api/v1/healthz").status_code == 200
+            return httpx.get(f"{self.url}/api/v1/healthz", verify=self.verify).status_code == 200
         return False
 
     def service(self, key: str = KEY) -> tinker.ServiceClient:

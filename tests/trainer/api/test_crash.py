@@ -11,15 +11,21 @@ import tinker
 from tinker import types
 
 from tests.trainer.api.server import ApiServer, learn, serving, sums
+from tests.trainer.fleet import Fleet
 from tests.waiting import wait_until
 
 PASS, STEP = "forward_backward", "optim_step"
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Iterator[ApiServer]:
-    with serving(tmp_path_factory.mktemp("api"), tiny_model) as (found, _):
+def both(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Iterator[tuple[ApiServer, Fleet]]:
+    with serving(tmp_path_factory.mktemp("api"), tiny_model) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def api(both: tuple[ApiServer, Fleet]) -> ApiServer:
+    return both[0]
 
 
 def new(service: tinker.ServiceClient) -> tinker.TrainingClient:
@@ -135,6 +141,22 @@ def test_checkpoints_and_samplers_outlive_the_server(api: ApiServer) -> None:
     assert said(service.create_training_client_from_state(path).result()) == expected
     answer = sampler.sample(types.ModelInput.from_ints([4, 13]), 1, types.SamplingParams(max_tokens=2)).result()
     assert answer.sequences[0].tokens
+
+
+def test_a_sample_that_was_under_way_is_asked_for_again(both: tuple[ApiServer, Fleet]) -> None:
+    api, running = both
+    sampler = api.service().create_sampling_client(base_model="tiny").result()
+    before = len(running.server.requests)
+    running.server.ready = lambda: False
+    try:
+        future = sampler.sample(types.ModelInput.from_ints([4, 13]), 1, types.SamplingParams(max_tokens=2))
+        wait_until(lambda: len(running.server.requests) > before, what="the gateway has the request")
+        api.kill()
+        api.start()
+    finally:
+        running.server.ready = lambda: True
+    assert future.result(timeout=60).sequences[0].tokens
+    assert len(running.server.requests) == before + 2
 
 
 def test_a_directory_has_one_server(api: ApiServer, tmp_path: Path) -> None:

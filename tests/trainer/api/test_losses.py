@@ -114,3 +114,17 @@ def test_gradients_add_up_and_nothing_else_counts(one_rank: Ranks, small_models:
     assert norms["once"] > 0
     assert norms["twice"] == pytest.approx(2 * norms["once"], rel=1e-6)
     assert norms["refused"] == norms["forward"] == norms["twice"]
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 0.0), ("bfloat16", 4e-3)])
+def test_steps_are_those_of_adamw(
+    one_rank: Ranks, small_models: dict[str, str], tmp_path: Path, dtype: str, rounding: float
+) -> None:
+    """On fp32 weights, of which a model in bfloat16 computes with the rounded ones."""
+    batch = body("cross_entropy", {}, data_for("cross_entropy", 1))
+    arguments = {"path": small_models["llama"], "dtype": dtype, "file": str(tmp_path / "state")}
+    found: dict[str, float] = one_rank.call("stepped", body=batch, **arguments)[0]
+    assert found["moved"] > 1e-3
+    assert found["difference"] < 1e-6
+    assert found["rounding"] <= rounding
+    assert (found["rounding"] > 0) == (rounding > 0)

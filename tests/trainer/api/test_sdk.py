@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
+from tests.etcd import Tls
 from tests.trainer.api.server import KEY, ApiServer, datum, learn, serving, sums
 from tests.trainer.fleet import Fleet
 from weightsync.memory.parts import ADAPTER_CONFIG
@@ -288,6 +290,16 @@ def test_requests_that_no_sdk_sends(service: tinker.ServiceClient, api: ApiServe
     whole = {"session_id": session, "model_seq_id": 99, "base_model": "tiny"}
     refused = api.post("create_model", json=whole)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "full_training_unsupported")
+
+
+def test_it_speaks_https(both: tuple[ApiServer, Fleet], tmp_path: Path) -> None:
+    other, running = both
+    tls = Tls(tmp_path)
+    files = {"ssl_certfile": str(tls.server_cert), "ssl_keyfile": str(tls.server_key)}
+    api = ApiServer(tmp_path, other.config["model"]["path"], running.server.url, running.store_url, **files)
+    api.verify = ssl.create_default_context(cafile=str(tls.ca))
+    with api.running():
+        assert httpx.get(f"{api.url}/api/v1/healthz", verify=api.verify).json() == {"status": "ok"}
 
 
 def test_limits_of_a_key(tiny_model: str, tmp_path: Path) -> None:
