@@ -13,6 +13,7 @@ continuation has what is left of it, and both ways write the same lengths.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json as jsonlib
 import math
@@ -59,8 +60,8 @@ class Sizes:
     samples: int = 4
     median: int = 24
     budget: int = 96
-    steps: int = 40
-    warm_up: int = 8
+    steps: int = 30
+    warm_up: int = 6
     taught: int = 200
     lr: float = 3e-4
     seed: int = 0
@@ -269,10 +270,11 @@ def _cpu_s(server: Server) -> float:
     clock."""
     total = 0.0
     for child in server.children.values():
-        parent = psutil.Process(child.process.pid)
-        for process in (parent, *parent.children(recursive=True)):
-            times = process.cpu_times()
-            total += times.user + times.system
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(child.process.pid)
+            for process in (parent, *parent.children(recursive=True)):
+                times = process.cpu_times()
+                total += times.user + times.system
     return total
 
 
