@@ -317,8 +317,8 @@ class InOrder(Schedule):
 
     def _go_on(self) -> None:
         """One that still has a round in flight gets its next behind it, so that who is how fast decides nothing."""
-        for pending in self.pending if self._rounds > 1 else ():
-            if not isinstance(_result(pending.future), Group):
+        for pending in self.pending:
+            if pending.rests or (self._rounds > 1 and not pending.future.done()):
                 pending.go_on(self._start, self.steps.served)
 
     def _rest(self) -> None:

@@ -358,6 +358,22 @@ def test_every_record_is_used_once_whatever_is_long(config: ScheduleConfig) -> N
     assert len(left) <= 6 * BATCH, "no more is under way than is needed"
 
 
+@pytest.mark.parametrize("config", [ColocatedSchedule(), OneStepOffSchedule(), AsyncSchedule(max_lag=2)])
+def test_what_was_begun_is_finished_without_a_budget_too(config: ScheduleConfig) -> None:
+    """The budget was left out when the run was resumed: then a trajectory's next round is its last."""
+    before = AtOnce({0: 4})
+    first = schedule(config, before)
+    list(first.take(0, 99))
+    saved = json.loads(json.dumps(first.state_dict()))
+    assert [entry["number"] for entry in begun(saved) if "samples" in entry["group"]] == [0]
+    after = AtOnce({0: 4})
+    whole = published(build_schedule(config, BATCH, Feed(Records(), 0), after, everything), after)
+    whole.load_state_dict(saved)
+    taken = [number for step in played(whole, after, 1, 6) for number, _ in step]
+    assert 0 in taken
+    assert 0 not in [draw.number for draw in after.sent]
+
+
 def test_unfinished_groups_are_counted() -> None:
     sampler = AtOnce({0: 4})
     built = schedule(ColocatedSchedule(), sampler)
