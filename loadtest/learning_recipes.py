@@ -18,8 +18,7 @@ from loadtest import learning_tools
 from trainer.data.problems import CHARACTERS
 
 MODEL = "learning"
-# vLLM's CPU engine dies of a prompt that is computed in chunks for a request with a seed.
-ENGINE_ARGS = ("--dtype", "float32", "--max-model-len", "256", "--no-enable-chunked-prefill")
+ENGINE_ARGS = ("--dtype", "float32", "--max-model-len", "256")
 KV_CACHE_GIB = 0.25
 BASE = "base"
 # One thread for the engine and one for the trainer: on two cores they would otherwise wait for each other's threads.

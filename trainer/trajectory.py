@@ -184,7 +184,8 @@ class Group:
     def from_json(data: dict[str, Any]) -> Group:
         """The inverse of `to_json`, also after a round trip through a file."""
         trajectories = tuple(trajectory_from_json(t) for t in data["trajectories"])
-        return Group(tuple(data["prompt_ids"]), trajectories, tuple(Score(**s) for s in data["scores"]))
+        scores = tuple(Score(**{**score, "relative": tuple(score.get("relative", ()))}) for score in data["scores"])
+        return Group(tuple(data["prompt_ids"]), trajectories, scores)
 
 
 @dataclass(frozen=True)
