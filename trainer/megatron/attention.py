@@ -14,7 +14,11 @@ Context parallelism: every rank holds a part of each sequence. A sequence of T p
 ranks; rank r holds chunks r and 2N - 1 - r, in that order, so that causal attention is as much work on every rank
 (Megatron-Core's rotary embedding expects this order). Attention gathers the keys and values of the whole sequence and
 answers for the rank's own queries: one all-gather a layer in place of a ring (Llama 3, arXiv:2407.21783, section
-3.3.2); grouped keys and values are small next to the queries.
+3.3.2); grouped keys and values are small next to the queries. Each of the rank's two chunks is attended by itself, over
+the keys up to its end: its queries are the last of them, so that the mask is causal from the lower right corner, which
+needs no tensor on a GPU (flash attention has it), and nothing is computed for what lies beyond. Of packed rows, the
+segments that begin in a chunk see that chunk alone, and go the way of other packed rows; the one that began before sees
+its own earlier keys.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trainer.megatron.router import Router
@@ -94,10 +99,17 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         return out.transpose(0, 1).flatten(2)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[B, T, heads, D] all through."""
+        """query [B, T, heads, D], key and value [B, S, groups, D] -> [B, T, heads, D]; the queries are the last T of S
+        positions."""
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        seen, keys = q.shape[2], k.shape[2]
+        mask: Any = None
+        if seen != keys and q.is_cuda:
+            mask = causal_lower_right(seen, keys)
+        elif seen != keys:
+            mask = torch.ones(seen, keys, dtype=torch.bool).tril(keys - seen)
         out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         return out.transpose(1, 2)
 
@@ -214,12 +226,8 @@ class _Gather(torch.autograd.Function):
         return gradient[ctx.mine], None
 
 
-class ContextParallelAttention(MegatronModule):  # type: ignore[misc]
+class ContextParallelAttention(CausalAttention):
     """Causal attention of this rank's queries over the keys and values of the whole sequence."""
-
-    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
-        super().__init__(config)
-        self.scale = softmax_scale
 
     def forward(self, query: Any, key: Any, value: Any, attention_mask: Any = None, **_: Any) -> Any:
         """query [T / N, B, heads, D], key and value [T / N, B, groups, D] -> [T / N, B, heads * D].
@@ -228,15 +236,62 @@ class ContextParallelAttention(MegatronModule):  # type: ignore[misc]
         `CausalAttention`).
         """
         key, value = whole_sequence(torch.stack([key, value]), 1, copies=False)
-        mine = local_positions(len(key), key.device)
-        visible = mine[:, None] >= torch.arange(len(key), device=key.device)
-        if attention_mask is not None:
-            visible = visible & (attention_mask[:, None, mine, None] == attention_mask[:, None, None])
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return out.permute(2, 0, 1, 3).reshape(out.shape[2], out.shape[0], -1)
+        ranks, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
+        size = len(key) // (2 * ranks)
+        out = []
+        for chunk, mine in zip((rank, 2 * ranks - 1 - rank), query.chunk(2), strict=True):
+            end = (chunk + 1) * size
+            if attention_mask is None:
+                out.append(self._causal(*(t.transpose(0, 1) for t in (mine, key[:end], value[:end]))))
+            else:
+                out.append(self._cut_off(mine, key, value, Chunk.of(attention_mask, chunk, size)))
+        return torch.cat(out, 1).transpose(0, 1).flatten(2)
+
+    def _cut_off(self, query: Tensor, key: Tensor, value: Tensor, chunk: Chunk) -> Tensor:
+        """[B, T / 2N, heads, D] of one chunk of packed rows."""
+        own = slice(chunk.start, chunk.start + len(query))
+        out = self._block_diagonal(query, key[own], value[own], chunk.blocks)
+        if not chunk.begun:
+            return out
+        rows = list(out.unbind(0))
+        for row, first, count in chunk.begun:
+            keys = slice(first, chunk.start + count)
+            parts = (query[:count, row], key[keys, row], value[keys, row])
+            rows[row] = torch.cat([self._causal(*(t[None] for t in parts))[0], rows[row][count:]])
+        return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of packed rows, from `start` on. `blocks` are the segments that begin in it; `begun` are those that began
+    before: (row, where it began, how many of its tokens the chunk begins with)."""
+
+    start: int
+    blocks: Blocks
+    begun: tuple[tuple[int, int, int], ...]
+
+    @staticmethod
+    def of(segments_BT: Tensor, number: int, size: int) -> Chunk:
+        """`number` counts chunks of `size` tokens."""
+        chunks: dict[int, Chunk] = _known_chunks.setdefault(segments_BT, {})
+        if number not in chunks:
+            chunks[number] = _chunk(segments_BT, number * size, size)
+        return chunks[number]
+
+
+_known_chunks = WeakTensorKeyDictionary()  # as `_known`, by number
+
+
+def _chunk(segments_BT: Tensor, start: int, size: int) -> Chunk:
+    inside = segments_BT[:, start : start + size].clone()
+    begun = []
+    for row, segments in enumerate(segments_BT.tolist() if start else ()):
+        segment = segments[start]
+        if segment and segments[start - 1] == segment:
+            count = next((i for i in range(size) if segments[start + i] != segment), size)
+            begun.append((row, segments.index(segment), count))
+            inside[row, :count] = 0
+    return Chunk(start, _blocks(inside), tuple(begun))
 
 
 _positions: ContextVar[Tensor | None] = ContextVar("rotary_positions", default=None)

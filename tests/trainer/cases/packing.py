@@ -13,10 +13,11 @@ import torch.nn.functional as F
 
 from tests.trainer.rollouts.trajectories import answer
 from trainer.batch import Sequence, assemble, lay_out, plan_rows
-from trainer.config import PackingConfig
+from trainer.config import PackingConfig, ParallelConfig
 from trainer.data.records import Record
-from trainer.megatron.attention import Blocks, CausalAttention
+from trainer.megatron.attention import Blocks, CausalAttention, ContextParallelAttention, local_positions
 from trainer.megatron.engine import Engine
+from trainer.megatron.parallel import split
 from trainer.rewards.scorer import Score
 from trainer.trajectory import Group
 
@@ -32,21 +33,12 @@ def packed_attention(segments: list[list[int]], groups: int) -> dict[str, Any]:
     module = CausalAttention.__new__(CausalAttention)
     torch.nn.Module.__init__(module)
     module.scale = 0.3
-    weights = (
-        torch.randn(width, rows, heads * size, generator=generator, dtype=torch.float64) * (ids > 0).t()[..., None]
-    )
+    weights = _weights(ids, heads * size, generator)
 
     def run(output: torch.Tensor) -> list[torch.Tensor]:
         return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
 
-    def dense() -> torch.Tensor:
-        q, k, v = (t.permute(1, 2, 0, 3) for t in inputs)
-        k, v = (t.repeat_interleave(heads // groups, 1) for t in (k, v))
-        same = (ids[:, :, None] == ids[:, None, :]) & torch.ones(width, width, dtype=torch.bool).tril()
-        scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(~same[:, None], -torch.inf)
-        return (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2) * (ids > 0).t()[..., None]
-
-    mine, expected = run(module(*inputs, ids)), run(dense())
+    mine, expected = run(module(*inputs, ids)), run(_dense(inputs, ids, 0.3))
     computed = sum(b.index.numel() * b.index.shape[1] for b in Blocks.of(ids).buckets)
     return {
         "differences": [(a - b).abs().max().item() for a, b in zip(mine, expected, strict=True)],
@@ -56,6 +48,55 @@ def packed_attention(segments: list[list[int]], groups: int) -> dict[str, Any]:
             module(*inputs, torch.ones_like(ids)), module(*inputs), rtol=1e-12, atol=1e-12
         ),
         "mean": F.mse_loss(mine[0], torch.zeros_like(mine[0])).item(),
+    }
+
+
+def _weights(ids: torch.Tensor, size: int, generator: torch.Generator) -> torch.Tensor:
+    """[T, B, size], to take a gradient by; 0 at padding."""
+    shape = (ids.shape[1], ids.shape[0], size)
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * (ids > 0).t()[..., None]
+
+
+def _dense(inputs: list[torch.Tensor], ids: torch.Tensor, scale: float) -> torch.Tensor:
+    """By a dense mask: [T, B, heads * D], 0 at padding."""
+    q, k, v = (t.permute(1, 2, 0, 3) for t in inputs)
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    width = ids.shape[1]
+    same = (ids[:, :, None] == ids[:, None, :]) & torch.ones(width, width, dtype=torch.bool).tril()
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~same[:, None], -torch.inf)
+    return (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2) * (ids > 0).t()[..., None]
+
+
+def context_attention(segments: list[list[int]], groups: int, *, packed: bool) -> dict[str, Any]:
+    """What `packed_attention` says, of this rank's part of rows that are cut over all ranks. Rows that are not packed
+    are one segment each."""
+    from tests.trainer.cases import unsplit
+
+    split(ParallelConfig(context=dist.get_world_size()), 0)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.tensor(segments)
+    (rows, width), heads, size = ids.shape, 4, 8
+    shapes = [(width, rows, heads, size), (width, rows, groups, size), (width, rows, groups, size)]
+    inputs = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    weights = _weights(ids, heads * size, generator)
+    whole = _dense(inputs, ids, 0.3)
+    expected = [whole, *torch.autograd.grad((whole * weights).sum(), inputs)]
+
+    module, scores = ContextParallelAttention.__new__(ContextParallelAttention), []
+    torch.nn.Module.__init__(module)
+    module.scale = 0.3
+    plain = module._causal
+    module._causal = lambda q, k, v: scores.append(q.shape[0] * q.shape[1] * k.shape[1]) or plain(q, k, v)
+    mine = local_positions(width, ids.device)
+    local = [t.detach()[mine].requires_grad_() for t in inputs]
+    output = module(*local, ids if packed else None)
+    found = [output, *torch.autograd.grad((output * weights[mine]).sum(), local)]
+    unsplit()
+    real = (ids > 0).t()[mine]
+    return {
+        "differences": [(a - b[mine])[real].abs().max().item() for a, b in zip(found, expected, strict=True)],
+        "padding": output[~real].abs().sum().item() if packed else 0.0,
+        "scores": sum(scores),
     }
 
 

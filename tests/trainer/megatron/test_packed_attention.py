@@ -33,3 +33,31 @@ def test_block_diagonal_attention_equals_a_dense_mask(one_rank: Ranks, name: str
 def test_it_does_not_compute_what_a_mask_would_throw_away(one_rank: Ranks) -> None:
     (result,) = one_rank.call("packed_attention", segments=[row(*[13] * 10)], groups=2)
     assert result["scores"] == 10 * 13 * 13
+
+
+CUT = {
+    "one": [row(128, width=128)],
+    "across every chunk": [row(1, 2, 3, 80, 17, 16, width=128)],
+    "at the edges": [row(16, 16, 32, 48, 16, width=128), row(17, 14, 64, width=128)],
+    "rows": [row(60, 68, width=128), row(1, 33, 5, width=128), row(width=128)],
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("name", CUT)
+def test_a_cut_row_is_attended_as_a_whole_one(one_rank: Ranks, name: str, groups: int, world: int) -> None:
+    for result in one_rank.sharing(world).call("context_attention", segments=CUT[name], groups=groups, packed=True):
+        assert max(result["differences"]) < 1e-12
+        assert result["padding"] == 0
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_compute_equally_much_and_only_what_is_seen(one_rank: Ranks, world: int) -> None:
+    """Of 2N chunks a rank attends two, over r + 1 and 2N - r of them: with a dense mask it would be 2N each."""
+    segments = [row(128, width=128)] * 2
+    results = one_rank.sharing(world).call("context_attention", segments=segments, groups=2, packed=False)
+    chunk = 128 // (2 * world)
+    for result in results:
+        assert max(result["differences"]) < 1e-12
+        assert result["scores"] == 2 * (2 * world + 1) * chunk**2
