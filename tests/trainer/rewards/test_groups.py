@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from tests.trainer.rollouts.generate_server import GenerateServer, serve
-from trainer.config import ExactMatchReward, GatewayConfig, GroupReward, RewardConfig, RolloutConfig
+from trainer.config import EvalConfig, ExactMatchReward, GatewayConfig, GroupReward, RewardConfig, RolloutConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError
@@ -127,6 +127,6 @@ def test_an_evaluation_has_nothing_to_compare(server: GenerateServer, tiny_model
     reward = Away(0)
     problem = Record(0, "1+2=", "03", Tokenizer(tiny_model).prompt("1+2="), ())
     with rollouts(server, tiny_model, reward) as running:
-        (group,) = running.greedy([problem])
+        (group,) = running.evaluate([problem], EvalConfig())
     assert group.scores == (Score(0),)
     assert reward.asked == 0

@@ -12,7 +12,7 @@ import pytest
 
 from tests.trainer.rollouts.generate_server import GenerateServer, serve
 from tests.trainer.rollouts.sampler import Records, Sampler, everything, published
-from trainer.config import CallableEnvironment, ExactMatchReward, GatewayConfig, RolloutConfig
+from trainer.config import CallableEnvironment, EvalConfig, ExactMatchReward, GatewayConfig, RolloutConfig
 from trainer.config.sections import AsyncSchedule, ColocatedSchedule, OneStepOffSchedule, ScheduleConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
@@ -130,7 +130,7 @@ def test_what_is_complete_is_not_asked_for_again(
 
 def test_an_evaluation_has_no_budget(server: GenerateServer, tokenizer: Tokenizer, record: Record) -> None:
     with rollouts(server, tokenizer) as client:
-        (greedy,), sampled = client.greedy([record]), client.submit(record, 2, 9).result(PATIENCE_S)
+        (greedy,), sampled = client.evaluate([record], EvalConfig()), client.submit(record, 2, 9).result(PATIENCE_S)
     assert all(len(t.token_ids) >= 48 for t in (*greedy.trajectories, *sampled.trajectories))
 
 

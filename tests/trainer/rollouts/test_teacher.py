@@ -11,7 +11,14 @@ import pytest
 
 from tests.trainer.rollouts.generate_server import GenerateServer, serve, serve_app
 from tests.trainer.rollouts.teacher_server import TeacherServer
-from trainer.config import CallableEnvironment, ExactMatchReward, GatewayConfig, RolloutConfig, TeacherConfig
+from trainer.config import (
+    CallableEnvironment,
+    EvalConfig,
+    ExactMatchReward,
+    GatewayConfig,
+    RolloutConfig,
+    TeacherConfig,
+)
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, TeacherError, TeacherUnreachable
@@ -86,7 +93,7 @@ def test_every_sampled_token_has_the_teachers_logprob(
         group = sampled(running, tokenizer)
         asked = len(teacher.requests)
         assert sampled(running, tokenizer, 1, taught=False).trajectories[0].teacher_logprobs is None
-        running.greedy([Record(0, PROBLEM, "03", tokenizer.prompt(PROBLEM), ())])
+        running.evaluate([Record(0, PROBLEM, "03", tokenizer.prompt(PROBLEM), ())], EvalConfig())
     assert len(teacher.requests) == asked == 1 + 3, "a trial, and once a trajectory; evaluations do not ask"
     for trajectory in group.trajectories:
         assert trajectory.teacher_logprobs == pytest.approx(opinion(teacher, tokenizer, trajectory))
