@@ -336,7 +336,7 @@ MUTATIONS: list[Mutation] = [
         ("deadline = pending.served + self.max_lag\n", "deadline = pending.served + self.max_lag + 1\n"),
     ]),
     *of("trainer/rollouts/schedules.py", TR + "rollouts/test_in_order.py", TR + "rollouts/test_asynchronous.py", changes=[
-        ("step - oldest <= self.max_lag:", "step - oldest <= self.max_lag + 1:"),
+        ("group.within(step, self.max_lag + finished.patience)", "group.within(step, self.max_lag + finished.patience + 1)"),
         ("        self._refills_left -= 1\n", ""),
     ]),
 ]  # fmt: skip
