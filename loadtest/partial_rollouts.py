@@ -49,7 +49,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "async": {"name": "async", "max_lag": 2},
 }
 
-# vLLM 0.32 on a CPU dies of a seeded request whose prompt it reads in pieces ("CPU Generator does not use offset").
+# What goes on is read in one piece, so that no step of the engine is spent on a part of it.
 UNCUT = ("--max-num-batched-tokens", "65536")
 
 Figures = dict[str, Any]
