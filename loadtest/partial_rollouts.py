@@ -143,7 +143,7 @@ def config(sizes: Sizes, work: Path, url: str, store: str, schedule: str, budget
         "rollout": rollout if budget is None else rollout | {"token_budget": budget},
         "gateway": {"url": url, "concurrency": 256},
         "publish": {"model": MODEL, "store": store, "dtype": "float32", "timeout_s": 120.0},
-        "eval": {"every": sizes.steps, "prompts": TASKS[0].held_out},
+        "eval": [{"every": sizes.steps, "prompts": TASKS[0].held_out}],
         "metrics": str(work / f"{name}.jsonl"),
     }
 

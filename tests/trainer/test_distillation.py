@@ -79,7 +79,7 @@ def test_a_student_comes_to_agree_with_a_teacher_that_vllm_serves(
             "gateway": {"url": served.server.url},
             "publish": {"model": served.model, "store": served.store_url, "dtype": "float32"},
             "rewards": [{"kind": "exact_match"}],
-            "eval": {"every": 100, "prompts": 10},
+            "eval": [{"every": 100, "prompts": 10}],
             "save_to": None,
         }
         example.pop("metrics")
