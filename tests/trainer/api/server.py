@@ -40,6 +40,7 @@ class ApiServer:
             "port": self.port,
         } | more
         self.process: WarmProcess
+        self._services: list[tinker.ServiceClient] = []
 
     @contextlib.contextmanager
     def running(self) -> Iterator[ApiServer]:
@@ -47,6 +48,9 @@ class ApiServer:
         try:
             yield self
         finally:
+            for service in self._services:  # their heartbeats would go on for as long as the tests do
+                with contextlib.suppress(Exception):  # the server may have been killed for good
+                    service.close("success").result(10)
             self.process.kill()
             self.process.wait(30)
 
@@ -75,7 +79,8 @@ class ApiServer:
 
     def service(self, key: str = KEY) -> tinker.ServiceClient:
         """A client of the stock SDK."""
-        return tinker.ServiceClient(base_url=self.url, api_key=key)
+        self._services.append(tinker.ServiceClient(base_url=self.url, api_key=key))
+        return self._services[-1]
 
     def post(self, route: str, key: str = KEY, **request: Any) -> httpx.Response:
         """What the SDK would not send."""
