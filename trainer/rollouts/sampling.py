@@ -92,9 +92,11 @@ class _Playing:
 
 @dataclass(frozen=True)
 class _How:
-    """Who scores trajectories, the most tokens that each gets in a round, and whom else to ask about them."""
+    """Who scores trajectories, whether those of a group are compared too (which training does, and evaluations do not),
+    the most tokens that each gets in a round, and whom else to ask about them."""
 
     scorer: Scorer
+    compared: bool = False
     budget: int | None = None
     teacher: Teacher | None = None
 
@@ -143,13 +145,15 @@ class Rollouts:
     def submit(self, record: Record, n: int, number: int) -> Future[Group]:
         """Begin to sample and score `n` trajectories at temperature 1. `number` is the record's place in the run's
         order: with `rollout.seeded` it decides the samples. No teacher is asked. The future raises RolloutError."""
-        return self._start(self._whole(record, self._training(record, n, number), number, _How(self._scorer)))
+        return self._start(
+            self._whole(record, self._training(record, n, number), number, _How(self._scorer, compared=True))
+        )
 
     def round(self, record: Record, n: int, number: int, before: Future[Outcome] | None = None) -> Future[Outcome]:
         """`submit` for training: the teacher is asked, if there is one, and each trajectory gets at most
         `rollout.token_budget` tokens, so the group may be left Partial. `before` is the round to go on from, once it is
         over; a group that is complete stays as it is. The future raises RolloutError, TeacherError."""
-        how = _How(self._scorer, self._rollout.token_budget, self._teacher)
+        how = _How(self._scorer, True, self._rollout.token_budget, self._teacher)
         return self._start(self._round(record, self._training(record, n, number), number, how, before))
 
     def evaluate(self, records: Sequence[Record], config: EvalConfig, scorer: Scorer | None = None) -> list[Group]:
@@ -245,7 +249,7 @@ class Rollouts:
         for (i, part, _), task in zip(parts, running, strict=True):
             samples[i : i + part.n] = task.result()
         partial = Partial(tuple(samples))
-        return partial if partial.unfinished else await self._complete(record, request, partial, how.scorer)
+        return partial if partial.unfinished else await self._complete(record, request.n, partial, how)
 
     async def _scored(
         self,
@@ -295,7 +299,7 @@ class Rollouts:
             return None
         return replace(played, trajectory=replace(played.trajectory, teacher_logprobs=found))
 
-    async def _complete(self, record: Record, request: Request, partial: Partial, scorer: Scorer) -> Group:
+    async def _complete(self, record: Record, count: int, partial: Partial, how: _How) -> Group:
         kept = [sample for sample in partial.samples if sample is not None]
         prompts = {sample.prompt_ids for sample in kept}
         if len(prompts) > 1:
@@ -304,11 +308,11 @@ class Rollouts:
                 "`reset` depend on the task alone: only then can their rewards be compared."
             )
         scores = [sample.score for sample in kept if sample.score is not None]
-        if request.temperature > 0:  # an evaluation has one answer to a prompt, and nothing to compare it with
+        if how.compared:
             asked = [_asked(record, sample.trajectory, sample.said) for sample in kept]
-            compared = await self._compared(scorer, asked, scores)
+            compared = await self._compared(how.scorer, asked, scores)
             kept, scores = (kept, compared) if compared is not None else ([], [])
-        if len(kept) < request.n:
+        if len(kept) < count:
             self._counts["groups_incomplete" if kept else "groups_lost"] += 1
         prompt = prompts.pop() if prompts else record.prompt_ids
         return Group(prompt, tuple(sample.trajectory for sample in kept), tuple(scores))

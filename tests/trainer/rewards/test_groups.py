@@ -123,10 +123,11 @@ def test_it_is_asked_again_and_an_outage_leaves_the_group_out(server: GenerateSe
     assert stats["reward_failures/length"] == 2
 
 
-def test_an_evaluation_has_nothing_to_compare(server: GenerateServer, tiny_model: str) -> None:
+@pytest.mark.parametrize("samples", [1, 3])
+def test_an_evaluation_compares_nothing(server: GenerateServer, tiny_model: str, samples: int) -> None:
     reward = Away(0)
     problem = Record(0, "1+2=", "03", Tokenizer(tiny_model).prompt("1+2="), ())
     with rollouts(server, tiny_model, reward) as running:
-        (group,) = running.evaluate([problem], EvalConfig())
-    assert group.scores == (Score(0),)
+        (group,) = running.evaluate([problem], EvalConfig(samples=samples))
+    assert group.scores == (Score(0),) * samples
     assert reward.asked == 0
