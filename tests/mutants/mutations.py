@@ -331,7 +331,7 @@ MUTATIONS: list[Mutation] = [
         ("count = -(-rows // (size * ranks * group)) * group", "count = -(-rows // (size * ranks))"),
     ]),
     *of("trainer/rollouts/schedules.py", TR + "rollouts/test_asynchronous.py", changes=[
-        ("else max(buffer, batch)", "else buffer"),
+        ("else max(buffer, setup.batch)", "else buffer"),
         ("min(self._in_time(step + 1), steps_left * self.batch)", "self._in_time(step + 1)"),
         ("deadline = pending.served + self.max_lag\n", "deadline = pending.served + self.max_lag + 1\n"),
     ]),

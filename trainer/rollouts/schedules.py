@@ -103,18 +103,28 @@ class Rollout:
     group: Group
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What every schedule has. `max_lag`: how many optimizer steps old a token may be that a step trains on. `rounds`:
+    iterations that the longest trajectory takes; 1 where they have no budget."""
+
+    batch: int
+    max_refills: int
+    feed: Feed
+    start: Start
+    keep: Keep
+    max_lag: int
+    rounds: int
+
+
 class Schedule(ABC):
     """The common part: sending off, going on, refilling, counting, and what a checkpoint holds of it."""
 
-    def __init__(
-        self, batch: int, max_refills: int, feed: Feed, start: Start, keep: Keep, max_lag: int, rounds: int
-    ) -> None:
-        """`max_lag`: how many optimizer steps old a token may be that a step trains on. `rounds`: iterations that the
-        longest trajectory takes; 1 where they have no budget."""
-        self.batch, self.feed, self.max_lag = batch, feed, max_lag
+    def __init__(self, setup: Setup) -> None:
+        self.batch, self.feed, self.max_lag = setup.batch, setup.feed, setup.max_lag
         self.steps = StepsOfVersions()
-        self._start, self._keep, self._refills_allowed = start, keep, max_refills * batch
-        self._rounds = rounds
+        self._start, self._keep, self._rounds = setup.start, setup.keep, setup.rounds
+        self._refills_allowed = setup.max_refills * setup.batch
         self._refills_left = 0
         self._iterating = False  # the round of the next step has begun
         self.pending: list[Pending] = []  # in the order they were drawn
@@ -256,20 +266,10 @@ def _entry(
 class InOrder(Schedule):
     """A whole batch at a time, and nothing meanwhile: training has the device to itself."""
 
-    def __init__(
-        self,
-        batch: int,
-        max_refills: int,
-        feed: Feed,
-        start: Start,
-        keep: Keep,
-        max_lag: int,
-        rounds: int,
-        oversample: float,
-    ) -> None:
-        super().__init__(batch, max_refills, feed, start, keep, max_lag, rounds)
+    def __init__(self, setup: Setup, oversample: float) -> None:
+        super().__init__(setup)
         self._oversample = oversample
-        self._seen, self._useful = float(batch), float(batch)  # groups that were finished, and those of use
+        self._seen, self._useful = float(setup.batch), float(setup.batch)  # groups that were finished, and those of use
 
     def take(self, step: int, steps_left: int) -> Iterator[Rollout]:
         """In the order they were drawn, those that are finished and of use. When all in line have been looked at and
@@ -365,21 +365,11 @@ class OneStepOff(InOrder):
 
 
 class Asynchronous(Schedule):
-    """`max_lag` in optimizer steps, `buffer` in groups (None: the most that the bound allows)."""
+    """`buffer` in groups (None: the most that the bound on staleness allows)."""
 
-    def __init__(
-        self,
-        batch: int,
-        max_refills: int,
-        feed: Feed,
-        start: Start,
-        keep: Keep,
-        max_lag: int,
-        rounds: int,
-        buffer: int | None,
-    ) -> None:
-        super().__init__(batch, max_refills, feed, start, keep, max_lag, rounds)
-        self._buffer = (max_lag + 1) * batch if buffer is None else max(buffer, batch)
+    def __init__(self, setup: Setup, buffer: int | None) -> None:
+        super().__init__(setup)
+        self._buffer = (setup.max_lag + 1) * setup.batch if buffer is None else max(buffer, setup.batch)
 
     def take(self, step: int, steps_left: int) -> Iterator[Rollout]:
         """Tops up what is in flight, then takes groups as they finish, those first that would be too old."""
@@ -454,9 +444,12 @@ def build_schedule(
     The weights that the server has are up to `publish_every` - 1 steps old when a step begins; a batch that was sampled
     while the step before trained is one step older.
     """
-    common = (batch, config.max_refills, feed, start, keep)
+
+    def setup(max_lag: int) -> Setup:
+        return Setup(batch, config.max_refills, feed, start, keep, max_lag, rounds)
+
     if isinstance(config, AsyncSchedule):
-        return Asynchronous(*common, config.max_lag, rounds, config.buffer)
+        return Asynchronous(setup(config.max_lag), config.buffer)
     if isinstance(config, OneStepOffSchedule):
-        return OneStepOff(*common, publish_every, rounds, config.oversample)
-    return InOrder(*common, publish_every - 1, rounds, config.oversample)
+        return OneStepOff(setup(publish_every), config.oversample)
+    return InOrder(setup(publish_every - 1), config.oversample)
