@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from loadtest import learning_tools
-from loadtest.learning import Bench, _server
-from loadtest.learning_recipes import ENVIRONMENT, MODEL, TASKS, WAYS, recipe
+from loadtest.training.learning import tools as learning_tools
+from loadtest.training.learning.bench import Bench, _server
+from loadtest.training.learning.recipes import ENVIRONMENT, MODEL, TASKS, WAYS, recipe
 from server.cli.up import Server
 from trainer.config import TrainerConfig, strict
 from trainer.data import build_dataset

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.checkpoints import make_adapter
-from loadtest.model_kinds import make_kind
+from loadtest.models.checkpoints import make_adapter
+from loadtest.models.kinds import make_kind
 from tests import stock
 from tests.live import VLLM_ARGS, LiveServer
 from tests.server.live.test_heads import pushed

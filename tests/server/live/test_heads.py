@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from loadtest.model_kinds import make_kind
+from loadtest.models.kinds import make_kind
 from tests import stock
 from tests.live import VLLM_ARGS, LiveServer
 from tests.server.live.test_parts import PROMPTS, acceptance

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.model_kinds import KINDS, make_kind
+from loadtest.models.kinds import KINDS, make_kind
 from tests import stock
 from tests.live import VLLM_ARGS, LiveServer, flags
 from tests.waiting import wait_until

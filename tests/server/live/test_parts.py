@@ -12,7 +12,7 @@ import httpx
 import orjson
 import pytest
 
-from loadtest.checkpoints import make_adapter, make_checkpoint
+from loadtest.models.checkpoints import make_adapter, make_checkpoint
 from tests.live import VLLM_ARGS, LiveServer
 from tests.server.live.test_crossings import samples_keep_their_terms
 from tests.waiting import wait_until

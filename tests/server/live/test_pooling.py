@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 
-from loadtest.model_kinds import make_kind
+from loadtest.models.kinds import make_kind
 from tests import stock
 from tests.live import LiveServer
 

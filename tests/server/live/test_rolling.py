@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 POISON = {"nan": float("nan"), "inf": float("inf"), "overflow": 3e38}
 SMOKE = {("rolling", "overflow")}
 AFTERWARDS = 200  # answers
-# say-0, say-1 and say-3 answer these words, as tests/conftest.py and the tokenizer of loadtest/checkpoints.py have it.
+# say-0, say-1 and say-3 answer these words: tests/conftest.py, and the tokenizer of loadtest/models/checkpoints.py.
 PROBES = """
 - {name: words, prompt: [3, 4, 5], max_tokens: 4, expect: {regex: "^(w100|w101|w103)+$"}, min_mean_logprob: -5}
 - {name: text, prompt: "abc", max_tokens: 2}

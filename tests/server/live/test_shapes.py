@@ -19,7 +19,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from loadtest.model_kinds import make_kind
+from loadtest.models.kinds import make_kind
 from tests import stock
 from tests.asking import Asking
 from tests.live import LiveServer

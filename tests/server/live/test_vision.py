@@ -15,7 +15,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from loadtest.model_kinds import make_blip2
+from loadtest.models.kinds import make_blip2
 from tests import stock
 from tests.asking import Asking
 from tests.live import LiveServer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from loadtest.learning_recipes import ENVIRONMENT
+from loadtest.training.learning.recipes import ENVIRONMENT
 from tests.live import LiveServer
 from tests.waiting import wait_until
 from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig
