@@ -10,7 +10,7 @@ long2short.py  shorter answers: merged weights, data of short answers
 report/        what a run was like, after it
 loop.py        the training loop, on one screen
 run.py         one run's components on one rank, and the way back to a checkpoint
-lead.py        what rank 0 alone has
+rank_zero.py   what rank 0 alone has
 rollouts/      records to the samples of a step: scheduled, generated, scored, laid out
 evaluation.py  the sets of prompts that a run is judged by
 exports.py     Hugging Face checkpoints of a run's weights

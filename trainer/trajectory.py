@@ -25,7 +25,7 @@ UNFINISHED = "unfinished"  # and of what is to go on: its part of an iteration's
 @dataclass(frozen=True)
 class VersionSpan:
     """Tokens [start, end) were written by weight version `version`, the weights after `step` optimizer steps (as far as
-    the trainer knows: see `Group.dated`)."""
+    the trainer knows: see `TrajectoryGroup.dated`)."""
 
     version: int
     start: int
@@ -145,7 +145,7 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
-class Group:
+class TrajectoryGroup:
     """All trajectories of one prompt with their scores."""
 
     prompt_ids: tuple[int, ...]
@@ -168,11 +168,11 @@ class Group:
         known = [trajectory.newest for trajectory in self.trajectories]
         return max((step for step in known if step is not None), default=None)
 
-    def within(self, step: int, max_lag: int) -> Group:
+    def within(self, step: int, max_lag: int) -> TrajectoryGroup:
         """With none of its tokens trained on that is more than `max_lag` steps behind `step`. All rewards count."""
         return replace(self, trajectories=tuple(trajectory.within(step, max_lag) for trajectory in self.trajectories))
 
-    def dated(self, steps: StepsOfVersions) -> Group:
+    def dated(self, steps: StepsOfVersions) -> TrajectoryGroup:
         """With the optimizer steps in the versions that wrote it."""
         return replace(self, trajectories=tuple(trajectory.dated(steps) for trajectory in self.trajectories))
 
@@ -181,11 +181,11 @@ class Group:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> Group:
+    def from_json(data: dict[str, Any]) -> TrajectoryGroup:
         """The inverse of `to_json`, also after a round trip through a file."""
         trajectories = tuple(trajectory_from_json(t) for t in data["trajectories"])
         scores = tuple(Score(**{**score, "relative": tuple(score.get("relative", ()))}) for score in data["scores"])
-        return Group(tuple(data["prompt_ids"]), trajectories, scores)
+        return TrajectoryGroup(tuple(data["prompt_ids"]), trajectories, scores)
 
 
 @dataclass(frozen=True)
@@ -216,17 +216,17 @@ class Partial:
         return [i for i, sample in enumerate(self.samples) if sample is not None and sample.score is None]
 
     def to_json(self) -> dict[str, Any]:
-        """As `Group.to_json`."""
+        """As `TrajectoryGroup.to_json`."""
         return dataclasses.asdict(self)
 
 
-Outcome = Group | Partial
+Outcome = TrajectoryGroup | Partial
 
 
 def outcome_from_json(data: dict[str, Any]) -> Outcome:
     """The inverse of both `to_json`."""
     if "samples" not in data:
-        return Group.from_json(data)
+        return TrajectoryGroup.from_json(data)
     return Partial(tuple(_sample(sample) if sample is not None else None for sample in data["samples"]))
 
 

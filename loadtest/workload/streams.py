@@ -1,7 +1,7 @@
 """Streams that record when each token reached the client; a process of its own, so that nothing else delays it.
 
-`python -m loadtest.workload.streams URL MODEL STREAMS SECONDS` prints one JSON line when all streams are running. At the
-end it prints `{"arrivals": [[t, ...], ...], "first_seen": {version: t}, "failed": n, "truncated": n}`: arrivals per
+`python -m loadtest.workload.streams URL MODEL STREAMS SECONDS` prints one JSON line when all streams are running. At
+the end it prints `{"arrivals": [[t, ...], ...], "first_seen": {version: t}, "failed": n, "truncated": n}`: arrivals per
 stream, and the first token of each version anywhere, in seconds on the system's monotonic clock.
 """
 

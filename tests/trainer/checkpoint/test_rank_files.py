@@ -10,12 +10,14 @@ import pytest
 
 from trainer.checkpoint import parts
 from trainer.checkpoint.directory import CheckpointDir
-from trainer.checkpoint.share import Background, Share, collect, put
+from trainer.checkpoint.rank_files import Background, RankFiles, collect, put
 from trainer.errors import CheckpointError, ResumeError
 
 
 def test_shares_come_back_in_rank_order_and_leave_no_file(tmp_path: Path) -> None:
-    shares = [Share({f"{rank}.bin": (rank, "abc")}, {"actor": [["w", [0, 4], None, "f", 0, 9]]}) for rank in range(3)]
+    shares = [
+        RankFiles({f"{rank}.bin": (rank, "abc")}, {"actor": [["w", [0, 4], None, "f", 0, 9]]}) for rank in range(3)
+    ]
     late = threading.Timer(0.1, lambda: put(tmp_path, 1, shares[1]))
     late.start()
     for rank in (2, 0):
@@ -25,14 +27,14 @@ def test_shares_come_back_in_rank_order_and_leave_no_file(tmp_path: Path) -> Non
 
 
 def test_a_rank_that_could_not_write_is_named(tmp_path: Path) -> None:
-    put(tmp_path, 0, Share())
-    put(tmp_path, 1, Share(problem="no space left"))
+    put(tmp_path, 0, RankFiles())
+    put(tmp_path, 1, RankFiles(problem="no space left"))
     with pytest.raises(CheckpointError, match="rank 1: no space left"):
         collect(tmp_path, 2, 20, threading.Event())
 
 
 def test_ranks_that_say_nothing_are_named(tmp_path: Path) -> None:
-    put(tmp_path, 1, Share())
+    put(tmp_path, 1, RankFiles())
     with pytest.raises(CheckpointError, match=r"no share from ranks \[0, 2\]"):
         collect(tmp_path, 3, 0.05, threading.Event())
     given_up = threading.Event()

@@ -15,10 +15,10 @@ from trainer.evaluation import EvalSet
 from trainer.megatron.hf_config import ModelShape
 from trainer.rewards import Scorer, build_scorer
 from trainer.rollouts.experience import Experience
-from trainer.rollouts.sampling import Rollouts
+from trainer.rollouts.sampling import RolloutSampler
 
 
-class Lead:
+class RankZeroComponents:
     """Opened on rank 0; close it at the end. `scorer` is None for a run that samples nothing."""
 
     def __init__(self, config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) -> None:
@@ -30,7 +30,7 @@ class Lead:
             raise DataError(f"{config.model.path}: {problem}. Put the model's own tokenizer.json there.")
         self._dataset = build_dataset(config.data, tokenizer, config.seed)
         self.scorer: Scorer | None = None
-        self._rollouts: Rollouts | None = None
+        self._rollouts: RolloutSampler | None = None
         self._sets: dict[str, EvalSet] = {}
         if config.gateway is not None:
             self.scorer = build_scorer(config.rewards, config.gateway)
@@ -38,7 +38,7 @@ class Lead:
             more: dict[str, Any] = {"environment": config.environment, "model": config.served_name}
             if isinstance(config.algorithm, DistillConfig):
                 more["teacher"] = config.algorithm.teacher
-            self._rollouts = Rollouts(*about, **more)
+            self._rollouts = RolloutSampler(*about, **more)
             for entry in config.eval:
                 self._sets[entry.name] = EvalSet(entry, config, self._dataset, tokenizer)
         self.experience = Experience(config, algorithm, self._dataset, self._rollouts, shape.max_positions)

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Share:
+class RankFiles:
     """A rank's files, flushed and digested, by their path below the checkpoint. `pieces` says where each tensor lies
     in them (by role of the model; what `shards.py` needs for its index). `problem` is empty, or why
     there is no share."""
@@ -32,14 +32,14 @@ class Share:
     problem: str = ""
 
 
-def put(directory: Path, rank: int, share: Share) -> None:
+def put(directory: Path, rank: int, share: RankFiles) -> None:
     """Tell rank 0. The file appears in one piece."""
     unfinished = _path(directory, rank).with_suffix(".tmp")
     unfinished.write_text(json.dumps(asdict(share)))
     unfinished.replace(_path(directory, rank))
 
 
-def collect(directory: Path, world: int, timeout_s: float, given_up: threading.Event) -> list[Share]:
+def collect(directory: Path, world: int, timeout_s: float, given_up: threading.Event) -> list[RankFiles]:
     """Wait for every rank's share and take the files away; in rank order.
 
     Raises CheckpointError naming the ranks that could not write theirs, or that have not within `timeout_s` or when
@@ -57,12 +57,12 @@ def collect(directory: Path, world: int, timeout_s: float, given_up: threading.E
     return shares
 
 
-def _take(directory: Path, rank: int) -> Share:
+def _take(directory: Path, rank: int) -> RankFiles:
     path = _path(directory, rank)
     read = json.loads(path.read_text())
     path.unlink()
     files = {name: (int(size), str(digest)) for name, (size, digest) in read["files"].items()}
-    return Share(files, read["pieces"], read["problem"])
+    return RankFiles(files, read["pieces"], read["problem"])
 
 
 def _path(directory: Path, rank: int) -> Path:
