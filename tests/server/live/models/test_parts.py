@@ -14,7 +14,7 @@ import pytest
 
 from loadtest.models.checkpoints import make_adapter, make_checkpoint
 from tests.live import VLLM_ARGS, LiveServer
-from tests.server.live.test_crossings import samples_keep_their_terms
+from tests.server.live.swaps.test_crossings import samples_keep_their_terms
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.engine

@@ -19,7 +19,7 @@ from loadtest.models.kinds import make_blip2
 from tests import stock
 from tests.asking import Asking
 from tests.live import LiveServer
-from tests.server.live.test_kinds import first_span
+from tests.server.live.models.test_kinds import first_span
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.broad]

@@ -14,7 +14,7 @@ from tests.live import LiveServer
 from tests.node import installed
 
 pytestmark = pytest.mark.engine
-JS = Path(__file__).parents[2] / "js"
+JS = Path(__file__).parents[3] / "js"
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import torch
 from loadtest.models.kinds import make_kind
 from tests import stock
 from tests.live import VLLM_ARGS, LiveServer
-from tests.server.live.test_parts import PROMPTS, acceptance
+from tests.server.live.models.test_parts import PROMPTS, acceptance
 
 pytestmark = [pytest.mark.engine, pytest.mark.broad]
 Tensors = dict[str, torch.Tensor]

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from tests.live import LiveServer
-from tests.server.live.test_swaps import swap_around
+from tests.server.live.swaps.test_swaps import swap_around
 
 pytestmark = pytest.mark.engine
 PROMPT = [(11 * j) % 400 + 5 for j in range(200)]
