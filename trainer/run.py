@@ -14,10 +14,16 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from trainer.algorithms import build_algorithm
+from trainer.algorithms.base import Algorithm
 from trainer.checkpoint.checkpoints import open_checkpoints
-from trainer.config import TrainerConfig
+from trainer.checkpoint.parts import Part
+from trainer.config import DistillConfig, TrainerConfig
 from trainer.connection import roll_back_serving
-from trainer.errors import Diverged, Preempted, PublishError, RankFailed
+from trainer.data import build_dataset
+from trainer.data.records import summary
+from trainer.data.tokenizer import Tokenizer
+from trainer.errors import DataError, Diverged, Preempted, PublishError, RankFailed
+from trainer.evaluation import EvalSet
 from trainer.exports import Exports
 from trainer.faults.guard import Guard
 from trainer.faults.heartbeat import progress
@@ -30,8 +36,9 @@ from trainer.memory.phases import Phases
 from trainer.metrics.throughput import Stopwatch, Throughput, peak_flops
 from trainer.metrics.writers import MetricsWriter
 from trainer.publish import WeightPublisher
-from trainer.rank_zero import RankZeroComponents
-from trainer.rollouts.experience import ExperienceMaker, StepBatch, TrainState
+from trainer.rewards import Scorer, build_scorer
+from trainer.rollouts.experience import Experience, ExperienceMaker, StepBatch, TrainState
+from trainer.rollouts.sampling import RolloutSampler
 
 log = logging.getLogger(__name__)
 
@@ -237,6 +244,55 @@ class Run:
         """How good an evaluation at this very step was, if there was one."""
         step, score = self._evaluated
         return score if step == state.step else None
+
+
+class RankZeroComponents:
+    """The data set, the rewards, the rollouts, and the batches made of them; what only rank 0 has. Close it at the end.
+    `scorer` is None for a run that samples nothing."""
+
+    def __init__(self, config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) -> None:
+        """Raises ConfigError, DataError, SandboxUnavailable for what the user must correct."""
+        self._config = config
+        tokenizer = Tokenizer(config.model.path)
+        if tokenizer.size > shape.vocab:
+            problem = f"the tokenizer has {tokenizer.size} tokens, the model {shape.vocab}"
+            raise DataError(f"{config.model.path}: {problem}. Put the model's own tokenizer.json there.")
+        self._dataset = build_dataset(config.data, tokenizer, config.seed)
+        self.scorer: Scorer | None = None
+        self._rollouts: RolloutSampler | None = None
+        self._sets: dict[str, EvalSet] = {}
+        if config.gateway is not None:
+            self.scorer = build_scorer(config.rewards, config.gateway)
+            about = (config.gateway, config.rollout, self.scorer, tokenizer, config.seed)
+            more: dict[str, Any] = {"environment": config.environment, "model": config.served_name}
+            if isinstance(config.algorithm, DistillConfig):
+                more["teacher"] = config.algorithm.teacher
+            self._rollouts = RolloutSampler(*about, **more)
+            for entry in config.eval:
+                self._sets[entry.name] = EvalSet(entry, config, self._dataset, tokenizer)
+        self.experience = Experience(config, algorithm, self._dataset, self._rollouts, shape.max_positions)
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """What a checkpoint keeps of the run, beside the engine."""
+        kept: dict[str, Part] = {"data": self.experience.feed}
+        return kept if self.experience.schedule is None else kept | {"rollouts": self.experience.schedule}
+
+    def summary(self) -> dict[str, Any]:
+        """What the `start` event says about the data set."""
+        return summary(self._dataset)
+
+    def evaluate(self, name: str) -> dict[str, Any]:
+        """What an `eval` event says of the set of that name. Raises RolloutError."""
+        assert self._rollouts is not None
+        return self._sets[name](self._rollouts)
+
+    def close(self) -> None:
+        """End what is being sampled, and the rewards."""
+        if self._rollouts is not None:
+            self._rollouts.close()
+        for each in self._sets.values():
+            each.close()
 
 
 class Rollback:

@@ -27,8 +27,8 @@ next, is one round of all groups that are not finished. A step that has too few 
 is sampled by the weights that are there then, so its bound counts from there: nobody waits for more than a round.
 Tokens that are over the bound when the group is trained on are read and not trained on.
 
-Age counts optimizer steps, not versions (staleness.py): where only every n-th step is published, or publishing fails,
-what is sampled is older. Groups that are over the bound for that reason are sampled again, if there are newer weights.
+Age counts optimizer steps, not versions: where only every n-th step is published, or publishing fails, what is sampled
+is older. Groups that are over the bound for that reason are sampled again, if there are newer weights.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ from typing import Any, Protocol
 
 from trainer.config.sections import AsyncSchedule, OneStepOffSchedule, ScheduleConfig
 from trainer.rollouts.feed import Draw, Feed
-from trainer.staleness import StepsOfVersions
-from trainer.trajectory import Outcome, Partial, TrajectoryGroup, outcome_from_json
+from trainer.trajectory import Outcome, Partial, StepsOfVersions, TrajectoryGroup, outcome_from_json
 
 ROUNDING = 1e-9
 RESERVE = 0.25  # of a batch

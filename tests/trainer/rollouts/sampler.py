@@ -11,12 +11,12 @@ from trainer.data.records import Record
 from trainer.rewards.scorer import Score
 from trainer.rollouts.feed import Draw, Feed
 from trainer.rollouts.schedules import Rollout, Schedule
-from trainer.staleness import StepsOfVersions
 from trainer.trajectory import (
     UNFINISHED,
     Outcome,
     Partial,
     PartialSample,
+    StepsOfVersions,
     Trajectory,
     TrajectoryGroup,
     Turn,

@@ -20,8 +20,16 @@ from trainer.rewards import build_scorer
 from trainer.rollouts.feed import Draw, Feed
 from trainer.rollouts.sampling import ENVIRONMENT, RolloutSampler
 from trainer.rollouts.schedules import Schedule, build_schedule
-from trainer.staleness import StepsOfVersions
-from trainer.trajectory import UNFINISHED, Outcome, Partial, Trajectory, TrajectoryGroup, VersionSpan, outcome_from_json
+from trainer.trajectory import (
+    UNFINISHED,
+    Outcome,
+    Partial,
+    StepsOfVersions,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+    outcome_from_json,
+)
 
 PATIENCE_S = 60
 BUDGET, MOST = 20, 64

@@ -24,8 +24,7 @@ from trainer.metrics.rollouts import rollout_metrics
 from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_scorer
 from trainer.rollouts.generate import repeats
 from trainer.rollouts.sampling import RolloutSampler
-from trainer.staleness import StepsOfVersions
-from trainer.trajectory import TrajectoryGroup, VersionSpan
+from trainer.trajectory import StepsOfVersions, TrajectoryGroup, VersionSpan
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from trainer.algorithms.policy import Grpo, Reinforce
 from trainer.batch import MASK, TOKENS, Sequence, collate, lay_out
 from trainer.config import GrpoConfig, ReinforceConfig
 from trainer.rewards import Score
-from trainer.staleness import StepsOfVersions
-from trainer.trajectory import Trajectory, TrajectoryGroup, Turn, VersionSpan
+from trainer.trajectory import StepsOfVersions, Trajectory, TrajectoryGroup, Turn, VersionSpan
 
 CALL = Turn((11, 12, 13), (-0.1, -0.2, -0.3), (VersionSpan(4, 0, 2, 4), VersionSpan(5, 2, 3, 5)), reward=0.25)
 TOOL = Turn((21, 22))
