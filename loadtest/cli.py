@@ -30,7 +30,7 @@ def swap(
     small: Small = False,
 ) -> None:
     """Client-visible token gaps with no swap, with hotswap, and with vLLM's own pause, update and resume."""
-    from loadtest.swap_stall import run
+    from loadtest.swaps.stall import run
 
     run(json, streams=streams, swaps=swaps, small=small, kind=model_kind)
 
@@ -43,7 +43,7 @@ def fleet(
     small: Small = False,
 ) -> None:
     """Swaps of 1, 2 and 4 instances and of two ranks, together and rolling; goodput with a swap every second."""
-    from loadtest.swap_fleet import run
+    from loadtest.swaps.fleet import run
 
     run(json, streams=streams, swaps=swaps, small=small)
 
@@ -56,7 +56,7 @@ def phases(
     small: Small = False,
 ) -> None:
     """What a trainer and a server that share their memory by turns lose in time, and gain in memory."""
-    from loadtest.phase_switch import run
+    from loadtest.training.phase_switch import run
 
     run(json, level=level, steps=steps, small=small)
 
@@ -64,7 +64,7 @@ def phases(
 @app.command()
 def logprobs(json: Json = None, small: Small = False) -> None:
     """Log-probs over a vocabulary of 150,000, in chunks and over whole logits: peak memory, CPU time."""
-    from loadtest.logprobs import run
+    from loadtest.training.logprobs import run
 
     run(json, small=small)
 
@@ -76,7 +76,7 @@ def soak(
     instances: Annotated[int, typer.Option(help="vLLM instances")] = 2,
 ) -> None:
     """Thousands of swaps under load: wrong tokens, failed requests, leaked memory."""
-    from loadtest.soak import run
+    from loadtest.swaps.soak import run
 
     run(json, swaps=swaps, instances=instances)
 
@@ -116,8 +116,8 @@ def gateway(
     pairs: Annotated[int, typer.Option(min=2, help="with --against: loads of each kind for each of the two")] = 25,
 ) -> None:
     """The gateway beside vllm-router, smg and LiteLLM, one core each: requests/s, CPU, added latency, disconnects."""
-    from loadtest.gateway import run
-    from loadtest.gateway_bench import against as paired
+    from loadtest.gateway import against as paired
+    from loadtest.gateway.bench import run
 
     if against is not None:
         paired.run(against, json, pairs=pairs)
@@ -128,7 +128,7 @@ def gateway(
 @app.command()
 def staging(json: Json = None, model_kind: ModelKind = "dense", small: Small = False) -> None:
     """Staging while nothing decodes: GB/s, what verifying takes of it, and mapping what is built already."""
-    from loadtest.staging import run
+    from loadtest.swaps.staging import run
 
     run(json, small=small, kind=model_kind)
 
@@ -136,7 +136,7 @@ def staging(json: Json = None, model_kind: ModelKind = "dense", small: Small = F
 @app.command()
 def serve(json: Json = None, small: Small = False) -> None:
     """Open-loop load on real vLLM: goodput up to three times saturation, fairness between keys, urgent requests."""
-    from loadtest.serve import run
+    from loadtest.serving.bench import run
 
     run(json, small=small)
 
@@ -144,7 +144,7 @@ def serve(json: Json = None, small: Small = False) -> None:
 @app.command()
 def delta(json: Json = None, small: Small = False) -> None:
     """Versions as differences: what real training changes, and how long they take over shaped links."""
-    from loadtest.delta import run
+    from loadtest.transfer.delta import run
 
     run(json, small=small)
 
@@ -152,7 +152,7 @@ def delta(json: Json = None, small: Small = False) -> None:
 @app.command()
 def prefixes(json: Json = None) -> None:
     """Prefix cache hits across swaps and rollbacks."""
-    from loadtest.prefix_cache import run
+    from loadtest.swaps.prefix_cache import run
 
     run(json)
 
@@ -160,7 +160,7 @@ def prefixes(json: Json = None) -> None:
 @app.command()
 def stores(json: Json = None) -> None:
     """Latency of the SQLite store and of etcd."""
-    from loadtest.store_latency import run
+    from loadtest.scale.store_latency import run
 
     run(json)
 
@@ -173,7 +173,7 @@ def transfer(
 ) -> None:
     """Reads by each transport beside memcpy and a raw socket, and by 1 to 8 receivers at once; a late joiner's first
     token; what an instance loses while its host feeds another."""
-    from loadtest.transfer import PARTS, run
+    from loadtest.transfer.bench import PARTS, run
 
     if unknown := set(part or ()) - set(PARTS):
         raise typer.BadParameter(f"{min(unknown)} is none of {', '.join(PARTS)}")
@@ -189,7 +189,7 @@ def learning(
     way: Annotated[list[str] | None, typer.Option(help="only this algorithm; may be repeated")] = None,
 ) -> None:
     """Whether SFT, DPO, GRPO and PPO raise held-out accuracy: on sums, on code run in the sandbox, and with a tool."""
-    from loadtest.learning import run
+    from loadtest.training.learning.bench import run
 
     run(json, seed=seed, tasks=task or (), ways=way or (), docs=docs)
 
@@ -197,7 +197,7 @@ def learning(
 @app.command(name="rl-step")
 def rl_step(json: Json = None, small: Small = False) -> None:
     """One GRPO step under each schedule and by TRL: seconds by phase, tokens/s, memory, what a slow reward costs."""
-    from loadtest.rl_step.bench import run
+    from loadtest.training.rl_step.bench import run
 
     run(json, small=small)
 
@@ -205,7 +205,7 @@ def rl_step(json: Json = None, small: Small = False) -> None:
 @app.command(name="partial-rollouts")
 def partial_rollouts(json: Json = None, small: Small = False) -> None:
     """Where a few answers are ten times as long as the rest: steps with and without a budget of tokens, accuracy."""
-    from loadtest.partial_rollouts import run
+    from loadtest.training.partial_rollouts import run
 
     run(json, small=small)
 

@@ -26,7 +26,7 @@ os.environ.setdefault("HOTSWAP_PURE", "1")
 importlib.import_module("server.gateway.compiled")
 os.environ.pop("HOTSWAP_PURE")
 
-from loadtest.checkpoints import make_checkpoint, make_constant_checkpoint  # noqa: E402 - see above
+from loadtest.models.checkpoints import make_checkpoint, make_constant_checkpoint  # noqa: E402 - see above
 from tests import warm  # noqa: E402
 from tests.live import LiveServer  # noqa: E402
 from tests.tiers import pytest_collection_modifyitems, pytest_sessionfinish, pytest_terminal_summary  # noqa: E402

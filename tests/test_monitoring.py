@@ -1,4 +1,4 @@
-"""Dashboard and alert rules read series, labels and values that exist (vLLM's own: server/live/test_monitoring.py)."""
+"""Dashboard and alert rules read series, labels and values that exist (vLLM's: live/fleet/test_monitoring.py)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ long2short.py  shorter answers: merged weights, data of short answers
 report/        what a run was like, after it
 loop.py        the training loop, on one screen
 run.py         one run's components on one rank, and the way back to a checkpoint
-lead.py        what rank 0 alone has
 rollouts/      records to the samples of a step: scheduled, generated, scored, laid out
 evaluation.py  the sets of prompts that a run is judged by
 exports.py     Hugging Face checkpoints of a run's weights
@@ -22,8 +21,7 @@ faults/        ranks that die or hang, numbers that leap
 megatron/      models, parallel layouts, the training engine
 algorithms/    what is learned
 environments/  episodes of several turns, with tools or without
-trajectory.py  turns, trajectories and groups
-staleness.py   how old a token is
+trajectory.py  turns, trajectories and groups, and how old a token is
 rewards/       what an answer is worth
 data/          records, their files and their order
 worker_process.py  processes that run other people's code and can be killed

@@ -15,7 +15,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError
 from trainer.metrics.rollouts import evaluation_metrics
 from trainer.rewards import Scorer, build_scorer
-from trainer.rollouts.sampling import Rollouts
+from trainer.rollouts.sampling import RolloutSampler
 
 
 class EvalSet:
@@ -29,7 +29,7 @@ class EvalSet:
         if entry.rewards is not None:
             self._scorer = build_scorer(entry.rewards, config.gateway)
 
-    def __call__(self, rollouts: Rollouts) -> dict[str, Any]:
+    def __call__(self, rollouts: RolloutSampler) -> dict[str, Any]:
         """Ask for the answers, and what an `eval` event says of them. Raises RolloutError."""
         groups = rollouts.evaluate(self.records, self.config, self._scorer)
         versions = sorted({span.version for g in groups for t in g.trajectories for span in t.versions})

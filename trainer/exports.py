@@ -22,7 +22,7 @@ from trainer.megatron.engine import Engine
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import finish_adapter, finish_checkpoint, write_shards
 from trainer.megatron.lora import adapter_config
-from trainer.megatron.parallel import broadcast_json, gather_json, lead
+from trainer.megatron.parallel import broadcast_json, gather_json, on_rank_zero
 
 BEST, RECORD = "best", "best.json"
 
@@ -38,7 +38,7 @@ class Exports:
 
     def start(self, *, resumed: bool) -> None:
         """A run that goes on has its best one already; a fresh run has none, whatever is in the directory."""
-        record = lead(lambda: self._recorded()) if resumed and self._config.save_best else None
+        record = on_rank_zero(lambda: self._recorded()) if resumed and self._config.save_best else None
         self._best = broadcast_json(record)
 
     def due(self, step: int, score: float | None) -> bool:
@@ -72,9 +72,9 @@ class Exports:
 
     def _write(self, directory: Path, record: dict[str, Any] | None = None) -> None:
         unfinished = directory.with_name(f".writing-{directory.name}")
-        lead(lambda: shutil.rmtree(unfinished, ignore_errors=True))
+        on_rank_zero(lambda: shutil.rmtree(unfinished, ignore_errors=True))
         write_hf(self._config, self._shape, self._engine, unfinished)
-        lead(lambda: _put(unfinished, directory, record))
+        on_rank_zero(lambda: _put(unfinished, directory, record))
 
 
 def _put(made: Path, directory: Path, record: dict[str, Any] | None) -> None:
@@ -92,7 +92,7 @@ def write_hf(config: TrainerConfig, shape: ModelShape, engine: Engine, directory
     """The engine's weights as a Hugging Face checkpoint directory, or its adapter as PEFT's. Raises ExportError."""
     model, lora = config.model, config.lora
     merged = lora is not None and lora.save == "merged"
-    lead(lambda: _make(directory))
+    on_rank_zero(lambda: _make(directory))
     written, problem = [], ""
     tensors = engine.export_merged(model.dtype) if merged else engine.export(model.dtype)
     try:
@@ -106,9 +106,9 @@ def write_hf(config: TrainerConfig, shape: ModelShape, engine: Engine, directory
         raise ExportError(problems[0])
     files = [each for share, _ in shares for each in share]
     if lora is None or merged:
-        lead(lambda: finish_checkpoint(directory, files, model.path, model.dtype))
+        on_rank_zero(lambda: finish_checkpoint(directory, files, model.path, model.dtype))
     else:
-        lead(lambda: finish_adapter(directory, files, adapter_config(shape, lora, model.path)))
+        on_rank_zero(lambda: finish_adapter(directory, files, adapter_config(shape, lora, model.path)))
 
 
 def export_saved(config: TrainerConfig, shape: ModelShape, engine: Engine, directory: str, step: int | None) -> int:

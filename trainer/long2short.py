@@ -30,8 +30,8 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, TrainerError, WeightsError
 from trainer.megatron.hf_files import HfTensors, finish_checkpoint, write_shards
 from trainer.rewards import build_scorer
-from trainer.rollouts.sampling import Rollouts
-from trainer.trajectory import Group, Trajectory
+from trainer.rollouts.sampling import RolloutSampler
+from trainer.trajectory import Trajectory, TrajectoryGroup
 
 LONGER = 1.5
 AT_ONCE = 16  # prompts whose answers are under way
@@ -67,20 +67,20 @@ def merge(long: str | Path, short: str | Path, into: str | Path, share: float = 
     finish_checkpoint(target, written, long, str(one.get(next(iter(one.shapes))).dtype).removeprefix("torch."))
 
 
-def shortest_right(group: Group) -> Trajectory | None:
+def shortest_right(group: TrajectoryGroup) -> Trajectory | None:
     """The right answer of the fewest tokens; None if none is right, or ended by itself."""
     right = [t for t, score in zip(group.trajectories, group.scores, strict=True) if score.full and not t.truncated]
     return min(right, key=lambda t: t.policy_tokens, default=None)
 
 
-def longer_ones(group: Group, chosen: Trajectory) -> list[Trajectory]:
+def longer_ones(group: TrajectoryGroup, chosen: Trajectory) -> list[Trajectory]:
     """Those that `chosen` is preferred to: longer wrong ones, and right ones of over `LONGER` times its length."""
     pairs = zip(group.trajectories, group.scores, strict=True)
     least = chosen.policy_tokens
     return [t for t, score in pairs if t.policy_tokens > (LONGER * least if score.full else least)]
 
 
-def answers(config: TrainerConfig, records: int, samples: int) -> Iterator[tuple[Record, Group, Tokenizer]]:
+def answers(config: TrainerConfig, records: int, samples: int) -> Iterator[tuple[Record, TrajectoryGroup, Tokenizer]]:
     """The first `records` of a run's data, with answers and scores. Raises TrainerError."""
     if config.gateway is None:
         raise ConfigError("gateway", "missing, but answers are sampled through it", "Add gateway: {url: http://...}")
@@ -88,7 +88,7 @@ def answers(config: TrainerConfig, records: int, samples: int) -> Iterator[tuple
     dataset = build_dataset(config.data, tokenizer, config.seed)
     scorer = build_scorer(config.rewards, config.gateway)
     about = (config.gateway, config.rollout, scorer, tokenizer, config.seed)
-    with Rollouts(*about, environment=config.environment, model=config.served_name) as rollouts:
+    with RolloutSampler(*about, environment=config.environment, model=config.served_name) as rollouts:
         for start in range(0, records, AT_ONCE):
             indices = take(len(dataset), config.seed, start, min(AT_ONCE, records - start))
             asked = [dataset[index] for index in indices]
@@ -126,7 +126,7 @@ def _pairs(parsed: argparse.Namespace) -> None:
     print(f"{parsed.into}: {len(lines)} pairs of {parsed.records} prompts")
 
 
-def _answers(parsed: argparse.Namespace) -> Iterator[tuple[Record, Group, Tokenizer]]:
+def _answers(parsed: argparse.Namespace) -> Iterator[tuple[Record, TrajectoryGroup, Tokenizer]]:
     return answers(load(parsed.config, parsed.set), parsed.records, parsed.samples)
 
 

@@ -17,7 +17,7 @@ def train(run: Run) -> TrainState:
     while state.step < run.config.steps:
         run.may_leave(state)
         watch = Stopwatch()
-        batch = run.sampling.step(state, watch)
+        batch = run.experience.step(state, watch)
         try:
             with watch("train"):
                 stats = run.train(batch)

@@ -35,7 +35,7 @@ from trainer.errors import ConfigError, PublishError
 from trainer.megatron.convert import Slice
 from trainer.megatron.engine import Engine
 from trainer.megatron.lora import adapter_config
-from trainer.megatron.parallel import broadcast_json, gather_json, lead
+from trainer.megatron.parallel import broadcast_json, gather_json, on_rank_zero
 from weightsync.control.hosts import this_host
 from weightsync.errors import QuantizationError, StalePublisher, WeightSyncError
 from weightsync.format.manifest import Schema
@@ -73,9 +73,9 @@ class WeightPublisher:
             described = adapter_config(engine.shape, lora, engine.config.model.path)
             self._part, self._metadata = lora.part, Adapter((), described).metadata
         self._hosts = SeveralHosts(config)
-        self._publisher: Any = lead(self._open)
+        self._publisher: Any = on_rank_zero(self._open)
         try:
-            said = broadcast_json(lead(lambda: self._chosen(exported)))
+            said = broadcast_json(on_rank_zero(lambda: self._chosen(exported)))
         except BaseException:
             self.close()
             raise
@@ -86,12 +86,12 @@ class WeightPublisher:
         self._hosts.carry(self._schema)
 
     def publish(self, step: int) -> Published:
-        """Publish the current weights and wait until they serve. Raises PublishError on every rank (see `lead`)."""
+        """Publish the current weights and wait until they serve. Raises PublishError on every rank."""
         began = time.perf_counter()
         about = {"step": step, "part": self._part, "metadata": self._metadata}
-        draft: Any = lead(lambda: typed(self._publisher.begin, self._schema, **about))
+        draft: Any = on_rank_zero(lambda: typed(self._publisher.begin, self._schema, **about))
         outcomes = gather_json(self._write(draft))
-        published: dict[str, Any] | None = lead(lambda: self._commit(draft, outcomes, began))
+        published: dict[str, Any] | None = on_rank_zero(lambda: self._commit(draft, outcomes, began))
         return Published(**broadcast_json(published))
 
     def close(self) -> None:
@@ -230,7 +230,7 @@ class SeveralHosts:
     def __init__(self, config: PublishConfig) -> None:
         """Raises ConfigError when a rank's host has no proper name, or it cannot open its transport."""
         found = gather_json(_host())
-        lead(lambda: check([host["problem"] for host in found], NAMELESS))
+        on_rank_zero(lambda: check([host["problem"] for host in found], NAMELESS))
         hosts = [host["name"] for host in found]
         self._rank = int(dist.get_rank())
         self._beside = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
@@ -240,7 +240,7 @@ class SeveralHosts:
         self._collector: weightsync.Collector | None = None
         if not self.one:
             problems = gather_json(self._open(config))
-            lead(lambda: check(problems, SILENT))
+            on_rank_zero(lambda: check(problems, SILENT))
 
     def carry(self, schema: Schema) -> None:
         """What versions are made of: called once, before anything is written."""

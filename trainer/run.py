@@ -14,24 +14,31 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from trainer.algorithms import build_algorithm
+from trainer.algorithms.base import Algorithm
 from trainer.checkpoint.checkpoints import open_checkpoints
-from trainer.config import TrainerConfig
+from trainer.checkpoint.parts import Part
+from trainer.config import DistillConfig, TrainerConfig
 from trainer.connection import roll_back_serving
-from trainer.errors import Diverged, Preempted, PublishError, RankFailed
+from trainer.data import build_dataset
+from trainer.data.records import summary
+from trainer.data.tokenizer import Tokenizer
+from trainer.errors import DataError, Diverged, Preempted, PublishError, RankFailed
+from trainer.evaluation import EvalSet
 from trainer.exports import Exports
 from trainer.faults.guard import Guard
 from trainer.faults.heartbeat import progress
 from trainer.faults.supervision import Faults
-from trainer.lead import Lead
 from trainer.megatron.engine import Engine, StepStats
 from trainer.megatron.hf_config import ModelShape
-from trainer.megatron.parallel import broadcast_json, is_lead, lead
+from trainer.megatron.parallel import broadcast_json, is_rank_zero, on_rank_zero
 from trainer.memory.build import build_memory
 from trainer.memory.phases import Phases
 from trainer.metrics.throughput import Stopwatch, Throughput, peak_flops
 from trainer.metrics.writers import MetricsWriter
 from trainer.publish import WeightPublisher
-from trainer.rollouts.experience import Sampling, StepBatch, TrainState
+from trainer.rewards import Scorer, build_scorer
+from trainer.rollouts.experience import Experience, ExperienceMaker, StepBatch, TrainState
+from trainer.rollouts.sampling import RolloutSampler
 
 log = logging.getLogger(__name__)
 
@@ -53,31 +60,33 @@ class Run:
         self.faults: Faults | None = None
         self._guard, self._suspicious = Guard(config.faults), False
         self.roll_back = Rollback(self)
-        self._lead: Lead | None = lead(lambda: Lead(config, shape, self.algorithm))  # on rank 0
+        # None on the other ranks.
+        self._rank_zero = on_rank_zero(lambda: RankZeroComponents(config, shape, self.algorithm))
         peak = config.watch.peak_tflops
         peak_flops_s = peak * 1e12 if peak else peak_flops()
         self._throughput = Throughput(shape, config.parallel.world_size, peak_flops_s, config.lora is not None)
         if config.publish is not None:
             self._publisher = WeightPublisher(config.publish, self.engine)
-        if self.checkpoints is not None and self._lead is not None:
-            self.checkpoints.parts |= {**self._lead.parts, "guard": self._guard}
-        models = self._lead.scorer if self._lead is not None else None
+        if self.checkpoints is not None and self._rank_zero is not None:
+            self.checkpoints.parts |= {**self._rank_zero.parts, "guard": self._guard}
+        models = self._rank_zero.scorer if self._rank_zero is not None else None
         self._phases = Phases(build_memory(config, self.engine, models=models))
-        self.sampling = Sampling(config, self.engine, self._phases, self._lead.experience if self._lead else None)
+        experience = self._rank_zero.experience if self._rank_zero is not None else None
+        self.experience = ExperienceMaker(config, self.engine, self._phases, experience)
 
     def start(self) -> TrainState:
         """The state to go on from: the newest whole checkpoint's, or a fresh one."""
         self._began = time.monotonic()
         saved = self.checkpoints.resume() if self.checkpoints else None
         state = TrainState(**saved) if saved is not None else TrainState()
-        if self._lead is not None:
+        if self._rank_zero is not None:
             c = self.config
             values: dict[str, Any] = {
                 "steps": c.steps,
                 "algorithm": c.algorithm.name,
                 "world_size": c.parallel.world_size,
             }
-            values |= {"parameters": self.shape.parameters, "step": state.step, "data": self._lead.summary()}
+            values |= {"parameters": self.shape.parameters, "step": state.step, "data": self._rank_zero.summary()}
             self._metrics.write("start", values)
             if self.faults is not None and self.faults.restarted_because:
                 reason = self.faults.restarted_because
@@ -101,7 +110,7 @@ class Run:
         """One step. Raises Diverged when its numbers are not sane; the weights are not to be used then."""
         stats = self.engine.step(batch.fields)
         if self.config.faults.spike_sigma and stats.grad_norm:  # it is 0 while only a critic warms up
-            found = self._guard.problem(loss=stats.loss, grad_norm=stats.grad_norm) if is_lead() else ""
+            found = self._guard.problem(loss=stats.loss, grad_norm=stats.grad_norm) if is_rank_zero() else ""
             problem, self._suspicious = broadcast_json([found, self._guard.suspicious])
             if problem:
                 numbers = f"loss {stats.loss:.4g}, gradient norm {stats.grad_norm:.4g}"
@@ -127,11 +136,11 @@ class Run:
             final = broadcast_json(getattr(error, "final", False))
             if final or self._failed_publishes > self.config.publish.max_failures:
                 raise
-            if is_lead():
+            if is_rank_zero():
                 self._metrics.write("publish_failed", {"step": state.step, "message": str(error)})
             return state, {}
         self._failed_publishes, self._published_step = 0, state.step
-        self.sampling.published(published.version, state.step)
+        self.experience.published(published.version, state.step)
         return dataclasses.replace(state, version=published.version), {
             "swap_ms": published.swap_ms,
             "write_ms": published.write_ms,
@@ -148,7 +157,7 @@ class Run:
             return
         progress("eval", state.step)
         self._phases.enter("rollout")
-        values = broadcast_json(lead(lambda: self._evaluate(due, state)))
+        values = broadcast_json(on_rank_zero(lambda: self._evaluate(due, state)))
         name, metric = self.config.best_by
         if name in values and self._published_step == state.step:  # otherwise older weights have answered
             self._evaluated = (state.step, values[name].get(metric))
@@ -171,7 +180,7 @@ class Run:
         self, state: TrainState, batch: StepBatch, stats: StepStats, published: dict[str, float], watch: Stopwatch
     ) -> None:
         """One `step` event."""
-        if not is_lead():
+        if not is_rank_zero():
             return
         self._report_checkpoints()
         numbers = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, "tokens": stats.tokens}
@@ -187,7 +196,7 @@ class Run:
         self._phases.enter("train")
         if self._exports is not None:
             self._exports.finish()
-        if is_lead():
+        if is_rank_zero():
             seconds = round(time.monotonic() - self._began, 3)
             self._metrics.write("done", {"step": state.step, "version": state.version, "seconds": seconds})
 
@@ -201,15 +210,15 @@ class Run:
             last_first.callback(self._phases.close)
             if self._publisher is not None:
                 last_first.callback(self._publisher.close)
-            if self._lead is not None:
-                last_first.callback(self._lead.close)
+            if self._rank_zero is not None:
+                last_first.callback(self._rank_zero.close)
 
     def _evaluate(self, names: Sequence[str], state: TrainState) -> dict[str, dict[str, Any]]:
         """What came of each set, on rank 0."""
-        assert self._lead is not None
+        assert self._rank_zero is not None
         found = {}
         for name in names:
-            found[name] = self._lead.evaluate(name)
+            found[name] = self._rank_zero.evaluate(name)
             self._metrics.write("eval", {"step": state.step, "version": state.version, **found[name]})
         return found
 
@@ -237,6 +246,55 @@ class Run:
         return score if step == state.step else None
 
 
+class RankZeroComponents:
+    """The data set, the rewards, the rollouts, and the batches made of them; what only rank 0 has. Close it at the end.
+    `scorer` is None for a run that samples nothing."""
+
+    def __init__(self, config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) -> None:
+        """Raises ConfigError, DataError, SandboxUnavailable for what the user must correct."""
+        self._config = config
+        tokenizer = Tokenizer(config.model.path)
+        if tokenizer.size > shape.vocab:
+            problem = f"the tokenizer has {tokenizer.size} tokens, the model {shape.vocab}"
+            raise DataError(f"{config.model.path}: {problem}. Put the model's own tokenizer.json there.")
+        self._dataset = build_dataset(config.data, tokenizer, config.seed)
+        self.scorer: Scorer | None = None
+        self._rollouts: RolloutSampler | None = None
+        self._sets: dict[str, EvalSet] = {}
+        if config.gateway is not None:
+            self.scorer = build_scorer(config.rewards, config.gateway)
+            about = (config.gateway, config.rollout, self.scorer, tokenizer, config.seed)
+            more: dict[str, Any] = {"environment": config.environment, "model": config.served_name}
+            if isinstance(config.algorithm, DistillConfig):
+                more["teacher"] = config.algorithm.teacher
+            self._rollouts = RolloutSampler(*about, **more)
+            for entry in config.eval:
+                self._sets[entry.name] = EvalSet(entry, config, self._dataset, tokenizer)
+        self.experience = Experience(config, algorithm, self._dataset, self._rollouts, shape.max_positions)
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """What a checkpoint keeps of the run, beside the engine."""
+        kept: dict[str, Part] = {"data": self.experience.feed}
+        return kept if self.experience.schedule is None else kept | {"rollouts": self.experience.schedule}
+
+    def summary(self) -> dict[str, Any]:
+        """What the `start` event says about the data set."""
+        return summary(self._dataset)
+
+    def evaluate(self, name: str) -> dict[str, Any]:
+        """What an `eval` event says of the set of that name. Raises RolloutError."""
+        assert self._rollouts is not None
+        return self._sets[name](self._rollouts)
+
+    def close(self) -> None:
+        """End what is being sampled, and the rewards."""
+        if self._rollouts is not None:
+            self._rollouts.close()
+        for each in self._sets.values():
+            each.close()
+
+
 class Rollback:
     """Goes back to the last checkpoint when a step's numbers are not sane, in training and in serving. Counts what went
     wrong where. Collective."""
@@ -260,13 +318,13 @@ class Rollback:
             raise Diverged(f"{error} It was so after {self._done} rollbacks too (faults.max_rollbacks).") from error
         self._done += 1
         self._strikes[bad.step] += 1
-        drawn = run.sampling.drawn
+        drawn = run.experience.drawn
         good = dataclasses.replace(bad, **run.checkpoints.restore())
         if skip := self._strikes[bad.step] > 1:
-            run.sampling.skip_to(drawn)
+            run.experience.skip_to(drawn)
             good = dataclasses.replace(good, consumed=drawn)
         good = self._serve(good, bad)
-        if is_lead():
+        if is_rank_zero():
             values = {"step": bad.step + 1, "to_step": good.step, "version": good.version, "reason": str(error)}
             run.write("rollback", values | {"skipped_to": drawn if skip else None})
         return good
@@ -276,7 +334,7 @@ class Rollback:
         run = self._run
         if run.config.publish is None or bad.version == good.version or not self._config.rollback_serving:
             return good
-        if broadcast_json(lead(lambda: self._gateway_went_back(good.version))):
+        if broadcast_json(on_rank_zero(lambda: self._gateway_went_back(good.version))):
             return good
         return run.publish_again(good)
 

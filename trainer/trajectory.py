@@ -5,27 +5,61 @@ answers and tool calls, the environment what a tool or a user says. All tokens o
 `Trajectory.token_ids`, and every per-token property has as many entries: `mask` is 1 on the policy's tokens, which are
 trained on, and 0 on the environment's, whose log-probs are 0. Nothing may assume that the policy's tokens follow each
 other: an answer of one turn is the special case.
+
+How old a token is counts in optimizer steps, whatever number of versions they made: versions that were never published,
+because only every n-th is or because publishing failed, make what is sampled older, and counted in versions that would
+not show.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from trainer.rewards.scorer import Score
-from trainer.staleness import StepsOfVersions
 
 LENGTH, REPEAT = "length", "repeat"  # the finish reasons of what was cut off, and of what went round in circles
 UNFINISHED = "unfinished"  # and of what is to go on: its part of an iteration's tokens is used up
+KEPT = 4096  # versions; what an older one wrote counts as the oldest of these
+
+
+class StepsOfVersions:
+    """The optimizer steps behind each published version. On rank 0; a part of the schedule's state."""
+
+    def __init__(self) -> None:
+        self._versions: list[int] = []
+        self._steps: list[int] = []
+
+    def published(self, version: int, step: int) -> None:
+        """`version` has the weights after `step` optimizer steps. Versions come in rising order."""
+        self._versions, self._steps = [*self._versions, version][-KEPT:], [*self._steps, step][-KEPT:]
+
+    def __getitem__(self, version: int) -> int:
+        """Steps in a version. One that this trainer did not publish, or went back from, counts as its last before: the
+        initial weights, if there is none."""
+        place = bisect.bisect_right(self._versions, version)
+        return self._steps[place - 1] if place else (self._steps[0] if self._steps else 0)
+
+    @property
+    def served(self) -> int:
+        """Steps in the version that was published last."""
+        return self._steps[-1] if self._steps else 0
+
+    def state_dict(self) -> list[list[int]]:
+        return [list(pair) for pair in zip(self._versions, self._steps, strict=True)]
+
+    def load_state_dict(self, state: Sequence[Sequence[int]]) -> None:
+        self._versions, self._steps = [version for version, _ in state], [step for _, step in state]
 
 
 @dataclass(frozen=True)
 class VersionSpan:
     """Tokens [start, end) were written by weight version `version`, the weights after `step` optimizer steps (as far as
-    the trainer knows: see `Group.dated`)."""
+    the trainer knows: see `TrajectoryGroup.dated`)."""
 
     version: int
     start: int
@@ -145,7 +179,7 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
-class Group:
+class TrajectoryGroup:
     """All trajectories of one prompt with their scores."""
 
     prompt_ids: tuple[int, ...]
@@ -168,11 +202,11 @@ class Group:
         known = [trajectory.newest for trajectory in self.trajectories]
         return max((step for step in known if step is not None), default=None)
 
-    def within(self, step: int, max_lag: int) -> Group:
+    def within(self, step: int, max_lag: int) -> TrajectoryGroup:
         """With none of its tokens trained on that is more than `max_lag` steps behind `step`. All rewards count."""
         return replace(self, trajectories=tuple(trajectory.within(step, max_lag) for trajectory in self.trajectories))
 
-    def dated(self, steps: StepsOfVersions) -> Group:
+    def dated(self, steps: StepsOfVersions) -> TrajectoryGroup:
         """With the optimizer steps in the versions that wrote it."""
         return replace(self, trajectories=tuple(trajectory.dated(steps) for trajectory in self.trajectories))
 
@@ -181,11 +215,11 @@ class Group:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> Group:
+    def from_json(data: dict[str, Any]) -> TrajectoryGroup:
         """The inverse of `to_json`, also after a round trip through a file."""
         trajectories = tuple(trajectory_from_json(t) for t in data["trajectories"])
         scores = tuple(Score(**{**score, "relative": tuple(score.get("relative", ()))}) for score in data["scores"])
-        return Group(tuple(data["prompt_ids"]), trajectories, scores)
+        return TrajectoryGroup(tuple(data["prompt_ids"]), trajectories, scores)
 
 
 @dataclass(frozen=True)
@@ -216,17 +250,17 @@ class Partial:
         return [i for i, sample in enumerate(self.samples) if sample is not None and sample.score is None]
 
     def to_json(self) -> dict[str, Any]:
-        """As `Group.to_json`."""
+        """As `TrajectoryGroup.to_json`."""
         return dataclasses.asdict(self)
 
 
-Outcome = Group | Partial
+Outcome = TrajectoryGroup | Partial
 
 
 def outcome_from_json(data: dict[str, Any]) -> Outcome:
     """The inverse of both `to_json`."""
     if "samples" not in data:
-        return Group.from_json(data)
+        return TrajectoryGroup.from_json(data)
     return Partial(tuple(_sample(sample) if sample is not None else None for sample in data["samples"]))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from loadtest.architectures.report import JSON, PAGE, page, summary
 from loadtest.architectures.trial import Trial, forked, registered, warm
-from loadtest.machine import machine
+from loadtest.measure.machine import machine
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from loadtest.checkpoints import write_tokenizer
+from loadtest.models.checkpoints import write_tokenizer
 
 HIDDEN, HEADS, HEAD, LAYERS, VOCAB = 128, 4, 32, 2, 512
 MOST = 200_000_000  # parameters: a trial holds some six copies of them

@@ -45,8 +45,8 @@ class Trial:
 
 def attempt(architecture: str) -> Trial:
     """In this process."""
-    from loadtest.equality import flipping, swap
-    from loadtest.vllm_worker import worker
+    from loadtest.models.equality import flipping, swap
+    from loadtest.models.vllm_worker import worker
     from weightsync import Publisher
     from weightsync.store import SyncStore
 
@@ -189,7 +189,7 @@ def warm() -> None:
     import vllm.engine.arg_utils  # noqa: F401
     from vllm.model_executor.models import registry
 
-    import loadtest.equality  # noqa: F401
+    import loadtest.models.equality  # noqa: F401
 
     registry._run_in_subprocess = lambda function: function()  # we are in one
     from vllm.plugins import load_general_plugins

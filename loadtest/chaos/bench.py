@@ -23,10 +23,10 @@ from loadtest.chaos.fleet import COUNT, MODEL, PUBLISHER, Layout, Watch
 from loadtest.chaos.hostile import complaints
 from loadtest.chaos.run import START_S, Run, windows
 from loadtest.chaos.verdict import schedule, verdict
-from loadtest.checkpoints import TINY_SHAPE
 from loadtest.hosts import etcd
 from loadtest.hosts.namespaces import CannotShape, Hosts, obstacle, until
-from loadtest.machine import machine
+from loadtest.measure.machine import machine
+from loadtest.models.checkpoints import TINY_SHAPE
 from server.cli import interrupts
 from server.cli.processes import die_with_parent
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import psutil
 
-from loadtest.certificates import self_signed
 from loadtest.chaos.clients import CHECKPOINTS, FIRST_TOKEN
-from loadtest.checkpoints import make_constant_checkpoint
+from loadtest.hosts.certificates import self_signed
 from loadtest.hosts.etcd import Members
 from loadtest.hosts.namespaces import Hosts
+from loadtest.models.checkpoints import make_constant_checkpoint
 from server.cli import interrupts
 from server.cli.processes import die_with_parent, share_of_cores
 from weightsync.control.records import ActiveRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord

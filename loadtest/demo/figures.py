@@ -12,7 +12,7 @@ from typing import Any
 
 from loadtest.demo.recipe import Course
 from loadtest.demo.scene import Scene
-from loadtest.machine import machine
+from loadtest.measure.machine import machine
 
 COLORS = ("#2f6fdd", "#d1603d", "#3a9d5d")
 NUMBERS = ("accuracy", "pass_at_")

@@ -53,7 +53,7 @@ class RealRecipe(Course):
     short_tokens = 16
 
     def build(self, run: Path) -> list[str]:
-        return [sys.executable, "-m", "loadtest.smollm", str(run / "model")]
+        return [sys.executable, "-m", "loadtest.models.smollm", str(run / "model")]
 
     def grpo(self, run: Path, url: str) -> dict[str, Any]:
         """An adapter of the two layers that LoRA's authors chose, published after every step."""

@@ -128,7 +128,7 @@ def environment(small: bool | None) -> dict[str, Any]:
     """Hardware and versions that the figures belong to."""
     import torch
 
-    from loadtest.machine import machine
+    from loadtest.measure.machine import machine
 
     cuda = torch.cuda.is_available()
     device = torch.cuda.get_device_name(0) if cuda else "cpu"

@@ -25,7 +25,7 @@ from torch import nn
 from loadtest.gpu_day.device import Device
 from loadtest.gpu_day.report import Skipped
 from loadtest.gpu_day.stack import DTYPE, Part, Shape, Stack, parts
-from loadtest.mapped_memory import HostDriver
+from loadtest.models.mapped_memory import HostDriver
 from weightsync import Publisher
 from weightsync.control.records import VersionRecord
 from weightsync.format.fingerprint import combine

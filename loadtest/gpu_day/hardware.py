@@ -25,7 +25,7 @@ from loadtest.gpu_day import engine
 from loadtest.gpu_day.device import Device
 from loadtest.gpu_day.report import Report, Skipped
 from loadtest.gpu_day.stack import LLAMA_8B, SMALL, Stack
-from loadtest.machine import machine, memcpy_gbps
+from loadtest.measure.machine import machine, memcpy_gbps
 from weightsync.vllm_engine.mapping import CudaDriver, Memory, Range, RemapUnavailable
 
 NEEDED = ("numpy", "torch", "xxhash", "orjson")  # by the phases without vLLM

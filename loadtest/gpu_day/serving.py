@@ -91,7 +91,7 @@ def _write(path: Path, name: str, shape: dict[str, Any], seed: int, device: Devi
     import transformers
     from safetensors.torch import save_file
 
-    from loadtest.checkpoints import write_tokenizer
+    from loadtest.models.checkpoints import write_tokenizer
 
     config = getattr(transformers, name)(**shape, eos_token_id=1, bos_token_id=1, pad_token_id=0, dtype="bfloat16")
     with torch.device("meta"):
@@ -117,7 +117,7 @@ def _fp8_checkpoints() -> list[Path]:
     """A mixture of experts whose matrices are e4m3 in blocks of 128 x 128."""
     from safetensors.torch import load_file, save_file
 
-    from loadtest.model_kinds import make_kind
+    from loadtest.models.kinds import make_kind
     from weightsync.publish.quantize import Quantizer
 
     paths = [WORK / f"moe-fp8-{seed}" for seed in (1, 2)]
@@ -241,7 +241,7 @@ def _under_streams(
     report: Report, device: Device, models: list[Path], small: bool, *, warm_up: int, each_s: float
 ) -> None:
     """Gaps between tokens while versions are staged and flipped to; then faults, a rollback, and sleep."""
-    from loadtest import swap_stall
+    from loadtest.swaps import stall as swap_stall
     from server.cli import interrupts
     from server.cli.config import UpConfig
     from server.cli.up import Server
@@ -276,7 +276,7 @@ def _under_streams(
 
 
 def _say_gaps(report: Report, name: str, measured: Any) -> None:
-    from loadtest.gaps import summary
+    from loadtest.measure.gaps import summary
 
     gaps, windows, _ = measured
     for kind, chosen in (("quiet", windows.quiet), ("swapping", windows.swapping)):
@@ -311,8 +311,8 @@ class Operated:
 
     def kill_a_publisher(self, report: Report, checkpoint: int) -> None:
         """Its version is ready, and the instance stages it. The slot outlives the publisher: the swap goes through."""
-        from loadtest import swap_stall
-        from loadtest.children import publishing
+        from loadtest.swaps import stall as swap_stall
+        from loadtest.workload.children import publishing
 
         before = self.active()
         before_said = self.said()

@@ -226,8 +226,8 @@ def _memory() -> dict[str, float]:
 @contextlib.contextmanager
 def _published(models: list[str]) -> Iterator[Any]:
     """A store, an arena, and a function that publishes one of the checkpoints."""
-    from loadtest.equality import tensors_of
     from loadtest.gpu_day import engine
+    from loadtest.models.equality import tensors_of
     from weightsync import Publisher
     from weightsync.store import SyncStore
 
@@ -248,7 +248,7 @@ def _published(models: list[str]) -> Iterator[Any]:
 def main(asked: Path, answered: Path) -> None:
     import torch
 
-    from loadtest.equality import flipping
+    from loadtest.models.equality import flipping
 
     question = json.loads(asked.read_text())
     with flipping("pointed" if torch.cuda.is_available() else "copied"):

@@ -14,7 +14,7 @@ from rich.table import Table
 
 import loadtest.scale.records as records
 import loadtest.scale.store as store
-from loadtest.machine import machine
+from loadtest.measure.machine import machine
 from loadtest.scale.network import MIB, Outcome, Scenario, Way
 from loadtest.scale.swarm import distribute
 

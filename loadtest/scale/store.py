@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from loadtest.hosts.etcd import MISSING, binary
-from loadtest.store_latency import own_etcd
+from loadtest.scale.store_latency import own_etcd
 from weightsync.control import agent_state
 from weightsync.control.board import Board
 from weightsync.control.records import InstanceRecord, Keys, SwapRecord

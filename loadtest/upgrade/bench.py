@@ -22,9 +22,9 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.checkpoints import make_constant_checkpoint
-from loadtest.gaps import Gaps, Window, summary
-from loadtest.machine import machine
+from loadtest.measure.gaps import Gaps, Window, summary
+from loadtest.measure.machine import machine
+from loadtest.models.checkpoints import make_constant_checkpoint
 from loadtest.upgrade.clients import MODEL
 from server.cli import interrupts
 from server.cli.errors import CliError, ProcessFailed

@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from loadtest.checker import Tally, check
+from loadtest.workload.checker import Tally, check
 
 PERIOD_S, TIMEOUT_S, FAILURES = 3.0, 3.0, 2  # the gateway's readinessProbe (k8s/hotswap/templates/gateway.yaml)
 SPREAD_S = 1.0  # until every node has heard of a change

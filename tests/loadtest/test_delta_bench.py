@@ -8,11 +8,11 @@ import subprocess
 import numpy as np
 import pytest
 
-from loadtest.checkpoints import TINY_SHAPE
-from loadtest.delta import codec, through
-from loadtest.delta_trainer import random_weights, step
-from loadtest.delta_training import Phase, Taken, _figures
-from loadtest.links import LinkUnavailable, shaped_link
+from loadtest.hosts.links import LinkUnavailable, shaped_link
+from loadtest.models.checkpoints import TINY_SHAPE
+from loadtest.transfer.delta import codec, through
+from loadtest.transfer.delta_trainer import random_weights, step
+from loadtest.transfer.delta_training import Phase, Taken, _figures
 from tests.lacking import unable
 from weightsync.format.manifest import TensorSpec, digest_of
 

@@ -13,7 +13,7 @@ from loadtest.demo import Demo, RealRecipe, Scene
 from loadtest.demo.figures import figures
 from loadtest.demo.real import ADAPTER
 from loadtest.demo.recipe import ENVIRONMENT
-from loadtest.smollm import PACKAGE
+from loadtest.models.smollm import PACKAGE
 from tests.lacking import lacking
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.broad, pytest.mark.timeout(900)]

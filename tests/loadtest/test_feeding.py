@@ -14,10 +14,10 @@ import typer
 import xxhash
 
 from loadtest import cli as bench
-from loadtest import transfer
-from loadtest.cpu import pin
-from loadtest.feeding.bench import GENERATED, LOADED, PARTS, figures_of, forget, split, with_instances
-from loadtest.feeding.reader import Reader
+from loadtest.measure.cpu import pin
+from loadtest.transfer import bench as transfer
+from loadtest.transfer.feeding.bench import GENERATED, LOADED, PARTS, figures_of, forget, split, with_instances
+from loadtest.transfer.feeding.reader import Reader
 from server.cli.errors import CliError
 from tests.waiting import eventually
 from weightsync.control.records import CopyRecord

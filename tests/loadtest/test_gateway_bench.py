@@ -10,10 +10,10 @@ import httpx
 import orjson
 import pytest
 
-from loadtest.gateway import DIRECT, run
-from loadtest.gateway_bench import against
-from loadtest.gateway_bench.cancel import STATES, disconnect_ms, observing
-from loadtest.gateway_bench.contenders import (
+from loadtest.gateway import against
+from loadtest.gateway.bench import DIRECT, run
+from loadtest.gateway.cancel import STATES, disconnect_ms, observing
+from loadtest.gateway.contenders import (
     CHUNKS,
     CONTENDERS,
     FULL,
@@ -32,9 +32,9 @@ from loadtest.gateway_bench.contenders import (
     running,
     started,
 )
-from loadtest.gateway_bench.markdown import tables
-from loadtest.gateway_bench.measure import figures, run_load
-from loadtest.gateway_bench.report import Result, as_json, targets
+from loadtest.gateway.markdown import tables
+from loadtest.gateway.measure import figures, run_load
+from loadtest.gateway.report import Result, as_json, targets
 
 CORES = Cores.available()
 STREAMS = Load("paced", body(stream=True, max_tokens=CHUNKS, seed=1), clients=4, seconds=1.0, warm_s=0.1)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from loadtest import learning_tools
-from loadtest.learning import LEAST_GAIN, _kept, figures
-from loadtest.learning_pages import BEGIN, END, chart, table, update_page
-from loadtest.learning_recipes import TASKS, WAYS, Task, Way, base, recipe
+from loadtest.training.learning import tools as learning_tools
+from loadtest.training.learning.bench import LEAST_GAIN, _kept, figures
+from loadtest.training.learning.pages import BEGIN, END, chart, table, update_page
+from loadtest.training.learning.recipes import TASKS, WAYS, Task, Way, base, recipe
 from trainer.config import PolicyConfig, TrainerConfig, strict
 from trainer.data.tokenizer import Tokenizer
 from trainer.report import RunEvents

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from loadtest import partial_rollouts as bench
-from loadtest.partial_rollouts import SCHEDULES, SMALL, Lengths, Sizes
+from loadtest.training import partial_rollouts as bench
+from loadtest.training.partial_rollouts import SCHEDULES, SMALL, Lengths, Sizes
 from trainer.config import TrainerConfig, strict
 from trainer.rollouts.generate import Request
 

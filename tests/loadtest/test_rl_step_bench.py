@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loadtest.rl_step import ours, task
-from loadtest.rl_step.bench import gains, summary
-from loadtest.rl_step.memory import PeakMemory
-from loadtest.rl_step.ours import Step
+from loadtest.training.rl_step import ours, task
+from loadtest.training.rl_step.bench import gains, summary
+from loadtest.training.rl_step.memory import PeakMemory
+from loadtest.training.rl_step.ours import Step
 from tests.waiting import wait_until
 from trainer.config import TrainerConfig, strict
 

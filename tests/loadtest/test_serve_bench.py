@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator
 import orjson
 import pytest
 
-from loadtest.arrivals import CUT, Load, Plan, Seen, Stream
-from loadtest.goodput import Target, figures, jain, quantile
-from loadtest.prompts import SYSTEMS, Prompts
+from loadtest.serving.arrivals import CUT, Load, Plan, Seen, Stream
+from loadtest.serving.goodput import Target, figures, jain, quantile
+from loadtest.serving.prompts import SYSTEMS, Prompts
 from tests.server.gateway.upstream import Link, Received, upstream
 
 

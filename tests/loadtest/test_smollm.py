@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import smollm as module
-from loadtest.smollm import ModelPackageMissing, smollm
+from loadtest.models import smollm as module
+from loadtest.models.smollm import ModelPackageMissing, smollm
 from tests.lacking import lacking
 
 pytestmark = [pytest.mark.slow, pytest.mark.broad]

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from loadtest import learning_tools
-from loadtest.learning import Bench, _server
-from loadtest.learning_recipes import ENVIRONMENT, MODEL, TASKS, WAYS, recipe
+from loadtest.training.learning import tools as learning_tools
+from loadtest.training.learning.bench import Bench, _server
+from loadtest.training.learning.recipes import ENVIRONMENT, MODEL, TASKS, WAYS, recipe
 from server.cli.up import Server
 from trainer.config import TrainerConfig, strict
 from trainer.data import build_dataset
 from trainer.data.tokenizer import Tokenizer
 from trainer.report import read_events
 from trainer.rewards import build_scorer
-from trainer.rollouts.sampling import Rollouts
+from trainer.rollouts.sampling import RolloutSampler
 from trainer.tiny_model import write_tiny_model
-from trainer.trajectory import Group
+from trainer.trajectory import TrajectoryGroup
 
 STEPS = 20
 TASK = replace(next(task for task in TASKS if task.name == "calculator"), rl_steps=STEPS)
@@ -67,7 +67,7 @@ def test_grpo_teaches_a_model_to_ask_the_calculator(tmp_path: Path, monkeypatch:
     assert len(with_tool) > 0.8 * len(played)
 
 
-def play(server: Server, work: Path) -> list[Group]:
+def play(server: Server, work: Path) -> list[TrajectoryGroup]:
     """Held-out problems, with the weights that the server has at the end."""
     written = recipe(TASK, GRPO, work, server.url, 1)
     config = strict.build(TrainerConfig, written | {"publish": written["publish"] | {"store": server.store}})
@@ -75,6 +75,6 @@ def play(server: Server, work: Path) -> list[Group]:
     records = build_dataset(config.data, tokenizer, 1).held_out[:16]
     assert config.gateway is not None
     scorer = build_scorer(config.rewards, config.gateway)
-    with Rollouts(config.gateway, config.rollout, scorer, tokenizer, 1, config.environment, MODEL) as rollouts:
+    with RolloutSampler(config.gateway, config.rollout, scorer, tokenizer, 1, config.environment, MODEL) as rollouts:
         running = [rollouts.submit(record, 4, number) for number, record in enumerate(records)]
         return [future.result(timeout=120) for future in running]

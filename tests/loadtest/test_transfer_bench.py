@@ -7,8 +7,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from loadtest import transfer
-from loadtest.transfer_peer import RAW
+from loadtest.transfer import bench as transfer
+from loadtest.transfer.peer import RAW
 from weightsync.transport import available
 
 

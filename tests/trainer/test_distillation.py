@@ -19,8 +19,8 @@ from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig, Teach
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.rewards import build_scorer
-from trainer.rollouts.sampling import Rollouts
-from trainer.trajectory import Group
+from trainer.rollouts.sampling import RolloutSampler
+from trainer.trajectory import TrajectoryGroup
 
 pytestmark = [pytest.mark.broad, pytest.mark.engine]
 
@@ -44,9 +44,9 @@ def check_logprobs(live: LiveServer, student_url: str, model: Path) -> None:
     for form in ("prompt_logprobs", "echo"):
         teacher = TeacherConfig(url=live.url, model=live.name, form=form)  # type: ignore[arg-type]
         about = (GatewayConfig(url=student_url), RolloutConfig(max_tokens=8), build_scorer([ExactMatchReward()]))
-        with Rollouts(*about, tokenizer, 3, teacher=teacher) as running:
+        with RolloutSampler(*about, tokenizer, 3, teacher=teacher) as running:
             group = running.round(record, 3, 0).result(timeout=60)
-        assert isinstance(group, Group)
+        assert isinstance(group, TrajectoryGroup)
         for trajectory in group.trajectories:
             ids = torch.tensor([[*record.prompt_ids, *trajectory.token_ids]])
             with torch.no_grad():

@@ -18,7 +18,7 @@ from trainer.data import build_dataset
 from trainer.data.tokenizer import Tokenizer
 from trainer.long2short import longer_ones, main, shortest_right
 from trainer.rewards import Score
-from trainer.trajectory import Group
+from trainer.trajectory import TrajectoryGroup
 
 RIGHT, WRONG = Score(1.0, {"a": 1.0}), Score(0.0, {"a": 0.0})
 
@@ -27,12 +27,12 @@ def test_the_shortest_right_answer_and_what_it_is_preferred_to() -> None:
     lengths = [6, 4, 5, 7, 3, 5, 2]
     scores = (RIGHT, RIGHT, RIGHT, RIGHT, WRONG, WRONG, RIGHT)
     answers = tuple(answer((1,) * n, (-1.0,) * n, "length" if n == 2 else "stop") for n in lengths)
-    group = Group((1,), answers, scores)
+    group = TrajectoryGroup((1,), answers, scores)
     chosen = shortest_right(group)
     assert chosen is not None
     assert chosen.policy_tokens == 4, "one that was cut off has not ended by itself"
     assert [t.policy_tokens for t in longer_ones(group, chosen)] == [7, 5], "right ones must be half as long again"
-    assert shortest_right(Group((1,), answers[4:6], scores[4:6])) is None
+    assert shortest_right(TrajectoryGroup((1,), answers[4:6], scores[4:6])) is None
 
 
 def test_weights_are_averaged(tiny_model: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from loadtest.learning_recipes import ENVIRONMENT
+from loadtest.training.learning.recipes import ENVIRONMENT
 from tests import stock
 from tests.live import LiveServer
 from tests.trainer.zygote import Zygote

@@ -10,7 +10,7 @@ import torch
 
 from trainer.batch import Fields, Sequence
 from trainer.data.records import Record
-from trainer.trajectory import Group
+from trainer.trajectory import TrajectoryGroup
 
 # Fields of a batch, all float32 [B, T] and about the token at t + 1, beside batch.MASK:
 BEHAVIOUR_LOGPROBS = "behaviour_logprobs"  # the engine's, when it sampled: the behaviour policy
@@ -65,12 +65,12 @@ class Algorithm(Protocol):
     rows_together: int  # sequences that must stay in one micro-batch, in order (the two of a preference)
     critic_warmup: int  # steps at the start that train the critic alone
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group], step: int = 0) -> list[Sequence]:
+    def sequences(self, records: Seq[Record], groups: Seq[TrajectoryGroup], step: int = 0) -> list[Sequence]:
         """What to train on. `groups` is empty when no rollouts are wanted; `step` counts the
         optimizer steps in the trainer's weights."""
         ...
 
-    def keep_group(self, group: Group) -> bool:
+    def keep_group(self, group: TrajectoryGroup) -> bool:
         """Whether a group is worth training on; the loop samples others in place of those that are not."""
         ...
 
@@ -102,7 +102,7 @@ class AlgorithmBase:
     rows_together: int = 1
     critic_warmup: int = 0
 
-    def keep_group(self, group: Group) -> bool:
+    def keep_group(self, group: TrajectoryGroup) -> bool:
         return True
 
     def prepare(self, fields: Fields) -> Fields:

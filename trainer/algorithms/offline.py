@@ -13,7 +13,7 @@ from trainer.batch import MASK, SEGMENTS, Fields, Sequence, sequence_sum
 from trainer.config import DpoConfig, SftConfig
 from trainer.data.records import Record
 from trainer.errors import DataError
-from trainer.trajectory import Group
+from trainer.trajectory import TrajectoryGroup
 
 
 class Sft(AlgorithmBase):
@@ -22,7 +22,7 @@ class Sft(AlgorithmBase):
     def __init__(self, config: SftConfig) -> None:
         self.config = config
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group], step: int = 0) -> list[Sequence]:
+    def sequences(self, records: Seq[Record], groups: Seq[TrajectoryGroup], step: int = 0) -> list[Sequence]:
         """One sequence per record. Raises DataError for a record without a target."""
         for record in records:
             if not record.target_ids:
@@ -56,7 +56,7 @@ class Dpo(AlgorithmBase):
         self.minibatches = config.minibatches
         self._number = itertools.count()
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group], step: int = 0) -> list[Sequence]:
+    def sequences(self, records: Seq[Record], groups: Seq[TrajectoryGroup], step: int = 0) -> list[Sequence]:
         """Two sequences per record, chosen first. Raises DataError for a record that is no preference."""
         result = []
         for r in records:

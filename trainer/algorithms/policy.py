@@ -58,7 +58,7 @@ from trainer.batch import MASK, Fields, Sequence, sequence_sum, to_tokens
 from trainer.config import GrpoConfig, KimiConfig, PolicyConfig, PpoConfig, ReinforceConfig, RlooConfig
 from trainer.data.records import Record
 from trainer.errors import ConfigError
-from trainer.trajectory import Group, Trajectory
+from trainer.trajectory import Trajectory, TrajectoryGroup
 
 KEEP = "keep"  # 0 on the tokens of answers that are left out
 _LEVELS = {"token": "token", "sequence": "geometric", "trajectory": "sequence"}
@@ -89,7 +89,7 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
             raise ConfigError("algorithm.overlong_buffer", problem, "Lower it: shorter answers would be punished too")
         self.needs = self._needs()
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group], step: int = 0) -> list[Sequence]:
+    def sequences(self, records: Seq[Record], groups: Seq[TrajectoryGroup], step: int = 0) -> list[Sequence]:
         """One sequence per trajectory with a token to train on. Groups whose rewards are all equal teach nothing, but
         keep their tokens in the denominator."""
         return [
@@ -103,7 +103,7 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
     def credit(self, rewards: list[float]) -> list[float]:
         """What each trajectory of a group is worth."""
 
-    def keep_group(self, group: Group) -> bool:
+    def keep_group(self, group: TrajectoryGroup) -> bool:
         return not self.config.drop_zero_std or len(set(group.rewards)) > 1
 
     def prepare(self, fields: Fields) -> Fields:
@@ -153,7 +153,7 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         """Whether the ratio is against the trainer's policy at the start of the step, not the engine's."""
         return self.own_proximal or self.config.correction.kind != "none"
 
-    def _rewards(self, group: Group, step: int) -> list[float]:
+    def _rewards(self, group: TrajectoryGroup, step: int) -> list[float]:
         """With DAPO's soft punishment of answers that come near the limit (section 3.4), and Kimi's length reward."""
         c, rewards = self.config, group.rewards
         lengths = [t.policy_tokens for t in group.trajectories]
@@ -277,7 +277,7 @@ class Rloo(PolicyGradient[RlooConfig]):
     def credit(self, rewards: list[float]) -> list[float]:
         return leave_one_out(rewards)
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group], step: int = 0) -> list[Sequence]:
+    def sequences(self, records: Seq[Record], groups: Seq[TrajectoryGroup], step: int = 0) -> list[Sequence]:
         """As every policy gradient's, and numbered by group where KL needs to know."""
         if self.config.kl_coef == 0:
             return super().sequences(records, groups, step)

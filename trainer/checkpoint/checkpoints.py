@@ -22,14 +22,14 @@ from trainer.checkpoint import parts as parts_of_run
 from trainer.checkpoint.directory import SCORE, CheckpointDir, Retention, read_manifest, writing
 from trainer.checkpoint.engine_state import StagedEngine
 from trainer.checkpoint.parts import Part
+from trainer.checkpoint.rank_files import Background, RankFiles, collect, put
 from trainer.checkpoint.shards import Buffers
-from trainer.checkpoint.share import Background, Share, collect, put
 from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.config.datasets import identity
 from trainer.errors import CheckpointError, ResumeError
 from trainer.megatron.engine import Engine
 from trainer.megatron.hf_config import ModelShape
-from trainer.megatron.parallel import broadcast_json, gather_json, is_lead, lead
+from trainer.megatron.parallel import broadcast_json, gather_json, is_rank_zero, on_rank_zero
 
 SHARES_TIMEOUT_S = 3600.0
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Checkpoints:
             return
         staged = StagedEngine(self._engine, directory, self._buffers)
         state = {"train": dict(train), "identity": self._identity, SCORE: score}
-        files = parts_of_run.take(self.parts) if is_lead() else {}
+        files = parts_of_run.take(self.parts) if is_rank_zero() else {}
         self._given_up.clear()
         clock = _Clock(began, time.perf_counter())
         self._background.start(lambda: self._write(step, staged, directory, state, files, clock))
@@ -83,14 +83,14 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until the last one is written. Raises CheckpointError as `save` does."""
-        others = gather_json("" if is_lead() else self._settle())
+        others = gather_json("" if is_rank_zero() else self._settle())
         if any(others):
             self._given_up.set()
-        lead(lambda: self._count("; ".join(filter(None, [self._settle(), *others]))))
+        on_rank_zero(lambda: self._count("; ".join(filter(None, [self._settle(), *others]))))
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """On rank 0, without communication: what became of checkpoints since the last call, as metrics events."""
-        if is_lead() and not self._background.busy:
+        if is_rank_zero() and not self._background.busy:
             self._problem = self._settle()
         found, self._events = self._events, []
         return found
@@ -122,10 +122,10 @@ class Checkpoints:
     def _stage(self, step: int) -> Path | None:
         """An empty directory for all; None when the disk refused and the run may go on without."""
         self._pending_step = step
-        made: str = broadcast_json(lead(lambda: self._stage_lead(step)))
+        made: str = broadcast_json(on_rank_zero(lambda: self._stage_rank_zero(step)))
         return Path(made) if made else None
 
-    def _stage_lead(self, step: int) -> str:
+    def _stage_rank_zero(self, step: int) -> str:
         try:
             return str(self._directory.stage(step))
         except CheckpointError as error:
@@ -146,10 +146,10 @@ class Checkpoints:
         try:
             share = staged.write()
         except Exception as error:  # anything: rank 0 waits for a word
-            share = Share(problem=str(error) or repr(error))
+            share = RankFiles(problem=str(error) or repr(error))
         with writing(directory):
             put(directory, dist.get_rank(), share)
-        if not is_lead():
+        if not is_rank_zero():
             return None
         shares = collect(directory, dist.get_world_size(), SHARES_TIMEOUT_S, self._given_up)
         staged.finish(shares)
@@ -185,21 +185,21 @@ class Checkpoints:
         """The newest whole checkpoint (of `step` alone), each rank having read its share of the files."""
         problems: list[str] = []
         rank, world = dist.get_rank(), dist.get_world_size()
-        candidates = broadcast_json([str(path) for path in self._directory.steps(step)] if is_lead() else None)
+        candidates = broadcast_json([str(path) for path in self._directory.steps(step)] if is_rank_zero() else None)
         for candidate in map(Path, candidates):
             found = next(filter(None, gather_json(self._directory.problem(candidate, rank, world))), "")
             if not found:
                 return candidate, read_manifest(candidate)[0]
             problems.append(found)
-            if is_lead():
+            if is_rank_zero():
                 log.warning("%s Trying the one before it.", found)
-        lead(lambda: self._directory.refuse(problems))
+        on_rank_zero(lambda: self._directory.refuse(problems))
         return None
 
     def _load(self, directory: Path, state: dict[str, Any]) -> dict[str, Any]:
-        lead(lambda: self._check(directory, state))
+        on_rank_zero(lambda: self._check(directory, state))
         self._load_engine(directory)
-        lead(lambda: parts_of_run.restore(self.parts, directory))
+        on_rank_zero(lambda: parts_of_run.restore(self.parts, directory))
         train: dict[str, Any] = state["train"]
         return train
 
@@ -211,7 +211,7 @@ class Checkpoints:
         except ResumeError as error:
             problem = str(error)
         problems = [found for found in gather_json(problem) if found]
-        lead(lambda: _refuse(problems))
+        on_rank_zero(lambda: _refuse(problems))
 
     def _check(self, directory: Path, state: dict[str, Any]) -> None:
         for key, mine in self._identity.items():

@@ -33,8 +33,8 @@ from megatron.core.tensor_parallel import random as tp_random
 
 from trainer.checkpoint import fsdp, shards
 from trainer.checkpoint.directory import describe, write_flushed, writing
+from trainer.checkpoint.rank_files import RankFiles
 from trainer.checkpoint.shards import Buffers, StagedTensors
-from trainer.checkpoint.share import Share
 from trainer.errors import CheckpointError
 from trainer.megatron.convert import unwrap
 from trainer.megatron.engine import Engine
@@ -64,16 +64,16 @@ class StagedEngine:
             shards.lead_makes(directory / name)
             self._roles[name] = _taken(role, directory / name, buffers)
 
-    def write(self) -> Share:
+    def write(self) -> RankFiles:
         """Write this rank's files. Raises CheckpointError when the disk does not take them."""
         with writing(self._directory):
             pieces = {name: staged.write() for name, staged in self._roles.items()}
             files = {f"{role}/{piece[3]}" for role, found in pieces.items() for piece in found}
             generators = f"rank-{self._rank:05d}.json"
             write_flushed(self._directory / generators, self._rng)
-            return Share({name: describe(self._directory / name) for name in (*files, generators)}, pieces)
+            return RankFiles({name: describe(self._directory / name) for name in (*files, generators)}, pieces)
 
-    def finish(self, shares: list[Share]) -> None:
+    def finish(self, shares: list[RankFiles]) -> None:
         """Rank 0, when every rank has written: the index of each role."""
         with writing(self._directory):
             for name, staged in self._roles.items():
@@ -89,12 +89,12 @@ def save(engine: Engine, directory: Path) -> None:
     try:
         share = staged.write()
     except CheckpointError as error:
-        share = Share(problem=str(error))
+        share = RankFiles(problem=str(error))
     told = gather_json([share.pieces, share.problem])
     if problems := [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(told) if problem]:
         raise CheckpointError("; ".join(problems))
     if dist.get_rank() == 0:
-        staged.finish([Share(pieces=pieces) for pieces, _ in told])
+        staged.finish([RankFiles(pieces=pieces) for pieces, _ in told])
     dist.barrier(group=control())
 
 

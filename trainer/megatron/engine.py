@@ -34,7 +34,15 @@ from trainer.megatron.convert import Slice, export_hf, export_slices, parameters
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.lora import adapter_schema, adapters, merged
 from trainer.megatron.model import DTYPES
-from trainer.megatron.parallel import broadcast_json, device, gather_json, is_lead, lead, scatter_tensors, to_lead
+from trainer.megatron.parallel import (
+    broadcast_json,
+    device,
+    gather_json,
+    is_rank_zero,
+    on_rank_zero,
+    scatter_tensors,
+    to_rank_zero,
+)
 from trainer.megatron.passes import run, together, tokens_once
 from trainer.megatron.roles import Role, RoleName, build_roles
 from trainer.megatron.router import reported, weigh
@@ -64,7 +72,7 @@ class Engine:
         )
         places = gather_json([ps.get_data_parallel_rank(), speaks])
         self._shares: list[int] = [share_number for share_number, _ in places]  # of each rank
-        # The ranks that tell the lead what the models said, by share.
+        # The ranks that tell rank 0 what the models said, by share.
         self._speakers = [places.index([number, True]) for number in range(ps.get_data_parallel_world_size())]
 
     @property
@@ -88,9 +96,9 @@ class Engine:
     def step(self, fields: Fields) -> StepStats:
         """Train on the batch that rank 0 holds; what other ranks give is not looked at. Each data-parallel rank is sent
         the rows that it trains on. Raises Diverged before anything is published or saved."""
-        lead(lambda: _check_routing(fields, self.shape))
+        on_rank_zero(lambda: _check_routing(fields, self.shape))
         filled = self.prefill_fields(fields)
-        wholes = lead(lambda: self._minibatches(self.algorithm.prepare(filled)))
+        wholes = on_rank_zero(lambda: self._minibatches(self.algorithm.prepare(filled)))
         parts = self._shared_out(wholes) * self.algorithm.epochs
         warming = self._warming_up(len(parts))
         return _mean([self._update(part, critic_only=warming) for part in parts])
@@ -101,7 +109,9 @@ class Engine:
         roles: dict[str, RoleName] = {REFERENCE_LOGPROBS: "reference", OLD_LOGPROBS: "actor", VALUES: "critic"}
         missing: list[str] = broadcast_json(sorted(self.algorithm.needs - fields.keys()))
         found = self._said([roles[name] for name in missing], fields) if missing else []
-        return {k: t.cpu() for k, t in fields.items()} | dict(zip(missing, found, strict=True)) if is_lead() else {}
+        if not is_rank_zero():
+            return {}
+        return {k: t.cpu() for k, t in fields.items()} | dict(zip(missing, found, strict=True))
 
     def logprobs(self, fields: Fields, role: RoleName = "actor") -> torch.Tensor | None:
         """Log-probs [B, T] float32 of every token of rank 0's batch under the role's weights; None on other ranks."""
@@ -156,7 +166,7 @@ class Engine:
         return [part for part in parts if part[MASK].any()] or parts[:1]
 
     def _shared_out(self, wholes: list[Fields] | None) -> list[list[Fields]]:
-        """This rank's micro-batches of each of the lead's batches."""
+        """This rank's micro-batches of each of rank 0's batches."""
         shares = [self._cut(whole) for whole in wholes or []]
         mine = []
         for number, size in enumerate(broadcast_json([by_number[0][0] for by_number in shares])):
@@ -252,13 +262,13 @@ class Engine:
     def _said(self, roles: list[RoleName], fields: Fields) -> list[torch.Tensor]:
         """What each of the roles says of rank 0's batch, [B, T] float32, on rank 0; nothing on the other ranks."""
         asked = {name: fields[name] for name in (TOKENS, MASK, SEGMENTS, POSITIONS, ROUTING) if name in fields}
-        (micro_batches,) = self._shared_out(lead(lambda: [asked]))
+        (micro_batches,) = self._shared_out(on_rank_zero(lambda: [asked]))
         found = []
         for role in roles:
             with torch.no_grad(), self.roles[role].evaluating():
                 parts = self._run(self.roles[role], micro_batches, lambda output_BT, _: output_BT, forward_only=True)
             mine = torch.cat(parts or [torch.zeros_like(batch[MASK]) for batch in micro_batches])
-            if everyone := to_lead(mine, self._speakers):
+            if everyone := to_rank_zero(mine, self._speakers):
                 found.append(torch.cat(everyone)[: len(fields[MASK])])
         return found
 

@@ -1,9 +1,9 @@
 """Process groups of one run, and the few ways in which ranks talk outside Megatron's own collectives.
 
-Objects travel as JSON and tensors as tensors; nothing is pickled. Rank 0 is the lead: it alone samples, talks to the
-gateway and to the store, and shares what it got or why it failed (`lead`).
+Objects travel as JSON and tensors as tensors; nothing is pickled. Rank 0 alone samples, talks to the gateway and to the
+store, and shares what it got or why it failed (`on_rank_zero`).
 
-All that goes over a group of its own (`control`), on gloo. There ranks may wait for the lead for as long as it samples;
+All that goes over a group of its own (`control`), on gloo. There ranks may wait for rank 0 for as long as it samples;
 in a collective of the backend that computes, such a wait would end the run (NCCL's watchdog). A rank that dies is
 noticed at once, since its connections break, and one that hangs by the heartbeats (trainer/faults).
 """
@@ -33,7 +33,7 @@ from weightsync.control.hosts import keep_to_loopback
 
 T = TypeVar("T")
 CONTROL_TIMEOUT = timedelta(days=30)
-"""No wait for the lead is too long by itself: heartbeats end those that are for nothing."""
+"""No wait for rank 0 is too long by itself: heartbeats end those that are for nothing."""
 _control: Any = None
 
 
@@ -83,7 +83,7 @@ def split(parallel: ParallelConfig, seed: int, timeout_s: float = FaultsConfig.c
     tp_random.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def is_lead() -> bool:
+def is_rank_zero() -> bool:
     return int(dist.get_rank()) == 0
 
 
@@ -122,7 +122,7 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def scatter_tensors(parts: list[dict[str, torch.Tensor]] | None) -> dict[str, torch.Tensor]:
-    """Each rank's part, on its device, of the parts that the lead has for all: the same names, dtypes and shapes."""
+    """Each rank's part, on its device, of the parts that rank 0 has for all: the same names, dtypes and shapes."""
     described = {
         n: [str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in (parts[0] if parts else {}).items()
     }
@@ -135,9 +135,9 @@ def scatter_tensors(parts: list[dict[str, torch.Tensor]] | None) -> dict[str, to
     return result
 
 
-def to_lead(tensor: torch.Tensor, sources: Sequence[int]) -> list[torch.Tensor]:
-    """On the lead the tensors of the ranks `sources`, in that order; elsewhere nothing. All have the shape and dtype of
-    the lead's own; what other ranks hold is not looked at."""
+def to_rank_zero(tensor: torch.Tensor, sources: Sequence[int]) -> list[torch.Tensor]:
+    """On rank 0 the tensors of the ranks `sources`, in that order; elsewhere nothing. All have the shape and dtype of
+    rank 0's own; what other ranks hold is not looked at."""
     rank, mine = dist.get_rank(), tensor.cpu().contiguous()
     if rank != 0:
         if rank in sources:
@@ -150,12 +150,12 @@ def to_lead(tensor: torch.Tensor, sources: Sequence[int]) -> list[torch.Tensor]:
     return found
 
 
-def lead(work: Callable[[], T]) -> T | None:
+def on_rank_zero(work: Callable[[], T]) -> T | None:
     """Run `work` on rank 0 only; its result there, None elsewhere. If it raises, every rank leaves: rank 0 with the
     error itself, the others with RankFailed, so that nobody waits in a collective for a rank that is gone."""
     error: BaseException | None = None
     result: T | None = None
-    if is_lead():
+    if is_rank_zero():
         try:
             result = work()
         except Exception as caught:

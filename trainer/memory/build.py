@@ -11,7 +11,7 @@ from trainer.config import MemoryConfig, TrainerConfig
 from trainer.errors import ConfigError, MemoryPlanError, TrainerError
 from trainer.megatron.engine import Engine
 from trainer.megatron.hf_config import load_shape
-from trainer.megatron.parallel import broadcast_json, lead
+from trainer.megatron.parallel import broadcast_json, on_rank_zero
 from trainer.memory.ledger import GIB, Component, Ledger, Restartable, State, device_bytes
 from trainer.memory.offload import DiskVault, HostVault, StorageComponent, Vault, guard
 from trainer.memory.phases import Memory, NothingShared, SharedMemory
@@ -112,7 +112,7 @@ def _fleet(config: TrainerConfig) -> tuple[Sequence[Component], Callable[[], Non
         return [], _nothing
     kv_cache = int(section.kv_cache_gib * GIB)
     engine = int(section.engine_gib * GIB) if section.engine_gib is not None else _published(config)
-    opened = lead(lambda: _open(section, engine))
+    opened = on_rank_zero(lambda: _open(section, engine))
     awake = broadcast_json(opened[1].state == "instantiated" if opened is not None else None)
     state: State = "instantiated" if awake else "destroyed"
     caches = Restartable("kv_cache", kv_cache, _nothing, _nothing, state)  # it comes and goes with the engine

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from trainer.errors import RolloutError
 from trainer.rewards.scorer import Score
-from trainer.trajectory import REPEAT, Group, Trajectory
+from trainer.trajectory import REPEAT, Trajectory, TrajectoryGroup
 
 
-def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[TrajectoryGroup], step: int) -> dict[str, float]:
     """Means over the step's samples, on rank 0. `step` counts the optimizer steps before it.
 
     `zero_std_groups` is the share of groups whose rewards are all equal: they teach a group-relative algorithm nothing.
@@ -78,7 +78,7 @@ def pass_at(k: int, samples: int, right: int) -> float:
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def evaluation_metrics(groups: Sequence[Group], passes: Sequence[int] = ()) -> dict[str, float]:
+def evaluation_metrics(groups: Sequence[TrajectoryGroup], passes: Sequence[int] = ()) -> dict[str, float]:
     """`accuracy` is the share of answers with every reward at its best, all prompts' together; `pass_at_k`, for each k
     of `passes`, the mean of pass@k over the prompts that have as many answers with a score."""
     scores = [score for group in groups for score in group.scores]

@@ -26,11 +26,11 @@ from trainer.rewards.code import Code
 from trainer.rewards.models import Judge
 from trainer.rewards.pool import WorkerPool
 from trainer.rewards.rules import ExactMatch, Format
-from trainer.rewards.scorer import Reward, RewardOfGroup, RewardRequest, Sample, SampleGroup, Score, Scorer, Weighted
+from trainer.rewards.scorer import ComparingReward, Reward, RewardRequest, Sample, SampleGroup, Score, Scorer, Weighted
 
 __all__ = [
+    "ComparingReward",
     "Reward",
-    "RewardOfGroup",
     "RewardRequest",
     "Sample",
     "SampleGroup",
@@ -77,7 +77,7 @@ class InWorker(Reward):
         await self._pool.close()
 
 
-class GroupInWorker(RewardOfGroup):
+class ComparingInWorker(ComparingReward):
     """The user's function of a whole group, in a process that can be killed."""
 
     def __init__(self, config: GroupReward) -> None:
@@ -98,11 +98,11 @@ class GroupInWorker(RewardOfGroup):
         await self._pool.close()
 
 
-def _build(config: RewardConfig, gateway: GatewayConfig | None) -> Reward | RewardOfGroup:
+def _build(config: RewardConfig, gateway: GatewayConfig | None) -> Reward | ComparingReward:
     if isinstance(config, ExactMatchReward):
         return ExactMatch()
     if isinstance(config, GroupReward):
-        return GroupInWorker(config)
+        return ComparingInWorker(config)
     if isinstance(config, FormatReward):
         return Format(config)
     if isinstance(config, CodeReward):

@@ -124,7 +124,7 @@ class Reward(_Evaluator, ABC):
         """The answer's value. Anything raised is counted, and gives the configured `on_failure`."""
 
 
-class RewardOfGroup(_Evaluator, ABC):
+class ComparingReward(_Evaluator, ABC):
     """Scores all samples of a prompt together."""
 
     @abstractmethod
@@ -136,7 +136,7 @@ class RewardOfGroup(_Evaluator, ABC):
 class Weighted:
     """A reward in a sum. `deadline_s` bounds what a sample waits for it, queueing included."""
 
-    reward: Reward | RewardOfGroup
+    reward: Reward | ComparingReward
     weight: float = 1.0
     on_failure: float | None = None
     deadline_s: float = 120.0
@@ -154,7 +154,7 @@ class Scorer:
 
     def __init__(self, rewards: Mapping[str, Weighted]) -> None:
         self._rewards = dict(rewards)
-        self._compare = [name for name, weighted in rewards.items() if isinstance(weighted.reward, RewardOfGroup)]
+        self._compare = [name for name, weighted in rewards.items() if isinstance(weighted.reward, ComparingReward)]
         self._loop = LoopThread()
         self._lock = threading.Lock()
         self._tallies = {name: _Tally() for name in self._rewards}
@@ -210,7 +210,7 @@ class Scorer:
         """Have them again. Raises as `open` does."""
         self._loop.run(self._all(reward.open() for reward in self._models())).result()
 
-    def _models(self) -> list[Reward | RewardOfGroup]:
+    def _models(self) -> list[Reward | ComparingReward]:
         return [weighted.reward for weighted in self._rewards.values() if weighted.reward.nbytes]
 
     async def _all(self, changes: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -241,7 +241,7 @@ class Scorer:
     async def _values(self, name: str, group: SampleGroup) -> tuple[Sequence[float | None], str]:
         async def valued() -> list[float]:
             reward = self._rewards[name].reward
-            assert isinstance(reward, RewardOfGroup)
+            assert isinstance(reward, ComparingReward)
             values = [_finite(float(value)) for value in await reward(group)]
             if len(values) != len(group.samples):
                 raise RewardError(f"it returned {len(values)} numbers for {len(group.samples)} samples.")

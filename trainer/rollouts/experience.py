@@ -1,7 +1,7 @@
 """The experience of a run, step by step: records, their samples, and the tensors that these become.
 
-`Sampling.step` runs on every rank: rank 0 has an `Experience`, samples, and keeps the tensors. The engine sends each
-rank its part of them.
+`ExperienceMaker.step` runs on every rank: rank 0 has an `Experience`, samples, and keeps the tensors. The engine sends
+each rank its part of them.
 
     begin -> part, fill, part, fill, ... (None: all are there) -> batch
 
@@ -23,14 +23,14 @@ from trainer.config import TrainerConfig
 from trainer.data.records import Dataset, Record
 from trainer.errors import DataError, RolloutError
 from trainer.megatron.engine import Engine
-from trainer.megatron.parallel import broadcast_json, lead
+from trainer.megatron.parallel import broadcast_json, on_rank_zero
 from trainer.memory.phases import Phases
 from trainer.metrics.rollouts import rollout_metrics
 from trainer.metrics.throughput import Stopwatch
 from trainer.rollouts.feed import Draw, Feed
-from trainer.rollouts.sampling import Rollouts
+from trainer.rollouts.sampling import RolloutSampler
 from trainer.rollouts.schedules import Rollout, Schedule, build_schedule
-from trainer.trajectory import Group, Outcome
+from trainer.trajectory import Outcome, TrajectoryGroup
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class StepBatch:
     metrics: dict[str, float]
 
 
-class Sampling:
+class ExperienceMaker:
     """The steps' tensors, on rank 0. `experience` is rank 0's; it is None on the others. Collective."""
 
     def __init__(self, config: TrainerConfig, engine: Engine, phases: Phases, experience: Experience | None) -> None:
@@ -102,13 +102,13 @@ class Sampling:
             self._experience.schedule.steps.published(version, step)
 
     def _ask(self, question: Callable[[Experience], T]) -> T | None:
-        """What rank 0's experience answers; None on the other ranks. See `lead` for errors."""
+        """What rank 0's experience answers; None on the other ranks. See `on_rank_zero` for errors."""
 
         def asked() -> T:
             assert self._experience is not None  # on rank 0
             return question(self._experience)
 
-        return lead(asked)
+        return on_rank_zero(asked)
 
     def _looked_at(self, fields: Fields, watch: Stopwatch) -> Fields:
         """What training would ask of the models, before it sends them away: preferences are not sampled in parts."""
@@ -134,7 +134,12 @@ class Experience:
     model takes."""
 
     def __init__(
-        self, config: TrainerConfig, algorithm: Algorithm, dataset: Dataset, rollouts: Rollouts | None, longest: int
+        self,
+        config: TrainerConfig,
+        algorithm: Algorithm,
+        dataset: Dataset,
+        rollouts: RolloutSampler | None,
+        longest: int,
     ) -> None:
         self._config, self._algorithm, self._longest = config, algorithm, longest
         self._rollouts = rollouts
@@ -221,7 +226,7 @@ class Experience:
         assert self._rollouts is not None  # the configuration insists on a gateway
         return self._rollouts.round(draw.record, self._algorithm.samples_per_prompt, draw.number, before)
 
-    def _keep(self, group: Group) -> bool:
+    def _keep(self, group: TrajectoryGroup) -> bool:
         """Whether it is of use: an environment or a reward may have failed for all of it."""
         return bool(group.trajectories) and self._algorithm.keep_group(group)
 

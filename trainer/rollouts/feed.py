@@ -35,7 +35,7 @@ import numpy as np
 from trainer.config.sections import CurriculumConfig, OrderConfig
 from trainer.data.records import Contents, Dataset, Record, take
 from trainer.errors import DataError
-from trainer.trajectory import Group
+from trainer.trajectory import TrajectoryGroup
 
 _SALT = 0x0D7A  # decides draws by other random numbers than the shuffle and the samples
 
@@ -76,7 +76,7 @@ class Feed:
         (index,) = take(len(self._dataset), self._seed, number, 1)
         return Draw(number, self._dataset[index])
 
-    def measured(self, draw: Draw, group: Group) -> None:
+    def measured(self, draw: Draw, group: TrajectoryGroup) -> None:
         """What the samples of a draw came to. One without any says nothing."""
         if not self._order.measures or not group.scores:
             return

@@ -1,6 +1,6 @@
 """Rollouts: records in; trajectories, with their scores, out. On rank 0 only.
 
-`Rollouts` samples and scores on a thread of its own, so that prompts decode while the training thread computes. A
+`RolloutSampler` samples and scores on a thread of its own, so that prompts decode while the training thread computes. A
 trajectory goes to its rewards the moment it is complete, while the others of its prompt still decode.
 
 What fails outside of the model never becomes a reward: an episode that fails is played again, a score that is missing
@@ -44,7 +44,17 @@ from trainer.errors import ConfigError, EnvironmentFailed, EpisodeInterrupted, R
 from trainer.rewards.scorer import RewardRequest, Score, Scorer
 from trainer.rollouts.generate import SEEDS, GenerateClient, Request
 from trainer.rollouts.teacher import Teacher
-from trainer.trajectory import LENGTH, REPEAT, UNFINISHED, Group, Outcome, Partial, PartialSample, Trajectory, Turn
+from trainer.trajectory import (
+    LENGTH,
+    REPEAT,
+    UNFINISHED,
+    Outcome,
+    Partial,
+    PartialSample,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -104,7 +114,7 @@ class _How:
 _Key = tuple[int, int]  # of an episode: the group's number, the sample's
 
 
-class Rollouts:
+class RolloutSampler:
     """The gateway's `/generate`, the environment, and the rewards behind them. Close it, or use it as a context."""
 
     def __init__(
@@ -142,7 +152,7 @@ class Rollouts:
             self.close()
             raise
 
-    def submit(self, record: Record, n: int, number: int) -> Future[Group]:
+    def submit(self, record: Record, n: int, number: int) -> Future[TrajectoryGroup]:
         """Begin to sample and score `n` trajectories at temperature 1. `number` is the record's place in the run's
         order: with `rollout.seeded` it decides the samples. No teacher is asked. The future raises RolloutError."""
         return self._start(
@@ -156,7 +166,9 @@ class Rollouts:
         how = _How(self._scorer, True, self._rollout.token_budget, self._teacher)
         return self._start(self._round(record, self._training(record, n, number), number, how, before))
 
-    def evaluate(self, records: Sequence[Record], config: EvalConfig, scorer: Scorer | None = None) -> list[Group]:
+    def evaluate(
+        self, records: Sequence[Record], config: EvalConfig, scorer: Scorer | None = None
+    ) -> list[TrajectoryGroup]:
         """Answers to each record as `config` says, scored by `scorer` (None: by the training's rewards). The samples
         are those of the same seeds each time. Raises RolloutError."""
         running = []
@@ -199,7 +211,7 @@ class Rollouts:
         self._thread.join()
         self._loop.close()
 
-    def __enter__(self) -> Rollouts:
+    def __enter__(self) -> RolloutSampler:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -223,9 +235,9 @@ class Rollouts:
         if self._host is not None:
             await self._host.close()
 
-    async def _whole(self, record: Record, request: Request, number: int, how: _How) -> Group:
+    async def _whole(self, record: Record, request: Request, number: int, how: _How) -> TrajectoryGroup:
         outcome = await self._round(record, request, number, how)
-        assert isinstance(outcome, Group)  # nothing ended it before its time
+        assert isinstance(outcome, TrajectoryGroup)  # nothing ended it before its time
         return outcome
 
     async def _round(
@@ -233,7 +245,7 @@ class Rollouts:
     ) -> Outcome:
         fresh = Partial.fresh(record.prompt_ids, request.n)
         begun: Outcome = fresh if before is None else await asyncio.wrap_future(before)
-        if isinstance(begun, Group):
+        if isinstance(begun, TrajectoryGroup):
             return begun
         samples, whole = list(begun.samples), list(enumerate(request.split()))
         if self._rollout.request == "group" and self._host is None and begun == fresh:
@@ -299,7 +311,7 @@ class Rollouts:
             return None
         return replace(played, trajectory=replace(played.trajectory, teacher_logprobs=found))
 
-    async def _complete(self, record: Record, count: int, partial: Partial, how: _How) -> Group:
+    async def _complete(self, record: Record, count: int, partial: Partial, how: _How) -> TrajectoryGroup:
         kept = [sample for sample in partial.samples if sample is not None]
         prompts = {sample.prompt_ids for sample in kept}
         if len(prompts) > 1:
@@ -315,7 +327,7 @@ class Rollouts:
         if len(kept) < count:
             self._counts["groups_incomplete" if kept else "groups_lost"] += 1
         prompt = prompts.pop() if prompts else record.prompt_ids
-        return Group(prompt, tuple(sample.trajectory for sample in kept), tuple(scores))
+        return TrajectoryGroup(prompt, tuple(sample.trajectory for sample in kept), tuple(scores))
 
     async def _compared(self, scorer: Scorer, requests: list[RewardRequest], alone: list[Score]) -> list[Score] | None:
         """With what group rewards add; None when one has no value, though it was asked again."""

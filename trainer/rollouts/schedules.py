@@ -27,8 +27,8 @@ next, is one round of all groups that are not finished. A step that has too few 
 is sampled by the weights that are there then, so its bound counts from there: nobody waits for more than a round.
 Tokens that are over the bound when the group is trained on are read and not trained on.
 
-Age counts optimizer steps, not versions (staleness.py): where only every n-th step is published, or publishing fails,
-what is sampled is older. Groups that are over the bound for that reason are sampled again, if there are newer weights.
+Age counts optimizer steps, not versions: where only every n-th step is published, or publishing fails, what is sampled
+is older. Groups that are over the bound for that reason are sampled again, if there are newer weights.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ from typing import Any, Protocol
 
 from trainer.config.sections import AsyncSchedule, OneStepOffSchedule, ScheduleConfig
 from trainer.rollouts.feed import Draw, Feed
-from trainer.staleness import StepsOfVersions
-from trainer.trajectory import Group, Outcome, Partial, outcome_from_json
+from trainer.trajectory import Outcome, Partial, StepsOfVersions, TrajectoryGroup, outcome_from_json
 
 ROUNDING = 1e-9
 RESERVE = 0.25  # of a batch
@@ -56,7 +55,7 @@ class Start(Protocol):
     def __call__(self, draw: Draw, before: Future[Outcome] | None = None) -> Future[Outcome]: ...
 
 
-Keep = Callable[[Group], bool]
+Keep = Callable[[TrajectoryGroup], bool]
 
 
 @dataclass(eq=False)
@@ -100,7 +99,7 @@ class Rollout:
     """A draw and its scored samples."""
 
     draw: Draw
-    group: Group
+    group: TrajectoryGroup
 
 
 @dataclass(frozen=True)
@@ -205,12 +204,12 @@ class Schedule(ABC):
         for draw in [*again, *self.feed.draw(count - len(again))]:
             self._send(draw)
 
-    def _group(self, finished: Pending) -> Group:
+    def _group(self, finished: Pending) -> TrajectoryGroup:
         outcome = finished.future.result()
-        assert isinstance(outcome, Group)
+        assert isinstance(outcome, TrajectoryGroup)
         return outcome.dated(self.steps)
 
-    def _rollout(self, finished: Pending, group: Group, step: int) -> Rollout:
+    def _rollout(self, finished: Pending, group: TrajectoryGroup, step: int) -> Rollout:
         if self._rounds > 1:
             group = group.within(step, self.max_lag + finished.patience)
         return Rollout(finished.draw, group)
@@ -228,7 +227,7 @@ class Schedule(ABC):
         self._send(finished.draw, finished.patience)
         return True
 
-    def _sent_back(self, draw: Draw, group: Group) -> bool:
+    def _sent_back(self, draw: Draw, group: TrajectoryGroup) -> bool:
         """Whether the algorithm does not want it and another may come for it. What it says of the problem counts."""
         self.feed.measured(draw, group)
         if self._keep(group) or self._refills_left == 0:
@@ -343,7 +342,7 @@ class InOrder(Schedule):
     def _renew(self, step: int) -> None:
         """What is known to be too old is sampled again now, all at the same time."""
         for pending in self.pending[: self.batch]:
-            if isinstance(_result(pending.future), Group):
+            if isinstance(_result(pending.future), TrajectoryGroup):
                 self._sent_again(pending, step)
         self._line_up()
 

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from loadtest.gateway_bench.contenders import CONTENDERS, Cores, compiled, running, started
+from loadtest.gateway.contenders import CONTENDERS, Cores, compiled, running, started
 from server.errors import ConfigError
 from server.gateway import GatewayConfig, Limits, UpstreamSettings
 from server.gateway.__main__ import configured, main

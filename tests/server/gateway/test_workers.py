@@ -21,8 +21,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.gateway_bench.contenders import KEY, answers, body, compiled, free_port, hotswap, running, tree
-from loadtest.gateway_bench.contenders import Place as BenchPlace
+from loadtest.gateway.contenders import KEY, answers, body, compiled, free_port, hotswap, running, tree
+from loadtest.gateway.contenders import Place as BenchPlace
 from server.gateway.__main__ import configured
 from server.gateway.access.records import INFER, KEYS_PREFIX, KeyRecord, digest_of
 from server.gateway.observe.metrics import Pages, merged

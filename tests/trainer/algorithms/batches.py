@@ -11,13 +11,13 @@ from tests.trainer.rollouts.trajectories import answer
 from trainer.algorithms.base import ENTROPY, OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES, Algorithm, LossOutput
 from trainer.batch import MASK, TOKENS, Fields, Rows, Sequence, lay_out, plan_rows, take_back
 from trainer.rewards import Score
-from trainer.trajectory import Group, VersionSpan
+from trainer.trajectory import TrajectoryGroup, VersionSpan
 
 VOCAB = 11
 LONGEST = 6
 
 
-def groups(count: int, samples: int, seed: int) -> list[Group]:
+def groups(count: int, samples: int, seed: int) -> list[TrajectoryGroup]:
     """Answers of 1 to 6 tokens, the longest truncated; begun by the weights of step 3 and ended by those of 5, or
     all by one of them. A teacher has an opinion of every token."""
     rng, teacher = random.Random(seed), random.Random(seed + 1)
@@ -36,7 +36,9 @@ def groups(count: int, samples: int, seed: int) -> list[Group]:
             opinion = tuple(-1 - 3 * teacher.random() for _ in range(length))
             answers.append(replace(sample, teacher_logprobs=opinion))
         scores = tuple(Score(rng.random() if rng.random() < 0.7 else 1.0) for _ in answers)
-        made.append(Group(tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))), tuple(answers), scores))
+        made.append(
+            TrajectoryGroup(tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))), tuple(answers), scores)
+        )
     return made
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainer.trajectory import Group
+from trainer.trajectory import TrajectoryGroup
 
 Numbers = list[torch.Tensor]
 
@@ -21,7 +21,7 @@ def sample_std(values: list[float]) -> float:
     return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1))
 
 
-def grpo_advantages(batch: list[Group], *, scale: bool) -> list[float]:
+def grpo_advantages(batch: list[TrajectoryGroup], *, scale: bool) -> list[float]:
     """One for each sample."""
     result = []
     for group in batch:
@@ -30,7 +30,7 @@ def grpo_advantages(batch: list[Group], *, scale: bool) -> list[float]:
     return result
 
 
-def rloo_advantages(batch: list[Group], penalties: list[float]) -> list[float]:
+def rloo_advantages(batch: list[TrajectoryGroup], penalties: list[float]) -> list[float]:
     """Reward less penalty, against the mean of the group's others."""
     result, first = [], 0
     for group in batch:

@@ -39,7 +39,7 @@ from trainer.config import (
 )
 from trainer.errors import ConfigError
 from trainer.rewards import Score
-from trainer.trajectory import Group
+from trainer.trajectory import TrajectoryGroup
 
 BATCH = groups(4, 5, seed=1)
 BEHAVIOUR = [torch.tensor(s.logprobs, dtype=torch.float32).double() for g in BATCH for s in g.trajectories]
@@ -288,7 +288,7 @@ def test_truncated_answers_are_left_out(config: PolicyConfig) -> None:
 def test_answers_near_the_limit_lose_reward() -> None:
     config = GrpoConfig(overlong_buffer=4, overlong_penalty=0.5, scale_rewards=False)
     samples = tuple(answer((1,) * n, (-1.0,) * n, "stop", ()) for n in (6, 7, 8, 10, 12))
-    group = Group((1,), samples, tuple(Score(1.0) for _ in samples))
+    group = TrajectoryGroup((1,), samples, tuple(Score(1.0) for _ in samples))
     rewards = [1.0, 0.875, 0.75, 0.5, 0.5]  # 6 tokens are free, 10 are the limit
     sequences = Grpo(config, max_tokens=10).sequences([], [group])
     middle = sum(rewards) / 5
@@ -297,7 +297,7 @@ def test_answers_near_the_limit_lose_reward() -> None:
 
 def test_groups_that_teach_nothing_are_sampled_again_if_wanted() -> None:
     sample = answer((1,), (-1.0,), "stop", ())
-    same, differ = (Group((1,), (sample,) * 2, (Score(1.0), Score(other))) for other in (1.0, 0.0))
+    same, differ = (TrajectoryGroup((1,), (sample,) * 2, (Score(1.0), Score(other))) for other in (1.0, 0.0))
     wanted = Grpo(GrpoConfig(drop_zero_std=True))
     assert [wanted.keep_group(same), wanted.keep_group(differ)] == [False, True]
     assert Grpo(GrpoConfig()).keep_group(same)
@@ -341,13 +341,13 @@ def test_groups_are_told_apart_late_in_a_run_and_in_long_answers() -> None:
         return algorithm.prepare(fields)[ADVANTAGES]
 
     answers = [answer((1,) * n, (-1.0,) * n, "stop", ()) for n in (700, 1400, 900, 2000)]
-    batch = [Group((1,), tuple(answers[i : i + 2]), (Score(0.0), Score(1.0))) for i in (0, 2)]
+    batch = [TrajectoryGroup((1,), tuple(answers[i : i + 2]), (Score(0.0), Score(1.0))) for i in (0, 2)]
     torch.testing.assert_close(advantages(5_000_001), advantages(0))
 
 
 def test_an_empty_answer_is_no_sequence() -> None:
     empty, full = answer((), (), "stop", ()), answer((1, 2), (-1.0, -1.0), "stop", ())
-    group = Group((1,), (empty, full), (Score(0.0), Score(1.0)))
+    group = TrajectoryGroup((1,), (empty, full), (Score(0.0), Score(1.0)))
     for algorithm in (
         Grpo(GrpoConfig()),
         Ppo(PpoConfig()),
@@ -459,7 +459,7 @@ def test_short_right_answers_are_preferred_once_it_counts() -> None:
     assert length_rewards([10, 20, 30], [False, True, False]) == [0.0, 0.0, -0.5]
     assert length_rewards([7, 7], [True, False]) == [0.0, 0.0]
     answers = tuple(answer((1,) * n, (-1.0,) * n) for n in (2, 4))
-    group = Group((1,), answers, (Score(1.0, {"a": 1.0}), Score(1.0, {"a": 1.0})))
+    group = TrajectoryGroup((1,), answers, (Score(1.0, {"a": 1.0}), Score(1.0, {"a": 1.0})))
     algorithm = Grpo(GrpoConfig(length_weight=0.2, length_after=10, scale_rewards=False))
     before, after = ([s.per_token[ADVANTAGES][0] for s in algorithm.sequences([], [group], step)] for step in (9, 10))
     assert before == [0.0, 0.0]

@@ -15,12 +15,12 @@ from megatron.core import parallel_state as ps
 from tests.trainer.batches import random_batch
 from trainer.batch import MASK, Fields
 from trainer.config import ParallelConfig
-from trainer.megatron.parallel import broadcast_json, distributed, is_lead, lead
+from trainer.megatron.parallel import broadcast_json, distributed, is_rank_zero, on_rank_zero
 
 
 def lead_takes_longer_than_a_collective_may(timeout_s: float) -> dict[str, Any]:
     """The lead alone enters collectives of the groups that compute: each fails when its time is over, while the others
-    wait for the lead."""
+    wait for rank 0."""
     world = dist.get_world_size()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -41,8 +41,8 @@ def lead_takes_longer_than_a_collective_may(timeout_s: float) -> dict[str, Any]:
     with distributed(ParallelConfig(data=world), seed=0, timeout_s=timeout_s):
         broadcast_json(None)
         began = time.monotonic()
-        told = broadcast_json(lead(work))
-        return {"told": told, "waited_s": time.monotonic() - began, "lead": is_lead()}
+        told = broadcast_json(on_rank_zero(work))
+        return {"told": told, "waited_s": time.monotonic() - began, "lead": is_rank_zero()}
 
 
 def received_in_a_step(path: str, parallel: dict[str, int]) -> dict[str, Any]:
@@ -69,5 +69,5 @@ def received_in_a_step(path: str, parallel: dict[str, int]) -> dict[str, Any]:
         fields = random_batch(built.shape.vocab, rows=8)
         for name in ("advantages", "behaviour_logprobs"):
             fields[name] = torch.zeros_like(fields[MASK])
-        stats = built.step(fields if is_lead() else {})
+        stats = built.step(fields if is_rank_zero() else {})
         return {"nbytes": nbytes[0], "rows": rows[0], "loss": stats.loss}

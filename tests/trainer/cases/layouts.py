@@ -11,7 +11,7 @@ from trainer.batch import MASK, Sequence, collate, pack
 from trainer.errors import ConfigError
 from trainer.megatron.convert import parameters, unwrap
 from trainer.megatron.hf_files import finish_checkpoint, write_shards
-from trainer.megatron.parallel import device, gather_json, lead
+from trainer.megatron.parallel import device, gather_json, on_rank_zero
 
 
 def ppo(path: str, parallel: dict[str, Any], **config: Any) -> list[dict[str, float]]:
@@ -134,5 +134,5 @@ def saved(path: str, parallel: dict[str, Any], directory: str) -> list[str]:
     with engine({"model": {"path": path}, "parallel": parallel}) as built:
         mine = write_shards(directory, built.export("float32"), built.part)
         everyone = [entry for share in gather_json(mine) for entry in share]
-        lead(lambda: finish_checkpoint(directory, everyone, path, "float32"))
+        on_rank_zero(lambda: finish_checkpoint(directory, everyone, path, "float32"))
         return sorted({file for _, file, _ in mine})

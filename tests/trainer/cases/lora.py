@@ -15,7 +15,7 @@ from trainer.errors import PublishError
 from trainer.megatron.convert import export_hf, placement
 from trainer.megatron.hf_files import finish_adapter, finish_checkpoint, write_shards
 from trainer.megatron.lora import Pair, adapter_config, adapters
-from trainer.megatron.parallel import gather_json, lead
+from trainer.megatron.parallel import gather_json, on_rank_zero
 from trainer.publish import WeightPublisher
 
 
@@ -24,7 +24,7 @@ def write_adapter(built: Any, directory: str) -> None:
     shares = gather_json(write_shards(directory, built.export("float32"), built.part))
     written = [w for share in shares for w in share]
     lora, path = built.config.lora, built.config.model.path
-    lead(lambda: finish_adapter(directory, written, adapter_config(built.shape, lora, path)))
+    on_rank_zero(lambda: finish_adapter(directory, written, adapter_config(built.shape, lora, path)))
 
 
 def adapted(path: str, parallel: dict[str, Any], lora: dict[str, Any], directory: str) -> list[float]:
@@ -38,9 +38,9 @@ def adapted(path: str, parallel: dict[str, Any], lora: dict[str, Any], directory
             built.step(random_batch(built.shape.vocab, seed=step))
         write_adapter(built, directory)
         merged = Path(directory) / "merged"
-        lead(lambda: merged.mkdir())
+        on_rank_zero(lambda: merged.mkdir())
         shares = gather_json(write_shards(merged, built.export_merged("float32"), built.part))
-        lead(lambda: finish_checkpoint(merged, [w for share in shares for w in share], path, "float32"))
+        on_rank_zero(lambda: finish_checkpoint(merged, [w for share in shares for w in share], path, "float32"))
         batch = random_batch(built.shape.vocab, seed=2)
         if (found := logits(built, batch[TOKENS][:, :-1])) is not None and built.part in (0, 1):
             save_file({"logits": found[..., : built.shape.vocab].contiguous()}, Path(directory) / "logits.st")

@@ -19,7 +19,7 @@ from trainer.megatron.attention import Blocks, CausalAttention, ContextParallelA
 from trainer.megatron.engine import Engine
 from trainer.megatron.parallel import split
 from trainer.rewards.scorer import Score
-from trainer.trajectory import Group
+from trainer.trajectory import TrajectoryGroup
 
 
 def packed_attention(segments: list[list[int]], groups: int) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _sequences(built: Engine, seed: int) -> list[Sequence]:
         answers = [ids(20) for _ in range(count)]
         samples = [answer(a, tuple((-3 + 0.3 * rng.normal(size=len(a))).tolist()), "stop", ()) for a in answers]
         scores = tuple(Score(float(rng.integers(0, 2))) for _ in range(count))
-        groups.append(Group(records[-1].prompt_ids, tuple(samples), scores))
+        groups.append(TrajectoryGroup(records[-1].prompt_ids, tuple(samples), scores))
     return built.algorithm.sequences(records, groups if built.algorithm.samples_per_prompt else [])
 
 

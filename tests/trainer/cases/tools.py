@@ -13,7 +13,7 @@ from trainer.batch import MASK, Fields, assemble
 from trainer.config import PackingConfig
 from trainer.megatron import passes
 from trainer.rewards.scorer import Score
-from trainer.trajectory import Group, Trajectory, Turn
+from trainer.trajectory import Trajectory, TrajectoryGroup, Turn
 
 
 def gradients(path: str, algorithm: dict[str, Any], packed: bool) -> dict[str, float]:
@@ -69,7 +69,7 @@ def _note(gradient: torch.Tensor, mask: torch.Tensor, reached: list[float]) -> N
         reached[value] = max(reached[value], here.max().item() if here.numel() else 0.0)
 
 
-def _groups(vocabulary: int) -> list[Group]:
+def _groups(vocabulary: int) -> list[TrajectoryGroup]:
     """Two groups of three trajectories: a call, what the tool says, and an answer, of random lengths."""
     rng = np.random.default_rng(0)
 
@@ -80,8 +80,8 @@ def _groups(vocabulary: int) -> list[Group]:
         written = ids()
         return Turn(written, tuple((-3 + 0.3 * rng.normal(size=len(written))).tolist()))
 
-    def group() -> Group:
+    def group() -> TrajectoryGroup:
         trajectories = tuple(Trajectory((of_policy(), Turn(ids()), of_policy()), "stop") for _ in range(3))
-        return Group(ids(), trajectories, tuple(Score(reward) for reward in (0.0, 1.0, 0.5)))
+        return TrajectoryGroup(ids(), trajectories, tuple(Score(reward) for reward in (0.0, 1.0, 0.5)))
 
     return [group(), group()]

@@ -24,8 +24,8 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.environments import EnvironmentHost, Episode, Observation, Task
 from trainer.errors import ConfigError, EnvironmentFailed, EpisodeInterrupted, RolloutError
 from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_scorer
-from trainer.rollouts.sampling import ENVIRONMENT, Rollouts
-from trainer.trajectory import Group
+from trainer.rollouts.sampling import ENVIRONMENT, RolloutSampler
+from trainer.trajectory import TrajectoryGroup
 from trainer.worker_process import WorkerProcess
 
 HERE = "tests.trainer.environments.functions"
@@ -44,13 +44,15 @@ def tokenizer(tiny_model: str) -> Tokenizer:
 
 def rollouts(
     server: GenerateServer, tokenizer: Tokenizer, options: dict[str, Any], scorer: Scorer | None = None, **config: Any
-) -> Rollouts:
+) -> RolloutSampler:
     environment = CallableEnvironment(**{"target": f"{HERE}:Countdown", "workers": 1, **config, "options": options})
     scorer = scorer or build_scorer([ExactMatchReward()])
-    return Rollouts(GatewayConfig(url=server.url), RolloutConfig(max_tokens=64), scorer, tokenizer, 3, environment)
+    return RolloutSampler(
+        GatewayConfig(url=server.url), RolloutConfig(max_tokens=64), scorer, tokenizer, 3, environment
+    )
 
 
-def play(running: Rollouts, tokenizer: Tokenizer, n: int = 2) -> Group:
+def play(running: RolloutSampler, tokenizer: Tokenizer, n: int = 2) -> TrajectoryGroup:
     return running.submit(Record(0, "1+2=", "03", tokenizer.prompt("1+2="), ()), n, 0).result(timeout=120)
 
 
@@ -198,7 +200,7 @@ def test_tools_give_nothing_of_their_own(server: GenerateServer, tokenizer: Toke
             return 1.0
 
     scorer, gateway = Scorer({"content": Weighted(Content())}), GatewayConfig(url=server.url)
-    with Rollouts(gateway, RolloutConfig(max_tokens=8), scorer, tokenizer, 3, tools) as running:
+    with RolloutSampler(gateway, RolloutConfig(max_tokens=8), scorer, tokenizer, 3, tools) as running:
         group = play(running, tokenizer, 2)
     assert [(score.parts, score.full) for score in group.scores] == [({"content": 1.0}, True)] * 2
 

@@ -20,7 +20,7 @@ from trainer.environments import EnvironmentHost, Observation, Task
 from trainer.environments.games import FindKey, GuessNumber
 from trainer.errors import EnvironmentFailed
 from trainer.rewards import build_scorer
-from trainer.rollouts.sampling import ENVIRONMENT, Rollouts
+from trainer.rollouts.sampling import ENVIRONMENT, RolloutSampler
 
 PAGE = (Path(__file__).parents[3] / "docs" / "trainer" / "environments.md").read_text()
 GAMES = "trainer.environments.games"
@@ -126,7 +126,7 @@ def test_the_page_s_example_is_played(server: GenerateServer, tiny_model: str, t
     tokenizer = Tokenizer(tiny_model)
     dataset = build_dataset(convert(JsonlData, config["data"], "data"), tokenizer, 0)
     rollout, gateway = RolloutConfig(max_tokens=200), GatewayConfig(url=server.url)
-    with Rollouts(gateway, rollout, build_scorer([]), tokenizer, 3, environment) as running:
+    with RolloutSampler(gateway, rollout, build_scorer([]), tokenizer, 3, environment) as running:
         group = running.submit(dataset[0], 2, 0).result(timeout=60)
     for trajectory, score in zip(group.trajectories, group.scores, strict=True):
         assert score.parts[ENVIRONMENT] == pytest.approx(sum(turn.reward for turn in trajectory.turns))

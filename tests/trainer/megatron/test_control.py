@@ -1,4 +1,4 @@
-"""Ranks wait for the lead in no collective of the groups that compute, and get from it what they train on."""
+"""Ranks wait for rank 0 in no collective of the groups that compute, and get from it what they train on."""
 
 from __future__ import annotations
 

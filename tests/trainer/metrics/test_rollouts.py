@@ -9,7 +9,7 @@ import pytest
 from tests.trainer.rollouts.trajectories import answer
 from trainer.metrics.rollouts import evaluation_metrics, pass_at, rollout_metrics
 from trainer.rewards.scorer import Score
-from trainer.trajectory import Group, Trajectory, VersionSpan
+from trainer.trajectory import Trajectory, TrajectoryGroup, VersionSpan
 
 
 def sample(*spans: tuple[int, int], finish: str = "stop") -> Trajectory:
@@ -26,8 +26,10 @@ def score(total: float, **parts: float) -> Score:
 
 
 GROUPS = [
-    Group((1,), (sample((3, 4)), sample((2, 1), (3, 1), finish="length")), (score(1, a=1, b=1), score(0.5, a=0, b=1))),
-    Group((2,), (sample((1, 2)), sample((3, 2))), (score(1, a=1, b=1), score(1, a=1, b=1))),
+    TrajectoryGroup(
+        (1,), (sample((3, 4)), sample((2, 1), (3, 1), finish="length")), (score(1, a=1, b=1), score(0.5, a=0, b=1))
+    ),
+    TrajectoryGroup((2,), (sample((1, 2)), sample((3, 2))), (score(1, a=1, b=1), score(1, a=1, b=1))),
 ]
 
 
@@ -56,7 +58,7 @@ def test_no_rollouts_no_metrics() -> None:
 
 
 def test_an_evaluation_of_greedy_answers() -> None:
-    groups = [Group(g.prompt_ids, g.trajectories[:1], g.scores[:1]) for g in GROUPS]
+    groups = [TrajectoryGroup(g.prompt_ids, g.trajectories[:1], g.scores[:1]) for g in GROUPS]
     found = evaluation_metrics(groups)
     assert found["accuracy"] == found["reward_mean"] == found["reward/a"] == 1
     assert found["truncated"] == 0
@@ -64,7 +66,7 @@ def test_an_evaluation_of_greedy_answers() -> None:
 
 
 def test_an_evaluation_of_several_answers_is_their_mean_and_pass_at_k() -> None:
-    bad = Group((3,), (sample((3, 1)), sample((3, 1))), (score(0, a=0, b=0), score(0, a=0, b=0)))
+    bad = TrajectoryGroup((3,), (sample((3, 1)), sample((3, 1))), (score(0, a=0, b=0), score(0, a=0, b=0)))
     found = evaluation_metrics([*GROUPS, bad], (1, 2, 3))
     assert found["accuracy"] == found["pass_at_1"] == 0.5
     assert found["pass_at_2"] == pytest.approx(2 / 3)
@@ -82,6 +84,6 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_that_have_a_right_on
 
 def test_a_reward_that_failed_is_no_full_reward() -> None:
     failed = Score(1.0, {"a": 1.0}, {"a": "timed out"})
-    found = evaluation_metrics([Group((1,), (sample((1, 1)),), (failed,))])
+    found = evaluation_metrics([TrajectoryGroup((1,), (sample((1, 1)),), (failed,))])
     assert found["accuracy"] == 0
     assert found["reward/a"] == 1

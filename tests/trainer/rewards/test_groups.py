@@ -14,8 +14,8 @@ from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError
 from trainer.metrics.rollouts import rollout_metrics
-from trainer.rewards import RewardOfGroup, RewardRequest, SampleGroup, Score, Scorer, Weighted, build_scorer
-from trainer.rollouts.sampling import Rollouts
+from trainer.rewards import ComparingReward, RewardRequest, SampleGroup, Score, Scorer, Weighted, build_scorer
+from trainer.rollouts.sampling import RolloutSampler
 
 HERE = "tests.trainer.rewards.functions"
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_imported_is_said_before_the_run(target: str) -> None:
         GroupReward(target="module")
 
 
-class Away(RewardOfGroup):
+class Away(ComparingReward):
     """Fails until it was asked so often."""
 
     def __init__(self, until: int) -> None:
@@ -103,9 +103,9 @@ def server(tiny_model: str) -> Iterator[GenerateServer]:
         yield running
 
 
-def rollouts(server: GenerateServer, model: str, reward: RewardOfGroup) -> Rollouts:
+def rollouts(server: GenerateServer, model: str, reward: ComparingReward) -> RolloutSampler:
     scorer = Scorer({"length": Weighted(reward)})
-    return Rollouts(GatewayConfig(url=server.url), RolloutConfig(max_tokens=8), scorer, Tokenizer(model), 3)
+    return RolloutSampler(GatewayConfig(url=server.url), RolloutConfig(max_tokens=8), scorer, Tokenizer(model), 3)
 
 
 def test_it_is_asked_again_and_an_outage_leaves_the_group_out(server: GenerateServer, tiny_model: str) -> None:

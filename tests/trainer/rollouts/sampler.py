@@ -11,8 +11,17 @@ from trainer.data.records import Record
 from trainer.rewards.scorer import Score
 from trainer.rollouts.feed import Draw, Feed
 from trainer.rollouts.schedules import Rollout, Schedule
-from trainer.staleness import StepsOfVersions
-from trainer.trajectory import UNFINISHED, Group, Outcome, Partial, PartialSample, Trajectory, Turn, VersionSpan
+from trainer.trajectory import (
+    UNFINISHED,
+    Outcome,
+    Partial,
+    PartialSample,
+    StepsOfVersions,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+    VersionSpan,
+)
 
 
 class Records:
@@ -29,10 +38,12 @@ class Records:
         return Record(index, f"{index}=", "0", (index,), ())
 
 
-def group(prompt: int, version: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> Group:
+def group(prompt: int, version: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> TrajectoryGroup:
     """Samples of one token each, written by `version`."""
     sample = answer((7,), (-0.5,), "stop", (VersionSpan(version, 0, 1),))
-    return Group((prompt,), (sample,) * len(rewards), tuple(Score(reward, {"r": reward}) for reward in rewards))
+    return TrajectoryGroup(
+        (prompt,), (sample,) * len(rewards), tuple(Score(reward, {"r": reward}) for reward in rewards)
+    )
 
 
 class EveryStep(StepsOfVersions):
@@ -76,7 +87,7 @@ class Sampler:
             if before is None:
                 self.sent.append(draw)
                 self._open[draw.number] = []
-            if before is not None and before.done() and isinstance(found := before.result(), Group):
+            if before is not None and before.done() and isinstance(found := before.result(), TrajectoryGroup):
                 future.set_result(found)
                 return future
             self._open.setdefault(draw.number, []).append((future, self.version, before))
@@ -101,7 +112,7 @@ class Sampler:
             with self._lock:
                 future, version, before = self._open[number].pop(0)
                 outcome = self._further(number, version, before, rewards)
-                behind = self._open[number] if isinstance(outcome, Group) else []
+                behind = self._open[number] if isinstance(outcome, TrajectoryGroup) else []
                 self._open[number] = [] if behind else self._open[number]
             for each in (future, *(waiting for waiting, _, _ in behind)):
                 each.set_result(outcome)
@@ -123,7 +134,7 @@ class Sampler:
         turn = Turn((7,) * (there + 1), (-0.5,) * (there + 1), (*spans, VersionSpan(version, there, there + 1)))
         if there + 1 == self.rounds[number]:
             scores = tuple(Score(reward, {"r": reward}) for reward in rewards)
-            return Group((number,), (Trajectory((turn,), "stop"),) * len(rewards), scores)
+            return TrajectoryGroup((number,), (Trajectory((turn,), "stop"),) * len(rewards), scores)
         return Partial((PartialSample((number,), Trajectory((turn,), UNFINISHED)),) * len(rewards))
 
     def _wait_for(self, *numbers: int) -> None:
@@ -133,12 +144,12 @@ class Sampler:
             )
 
 
-def useful(group: Group) -> bool:
+def useful(group: TrajectoryGroup) -> bool:
     """DAPO's filter."""
     return len(set(group.rewards)) > 1
 
 
-def everything(group: Group) -> bool:
+def everything(group: TrajectoryGroup) -> bool:
     return True
 
 

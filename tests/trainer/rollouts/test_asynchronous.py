@@ -14,7 +14,7 @@ from tests.trainer.rollouts.sampler import Records, Sampler, everything, numbers
 from trainer.config.sections import AsyncSchedule
 from trainer.rollouts.feed import Feed
 from trainer.rollouts.schedules import Schedule, build_schedule
-from trainer.trajectory import Group
+from trainer.trajectory import TrajectoryGroup
 
 BATCH = 2
 
@@ -285,7 +285,7 @@ def test_what_is_due_is_waited_for_though_younger_groups_are_ready(
     built._send_next(BATCH)
     sampler.finish(*young)
 
-    def finishes_only_what_is_waited_for(futures: list[Future[Group]], **how: Any) -> Any:
+    def finishes_only_what_is_waited_for(futures: list[Future[TrajectoryGroup]], **how: Any) -> Any:
         if not any(future.done() for future in futures):
             sampler.finish(next(number for number in due if number in sampler.in_flight))
         return wait(futures, **how)

@@ -17,7 +17,7 @@ from trainer.errors import DataError, RolloutError
 from trainer.rollouts.experience import Experience
 from trainer.rollouts.feed import Draw
 from trainer.rollouts.schedules import Rollout
-from trainer.trajectory import Group
+from trainer.trajectory import TrajectoryGroup
 
 LONGEST = 6
 
@@ -30,10 +30,10 @@ class Algorithm:
     def __init__(self, *needs: str, length: int = 2) -> None:
         self.needs, self.length = frozenset(needs), length
 
-    def keep_group(self, group: Group) -> bool:
+    def keep_group(self, group: TrajectoryGroup) -> bool:
         return True
 
-    def sequences(self, records: Seq[Record], groups: Seq[Group], step: int = 0) -> list[Sequence]:
+    def sequences(self, records: Seq[Record], groups: Seq[TrajectoryGroup], step: int = 0) -> list[Sequence]:
         tokens = (7,) * (self.length - 1)
         return [Sequence((g.prompt_ids[0],), tokens, {"lag": [float(step)] * len(tokens)}) for g in groups]
 

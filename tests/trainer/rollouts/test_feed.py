@@ -16,7 +16,7 @@ from trainer.errors import DataError
 from trainer.rewards.scorer import Score
 from trainer.rollouts.feed import Draw, Feed
 from trainer.rollouts.schedules import build_schedule
-from trainer.trajectory import Group
+from trainer.trajectory import TrajectoryGroup
 
 PRIORITISED = OrderConfig(prioritize=True, floor=0.1)
 
@@ -28,7 +28,7 @@ class Levels(Records):
         return replace(super().__getitem__(index), extra={"about": {"level": index % 10}})
 
 
-def answers(right: int, wrong: int) -> Group:
+def answers(right: int, wrong: int) -> TrajectoryGroup:
     whole = group(0, 0, (1.0,) * right + (0.0,) * wrong)
     return replace(whole, scores=tuple(Score(r, {"r": r}) for r in whole.rewards))
 
@@ -85,7 +85,7 @@ def test_success_is_a_moving_average_and_copies_share_it() -> None:
     copy = replace(record, index=900)
     feed.measured(Draw(4, copy), answers(4, 0))
     assert feed.success(record) == feed.success(copy) == 0.75 * 0.5 + 0.25 * 1.0
-    feed.measured(Draw(5, copy), Group((1,), (), ()))
+    feed.measured(Draw(5, copy), TrajectoryGroup((1,), (), ()))
     assert feed.success(copy) == 0.625, "a group of which nothing could be scored says nothing"
     assert feed.stats() == {"success_mean": 0.625}
 

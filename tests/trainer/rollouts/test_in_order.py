@@ -15,7 +15,7 @@ from trainer.config.sections import AsyncSchedule, ColocatedSchedule, OneStepOff
 from trainer.errors import RolloutError
 from trainer.rollouts.feed import Draw, Feed
 from trainer.rollouts.schedules import Schedule, build_schedule
-from trainer.trajectory import Group, Outcome
+from trainer.trajectory import Outcome, TrajectoryGroup
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def sampler() -> Sampler:
     return Sampler()
 
 
-def colocated(sampler: Sampler, keep: Callable[[Group], bool] = everything, refills: int = 3) -> Schedule:
+def colocated(sampler: Sampler, keep: Callable[[TrajectoryGroup], bool] = everything, refills: int = 3) -> Schedule:
     built = build_schedule(ColocatedSchedule(max_refills=refills), 4, Feed(Records(), 0), sampler, keep)
     return published(built, sampler)
 

@@ -18,10 +18,18 @@ from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.rewards import build_scorer
 from trainer.rollouts.feed import Draw, Feed
-from trainer.rollouts.sampling import ENVIRONMENT, Rollouts
+from trainer.rollouts.sampling import ENVIRONMENT, RolloutSampler
 from trainer.rollouts.schedules import Schedule, build_schedule
-from trainer.staleness import StepsOfVersions
-from trainer.trajectory import UNFINISHED, Group, Outcome, Partial, Trajectory, VersionSpan, outcome_from_json
+from trainer.trajectory import (
+    UNFINISHED,
+    Outcome,
+    Partial,
+    StepsOfVersions,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+    outcome_from_json,
+)
 
 PATIENCE_S = 60
 BUDGET, MOST = 20, 64
@@ -45,9 +53,9 @@ def record(tokenizer: Tokenizer) -> Record:
     return Record(0, "1+2=", "03", tokenizer.prompt("1+2="), ())
 
 
-def rollouts(server: GenerateServer, tokenizer: Tokenizer, environment: Any = None, **config: Any) -> Rollouts:
+def rollouts(server: GenerateServer, tokenizer: Tokenizer, environment: Any = None, **config: Any) -> RolloutSampler:
     rollout = RolloutConfig(**{"max_tokens": MOST, "token_budget": BUDGET, **config})
-    return Rollouts(
+    return RolloutSampler(
         GatewayConfig(url=server.url), rollout, build_scorer([ExactMatchReward()]), tokenizer, 3, environment
     )
 
@@ -59,7 +67,9 @@ def on_disk(outcome: Outcome) -> Future[Outcome]:
     return future
 
 
-def in_rounds(client: Rollouts, record: Record, n: int, between: Callable[[], object] = lambda: None) -> list[Outcome]:
+def in_rounds(
+    client: RolloutSampler, record: Record, n: int, between: Callable[[], object] = lambda: None
+) -> list[Outcome]:
     """What each round comes to, until the group is complete."""
     found: list[Outcome] = [client.round(record, n, 5).result(PATIENCE_S)]
     while isinstance(found[-1], Partial):
@@ -78,7 +88,7 @@ def test_no_token_is_lost_or_doubled_and_each_keeps_its_version(
     with rollouts(server, tokenizer, request=request_by) as client:
         *rounds, group = in_rounds(client, record, 3, lambda: server.swap(next(versions)))
         samples = client.stats()
-    assert isinstance(group, Group)
+    assert isinstance(group, TrajectoryGroup)
     assert len(rounds) >= 2
     for number, partial in enumerate(rounds, 1):
         assert isinstance(partial, Partial)
@@ -114,7 +124,7 @@ def test_what_a_resumed_run_goes_on_with_is_what_the_other_has(
         for _ in range(2):
             again = resumed.round(record, 2, 5, on_disk(again.result(PATIENCE_S)))
         assert again.result(PATIENCE_S) == expected
-    assert isinstance(expected, Group)
+    assert isinstance(expected, TrajectoryGroup)
 
 
 def test_what_is_complete_is_not_asked_for_again(
@@ -141,7 +151,7 @@ def countdown(**options: Any) -> CallableEnvironment:
 def episode(outcome: Outcome) -> Trajectory:
     trajectories = (
         outcome.trajectories
-        if isinstance(outcome, Group)
+        if isinstance(outcome, TrajectoryGroup)
         else [sample.trajectory for sample in outcome.samples if sample is not None]
     )
     (only,) = trajectories
@@ -156,7 +166,7 @@ def test_an_episode_waits_for_its_next_round(server: GenerateServer, tokenizer: 
         *rounds, whole = in_rounds(client, record, 1)
         stats = client.stats()
     assert len(rounds) >= 2
-    assert isinstance(whole, Group)
+    assert isinstance(whole, TrajectoryGroup)
     assert whole.scores[0].parts[ENVIRONMENT] == 3, "no answer was given to the environment twice, and none left out"
     assert [turn.of_policy for turn in episode(whole).turns] == [True, False] * 2 + [True]
     for number, partial in enumerate(rounds, 1):
@@ -194,12 +204,12 @@ def test_an_episode_that_goes_another_way_begins_anew(
     with rollouts(server, tokenizer, countdown(turns=2), **EPISODES) as resumed:
         *_, whole = _rest(resumed, record, first)
         stats = resumed.stats()
-    assert isinstance(whole, Group)
+    assert isinstance(whole, TrajectoryGroup)
     assert stats["episodes_begun_anew"] == 1
     assert whole.scores[0].parts[ENVIRONMENT] == 2
 
 
-def _rest(client: Rollouts, record: Record, begun: Outcome) -> list[Outcome]:
+def _rest(client: RolloutSampler, record: Record, begun: Outcome) -> list[Outcome]:
     found = [begun]
     while isinstance(found[-1], Partial):
         found.append(client.round(record, 1, 5, on_disk(found[-1])).result(PATIENCE_S))
@@ -302,7 +312,7 @@ def test_only_a_prefix_is_left_out_and_the_rest_counts() -> None:
         future = sampler(draws[0], future)
     assert future is not None
     group = future.result()
-    assert isinstance(group, Group)
+    assert isinstance(group, TrajectoryGroup)
     dated = group.dated(steps).within(14, 3)
     assert [trajectory.mask for trajectory in dated.trajectories] == [(0, 1, 1)] * 2
     assert dated.rewards == group.rewards

@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from loadtest.learning_recipes import ENVIRONMENT
+from loadtest.training.learning.recipes import ENVIRONMENT
 from tests.live import LiveServer
 from tests.waiting import wait_until
 from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig
 from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.rewards import build_scorer
-from trainer.rollouts.sampling import Rollouts
+from trainer.rollouts.sampling import RolloutSampler
 from trainer.tiny_model import write_tiny_model
-from trainer.trajectory import Group, Partial, Trajectory
+from trainer.trajectory import Partial, Trajectory, TrajectoryGroup
 
 PATIENCE_S = 120
 BUDGET, ROUNDS = 8, 3
@@ -44,7 +44,7 @@ def test_every_token_comes_from_the_weights_that_served_in_its_round(
     versions = [1]
     with live.running():
         scorer = build_scorer([ExactMatchReward()])
-        with Rollouts(GatewayConfig(url=live.url), rollout, scorer, tokenizer, 0) as client:
+        with RolloutSampler(GatewayConfig(url=live.url), rollout, scorer, tokenizer, 0) as client:
             going = client.round(record, SAMPLES, 0)
             for directory in weights[1:]:
                 assert isinstance(going.result(PATIENCE_S), Partial)
@@ -52,7 +52,7 @@ def test_every_token_comes_from_the_weights_that_served_in_its_round(
                 wait_until(lambda: writes(live) == versions[-1], what="the instance flips")
                 going = client.round(record, SAMPLES, 0, going)
             group = going.result(PATIENCE_S)
-    assert isinstance(group, Group)
+    assert isinstance(group, TrajectoryGroup)
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in weights]
     lengths = [len(trajectory.token_ids) for trajectory in group.trajectories]
     assert max(lengths) > (ROUNDS - 1) * BUDGET, "none went through all rounds"

@@ -23,9 +23,8 @@ from trainer.errors import ConfigError, GatewayUnreachable, RolloutError
 from trainer.metrics.rollouts import rollout_metrics
 from trainer.rewards import Reward, RewardRequest, Scorer, Weighted, build_scorer
 from trainer.rollouts.generate import repeats
-from trainer.rollouts.sampling import Rollouts
-from trainer.staleness import StepsOfVersions
-from trainer.trajectory import Group, VersionSpan
+from trainer.rollouts.sampling import RolloutSampler
+from trainer.trajectory import StepsOfVersions, TrajectoryGroup, VersionSpan
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +42,15 @@ def records(tokenizer: Tokenizer, *prompts: str) -> list[Record]:
     return [Record(i, prompt, "07", tokenizer.prompt(prompt), ()) for i, prompt in enumerate(prompts)]
 
 
-def take(client: Rollouts, problems: list[Record], n: int, first: int = 0) -> list[Group]:
+def take(client: RolloutSampler, problems: list[Record], n: int, first: int = 0) -> list[TrajectoryGroup]:
     """`n` samples for each problem; the problems are the run's records number `first` and on."""
     running = [client.submit(problem, n, first + i) for i, problem in enumerate(problems)]
     return [future.result(timeout=60) for future in running]
 
 
-def rollouts(server: GenerateServer, tokenizer: Tokenizer, retry_s: float = 5.0, **config: Any) -> Rollouts:
+def rollouts(server: GenerateServer, tokenizer: Tokenizer, retry_s: float = 5.0, **config: Any) -> RolloutSampler:
     gateway = GatewayConfig(url=server.url, retry_s=retry_s)
-    return Rollouts(gateway, RolloutConfig(**config), build_scorer([ExactMatchReward()]), tokenizer, seed=3)
+    return RolloutSampler(gateway, RolloutConfig(**config), build_scorer([ExactMatchReward()]), tokenizer, seed=3)
 
 
 def test_samples_come_back_in_order_with_logprobs_and_versions(server: GenerateServer, tokenizer: Tokenizer) -> None:
@@ -72,7 +71,7 @@ def test_an_adapter_is_asked_for_by_name_until_an_instance_has_it(server: Genera
     """The commit record of its first version is there a moment before the instances have it."""
     server.failures, server.code = [404, 404], "model_not_found"
     about = (GatewayConfig(url=server.url, retry_s=5.0), RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer)
-    with Rollouts(*about, seed=3, model="sums") as client:
+    with RolloutSampler(*about, seed=3, model="sums") as client:
         take(client, records(tokenizer, "1+2="), 1)
         assert server.requests[-1]["model"] == "sums"
         client.evaluate(records(tokenizer, "3+4="), EvalConfig())
@@ -195,7 +194,7 @@ def test_another_server_is_told_from_a_broken_one(tokenizer: Tokenizer, path: st
     )
     with serve_app(other) as url:
         gateway = GatewayConfig(url=url + path, retry_s=60)
-        client = Rollouts(gateway, RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer, seed=0)
+        client = RolloutSampler(gateway, RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer, seed=0)
         with client, pytest.raises(RolloutError, match="Is this hotswap"):
             take(client, records(tokenizer, "1+2="), 1)
 
@@ -231,7 +230,7 @@ def test_an_answer_that_goes_round_in_circles_is_ended(tokenizer: Tokenizer, req
     endless.post("/generate")(generate)
     config = RolloutConfig(max_tokens=10**6, request=request_by, stop_repeats=32)  # type: ignore[arg-type]
     with serve_app(endless) as url:
-        client = Rollouts(GatewayConfig(url=url), config, build_scorer([ExactMatchReward()]), tokenizer, seed=0)
+        client = RolloutSampler(GatewayConfig(url=url), config, build_scorer([ExactMatchReward()]), tokenizer, seed=0)
         with client:
             (group,) = take(client, records(tokenizer, "1+2="), 2)
         assert left.wait(60)
@@ -243,7 +242,7 @@ def test_an_answer_that_goes_round_in_circles_is_ended(tokenizer: Tokenizer, req
 
 def test_nobody_there_is_reported_within_the_budget(server: GenerateServer, tokenizer: Tokenizer) -> None:
     gateway = GatewayConfig(url="http://127.0.0.1:9", retry_s=0.3)
-    client = Rollouts(gateway, RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer, seed=0)
+    client = RolloutSampler(gateway, RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer, seed=0)
     began = time.monotonic()
     with client, pytest.raises(GatewayUnreachable, match="hotswap up"):
         take(client, records(tokenizer, "1+2="), 2)
@@ -256,9 +255,9 @@ def test_the_key_is_sent_and_must_be_set(
     gateway = GatewayConfig(url=server.url, api_key_env="ROLLOUT_KEY")
     arguments = (RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer, 0)
     with pytest.raises(ConfigError, match="ROLLOUT_KEY"):
-        Rollouts(gateway, *arguments)
+        RolloutSampler(gateway, *arguments)
     monkeypatch.setenv("ROLLOUT_KEY", "secret")
-    with Rollouts(gateway, *arguments) as client:
+    with RolloutSampler(gateway, *arguments) as client:
         client.evaluate(records(tokenizer, "1+2="), EvalConfig())
     assert server.headers[-1]["authorization"] == "Bearer secret"
 
@@ -269,7 +268,7 @@ def test_a_failing_reward_is_counted_and_the_rollout_goes_on(server: GenerateSer
             raise ZeroDivisionError
 
     scorer = Scorer({"broken": Weighted(Broken(), on_failure=-1.0)})
-    with Rollouts(GatewayConfig(url=server.url), RolloutConfig(), scorer, tokenizer, 0) as client:
+    with RolloutSampler(GatewayConfig(url=server.url), RolloutConfig(), scorer, tokenizer, 0) as client:
         groups = take(client, records(tokenizer, "1+2=", "3+4="), 2)
         assert client.stats()["reward_failures/broken"] == 4
     assert [group.rewards for group in groups] == [[-1.0, -1.0]] * 2
@@ -289,7 +288,7 @@ def test_a_finished_sample_is_scored_while_others_decode(
 
     scorer, before = Scorer({"watching": Weighted(Watching())}), server.answered
     monkeypatch.setattr(server, "ready", lambda: server.answered == before or bool(scored))
-    with Rollouts(GatewayConfig(url=server.url), RolloutConfig(), scorer, tokenizer, 0) as client:
+    with RolloutSampler(GatewayConfig(url=server.url), RolloutConfig(), scorer, tokenizer, 0) as client:
         take(client, records(tokenizer, "1+2="), 16)
     assert server.answered == before + 16
 
@@ -335,7 +334,7 @@ def test_leaving_cancels_what_is_in_flight(server: GenerateServer, tokenizer: To
 def test_version_lag_counts_tokens(server: GenerateServer, tokenizer: Tokenizer) -> None:
     server.version = 5
     with rollouts(server, tokenizer) as client:
-        groups: list[Group] = take(client, records(tokenizer, "1+2="), 4)
+        groups: list[TrajectoryGroup] = take(client, records(tokenizer, "1+2="), 4)
     steps = StepsOfVersions()
     steps.published(5, step=40)
     metrics = rollout_metrics([group.dated(steps) for group in groups], step=43)

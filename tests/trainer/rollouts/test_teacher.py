@@ -23,9 +23,9 @@ from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError, TeacherError, TeacherUnreachable
 from trainer.rewards import build_scorer
-from trainer.rollouts.sampling import Rollouts
+from trainer.rollouts.sampling import RolloutSampler
 from trainer.tiny_model import write_tiny_model
-from trainer.trajectory import Group, Trajectory
+from trainer.trajectory import Trajectory, TrajectoryGroup
 
 PROBLEM = "1+2="
 
@@ -65,11 +65,11 @@ def tokenizer(tiny_model: str) -> Tokenizer:
 
 def rollouts(
     student: GenerateServer, tokenizer: Tokenizer, teacher: TeacherServer, /, environment: Any = None, **config: Any
-) -> Rollouts:
+) -> RolloutSampler:
     asked = TeacherConfig(**{"url": teacher.url, "model": "wise", "retry_s": 5.0} | config)
     scorer, rollout = build_scorer([ExactMatchReward()]), RolloutConfig(max_tokens=24)
     about = (GatewayConfig(url=student.url), rollout, scorer, tokenizer, 3)
-    return Rollouts(*about, environment=environment, teacher=asked)
+    return RolloutSampler(*about, environment=environment, teacher=asked)
 
 
 def opinion(teacher: TeacherServer, tokenizer: Tokenizer, trajectory: Trajectory) -> list[float]:
@@ -78,10 +78,10 @@ def opinion(teacher: TeacherServer, tokenizer: Tokenizer, trajectory: Trajectory
     return teacher.logprobs([*prompt, *trajectory.token_ids])[len(prompt) - 1 :]
 
 
-def sampled(running: Rollouts, tokenizer: Tokenizer, n: int = 3, *, taught: bool = True) -> Group:
+def sampled(running: RolloutSampler, tokenizer: Tokenizer, n: int = 3, *, taught: bool = True) -> TrajectoryGroup:
     record = Record(0, PROBLEM, "03", tokenizer.prompt(PROBLEM), ())
     group = (running.round if taught else running.submit)(record, n, 0).result(timeout=60)
-    assert isinstance(group, Group)
+    assert isinstance(group, TrajectoryGroup)
     return group
 
 
@@ -98,7 +98,7 @@ def test_every_sampled_token_has_the_teachers_logprob(
     for trajectory in group.trajectories:
         assert trajectory.teacher_logprobs == pytest.approx(opinion(teacher, tokenizer, trajectory))
         assert trajectory.teacher_logprobs != trajectory.logprobs
-    assert Group.from_json(json.loads(json.dumps(group.to_json()))) == group
+    assert TrajectoryGroup.from_json(json.loads(json.dumps(group.to_json()))) == group
 
 
 def test_what_the_environment_wrote_is_not_the_teachers_to_judge(

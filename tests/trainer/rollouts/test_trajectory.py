@@ -15,8 +15,7 @@ from trainer.algorithms.policy import Grpo, Reinforce
 from trainer.batch import MASK, TOKENS, Sequence, collate, lay_out
 from trainer.config import GrpoConfig, ReinforceConfig
 from trainer.rewards import Score
-from trainer.staleness import StepsOfVersions
-from trainer.trajectory import Group, Trajectory, Turn, VersionSpan
+from trainer.trajectory import StepsOfVersions, Trajectory, TrajectoryGroup, Turn, VersionSpan
 
 CALL = Turn((11, 12, 13), (-0.1, -0.2, -0.3), (VersionSpan(4, 0, 2, 4), VersionSpan(5, 2, 3, 5)), reward=0.25)
 TOOL = Turn((21, 22))
@@ -40,8 +39,10 @@ def test_turns_have_their_own_rewards_and_the_rest_is_at_the_end() -> None:
 
 
 def test_it_survives_a_file() -> None:
-    group = Group((1, 2), (PLAYED, replace(PLAYED, finish_reason="length")), (Score(1.0, {"a": 1.0}), Score(0.1)))
-    assert Group.from_json(json.loads(json.dumps(group.to_json()))) == group
+    group = TrajectoryGroup(
+        (1, 2), (PLAYED, replace(PLAYED, finish_reason="length")), (Score(1.0, {"a": 1.0}), Score(0.1))
+    )
+    assert TrajectoryGroup.from_json(json.loads(json.dumps(group.to_json()))) == group
     steps = StepsOfVersions()
     steps.published(1, 0)
     steps.published(5, 30)
@@ -78,7 +79,7 @@ def test_credit_goes_over_gaps_and_ends_with_the_sequence(packed: bool) -> None:
 
 
 def test_what_a_tool_wrote_gets_no_gradient() -> None:
-    group = Group((1,), (PLAYED, replace(PLAYED, turns=(CALL,))), (Score(1.0), Score(0.0)))
+    group = TrajectoryGroup((1,), (PLAYED, replace(PLAYED, turns=(CALL,))), (Score(1.0), Score(0.0)))
     algorithm = Grpo(GrpoConfig())
     sequences = algorithm.sequences([], [group])
     fields = algorithm.prepare(collate(sequences))
@@ -93,7 +94,7 @@ def test_what_a_tool_wrote_gets_no_gradient() -> None:
 
 
 def test_rewards_by_turn_reach_the_algorithm() -> None:
-    group = Group((1,), (PLAYED,), (Score(2.0),))
+    group = TrajectoryGroup((1,), (PLAYED,), (Score(2.0),))
     algorithm = Reinforce(ReinforceConfig(samples_per_prompt=1, baseline=False))
     (sequence,) = algorithm.sequences([], [group])
     assert sequence.per_token[REWARDS] == [0, 0, 0.25, 0, 0, 0, 1.75]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from loadtest.mapped_memory import HostDriver
+from loadtest.models.mapped_memory import HostDriver
 from weightsync.vllm_engine.bundle import Bundle, HeldBundles, PartOrder, Piece
 from weightsync.vllm_engine.mapping import RemapUnavailable
 from weightsync.vllm_engine.remap import Remap

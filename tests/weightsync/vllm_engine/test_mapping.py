@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from loadtest.mapped_memory import HostDriver
+from loadtest.models.mapped_memory import HostDriver
 from weightsync.vllm_engine.mapping import CudaDriver, DriverError, Memory, Range, RemapUnavailable
 
 

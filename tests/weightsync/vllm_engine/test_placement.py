@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from loadtest.checkpoints import make_checkpoint
-from loadtest.model_kinds import make_kind
-from loadtest.vllm_worker import Worker, worker
+from loadtest.models.checkpoints import make_checkpoint
+from loadtest.models.kinds import make_kind
+from loadtest.models.vllm_worker import Worker, worker
 from tests.lacking import bf16_only, unable
 from weightsync import Publisher, SlotReader
 from weightsync.control.records import VersionRecord

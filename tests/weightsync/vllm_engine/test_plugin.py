@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.checkpoints import make_checkpoint
+from loadtest.models.checkpoints import make_checkpoint
 
 PROGRAM = """
 import sys

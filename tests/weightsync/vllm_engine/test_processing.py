@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from loadtest.architectures.tiny import make_versions
-from loadtest.equality import differences, flipping, fresh, publish, swap, tensors_of
-from loadtest.model_kinds import KINDS, make_kind
-from loadtest.vllm_worker import worker
+from loadtest.models.equality import differences, flipping, fresh, publish, swap, tensors_of
+from loadtest.models.kinds import KINDS, make_kind
+from loadtest.models.vllm_worker import worker
 from weightsync import Publisher
 from weightsync.format.fingerprint import combine
 from weightsync.vllm_engine.processing import Change, NotInPlace, Processing, in_place

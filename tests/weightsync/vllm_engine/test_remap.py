@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from loadtest.mapped_memory import HostDriver
+from loadtest.models.mapped_memory import HostDriver
 from tests.weightsync.vllm_engine.test_build import WithBuffers
 from weightsync import Publisher
 from weightsync.format.fingerprint import combine

@@ -20,9 +20,9 @@ from server.gateway.fleet.retries import GONE_S, go_on, silent
 from server.gateway.fleet.routing import Need
 from server.gateway.wire.journal import ReplayMemory
 from server.resume import RESUMABLE, RESUME
+from tests.server.continued import END, HEAD, STAMPED, Fleet, chat, event, framed
 from tests.server.gateway.harness import SERVERS, RunningGateway, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
-from tests.server.live.continued import END, HEAD, STAMPED, Fleet, chat, event, framed
 from tests.waiting import eventually
 from weightsync.control.agent import LAST_RETRY_S
 from weightsync.control.records import InstanceRecord

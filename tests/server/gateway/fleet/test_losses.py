@@ -15,9 +15,9 @@ import pytest
 from server.gateway.config import FailoverSettings, HealthSettings, UpstreamSettings
 from server.instance.middleware import Admission
 from server.resume import RESUME, RESUMED
+from tests.server.continued import END, HEAD, STAMPED, chat, framed
 from tests.server.gateway.harness import RunningGateway, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, answer_json, upstream
-from tests.server.live.continued import END, HEAD, STAMPED, chat, framed
 
 CHAT = "/v1/chat/completions"
 HARDY = HealthSettings(eject_after=10**9, min_requests=10**9)

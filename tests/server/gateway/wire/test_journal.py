@@ -9,7 +9,7 @@ import pytest
 
 from server.gateway.wire.journal import BUNDLE, ID_BYTES, Journal, ReplayMemory
 from server.resume import Span
-from tests.server.live.continued import chat, event
+from tests.server.continued import chat, event
 
 HOSTILE = '"token_ids":[9,9,9],"weight_version":77,"finish_reason":"stop","weight_versions":[],\n\ndata: [DONE]\n\n'
 

@@ -1,0 +1,116 @@
+"""This checkout's gateway against another checkout's: what a change costs, on a machine that others use, too.
+
+Both run at the same time on one core, in front of one upstream, with everything on. Loads of a second alternate between
+them, and which of the two comes first alternates, too: what disturbs one disturbs the other. A figure is the median
+of the ratios of neighbours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.gateway.contenders import (
+    FULL,
+    LARGE,
+    MANY,
+    PACED,
+    CannotStart,
+    Contender,
+    Cores,
+    Load,
+    Running,
+    compiled,
+    free_port,
+    hotswap_full,
+    pinned,
+    running,
+    started,
+)
+from loadtest.gateway.measure import figures, run_load
+from loadtest.measure.machine import machine
+
+LOADS = (replace(MANY, seconds=1.0), replace(PACED, seconds=1.5), replace(LARGE, seconds=0.6))
+FIGURES = {"many": "cpu_us_per_request", "paced": "cpu_us_per_chunk", "large": "large_cpu_us"}
+PAIRS = 25
+HERE = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A figure of both, medians over all pairs in us, and `this` by `other` in neighbouring loads."""
+
+    this: float
+    other: float
+    median: float
+    low: float  # quartiles
+    high: float
+    pairs: int
+
+    @classmethod
+    def of(cls, found: Sequence[tuple[float, float]]) -> Ratio:
+        """`found`: (this, other) of each pair."""
+        low, median, high = statistics.quantiles([this / other for this, other in found], n=4, method="inclusive")
+        this, other = (statistics.median(values) for values in zip(*found, strict=True))
+        return cls(this, other, median, low, high, len(found))
+
+
+def run(
+    other: Path, json: Path | None = None, *, pairs: int = PAIRS, loads: Sequence[Load] = LOADS
+) -> dict[str, Ratio]:
+    """Measures, prints a table, writes `json` if given; by the name of the figure. Raises CannotStart, CannotBuild.
+
+    `other`: the root of a checkout with its dependencies in this environment. If it is this one, the other gateway runs
+    the sources instead of what is compiled of them.
+    """
+    if len({(tree / "server/gateway/_compiled").exists() for tree in (HERE, other)}) > 1:
+        raise CannotStart("one of the two gateways is compiled: run `python -m server.gateway.compiled` in the other")
+    compiled("client")
+    cores = Cores.available()
+    found: dict[str, list[tuple[float, float]]] = {FIGURES[load.name]: [] for load in loads}
+    with _both(other, cores) as sides:
+        for number in range(pairs + 1):  # the first warms both up
+            for load in loads:
+                cost = {}
+                for side in sides if number % 2 else reversed(sides):
+                    seen = run_load(load, side, cores)
+                    cost[side.name] = figures(load.name, seen, seen)[FIGURES[load.name]]
+                if number:
+                    found[FIGURES[load.name]].append((cost["this"], cost["other"]))
+    ratios = {name: Ratio.of(pairs) for name, pairs in found.items()}
+    _show(ratios)
+    if json is not None:
+        said = {"machine": machine(), "other": str(other), "figures": {n: asdict(r) for n, r in ratios.items()}}
+        json.write_bytes(orjson.dumps(said, option=orjson.OPT_INDENT_2))
+    return ratios
+
+
+@contextlib.contextmanager
+def _both(other: Path, cores: Cores) -> Iterator[list[Running]]:
+    upstream = free_port()
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        command = pinned(cores.upstream, [str(compiled("upstream")), str(upstream)])
+        stack.enter_context(running(command, Path(directory) / "upstream.log"))
+        sides = []
+        for name, tree in (("this", HERE), ("other", other)):
+            packages = {"PYTHONPATH": str(tree.resolve()), "PYTHONSAFEPATH": "1"}  # not those of the working directory
+            if name == "other" and tree.resolve() == HERE.resolve():
+                packages["HOTSWAP_PURE"] = "1"
+            sides.append(stack.enter_context(started(Contender(name, hotswap_full, None, packages), upstream, cores)))
+        yield sides
+
+
+def _show(ratios: dict[str, Ratio]) -> None:
+    table = Table("", "this", "other", "ratio", "quartiles", title=f"{FULL}: this checkout against the other")
+    for name, ratio in ratios.items():
+        quartiles = f"{ratio.low:.3f} - {ratio.high:.3f}"
+        table.add_row(name, f"{ratio.this:.1f}", f"{ratio.other:.1f}", f"{ratio.median:.3f}", quartiles)
+    Console().print(table)

@@ -1,0 +1,150 @@
+"""Medians and spread over the rounds, the targets, the table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.gateway.cancel import GIVE_UP_S, STATES
+from loadtest.gateway.contenders import FULL, ROUTER
+from loadtest.gateway.measure import Figures
+
+COLUMNS = {
+    "requests_per_s": "requests/s, 32 clients",
+    "cpu_us_per_request": "CPU us per request",
+    "added_latency_us_p50": "added us, 1 client, p50",
+    "added_latency_us_p99": "p99",
+    "cpu_us_per_chunk": "CPU us per paced chunk",
+    "core_share": "share of a core, 256 streams",
+    "added_ttft_us_p50": "added TTFT us, p50",
+    "added_ttft_us_p99": "p99",
+    "added_gap_us_p50": "added inter-token us, p50",
+    "added_gap_us_p99": "p99",
+    "large_requests_per_s": "220 KB prompts/s",
+    "rss_mb": "RSS MiB",
+}
+
+
+@dataclass
+class Result:
+    """All that was found of one contender; `failed` says why it is not measured."""
+
+    version: str
+    rounds: list[Figures] = field(default_factory=list)
+    cancel_ms: dict[str, list[float | None]] = field(default_factory=dict)
+    failed: str | None = None
+
+    def median(self, name: str) -> float | None:
+        values = [figures[name] for figures in self.rounds if name in figures]
+        return statistics.median(values) if values else None
+
+    def slowest_cancel(self, state: str) -> float | None:
+        """The median in `state`; None where it was not seen within the time given, or not measured."""
+        times = [GIVE_UP_S * 1e3 if t is None else t for t in self.cancel_ms.get(state, [])]
+        found = statistics.median(times) if times else None
+        return None if found is None or found >= GIVE_UP_S * 1e3 else found
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the gateway with everything on must meet. `at_most`: else `wanted` is the least."""
+
+    name: str
+    wanted: float
+    measured: float | None
+    at_most: bool = True
+
+    @property
+    def met(self) -> bool:
+        if self.measured is None:
+            return False
+        return self.measured <= self.wanted if self.at_most else self.measured >= self.wanted
+
+
+def targets(results: Mapping[str, Result]) -> list[Target]:
+    """Each target and what was measured; those against vllm-router only where it ran."""
+    mine, router = results[FULL], results.get(ROUTER)
+    found = []
+    if router is not None and router.rounds:
+        ratio = _ratio(mine.median("requests_per_core_s"), router.median("requests_per_core_s"))
+        found.append(Target("requests per second of core, over vllm-router's", 1.5, ratio, at_most=False))
+        per_chunk = router.median("cpu_us_per_chunk") or 0.0
+        found.append(Target("CPU us per paced chunk (vllm-router's)", per_chunk, mine.median("cpu_us_per_chunk")))
+    found += [
+        Target("added us at one client, p50", 100, mine.median("added_latency_us_p50")),
+        Target("added us at one client, p99", 300, mine.median("added_latency_us_p99")),
+        Target("220 KB prompts, requests/s", 3000, mine.median("large_requests_per_s"), at_most=False),
+        Target("RSS, MiB", 80, mine.median("rss_mb")),
+    ]
+    found += [Target(f"upstream closed, client left {state}, ms", 10, mine.slowest_cancel(state)) for state in STATES]
+    return found
+
+
+def as_json(results: Mapping[str, Result], machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything, for a file."""
+    return {
+        "machine": dict(machine),
+        "targets": [
+            {"name": t.name, "wanted": t.wanted, "at_most": t.at_most, "measured": t.measured, "met": t.met}
+            for t in targets(results)
+        ],
+        "contenders": {name: _result_json(result) for name, result in results.items()},
+    }
+
+
+def print_report(results: Mapping[str, Result]) -> None:
+    """The table (medians, in brackets the range over the rounds) and the targets."""
+    console = Console(width=200)
+    table = Table(title="one core for each contender; median of the rounds (lowest - highest)")
+    names = [name for name, result in results.items() if result.failed is None]
+    for heading in ("", *names):
+        table.add_column(heading)
+    for key, heading in COLUMNS.items():
+        table.add_row(heading, *(_cell([f[key] for f in results[name].rounds if key in f]) for name in names))
+    for state in STATES:
+        table.add_row(f"left {state}, ms", *(_cancel_cell(results[name].cancel_ms.get(state)) for name in names))
+    console.print(table)
+    for name, result in results.items():
+        if result.failed is not None:
+            console.print(f"{name} was not measured: {result.failed}", markup=False)
+    for target in targets(results):
+        sign = "at most" if target.at_most else "at least"
+        measured = "not measured" if target.measured is None else f"{target.measured:.4g}"
+        console.print(f"{'met   ' if target.met else 'MISSED'}  {target.name}: {measured}, {sign} {target.wanted:.4g}")
+
+
+def _result_json(result: Result) -> dict[str, Any]:
+    if result.failed is not None:
+        return {"version": result.version, "failed": result.failed}
+    names = sorted({name for figures in result.rounds for name in figures})
+    values = {name: [f[name] for f in result.rounds if name in f] for name in names}
+    spread = {n: {"median": statistics.median(v), "low": min(v), "high": max(v)} for n, v in values.items()}
+    return {"version": result.version, "figures": spread, "cancel_ms": result.cancel_ms}
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
+
+
+def _cell(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    if len(values) == 1:
+        return _number(values[0])
+    return f"{_number(statistics.median(values))} ({_number(min(values))} - {_number(max(values))})"
+
+
+def _cancel_cell(times: Sequence[float | None] | None) -> str:
+    if not times:
+        return "-"
+    late = sum(t is None for t in times)
+    return f"over {GIVE_UP_S:g} s ({late} of {len(times)})" if late else _cell([t for t in times if t is not None])
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"

@@ -1,1 +1,0 @@
-"""The parts of the gateway's benchmark (loadtest/gateway.py)."""

@@ -1,5 +1,0 @@
-"""`python -m loadtest.rl_step`."""
-
-from loadtest.rl_step.bench import main
-
-main()

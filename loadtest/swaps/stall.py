@@ -1,0 +1,261 @@
+"""What a client of 16 streams sees of a weight swap: with none, with hotswap, and with vLLM's own pause and reload.
+
+All in one run on one machine: windows without and with swaps alternate on one server, so that its drift touches both
+alike; then the same streams run against a stock vLLM server. A swap window lasts from the start of publishing (the
+weights are copied into shared memory by another process) to a second after the commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json as jsonlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from loadtest.measure.gaps import Gaps, Window, summary
+from loadtest.measure.machine import machine, memcpy_gbps
+from loadtest.models.kinds import BENCHED, bench_checkpoints
+from loadtest.workload.children import publishing, streaming
+from loadtest.workload.stock_vllm import StockVllm
+from server.cli import interrupts
+from server.cli.admin import AdminClient
+from server.cli.config import UpConfig
+from server.cli.up import Server
+
+MODEL = "bench"
+SETTLE_S = 1.0
+WARM_UP = 4
+EACH_S = 9.0
+VLLM_ARGS = ("--max-model-len", "2048", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(3 << 30))
+
+
+@dataclass
+class Windows:
+    """When nothing was swapped and when something was, on the monotonic clock; commit and staging times on the side."""
+
+    quiet: list[Window] = field(default_factory=list)
+    swapping: list[Window] = field(default_factory=list)
+    commit_ms: list[float] = field(default_factory=list)
+    staging_gbps: list[float] = field(default_factory=list)
+    stage_ms: list[float] = field(default_factory=list)
+    publish_ms: list[float] = field(default_factory=list)
+    private_mb: list[float] = field(default_factory=list)
+    engine_cpu_s: float = 0.0  # of the quiet windows: the processes that run the model, and no others
+    kernels: str = ""
+
+
+Measured = tuple[Gaps, Windows, dict[str, int]]
+
+
+def run(
+    json: Path | None, *, streams: int = 16, swaps: int = 6, small: bool = False, kind: str = "dense"
+) -> dict[str, Any]:
+    """Measure a model of `kind` (`model_kinds.BENCHED`), print the table, and write the figures to `json`."""
+    work = Path("runs") / ("bench-small" if small else "bench")
+    models = bench_checkpoints(work, kind, small=small)
+    memcpy = memcpy_gbps()
+    config = UpConfig(
+        model=str(models[0]), name=MODEL, port=0, throwaway=True, state_dir=work / "state", vllm_args=VLLM_ARGS
+    )
+    with Server(config) as server:
+        ours = on_hotswap(server, models, streams, swaps)
+    stock = on_stock(models, work, streams, max(2, swaps // 2))
+    figures = figures_of(ours, stock) | {"memcpy_gbps": memcpy}
+    figures |= {"machine": machine(), "streams": streams, "swaps": swaps}
+    figures["model"] = {"kind": kind, "parameters": _parameters(models[0]), "bytes": _nbytes(models[0])}
+    _print(figures)
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
+        json.write_text(jsonlib.dumps(figures, indent=1))
+    return figures
+
+
+def on_hotswap(
+    server: Server, models: list[Path], streams: int, swaps: int, *, warm_up: int = WARM_UP, each_s: float = EACH_S
+) -> Measured:
+    """Of a server of MODEL that is ready. `each_s`: what one swap and the quiet time before it take at most."""
+    windows = Windows()
+    admin = AdminClient(server.state_dir)
+    with publishing(server.store, MODEL, models) as publish:
+
+        def swap(number: int) -> None:
+            published = publish(number % len(models))
+            admin.call("POST", "/admin/weights/activate", {"version": published["version"]})
+            (record,) = admin.call("GET", "/admin/instances")["instances"]
+            windows.publish_ms.append(published["publish_ms"])
+            windows.commit_ms.append(record["commit_ms"])
+            windows.staging_gbps.append(record["staging_gbps"])
+            windows.stage_ms.append(record["stage_ms"])
+            windows.kernels = record["path"]
+
+        for number in range(warm_up):  # every slot is faulted in once; a trainer's first versions do that
+            swap(number)
+        for figures in (windows.publish_ms, windows.commit_ms, windows.staging_gbps, windows.stage_ms):
+            figures.clear()
+        instance = server.children["instance-0"].process.pid
+        windows.private_mb.append(private_mb(instance))
+        gaps, lost = _drive(server.url, instance, streams, swaps, swap, windows, each_s)
+        windows.private_mb.append(private_mb(instance))
+    return gaps, windows, lost
+
+
+def private_mb(pid: int) -> float:
+    """The memory that a process and its children share with nobody, in MB."""
+    root = psutil.Process(pid)
+    return sum(p.memory_full_info().uss for p in [root, *root.children(recursive=True)]) / 1e6
+
+
+def engine_cpu_s(pid: int) -> float:
+    """The CPU time so far of the processes that vLLM started from `pid` to run the model, in seconds."""
+    found = [p.cpu_times() for p in psutil.Process(pid).children(recursive=True) if p.name().startswith("VLLM::")]
+    return sum(times.user + times.system for times in found)
+
+
+def on_stock(
+    models: list[Path],
+    work: Path,
+    streams: int,
+    swaps: int,
+    *,
+    arguments: tuple[str, ...] = (*VLLM_ARGS, "--enforce-eager"),
+    each_s: float = EACH_S,
+) -> Measured:
+    """Of vLLM's own server, which is started here."""
+    windows = Windows()
+    server = StockVllm(models[0], MODEL, work / "stock.log", arguments)
+    with server.running():
+        server.swap(models[1].resolve())
+        windows.private_mb.append(private_mb(server.pid))
+
+        def swap(number: int) -> None:
+            server.swap(models[number % 2].resolve())
+
+        gaps, lost = _drive(server.url, server.pid, streams, swaps, swap, windows, each_s)
+        windows.private_mb.append(private_mb(server.pid))
+    return gaps, windows, lost
+
+
+def _drive(
+    url: str, pid: int, streams: int, swaps: int, swap: Callable[[int], None], windows: Windows, each_s: float
+) -> tuple[Gaps, dict[str, int]]:
+    """Run the streams; alternate quiet and swap windows of about the same length. `pid` started the engine."""
+    seconds = 8.0 + swaps * each_s
+    with streaming(url, MODEL, streams, seconds) as client:
+        ends = time.monotonic() + seconds - 4.0
+        for number in range(swaps):
+            start, used = time.monotonic(), engine_cpu_s(pid)
+            time.sleep(3.0)
+            windows.engine_cpu_s += engine_cpu_s(pid) - used
+            windows.quiet.append((start, time.monotonic()))
+            start = time.monotonic()
+            swap(number)
+            time.sleep(SETTLE_S)
+            windows.swapping.append((start, time.monotonic()))
+            if time.monotonic() > ends:
+                break
+        output, _ = client.communicate(timeout=seconds + 120)
+    result = jsonlib.loads(output.strip().splitlines()[-1])
+    return Gaps.of(result["arrivals"]), {k: result[k] for k in ("failed", "truncated")}
+
+
+def figures_of(ours: Measured, stock: Measured) -> dict[str, Any]:
+    """What the streams saw of both."""
+    (gaps, windows, lost), (stock_gaps, stock_windows, stock_lost) = ours, stock
+    stall = _stall_ms(gaps, windows)
+    stock_stall = _stall_ms(stock_gaps, stock_windows)
+    return {
+        "gap_ms": {
+            "none": summary(gaps.within(windows.quiet)),
+            "hotswap": summary(gaps.within(windows.swapping)),
+            "none_stock": summary(stock_gaps.within(stock_windows.quiet)),
+            "vllm": summary(stock_gaps.within(stock_windows.swapping)),
+        },
+        "longest_per_swap_ms": {
+            "none": _ms(gaps.longest(windows.quiet)),
+            "hotswap": _ms(gaps.longest(windows.swapping)),
+            "vllm": _ms(stock_gaps.longest(stock_windows.swapping)),
+        },
+        "stall_ms": {"hotswap": stall, "vllm": stock_stall},
+        "stall_ratio": stock_stall / max(stall, 1.0),
+        "commit_ms": statistics.median(windows.commit_ms),
+        "commit_ms_max": max(windows.commit_ms),
+        "staging_gbps": statistics.median(windows.staging_gbps),
+        "stage_ms": statistics.median(windows.stage_ms),
+        "publish_ms": statistics.median(windows.publish_ms),
+        "goodput_kept": gaps.tokens_per_s(windows.swapping) / gaps.tokens_per_s(windows.quiet),
+        "goodput_kept_vllm": stock_gaps.tokens_per_s(stock_windows.swapping)
+        / stock_gaps.tokens_per_s(stock_windows.quiet),
+        "tokens_per_s": {
+            "none": gaps.tokens_per_s(windows.quiet),
+            "none_stock": stock_gaps.tokens_per_s(stock_windows.quiet),
+        },
+        "engine_cpu_ms_per_token": {
+            "hotswap": _cpu_ms_per_token(gaps, windows),
+            "vllm": _cpu_ms_per_token(stock_gaps, stock_windows),
+        },
+        "private_mb": {"hotswap": windows.private_mb, "vllm": stock_windows.private_mb},
+        "kernels": windows.kernels,
+        "lost": {"hotswap": lost, "vllm": stock_lost},
+    }
+
+
+def _stall_ms(gaps: Gaps, windows: Windows) -> float:
+    """What a swap adds: the median over swaps of the longest gap, less the median longest gap of quiet windows."""
+    return (statistics.median(gaps.longest(windows.swapping)) - statistics.median(gaps.longest(windows.quiet))) * 1e3
+
+
+def _cpu_ms_per_token(gaps: Gaps, windows: Windows) -> float:
+    """Without a swap. Other work on the machine hardly changes it, while it changes the tokens per second."""
+    seconds = sum(end - start for start, end in windows.quiet)
+    return windows.engine_cpu_s * 1e3 / (gaps.tokens_per_s(windows.quiet) * seconds)
+
+
+def _ms(values: list[float]) -> list[float]:
+    return [round(v * 1e3, 1) for v in values]
+
+
+def _parameters(path: Path) -> int:
+    from weightsync.publish.checkpoint import Checkpoint
+
+    return sum(int(np.prod(s.shape)) for s in Checkpoint(path).schema.tensors.values())
+
+
+def _nbytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def _print(figures: dict[str, Any]) -> None:
+    table = Table("inter-token gap, ms", "p50", "p99", "max", "longest per swap", title="what 16 streams see of a swap")
+    names = {"none": "no swap", "hotswap": "hotswap", "none_stock": "no swap (stock vLLM)", "vllm": "vLLM pause/reload"}
+    for key, name in names.items():
+        gap = figures["gap_ms"][key]
+        longest = figures["longest_per_swap_ms"].get(key, [])
+        table.add_row(name, *(f"{gap[p]:.1f}" for p in ("p50", "p99", "max")), " ".join(f"{v:.0f}" for v in longest))
+    console = Console()
+    console.print(table)
+    for key in ("stall_ms", "stall_ratio", "commit_ms", "commit_ms_max", "stage_ms", "staging_gbps", "memcpy_gbps",
+                "publish_ms", "goodput_kept", "goodput_kept_vllm", "tokens_per_s",
+                "engine_cpu_ms_per_token", "private_mb", "kernels",
+                "lost"):  # fmt: skip
+        console.print(f"{key}: {figures[key]}")
+
+
+if __name__ == "__main__":
+    interrupts.install()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--swaps", type=int, default=6)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--model-kind", choices=sorted(BENCHED), default="dense")
+    options = parser.parse_args()
+    run(options.json, streams=options.streams, swaps=options.swaps, small=options.small, kind=options.model_kind)

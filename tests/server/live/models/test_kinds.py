@@ -1,0 +1,105 @@
+"""Swaps of experts, quantised weights and MLA under traffic, against the answers of fresh stock engines."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.models.kinds import KINDS, make_kind
+from tests import stock
+from tests.live import VLLM_ARGS, LiveServer, flags
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.engine
+PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(20 + 17 * i)] for i in range(4)]
+TOKENS, LONG, MOST = 24, 400, 900
+
+
+def said(live: LiveServer) -> list[list[int]]:
+    return [live.generate(prompt, TOKENS)["choices"][0]["token_ids"] for prompt in PROMPTS]
+
+
+def first_span(answer: dict[str, Any], version: int) -> list[int]:
+    """The tokens that `version` wrote, from the beginning of an answer."""
+    choice = answer["choices"][0]
+    spans = choice["weight_versions"]
+    assert spans[0]["version"] == version, spans
+    return list(choice["token_ids"][: spans[0]["end"]])
+
+
+def parts(answer: dict[str, Any], first: int, second: int) -> tuple[list[int], list[int]]:
+    """The tokens that each of two versions wrote of an answer."""
+    choice = answer["choices"][0]
+    assert [span["version"] for span in choice["weight_versions"]] == [first, second], "no stream crossed the swap"
+    end = choice["weight_versions"][0]["end"]
+    return choice["token_ids"][:end], choice["token_ids"][end:]
+
+
+def swapped(kind: str, tmp_path: Path, options: dict[str, Any], *, instances: int) -> None:
+    """Streams that are open while a version is staged get the old one's tokens, token for token.
+
+    After the flip, the rollback and a rolling swap the answers are those of a fresh stock engine.
+    """
+    paths = [make_kind(tmp_path / str(seed), kind, seed=seed) for seed in (0, 1)]
+    expected = [stock.answers(path, PROMPTS, TOKENS, **options) for path in paths]
+    assert expected[0] != expected[1], "these weights answer alike: the test would show nothing"
+    live = LiveServer(paths[0], tmp_path / "state", (*VLLM_ARGS, *flags(options)), instances=instances)
+    with live.running(), ThreadPoolExecutor(len(PROMPTS)) as pool:
+        first = live.active()
+        assert said(live) == expected[0]
+        # MLA's kernels on CPU round by the size of the batch: one stream alone.
+        prompts = PROMPTS[:1] if kind.startswith("mla") else PROMPTS
+        streams = [pool.submit(live.generate, prompt, LONG) for prompt in prompts]
+        second = live.push(paths[1])
+        for index, stream in enumerate(streams):
+            tokens = first_span(stream.result(), first)[:TOKENS]
+            assert tokens == expected[0][index][: len(tokens)]
+        assert said(live) == expected[1]
+        assert live.activate(first).status_code == 200
+        assert said(live) == expected[0]
+        answer = live.admin.post("/admin/weights/activate", json={"version": second, "mode": "rolling"})
+        assert answer.status_code == 200, answer.text
+        assert said(live) == expected[1]
+        records = live.instances()
+        assert {record["active_version"] for record in records} == {second}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "kind", ["moe", "mla-v3", "gpt-oss", "w8a8-kv", "awq", "gptq", "w4a16", "mixtral", "mla", "fp8-online"]
+)
+def test_a_swap_of_every_kind_of_model(kind: str, tmp_path: Path) -> None:
+    swapped(kind, tmp_path, KINDS[kind].vllm, instances=2)
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_swap_over_two_ranks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor parallel: each rank builds its slices of a version."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # vLLM on a CPU wants to be told one core for each
+    swapped(kind, tmp_path, {"tensor_parallel_size": 2}, instances=1)
+
+
+@pytest.mark.broad
+def test_what_lies_in_the_cache_is_computed_anew_when_its_scales_change(tmp_path: Path) -> None:
+    """Streams cross the commit: they go on as a fresh engine goes on with the tokens so far."""
+    paths = [make_kind(tmp_path / str(seed), "w8a8-kv", seed=seed) for seed in (0, 1)]
+    options = KINDS["w8a8-kv"].vllm
+    live = LiveServer(paths[0], tmp_path / "state", (*VLLM_ARGS, *flags(options)))
+    with live.running(), ThreadPoolExecutor(len(PROMPTS)) as pool:
+        first = live.active()
+        answer = live.admin.post("/admin/weights", json={"path": str(paths[1]), "activate": False})
+        second = int(answer.json()["version"])
+        streams = [pool.submit(live.generate, prompt, MOST) for prompt in PROMPTS]
+        wait_until(lambda: live.engine_metric("vllm:num_requests_running") == len(PROMPTS))
+        assert live.activate(second).status_code == 200
+        asked = []
+        for prompt, stream in zip(PROMPTS, streams, strict=True):
+            before, after = parts(stream.result(), first, second)
+            asked.append((prompt + before, after[:TOKENS]))
+        preempted = live.engine_metric("vllm:num_preemptions_total")
+    assert max(stock.behind(paths[1], asked, **options)) < stock.ROUNDING
+    assert preempted == len(PROMPTS)

@@ -1,0 +1,273 @@
+"""The draft model and LoRA adapters, swapped by the same transaction as the base or with it, on real engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from loadtest.models.checkpoints import make_adapter, make_checkpoint
+from tests.live import VLLM_ARGS, LiveServer
+from tests.server.live.swaps.test_crossings import samples_keep_their_terms
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.engine
+LONG = 500  # tokens: long enough for a swap to come in the middle
+PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(12)] for i in range(2)]
+ACCEPTED, PROPOSED = "vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_draft_tokens_total"
+
+
+def push(live: LiveServer, path: Path, part: str = "", *, activate: bool = True, **parts: Path) -> httpx.Response:
+    body: dict[str, Any] = {"path": str(path), "part": part, "activate": activate}
+    body["parts"] = {name.replace("_", "/"): str(where) for name, where in parts.items()}
+    return live.admin.post("/admin/weights", json=body)
+
+
+def pushed(live: LiveServer, path: Path, part: str = "", *, activate: bool = True, **parts: Path) -> int:
+    answer = push(live, path, part, activate=activate, **parts)
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["version"])
+
+
+def answers(live: LiveServer, model: str | None = None) -> list[list[int]]:
+    more = {"model": model} if model else {}
+    return [live.generate(p, 24, **more)["choices"][0]["token_ids"] for p in PROMPTS]
+
+
+def record(live: LiveServer, version: int) -> dict[str, Any]:
+    (found,) = [v for v in live.admin.get("/admin/weights").json()["versions"] if v["version"] == version]
+    return dict(found)
+
+
+async def stream(live: LiveServer, tokens: int, model: str | None = None) -> list[tuple[int, int]]:
+    """(token, version that wrote it) of one long answer."""
+    body = {"prompt_token_ids": PROMPTS[0], "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body |= {"model": model} if model else {}
+    seen: list[int] = []
+    done: dict[str, Any] = {}
+    async with httpx.AsyncClient(timeout=60) as client, client.stream("POST", live.url + "/generate", json=body) as got:
+        assert got.status_code == 200
+        async for line in got.aiter_lines():
+            if line.startswith("data: "):
+                done = orjson.loads(line.removeprefix("data: "))
+                seen += done.get("token_ids", [])
+    spans = done["choices"][0]["weight_versions"]
+    versions = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+    return list(zip(seen, versions, strict=True))
+
+
+# the draft model -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drafting(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Serves `a` with speculation by another model of its shape, published with it as version 1."""
+    draft = make_checkpoint(tmp_path_factory.mktemp("draft") / "d", seed=9, scale=3.0)
+    config = json.dumps({"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3})
+    args = (*VLLM_ARGS, "--speculative-config", config)
+    with LiveServer(checkpoints["a"], tmp_path_factory.mktemp("drafting"), args, name="drafting").running() as server:
+        yield server
+
+
+def acceptance(live: LiveServer) -> tuple[float, list[list[int]]]:
+    """(share of proposed tokens that the target took, the answers) over one round of the prompts."""
+    before = live.engine_metric(ACCEPTED), live.engine_metric(PROPOSED)
+    found = answers(live)
+    accepted, proposed = live.engine_metric(ACCEPTED) - before[0], live.engine_metric(PROPOSED) - before[1]
+    assert proposed > 0
+    return accepted / proposed, found
+
+
+def test_a_draft_model_comes_with_the_first_version(drafting: LiveServer) -> None:
+    (part,) = record(drafting, 1)["parts"]
+    assert part["name"] == "draft"
+    assert record(drafting, 1)["base_version"] is None
+
+
+def test_draft_swaps_change_speed_and_never_an_answer(drafting: LiveServer, checkpoints: dict[str, Path]) -> None:
+    start = drafting.active()
+    poor, expected = acceptance(drafting)
+    version = pushed(drafting, checkpoints["a"], "draft")
+    good, same = acceptance(drafting)
+    assert same == expected
+    assert poor < 0.3 < 0.9 < good
+    carried = record(drafting, version)
+    assert (carried["slot"], carried["base_version"]) == (record(drafting, start)["slot"], 1)
+    assert drafting.admin.post("/admin/weights/rollback").status_code == 200
+    back, same = acceptance(drafting)
+    assert same == expected
+    assert back < 0.3
+    assert drafting.activate(version).status_code == 200
+
+
+async def test_base_and_draft_in_one_version(drafting: LiveServer, checkpoints: dict[str, Path]) -> None:
+    """Constant-answer weights and a draft model that knows their answer: all of it changes at one token."""
+    first = await asyncio.to_thread(pushed, drafting, checkpoints["say-0"], draft=checkpoints["say-0"])
+    say_1 = checkpoints["say-1"]
+    second = await asyncio.to_thread(pushed, drafting, say_1, draft=say_1, activate=False)
+    task = asyncio.create_task(stream(drafting, LONG))
+    await asyncio.sleep(0.1)
+    assert (await asyncio.to_thread(drafting.activate, second)).status_code == 200
+    written = await task
+    token = {first: 100, second: 101}
+    assert {v for _, v in written} == {first, second}, "the stream did not cross the swap"
+    assert [(t, v) for t, v in written if t != token[v]] == []
+    assert acceptance(drafting)[0] > 0.9
+    assert record(drafting, second)["parts"][0]["version"] == second
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("policy", ["keep", "recompute", "finish", "abort"])
+async def test_speculation_keeps_to_what_requests_ask_of_swaps(
+    drafting: LiveServer, checkpoints: dict[str, Path], policy: str
+) -> None:
+    """The draft model knows one answer and the weights give two: drafts are taken and refused while swaps go on."""
+    await asyncio.to_thread(pushed, drafting, checkpoints["say-0"], draft=checkpoints["say-0"])
+    await samples_keep_their_terms(drafting, checkpoints, policy, samples=1)
+
+
+def test_a_bad_draft_model_aborts_the_whole_swap(
+    drafting: LiveServer, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    before = drafting.active(), acceptance(drafting)
+    wide = make_checkpoint(tmp_path / "wide", intermediate_size=512)
+    refused = push(drafting, checkpoints["b"], draft=wide)
+    assert refused.status_code == 422, refused.text
+    assert refused.json()["error"]["tensor"].startswith("model.layers.0.mlp")
+    adapter = make_adapter(tmp_path / "x", seed=1)
+    aborted = push(drafting, checkpoints["b"], draft=checkpoints["b"], lora_x=adapter)
+    assert aborted.status_code == 409, aborted.text
+    assert "--enable-lora" in aborted.json()["error"]["message"]
+    assert (drafting.active(), acceptance(drafting)) == before
+
+
+# LoRA adapters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    made = {name: make_adapter(root / name, seed=i, rank=4 * i) for i, name in enumerate(("one", "two"), 1)}
+    return made | {"bad": make_adapter(root / "bad", seed=3, intermediate_size=248)}
+
+
+@pytest.fixture(scope="module")
+def lora(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    args = (*VLLM_ARGS, "--enable-lora", "--max-loras", "2", "--max-lora-rank", "16")
+    with LiveServer(checkpoints["a"], tmp_path_factory.mktemp("lora"), args, name="lora").running() as server:
+        yield server
+
+
+def test_an_adapter_is_served_from_its_commit_on(lora: LiveServer, adapters: dict[str, Path]) -> None:
+    base = answers(lora)
+    asked = {"model": "x", "prompt": PROMPTS[0], "max_tokens": 4}
+    assert lora.client.post("/v1/completions", json=asked).status_code == 404
+    first = pushed(lora, adapters["one"], "lora/x")
+    one = answers(lora, "x")
+    assert one != base
+    completion = lora.client.post("/v1/completions", json=asked | {"temperature": 0, "return_token_ids": True})
+    assert completion.status_code == 200, completion.text
+    assert completion.json()["choices"][0]["token_ids"] == one[0][:4]
+    assert completion.json()["weight_version"] == first
+    assert "x" in [card["id"] for card in lora.client.get("/v1/models").json()["data"]]
+    second = pushed(lora, adapters["two"], "lora/x")
+    two = answers(lora, "x")
+    assert two not in (one, base)
+    assert answers(lora) == base, "an adapter's swap changed the base model"
+    assert lora.admin.post("/admin/weights/rollback").status_code == 200
+    assert answers(lora, "x") == one
+    assert answers(lora) == base
+    assert lora.activate(second).status_code == 200
+    assert answers(lora, "x") == two
+    assert record(lora, second)["base_version"] == 1
+
+
+async def test_streams_through_an_adapter_go_on_with_its_new_weights(
+    lora: LiveServer, adapters: dict[str, Path]
+) -> None:
+    """Tokens before the swap are those of the old adapter, and labelled so; then the other's."""
+    first = await asyncio.to_thread(pushed, lora, adapters["one"], "lora/x")
+    alone = [token for token, _ in await stream(lora, LONG, "x")]
+    base = [token for token, _ in await stream(lora, LONG)]
+    second = await asyncio.to_thread(pushed, lora, adapters["two"], "lora/x", activate=False)
+    tasks = [asyncio.create_task(stream(lora, LONG, model)) for model in ("x", None)]
+    await asyncio.sleep(0.1)
+    assert (await asyncio.to_thread(lora.activate, second)).status_code == 200
+    adapted, plain = await asyncio.gather(*tasks)
+    assert {v for _, v in adapted} == {first, second}, "the stream did not cross the swap"
+    crossed = next(i for i, (_, v) in enumerate(adapted) if v == second)
+    assert [t for t, _ in adapted[:crossed]] == alone[:crossed]
+    assert [t for t, _ in adapted] != alone
+    assert [t for t, _ in plain] == base
+
+
+def test_a_bad_adapter_takes_the_base_of_its_version_with_it(
+    lora: LiveServer, adapters: dict[str, Path], checkpoints: dict[str, Path]
+) -> None:
+    before = lora.active(), answers(lora), answers(lora, "x")
+    answer = push(lora, checkpoints["b"], lora_x=adapters["bad"])
+    assert answer.status_code == 409, answer.text
+    assert "lora/x" in answer.json()["error"]["message"]
+    assert (lora.active(), answers(lora), answers(lora, "x")) == before
+
+
+def test_a_part_that_cannot_be_is_refused_by_name(lora: LiveServer, adapters: dict[str, Path]) -> None:
+    for part, path in (("zzz", adapters["one"]), ("lora/../x", adapters["one"])):
+        answer = push(lora, path, part)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (422, "bad_part")
+
+
+def test_base_and_adapters_swap_together(
+    lora: LiveServer, adapters: dict[str, Path], checkpoints: dict[str, Path]
+) -> None:
+    """More adapters than the engine has places for: each is found again when it is wanted."""
+    parts = {"lora_x": adapters["two"], "lora_y": adapters["one"], "lora_z": adapters["two"]}
+    before = answers(lora), answers(lora, "x")
+    version = pushed(lora, checkpoints["b"], **parts)
+    base, x, y, z = (answers(lora, model) for model in (None, "x", "y", "z"))
+    assert base != before[0]
+    assert x == z != y
+    assert [answers(lora, model) for model in ("y", "z", "x")] == [y, z, x]
+    assert {part["version"] for part in record(lora, version)["parts"]} == {version}
+    assert lora.admin.post("/admin/weights/rollback").status_code == 200
+    assert (answers(lora), answers(lora, "x")) == before
+    assert lora.client.post("/generate", json={"model": "y", "prompt": "a"}).status_code == 404
+
+
+def test_adapters_and_versions_have_prefix_caches_of_their_own(lora: LiveServer, adapters: dict[str, Path]) -> None:
+    prompt = [(11 * j) % 400 + 5 for j in range(400)]
+
+    def hits(model: str) -> float:
+        before = lora.engine_metric("vllm:prefix_cache_hits_total")
+        lora.generate(prompt, 2, model=model)
+        return lora.engine_metric("vllm:prefix_cache_hits_total") - before
+
+    pushed(lora, adapters["one"], "lora/x")
+    assert hits("x") == 0
+    assert hits("x") > 0
+    assert hits("lora") == 0, "the base model hit what an adapter computed"
+    pushed(lora, adapters["two"], "lora/x")
+    assert hits("x") == 0
+    assert hits("x") > 0
+
+
+@pytest.mark.broad
+def test_an_instance_that_was_killed_comes_back_with_its_adapters(lora: LiveServer, adapters: dict[str, Path]) -> None:
+    version = pushed(lora, adapters["one"], "lora/x")
+    expected = answers(lora), answers(lora, "x")
+    former = lora.instance()["pid"]
+    lora.processes.children["instance-0"].process.kill()
+
+    def back() -> bool:
+        lora.processes.restart_ended()
+        return any(i["eligible"] and i["pid"] != former for i in lora.instances())
+
+    wait_until(back, 150)
+    assert lora.instance()["active_version"] == version
+    assert (answers(lora), answers(lora, "x")) == expected

@@ -1,0 +1,205 @@
+"""What swaps do to requests in flight and to the prefix cache: real vLLM, asked at the instance as the gateway asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from tests.live import LiveServer
+from tests.server.live.swaps.test_swaps import swap_around
+
+pytestmark = pytest.mark.engine
+PROMPT = [(11 * j) % 400 + 5 for j in range(200)]
+
+
+def ask(tokens: int, prompt: list[int] | None = None, **more: Any) -> dict[str, Any]:
+    body = {"prompt_token_ids": prompt or [7, 8, 9], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return body | {"stream": False} | more
+
+
+def instance(live: LiveServer) -> httpx.AsyncClient:
+    return httpx.AsyncClient(**live.direct()[0], timeout=60)
+
+
+def hits(live: LiveServer, prompt: list[int], scope: str = "public") -> float:
+    before = live.engine_metric("vllm:prefix_cache_hits_total")
+    with httpx.Client(**live.direct()[0]) as client:
+        headers = {"x-hotswap-cache-scope": scope}
+        client.post("/generate", json=ask(2, prompt), headers=headers).raise_for_status()
+    return live.engine_metric("vllm:prefix_cache_hits_total") - before
+
+
+def test_blocks_of_a_version_are_hit_again_after_rollback_and_only_in_their_scope(
+    live: LiveServer, checkpoints: dict[str, Path]
+) -> None:
+    live.push(checkpoints["a"])
+    assert hits(live, PROMPT, "a" * 32) == 0
+    first = hits(live, PROMPT, "a" * 32)
+    assert first > 0
+    assert hits(live, PROMPT, "b" * 32) == 0
+    live.push(checkpoints["b"])
+    assert hits(live, PROMPT, "a" * 32) == 0
+    assert live.admin.post("/admin/weights/rollback").status_code == 200
+    assert hits(live, PROMPT, "a" * 32) == first
+
+
+@pytest.mark.parametrize("interval", [1, 8, 100])
+async def test_an_event_has_as_many_tokens_as_were_asked_for(live: LiveServer, interval: int) -> None:
+    """The last one may have fewer; together they are the whole answer."""
+    async with instance(live) as client:
+        whole = (await client.post("/generate", json=ask(20, logprobs=True))).json()["choices"][0]
+        body = ask(20, logprobs=True, stream_interval=interval) | {"stream": True}
+        lines = (await client.post("/generate", json=body)).text.splitlines()
+    events = [orjson.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    *told, done = events
+    assert all(len(event["token_ids"]) >= interval for event in told[:-1])
+    assert len(told) <= -(-20 // interval)
+    assert [token for event in told for token in event["token_ids"]] == whole["token_ids"]
+    assert [p for event in told for p in event["logprobs"]] == pytest.approx(whole["logprobs"], abs=1e-3)
+    assert "".join(event["text"] for event in told) == whole["text"]
+    assert "prompt_weight_versions" in told[0]
+    assert told[-1]["finish_reason"] == "length"
+    assert done["choices"][0]["weight_versions"] == whole["weight_versions"]
+
+
+async def back(live: LiveServer) -> int:
+    """Roll back, which takes no time on a busy machine either, unlike a push; the version that is then active."""
+    answer = await asyncio.to_thread(live.admin.post, "/admin/weights/rollback")
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["version"])
+
+
+def push_both(live: LiveServer, checkpoints: dict[str, Path]) -> None:
+    """Weights `a` are active, and `b` a rollback away."""
+    for name in ("b", "a"):
+        live.push(checkpoints[name])
+
+
+async def crossing(
+    live: LiveServer, policy: str, tokens: int, go: Callable[[LiveServer], Coroutine[Any, Any, int]] | None = None
+) -> tuple[list[int], dict[str, Any], int]:
+    """A stream that one swap crosses, a rollback unless `go` says otherwise: its tokens, its last event, the version
+    that `go` returns."""
+    go = go or back
+    seen: list[int] = []
+    last: dict[str, Any] = {}
+    swap: asyncio.Task[int] | None = None
+    async with (
+        instance(live) as client,
+        client.stream(
+            "POST", "/generate", json=ask(tokens, PROMPT, stream=True), headers={"x-hotswap-policy": policy}
+        ) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                last = orjson.loads(line.removeprefix("data: "))
+                seen += last.get("token_ids", [])
+                swap = swap or asyncio.create_task(go(live))
+    assert swap is not None
+    return seen, last, await swap
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+async def test_after_a_rollback_it_goes_on_as_an_engine_that_only_knew_the_old_weights(
+    live: LiveServer, checkpoints: dict[str, Path], policy: str
+) -> None:
+    """Whatever the policy: the version is withdrawn, and nothing of what it computed stays."""
+    push_both(live, checkpoints)
+    seen, last, version = await crossing(live, policy, 700)
+    old, new = last["choices"][0]["weight_versions"]
+    assert new["version"] == version
+    assert old["end"] == new["start"] > 0
+    assert new["end"] == len(seen) == 700
+    fresh = await asyncio.to_thread(live.generate, PROMPT + seen[: old["end"]], 700 - old["end"])
+    assert fresh["choices"][0]["token_ids"] == seen[old["end"] :]
+
+
+async def test_no_later_request_hits_blocks_of_one_that_kept_its_old_keys_and_values(
+    live: LiveServer, checkpoints: dict[str, Path]
+) -> None:
+    push_both(live, checkpoints)
+    newer = live.active()
+    assert live.admin.post("/admin/weights/rollback").status_code == 200
+
+    async def forward(live: LiveServer) -> int:
+        assert (await asyncio.to_thread(live.activate, newer)).status_code == 200
+        return newer
+
+    seen, last, _ = await crossing(live, "keep", 700, forward)
+    old, _new = last["choices"][0]["weight_versions"]
+    assert hits(live, PROMPT + seen) == 0
+    assert live.admin.post("/admin/weights/rollback").status_code == 200
+    assert 0 < hits(live, PROMPT + seen) <= len(PROMPT) + old["end"]
+
+
+async def test_abort_ends_with_a_typed_error(live: LiveServer, checkpoints: dict[str, Path]) -> None:
+    push_both(live, checkpoints)
+    seen, last, _ = await crossing(live, "abort", 700)
+    assert last["error"]["code"] == "weights_changed"
+    assert 0 < len(seen) < 700
+
+
+async def test_requests_that_finish_or_are_bound_are_never_mixed(
+    live: LiveServer, checkpoints: dict[str, Path]
+) -> None:
+    """Constant-answer weights: each token says which version wrote it."""
+    live.push(checkpoints["say-0"])
+    swapping = asyncio.create_task(swap_around(live, checkpoints, 5))
+    counted = {"finish": 0, "bound": 0}
+
+    async def load(client: httpx.AsyncClient, kind: str) -> None:
+        while not swapping.done():
+            active = (await asyncio.to_thread(live.active)) if kind == "bound" else 0
+            headers = {"x-hotswap-policy": "finish"} if kind == "finish" else {"x-hotswap-version": str(active)}
+            answer = await client.post("/generate", json=ask(60), headers=headers)
+            if answer.status_code == 409:
+                assert kind == "bound"
+                assert answer.json()["error"]["code"] == "version_mismatch"
+                assert answer.headers["x-hotswap-refused"] == "version"
+                continue
+            (choice,) = answer.json()["choices"]
+            (span,) = choice["weight_versions"]
+            assert len(set(choice["token_ids"])) == 1
+            assert kind == "finish" or span["version"] == active
+            assert choice["prompt_weight_versions"] == [{"version": span["version"], "start": 0, "end": 3}]
+            counted[kind] += 1
+
+    async with instance(live) as client:
+        await asyncio.gather(*(load(client, kind) for kind in ("finish", "finish", "bound", "bound")))
+    assert min(counted.values()) > 0
+
+
+async def test_openai_routes_say_who_computed_the_prompt(live: LiveServer, checkpoints: dict[str, Path]) -> None:
+    version = live.push(checkpoints["a"])
+    async with instance(live) as client:
+        body = {"model": live.name, "prompt": [5, 6, 7], "max_tokens": 3}
+        (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
+        assert choice["prompt_weight_versions"] == [{"version": version, "start": 0, "end": 3}]
+        refused = await client.post("/v1/completions", json=body, headers={"x-hotswap-version": str(version + 1)})
+        assert refused.status_code == 409
+        assert refused.json()["error"]["code"] == "version_mismatch"
+
+
+async def test_abort_of_an_openai_stream_is_a_typed_event(live: LiveServer, checkpoints: dict[str, Path]) -> None:
+    push_both(live, checkpoints)
+    body = {"model": live.name, "prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True, "stream": True}
+    events: list[dict[str, Any]] = []
+    swap: asyncio.Task[int] | None = None
+    async with (
+        instance(live) as client,
+        client.stream("POST", "/v1/completions", json=body, headers={"x-hotswap-policy": "abort"}) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                events.append(orjson.loads(line.removeprefix("data: ")))
+                swap = swap or asyncio.create_task(back(live))
+    assert swap is not None
+    await swap
+    assert [e["error"]["code"] for e in events if e.get("error")] == ["weights_changed"]
