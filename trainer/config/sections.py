@@ -151,7 +151,8 @@ class OptimizerConfig:
     `muon` (arXiv 2502.16982) makes the momentum of every matrix in a layer orthogonal, in `ns_steps` steps of Newton
     and Schulz; `momentum` is of those. Embedding, output layer, norms and biases stay AdamW's, with the same learning
     rate.
-    `offload` keeps the states in host memory and updates there (needs a GPU: without one they are there anyway).
+    `offload` keeps fp32 main weights and states in host memory and updates there (for GPUs: without one they are there
+    anyway).
     `loss_scale` is where float16's dynamic scaling starts; it doubles after `loss_scale_window` good steps and halves
     when gradients overflow. It multiplies each token's loss, not their mean, so it starts lower than is usual.
     """

@@ -1,14 +1,13 @@
-"""Megatron's optimizer and learning-rate schedule from the configuration, and Adam with its states in host memory."""
+"""Megatron's optimizer, on the device or in host memory, and its learning-rate schedule from the configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch.optim.adamw import adamw
 
 from trainer.config import OptimizerConfig as OptimizerSection
 from trainer.config import TrainerConfig
@@ -16,6 +15,7 @@ from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.muon import Muon
 
 
+@torch.no_grad()  # type: ignore[untyped-decorator]  # or shards of fp32 weights would be no leaves, which Adam refuses
 def build_optimizer(
     section: OptimizerSection, dtype: torch.dtype, chunks: list[Any], shape: ModelShape, *, sharded: bool
 ) -> Any:
@@ -26,59 +26,62 @@ def build_optimizer(
         if section.name == "muon":
             part.optimizer = Muon(part, chunks, shape, section)
         elif section.offload:
-            part.optimizer = HostAdam(part.optimizer.param_groups)
+            groups, defaults = part.optimizer.param_groups, part.optimizer.defaults
+            part.optimizer = None  # its pinned memory serves the next one
+            part.optimizer = HostAdam(groups, **defaults)
     return optimizer
 
 
-class HostAdam(torch.optim.AdamW):  # type: ignore[misc]
-    """Adam whose states live in host memory and whose arithmetic is done there, parameter by parameter.
+class HostAdam(HybridDeviceOptimizer):  # type: ignore[misc]
+    """Megatron-Core's AdamW in host memory: main weights and states live there, and torch's fused AdamW for CPUs
+    updates them. Gradients and new weights travel on streams of their own, so that one parameter is computed while
+    others travel. The device keeps the weights of the model alone.
 
-    The device keeps the fp32 main weights; gradient and weight travel to the host and the new weight back (12 bytes a
-    parameter and step), which frees the 8 bytes of the two moments. The numbers are those of torch's AdamW.
+    What Megatron's lacks is here: it has its states from the start, as checkpoints want them; its settings are none of
+    a checkpoint's, so that a run may be resumed with it or without; weights that are fp32 on the device are loaded too;
+    and where there is no GPU, whose weights it would take to be in their place, it makes the same copies of them.
     """
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        super().__init__([torch.nn.Parameter(torch.zeros(0))])
-        self.param_groups = groups  # set like this because shards of a buffer are no leaves, which Adam would refuse
+    def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
+        super().__init__(groups, **defaults)
+        self._own = {name: value for name, value in self.defaults.items() if name not in _ADAMS}
+        for optimizer in self.sub_optimizers:
+            for weight in (w for group in optimizer.param_groups for w in group["params"]):
+                moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
+        self._sync_sub_optimizers_state_to_hdo()
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        """One update of every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-            # Where TransformerEngine is installed, Megatron keeps the number of steps here.
-            group["step"] = max((int(self.state[p]["step"]) for p in group["params"] if p in self.state), default=0)
+    def state_dict(self) -> dict[str, Any]:
+        """AdamW's, with `master_param` among the states."""
+        found: dict[str, Any] = super().state_dict()
+        for group in found["param_groups"]:
+            for name in self._own:
+                group.pop(name, None)
+        return found
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        weight, gradient = parameter.detach().cpu(), parameter.grad.cpu()
-        state = self.state[parameter]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(weight, pin_memory=parameter.is_cuda)
-            state["exp_avg_sq"] = torch.zeros_like(weight, pin_memory=parameter.is_cuda)
-        if "step" not in state:
-            state["step"] = torch.tensor(float(group.get("step", 0)))
-        for name in ("exp_avg", "exp_avg_sq"):  # a checkpoint's loader may have made them on the device
-            state[name] = state[name].cpu()
-        adamw(
-            [weight],
-            [gradient],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [state["step"].cpu()],
-            foreach=False,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        if parameter.is_cuda:
-            parameter.copy_(weight)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What `state_dict` returned."""
+        groups = [group | self._own for group in state_dict["param_groups"]]
+        super().load_state_dict(state_dict | {"param_groups": groups})
+
+    def _update_fp32_params_by_new_state(self) -> None:
+        for parameter, state in self.state.items():
+            self.param_to_inner_param[parameter].data.copy_(state["master_param"])
+
+    def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
+        if torch.cuda.is_available():
+            return super()._get_sub_optimizer_param_groups(offload_fraction)
+        copies = {
+            parameter: parameter.detach().to(torch.float32, copy=True)
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
+        groups = [group | {"params": [copies[p] for p in group["params"]]} for group in self.param_groups]
+        rounded = {parameter: copy for parameter, copy in copies.items() if parameter.dtype != torch.float32}
+        return groups, [], copies, {copy: parameter for parameter, copy in copies.items()}, rounded
+
+
+_ADAMS = {"lr", "betas", "eps", "weight_decay"}
 
 
 def build_scheduler(config: TrainerConfig, c: OptimizerSection, optimizer: Any) -> OptimizerParamScheduler:
@@ -102,7 +105,7 @@ def build_scheduler(config: TrainerConfig, c: OptimizerSection, optimizer: Any) 
 
 
 def _config(section: OptimizerSection, dtype: torch.dtype, *, distributed: bool) -> OptimizerConfig:
-    return OptimizerConfig(
+    config = OptimizerConfig(
         optimizer="adam",
         lr=section.lr,
         min_lr=section.min_lr,
@@ -118,4 +121,13 @@ def _config(section: OptimizerSection, dtype: torch.dtype, *, distributed: bool)
         loss_scale_window=section.loss_scale_window,
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
+        optimizer_cpu_offload=section.offload,
+        optimizer_offload_fraction=float(section.offload),
+        overlap_cpu_optimizer_d2h_h2d=section.offload,
     )
+    if section.offload:
+        # Or the device would keep fp32 main weights beside the host's. Set afterwards, since Megatron's check of it wants
+        # TransformerEngine, of which nothing is used here.
+        config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        config.store_param_remainders = False
+    return config

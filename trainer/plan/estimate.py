@@ -90,9 +90,9 @@ def _stage(shape: ModelShape, parallel: ParallelConfig, work: Workload, stage: i
 
 
 def _optimizer_bytes(weights: Weights, parallel: ParallelConfig, work: Workload) -> int:
-    """fp32 main weights, where the model's are not that themselves, and two moments."""
+    """fp32 main weights, where the model's are not that themselves, and two moments; all in host memory, or none."""
     main = 0 if work.dtype == "float32" else FP32
-    per_weight = main + (0 if work.offload else 2 * FP32)
+    per_weight = 0 if work.offload else main + 2 * FP32
     replicas = parallel.data * parallel.context
     expert_replicas = parallel.tensor * replicas // (parallel.expert * parallel.expert_tensor_size)
     return per_weight * (-(-weights.dense // replicas) + -(-weights.expert // max(expert_replicas, 1)))

@@ -136,7 +136,7 @@ def test_more_ranks_never_need_more_of_each(tmp_path: Path) -> None:
     sharded = estimate(model, ParallelConfig(data=8, shard="full"), WORK)
     assert sharded.weights < whole.weights / 3
     assert sharded.optimizer == whole.optimizer
-    assert estimate(model, ParallelConfig(), Workload(4096, offload=True)).optimizer == 4 * model.parameters
+    assert estimate(model, ParallelConfig(), Workload(4096, offload=True)).optimizer == 0
 
 
 def settings(path: str, **more: Any) -> dict[str, Any]:
