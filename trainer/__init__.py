@@ -64,6 +64,7 @@ from trainer.errors import (
     TeacherError,
     TeacherUnreachable,
     TrainerError,
+    UnsupportedMegatron,
     UnsupportedModel,
     WeightsError,
 )
@@ -98,6 +99,7 @@ __all__ = [
     "TeacherUnreachable",
     "TrainerConfig",
     "TrainerError",
+    "UnsupportedMegatron",
     "UnsupportedModel",
     "WeightsError",
     "load",
