@@ -6,10 +6,10 @@ matrix). Only the linear layers of an fp8 model are TransformerEngine's; they ca
 
 Packed rows: a dense block-diagonal mask would cost T * T scores a row whatever is packed in it. On a GPU, in half
 precision, the tokens of all segments follow each other, and torch's variable-length flash attention is told where each
-begins (`Ragged`): one call, and no score too many. Elsewhere the segments are gathered into right-padded batches, one for each power of two of their length, attended causally, and scattered
-back: at most four times the scores of the segments alone, a handful of kernel calls, any backend of scaled dot-product
-attention, and the very computation that unpacked sequences get. Their rotary positions count from the start of each
-segment, not of the row.
+begins (`Ragged`): one call, and no score too many. Elsewhere the segments are gathered into right-padded batches, one
+for each power of two of their length, attended causally, and scattered back: at most four times the scores of the
+segments alone, a handful of kernel calls, any backend of scaled dot-product attention, and the very computation that
+unpacked sequences get. Their rotary positions count from the start of each segment, not of the row.
 
 Context parallelism: every rank holds a part of each sequence. A sequence of T positions is cut into 2N chunks for N
 ranks; rank r holds chunks r and 2N - 1 - r, in that order, so that causal attention is as much work on every rank
@@ -44,6 +44,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from trainer.megatron.releases import feed_forward
 from trainer.megatron.router import Router
 
 SHORTEST_BITS = 4  # segments of up to 16 tokens share a bucket
@@ -62,23 +63,24 @@ def block_spec(config: TransformerConfig, chunk: int | None = None) -> Transform
     experts = config.num_moe_experts
     layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    parts = feed_forward(layer)
     if experts:
-        layer.submodules.mlp.submodules.router = Router
+        parts.router = Router
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = ContextParallelAttention if config.context_parallel_size > 1 else CausalAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.fp8:
-        _fp8_linears(attention, layer.submodules.mlp.submodules)
+        _fp8_linears(attention, parts)
     layers = [layer] * get_num_layers_to_build(config, chunk)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _fp8_linears(attention: Any, feed_forward: Any) -> None:
+def _fp8_linears(attention: Any, parts: Any) -> None:
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
-    attention.linear_qkv = feed_forward.linear_fc1 = TEColumnParallelLinear
-    attention.linear_proj = feed_forward.linear_fc2 = TERowParallelLinear
+    attention.linear_qkv = parts.linear_fc1 = TEColumnParallelLinear
+    attention.linear_proj = parts.linear_fc2 = TERowParallelLinear
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]

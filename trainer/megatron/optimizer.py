@@ -126,7 +126,7 @@ def _config(section: OptimizerSection, dtype: torch.dtype, *, distributed: bool)
         overlap_cpu_optimizer_d2h_h2d=section.offload,
     )
     if section.offload:
-        # Or the device would keep fp32 main weights beside the host's. Set afterwards, since Megatron's check of it wants
+        # Or the device would keep fp32 main weights beside the host's. Set afterwards: Megatron's check of it wants
         # TransformerEngine, of which nothing is used here.
         config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         config.store_param_remainders = False
