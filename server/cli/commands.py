@@ -18,7 +18,7 @@ from rich.console import Console
 
 from server import options
 from server.cli.config import UpConfig
-from server.cli.errors import CliError
+from server.cli.errors import as_cli_error
 from server.cli.paths import resolve_model
 from server.doctor.world import World
 from server.errors import ConfigError
@@ -56,18 +56,14 @@ def takes(
     def decorate(function: Callable[[typer.Context, dict[str, Any]], None]) -> Callable[..., None]:
         @functools.wraps(function)
         def command(context: typer.Context, config: Path | None = None, **given: Any) -> None:
-            try:
+            with as_cli_error(ConfigError, TlsUnavailable):
                 values = {s.flag: s.value(given[_parameter(s)]) for s in declared if given[_parameter(s)] is not None}
                 function(context, values)
-            except (ConfigError, TlsUnavailable) as error:
-                raise CliError(str(error)) from error
 
         def from_file(context: typer.Context, file: Path | None) -> Path | None:
             if file is not None:
-                try:
+                with as_cli_error(ConfigError):
                     found = options.from_file(file, declared)
-                except ConfigError as error:
-                    raise CliError(str(error)) from error
                 context.default_map = {_parameter(s): found[s.flag] for s in declared if s.flag in found}
             return file
 
@@ -169,10 +165,8 @@ def doctor(context: typer.Context, given: dict[str, Any]) -> None:
     from server.doctor import report
 
     asked = options.build(DoctorReport, {s.flag: given[s.flag] for s in DOCTOR if s.flag in given})
-    try:
+    with as_cli_error(report.UnknownCheck):
         checks = report.chosen(asked.only, asked.skip)
-    except report.UnknownCheck as error:
-        raise CliError(str(error)) from error
     if (model := given.get("--model")) is not None:
         given["--model"] = resolve_model(str(model))
     with _quiet("hotswap.gateway"):  # what it says of its machine code is in the report

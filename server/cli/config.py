@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from server.cli.errors import CliError
+from server.cli.errors import CliError, as_cli_error
 from server.errors import ConfigError
 from server.instance.config import check_vllm_args
 from server.options import Option
@@ -45,10 +45,8 @@ class UpConfig:
     throwaway: bool = False  # of a test or a benchmark: begins anew, copies nothing to disk, and a stop keeps nothing
 
     def __post_init__(self) -> None:
-        try:
+        with as_cli_error(ConfigError):
             check_vllm_args(self.vllm_args)
-        except ConfigError as error:
-            raise CliError(str(error)) from error
         if self.instances < 1:
             raise CliError(f"--instances {self.instances}: at least 1 is needed to answer anything")
         if self.store is not None and not self.store.startswith("etcd://"):

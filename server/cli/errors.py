@@ -12,9 +12,21 @@ CliError
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class CliError(Exception):
     """A fault the user can mend."""
+
+
+@contextlib.contextmanager
+def as_cli_error(*kinds: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds, whose messages say what to do, become a CliError with the same message."""
+    try:
+        yield
+    except kinds as error:
+        raise CliError(str(error)) from error
 
 
 class ModelNotFound(CliError):

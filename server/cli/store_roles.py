@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from server.cli.errors import CliError
+from server.cli.errors import CliError, as_cli_error
 from weightsync.errors import WeightSyncError
 from weightsync.store.etcd_roles import Role
 from weightsync.store.etcd_roles import roles as roles_of
@@ -45,11 +45,9 @@ def roles(
         _show(wanted)
         return
     names = [role.name for role in wanted] + ([ROOT] if enable else [])
-    try:
+    with as_cli_error(WeightSyncError):
         known = {name: _password(passwords / name) for name in names} if passwords is not None else {}
         asyncio.run(_apply(etcd, wanted, known, enable=enable))
-    except WeightSyncError as error:
-        raise CliError(str(error)) from error
     Console().print(f"{', '.join(names)}: as they should be" + (f"; passwords in {passwords}" if passwords else ""))
 
 

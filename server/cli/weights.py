@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from server.cli.admin import AdminClient, AsJson, KeyFile, StateDir, Url, table
-from server.cli.errors import CliError
+from server.cli.errors import CliError, as_cli_error
 from server.cli.paths import ServerInfo, default_state_dir
 from weightsync.errors import WeightSyncError
 
@@ -136,10 +136,8 @@ def verify(
     from weightsync.format.versions import verify as verify_version
 
     where = _records(state_dir, store, name)
-    try:
+    with as_cli_error(WeightSyncError):
         report = verify_version(*where, version)
-    except WeightSyncError as error:
-        raise CliError(str(error)) from error
     show_report(report, as_json=as_json)
     if not report.ok:
         raise typer.Exit(1)
@@ -158,10 +156,8 @@ def diff(
     from weightsync.format.versions import diff as diff_versions
 
     where = _records(state_dir, store, name)
-    try:
+    with as_cli_error(WeightSyncError):
         found = diff_versions(*where, a, b)
-    except WeightSyncError as error:
-        raise CliError(str(error)) from error
     show_diff(found, as_json=as_json)
 
 
@@ -181,10 +177,8 @@ def export(
     from weightsync.persist.export import export as export_version
 
     where = _records(state_dir, store, name)
-    try:
+    with as_cli_error(WeightSyncError):
         done = export_version(*where, version, directory.expanduser(), part=part, model_dir=model_dir)
-    except WeightSyncError as error:
-        raise CliError(str(error)) from error
     what = f"version {done.version}{f' ({done.part})' if done.part else ''}"
     Console().print(f"{what}: {done.tensors} tensors, {done.nbytes:,} bytes in {done.directory}")
 

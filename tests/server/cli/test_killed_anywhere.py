@@ -23,7 +23,7 @@ from tests.server.cli.restarts import (
 from weightsync.persist.disk import Disk
 
 
-@pytest.mark.parametrize("every", [397, pytest.param(19, marks=pytest.mark.broad)])
+@pytest.mark.parametrize("every", [397, pytest.param(31, marks=pytest.mark.broad)])
 @pytest.mark.parametrize("before", ["nothing", "memory", "disk", "fresh"])
 def test_a_start_may_be_killed_at_any_line(server: Up, before: str, every: int) -> None:
     key, lines = "", 1
@@ -55,7 +55,7 @@ def test_a_start_may_be_killed_at_any_line(server: Up, before: str, every: int) 
         lines += every
 
 
-@pytest.mark.parametrize("share", [40, pytest.param(4, marks=pytest.mark.broad)])
+@pytest.mark.parametrize("share", [40, pytest.param(6, marks=pytest.mark.broad)])
 @pytest.mark.parametrize("loses", ["processes", "power"])
 @pytest.mark.parametrize(
     ("work", "files", "every"), [("persist", PERSISTING, 23), ("swap", SWAPPING, 211), ("stop", STOPPING, 23)]
