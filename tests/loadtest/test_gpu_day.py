@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -147,6 +148,12 @@ def test_a_phase_that_raises(monkeypatch: pytest.MonkeyPatch, raised: Exception,
     assert gpu_day.main(["remap", "--small"]) == (1 if status == FAILED else 0)
 
 
+@pytest.mark.parametrize("phase", gpu_day.PHASES)
+def test_every_phase_is_there(phase: str) -> None:
+    module = importlib.import_module(f"loadtest.gpu_day.{gpu_day.PHASES[phase]}")
+    assert callable(getattr(module, phase.replace("-", "_")))
+
+
 def test_a_phase_without_a_check_has_failed() -> None:
     assert status_of([]) == FAILED
 
@@ -222,8 +229,9 @@ def test_all_phases_without_vllm_in_processes_of_their_own(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.broad
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("phase", gpu_day.WITH_VLLM)
+@pytest.mark.parametrize("phase", ["serve-small", "streams-8b", "serve-fp8"])
 def test_a_phase_with_vllm(phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU `serve-8b` is `serve-small` over the tiny model of `streams-8b`, and `streams-small` the reverse."""
     monkeypatch.chdir(tmp_path)  # its checkpoints and its state go there
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     checks = gpu_day.run_apart(phase, True, 800.0)
