@@ -19,8 +19,8 @@ from server import api
 from server.instance import openapi
 from server.instance.config import _INSTEAD
 from tests import vllm_source
+from tests.contract import Installed, Release, Sources
 from tests.lacking import lacking
-from tests.weightsync.vllm_engine.contract import Installed, Release, Sources
 from weightsync import vllm_plugin
 from weightsync.errors import UnsupportedVllm
 from weightsync.vllm_engine import VLLM_VERSIONS, releases
