@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sqlite3
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,3 +64,34 @@ def test_a_job_goes_on_at_the_step_where_it_was(api: ApiServer, kind: str) -> No
     assert metrics[0] == metrics[1]
     assert len(metrics[0]) == 6
     assert ended(client, behind.id).status == "succeeded"  # it had waited through all of that
+
+
+def test_a_job_whose_server_was_away_for_days(api: ApiServer) -> None:
+    """It was killed between a step and the job's word of it, and the answers are no longer kept: the step counts, and
+    all after it are what they would have been."""
+    client = sdk(api)
+    lines, chosen = METHODS["supervised"]
+    method: Any = {"type": "supervised", "supervised": {"hyperparameters": chosen}}
+    asked: dict[str, Any] = {"model": "tiny", "training_file": upload(client, lines), "seed": 5, "method": method}
+    expected = losses(client, ended(client, client.fine_tuning.jobs.create(**asked).id).id)
+    job = client.fine_tuning.jobs.create(**asked)
+    wait_until(lambda: len(losses(client, job.id)) >= 2, what="two steps are done")
+    client.fine_tuning.jobs.pause(job.id)
+    statement = "SELECT count(*) FROM requests WHERE model = ? AND done IS NULL"
+    wait_until(lambda: api.journal(statement, f"{job.id}:train:0") == [(0,)], what="no request is under way")
+    api.kill()
+    ((last,),) = api.journal("SELECT MAX(seq) FROM requests WHERE model = ?", f"{job.id}:train:0")
+    ((said,),) = api.journal("SELECT about FROM records WHERE kind = 'job' AND id = ?", job.id)
+    about = json.loads(said)
+    lost = about["at"]["step"]
+    if last == about["at"]["seqs"][0] - 1:  # otherwise it had been killed at that very place
+        lost -= 1
+        about["at"] |= {"step": lost, "seqs": [last - 1, 1], "epochs": min(about["at"]["epochs"], lost // 4)}
+    with contextlib.closing(sqlite3.connect(api.root / "api/journal.db")) as db, db:
+        db.execute("DELETE FROM requests WHERE model = ? AND seq < ?", (f"{job.id}:train:0", last))
+        db.execute("UPDATE records SET about = ? WHERE kind = 'job' AND id = ?", (json.dumps(about), job.id))
+    api.start()
+    client.fine_tuning.jobs.resume(job.id)
+    done = ended(client, job.id)
+    assert done.status == "succeeded", done.error
+    assert losses(client, job.id) == expected
