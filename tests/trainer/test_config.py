@@ -199,6 +199,8 @@ def test_the_examples_are_valid(example: Path, tmp_path: Path, monkeypatch: pyte
         ("limits.rank=0", "limits.rank"),
         ("model.dtype=float16", "model.dtype"),
         ("publish.every=2", "publish.every"),
+        ("jobs.rank=33", "jobs.rank"),
+        ("jobs.learning_rate=0", "jobs.learning_rate"),
         ("adapters=a/b", "adapters"),
         ("directory=/proc/nowhere", "directory"),
         ("host=0.0.0.0", "host"),

@@ -28,7 +28,8 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from trainer.api.errors import ApiError, BadRequest, NotFound, TooMany
 from trainer.api.finetuning.examples import PREFERENCE, SUPERVISED, Bad, BadLine, Lines, Reader
 from trainer.api.finetuning.files import RESULTS, Files
-from trainer.api.finetuning.run import At, Checkpoint, Plan, Run, Stopped
+from trainer.api.finetuning.run import At, Checkpoint, Run, Stopped
+from trainer.api.finetuning.steps import Plan
 from trainer.api.journal import Journal, Record
 from trainer.api.sampling import Client
 from trainer.api.service import MODEL, SESSION, Service

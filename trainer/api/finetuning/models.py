@@ -25,6 +25,14 @@ _MISPLACED = (404, 409)  # the server has that name no more, or not in that vers
 _PASSED_ON = ("content-type", "retry-after")
 
 
+class _Misplaced(RolloutError):
+    """Tells the snapshots that what they have placed is to be published again."""
+
+    def __init__(self, answer: Response) -> None:
+        self.answer = answer
+        super().__init__("the server has that name no more", status=answer.status_code)
+
+
 class Models:
     """Answers by name."""
 
@@ -43,6 +51,12 @@ class Models:
 
     async def answer(self, client: Client, route: str, body: dict[str, Any]) -> Response:
         """To `chat/completions` or `completions`. Raises BadRequest, NotFound, Gone, Unavailable."""
+        try:
+            return await self._answer(client, route, body)
+        except _Misplaced as error:
+            return error.answer
+
+    async def _answer(self, client: Client, route: str, body: dict[str, Any]) -> Response:
         name = body.get("model")
         if not isinstance(name, str):
             raise BadRequest("model is missing: name one of /v1/models", param="model")
@@ -61,9 +75,10 @@ class Models:
                 held = stack.pop_all()
                 return StreamingResponse(_events(answer, name, held), answer.status_code, headers)
             content = _named(await _read(answer), name)
-            if answer.status_code in _MISPLACED and "hotswap" in asked:
-                await stack.__aexit__(RolloutError, RolloutError(content.decode(errors="replace")), None)
-            return Response(content, answer.status_code, headers)
+            said = Response(content, answer.status_code, headers)
+            if answer.status_code in _MISPLACED:
+                raise _Misplaced(said)
+            return said
 
     def _base(self) -> dict[str, Any]:
         longest = self._service.tenants.shape.max_positions

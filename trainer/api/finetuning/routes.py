@@ -14,7 +14,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from trainer.api.app import body_of, content_of, door_of
-from trainer.api.errors import BadRequest
+from trainer.api.errors import BadRequest, NotFound
 from trainer.api.finetuning import files, jobs
 from trainer.api.finetuning.files import FILE, UPLOADED
 from trainer.api.finetuning.jobs import CHECKPOINT, EVENT, JOB, CreateJob, Jobs
@@ -224,6 +224,8 @@ async def _below(
     """The newest first."""
     desk, client = await _asked(request)
     job = desk.jobs.find(client, job_id)
+    if after and ((found := desk.jobs.journal.get(kind, after)) is None or found.parent != job.id):
+        raise NotFound(f"the job has no {after!r}: give the last id of the page before", param="after")
     return await _page(desk, describe, kind, lambda _: True, limit, after=after, asc=False, parent=job.id)
 
 

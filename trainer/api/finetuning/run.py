@@ -4,12 +4,6 @@ A job is a client of the training API like any other: it has a session, a traini
 second one that is never trained, the reference. Its requests follow from its record alone, and each has a number. So
 after a crash the job sends those again that its record does not count, and the journal answers what was done already.
 
-The gradient of a loss goes by log-probs, as the tinker SDK does it for losses of a client's own:
-
-    supervised    cross_entropy, whose weights are one by the batch's learned tokens: the loss is their mean
-    dpo           a forward pass of the policy and of the reference; the loss's derivatives by the policy's log-probs
-                  are the weights of cross_entropy
-
 Shapes: B sequences, T positions.
 """
 
@@ -17,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -31,13 +24,13 @@ from trainer.algorithms.offline import Dpo, Sft
 from trainer.api import wire
 from trainer.api.errors import Gone, TooMany
 from trainer.api.finetuning.examples import Lines, Reader
+from trainer.api.finetuning.steps import Plan, derivatives
 from trainer.api.journal import Answer, Record
 from trainer.api.sampling import Client
 from trainer.api.service import MODEL, SAVE, SAVE_FOR_SAMPLER, STEP, Service
 from trainer.batch import MASK, Fields, collate
 from trainer.batch import Sequence as Tokens
 from trainer.config import DpoConfig, SftConfig
-from trainer.data.records import shuffled
 from trainer.errors import TrainerError
 
 POLICY, REFERENCE = 0, 1  # the numbers of the training clients in the job's session
@@ -52,31 +45,6 @@ class Stopped(Exception):
 
 class RunFailed(TrainerError):
     """A request of the job was refused; the message says why."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a job with `rows` examples does. `seed` decides the order of the examples in each epoch."""
-
-    rows: int
-    epochs: int
-    batch: int
-    learning_rate: float
-    seed: int
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return math.ceil(self.rows / self.batch)
-
-    @property
-    def steps(self) -> int:
-        return self.epochs * self.steps_per_epoch
-
-    def of_step(self, step: int) -> tuple[list[int], float]:
-        """The examples of a step, counted from 0, and its learning rate."""
-        epoch, within = divmod(step, self.steps_per_epoch)
-        rows = shuffled(self.rows, self.seed, epoch, within * self.batch, self.batch)
-        return rows, self.learning_rate * (1 - step / self.steps)
 
 
 @dataclass(frozen=True)
@@ -281,14 +249,3 @@ class Run:
 
     def _sequences(self, lines: Lines, rows: Sequence[int]) -> list[Tokens]:
         return [sequence for row in rows for sequence in self._reader.sequences(lines.read(row))]
-
-
-def derivatives(algorithm: Sft | Dpo, logprobs_BT: Tensor, fields: Fields) -> tuple[dict[str, float], Tensor]:
-    """The loss at some log-probs with the algorithm's metrics, and its derivatives by them, negated: [B, T]."""
-    leaf_BT = logprobs_BT.clone().requires_grad_()
-    found = algorithm.loss(leaf_BT, fields)
-    loss = found.total / found.denominator
-    loss.backward()
-    assert leaf_BT.grad is not None
-    sums = {name: float(value / found.denominator) for name, value in found.sums.items()}
-    return {"loss": float(loss.detach()), **sums}, -leaf_BT.grad

@@ -174,6 +174,8 @@ def test_jobs_are_listed_by_pages(client: openai.OpenAI, trained: Any, examples:
     assert trained.id not in [job.id for job in without]
     with pytest.raises(openai.NotFoundError):
         client.fine_tuning.jobs.list(after="ftjob-none")
+    with pytest.raises(openai.NotFoundError, match="the last id of the page before"):
+        client.fine_tuning.jobs.list_events(trained.id, after="ftevent-none")
     with pytest.raises(openai.BadRequestError, match="limit"):
         client.fine_tuning.jobs.list(limit=0)
     assert ended(client, newer.id).hyperparameters.batch_size == 1  # of so few examples
