@@ -19,7 +19,8 @@ from trainer.rollouts.sampling import Rollouts
 
 
 class Lead:
-    """Opened on rank 0; close it at the end. `scorer` is None for a run that samples nothing."""
+    """Opened on rank 0; close it at the end. The models that its rewards hold rest and wake together (`Models` in
+    trainer/memory/build.py), those of evaluation sets too."""
 
     def __init__(self, config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) -> None:
         """Raises ConfigError, DataError, SandboxUnavailable for what the user must correct."""
@@ -29,18 +30,19 @@ class Lead:
             problem = f"the tokenizer has {tokenizer.size} tokens, the model {shape.vocab}"
             raise DataError(f"{config.model.path}: {problem}. Put the model's own tokenizer.json there.")
         self._dataset = build_dataset(config.data, tokenizer, config.seed)
-        self.scorer: Scorer | None = None
+        self._scorers: list[Scorer] = []
         self._rollouts: Rollouts | None = None
         self._sets: dict[str, EvalSet] = {}
         if config.gateway is not None:
-            self.scorer = build_scorer(config.rewards, config.gateway)
-            about = (config.gateway, config.rollout, self.scorer, tokenizer, config.seed)
+            scorer = build_scorer(config.rewards, config.gateway)
+            about = (config.gateway, config.rollout, scorer, tokenizer, config.seed)
             more: dict[str, Any] = {"environment": config.environment, "model": config.served_name}
             if isinstance(config.algorithm, DistillConfig):
                 more["teacher"] = config.algorithm.teacher
             self._rollouts = Rollouts(*about, **more)
             for entry in config.eval:
                 self._sets[entry.name] = EvalSet(entry, config, self._dataset, tokenizer)
+            self._scorers = [scorer, *(s.scorer for s in self._sets.values() if s.scorer is not None)]
         self.experience = Experience(config, algorithm, self._dataset, self._rollouts, shape.max_positions)
 
     @property
@@ -57,6 +59,21 @@ class Lead:
         """What an `eval` event says of the set of that name. Raises RolloutError."""
         assert self._rollouts is not None
         return self._sets[name](self._rollouts)
+
+    @property
+    def nbytes(self) -> int:
+        """Of host memory, what the rewards' models hold while they are awake."""
+        return sum(scorer.nbytes for scorer in self._scorers)
+
+    def rest(self) -> None:
+        """Give up the rewards' models, when nothing is being scored."""
+        for scorer in self._scorers:
+            scorer.rest()
+
+    def wake(self) -> None:
+        """Have them again. Raises as opening does."""
+        for scorer in self._scorers:
+            scorer.wake()
 
     def close(self) -> None:
         """End what is being sampled, and the rewards."""

@@ -61,8 +61,7 @@ class Run:
             self._publisher = WeightPublisher(config.publish, self.engine)
         if self.checkpoints is not None and self._lead is not None:
             self.checkpoints.parts |= {**self._lead.parts, "guard": self._guard}
-        models = self._lead.scorer if self._lead is not None else None
-        self._phases = Phases(build_memory(config, self.engine, models=models))
+        self._phases = Phases(build_memory(config, self.engine, models=self._lead))
         self.sampling = Sampling(config, self.engine, self._phases, self._lead.experience if self._lead else None)
 
     def start(self) -> TrainState:

@@ -34,6 +34,7 @@ from trainer.megatron.convert import Slice, export_hf, export_slices, parameters
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.lora import adapter_schema, adapters, merged
 from trainer.megatron.model import DTYPES
+from trainer.megatron.optimizer import reset_optimizer
 from trainer.megatron.parallel import broadcast_json, device, gather_json, is_lead, lead, scatter_tensors, to_lead
 from trainer.megatron.passes import run, together, tokens_once
 from trainer.megatron.roles import Role, RoleName, build_roles
@@ -93,6 +94,8 @@ class Engine:
         wholes = lead(lambda: self._minibatches(self.algorithm.prepare(filled)))
         parts = self._shared_out(wholes) * self.algorithm.epochs
         warming = self._warming_up(len(parts))
+        if self.algorithm.resets_optimizer:
+            reset_optimizer(self.optimizer)
         return _mean([self._update(part, critic_only=warming) for part in parts])
 
     def prefill_fields(self, fields: Fields) -> Fields:
