@@ -309,11 +309,16 @@ class Kimi(PolicyGradient[KimiConfig]):
 
     and a step's loss is the mean over trajectories. log pi(y) sums over the trajectory's trained tokens. In a step's
     first update pi is pi_i, and the square has no gradient. The correction's weights multiply A by token. KL to the
-    initial weights, if wanted, is in the loss as GRPO's is, averaged over each trajectory's tokens.
+    initial weights, if wanted, is in the loss as GRPO's is, averaged over each trajectory's tokens. Each step is a
+    problem of its own, so the optimizer is reset at its start, unless the configuration says otherwise.
     """
 
     kl_in_loss = True
     own_proximal = True
+
+    def __init__(self, config: KimiConfig, max_tokens: int | None = None) -> None:
+        super().__init__(config, max_tokens)
+        self.resets_optimizer = config.reset_optimizer
 
     def credit(self, rewards: list[float]) -> list[float]:
         return group_normalized(rewards, scale=False)

@@ -34,6 +34,7 @@ from trainer.megatron.convert import Slice, export_hf, export_slices, parameters
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.lora import adapter_schema, adapters, merged
 from trainer.megatron.model import DTYPES
+from trainer.megatron.optimizer import reset_optimizer
 from trainer.megatron.parallel import (
     broadcast_json,
     device,
@@ -101,6 +102,8 @@ class Engine:
         wholes = on_rank_zero(lambda: self._minibatches(self.algorithm.prepare(filled)))
         parts = self._shared_out(wholes) * self.algorithm.epochs
         warming = self._warming_up(len(parts))
+        if self.algorithm.resets_optimizer:
+            reset_optimizer(self.optimizer)
         return _mean([self._update(part, critic_only=warming) for part in parts])
 
     def prefill_fields(self, fields: Fields) -> Fields:

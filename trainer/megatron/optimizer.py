@@ -14,14 +14,16 @@ from trainer.config import TrainerConfig
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.muon import Muon
 
+FP32 = 4  # bytes
+
 
 @torch.no_grad()  # type: ignore[untyped-decorator]  # or shards of fp32 weights would be no leaves, which Adam refuses
 def build_optimizer(
-    section: OptimizerSection, dtype: torch.dtype, chunks: list[Any], shape: ModelShape, *, sharded: bool
+    section: OptimizerSection, lr: float, dtype: torch.dtype, chunks: list[Any], shape: ModelShape, *, sharded: bool
 ) -> Any:
     """AdamW or Muon over the wrapped chunks of a model. fp32 main weights and the states are sharded over data-parallel
     ranks: by Megatron's distributed optimizer, or with the weights themselves (`sharded`: they are DTensors)."""
-    optimizer = get_megatron_optimizer(_config(section, dtype, distributed=not sharded), chunks)
+    optimizer = get_megatron_optimizer(_config(section, lr, dtype, distributed=not sharded), chunks)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if section.name == "muon":
             part.optimizer = Muon(part, chunks, shape, section)
@@ -30,6 +32,33 @@ def build_optimizer(
             part.optimizer = None  # its pinned memory serves the next one
             part.optimizer = HostAdam(groups, **defaults)
     return optimizer
+
+
+def reset_optimizer(optimizer: Any) -> None:
+    """Moments and counts of steps back to zero, in the memory that they have. Weights and the learning rate's schedule
+    stay as they are."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = 0
+        for state in part.optimizer.state.values():
+            for name, value in state.items():
+                if name == "master_param" or not isinstance(value, torch.Tensor):
+                    continue
+                if 0 not in value.stride():  # Muon's stand-in is zero already
+                    value.zero_()
+
+
+def moment_bytes(optimizer: Any) -> int:
+    """What a first step will add to an optimizer: two moments in fp32 for each number, or Muon's one."""
+    found = 0
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        ones = part.optimizer.matrices if isinstance(part.optimizer, Muon) else frozenset()
+        for number, group in enumerate(part.optimizer.param_groups):
+            for order, parameter in enumerate(group["params"]):
+                if not part.optimizer.state.get(parameter):
+                    found += parameter.numel() * FP32 * (1 if (number, order) in ones else 2)
+    return found
 
 
 class HostAdam(HybridDeviceOptimizer):  # type: ignore[misc]
@@ -84,13 +113,13 @@ class HostAdam(HybridDeviceOptimizer):  # type: ignore[misc]
 _ADAMS = {"lr", "betas", "eps", "weight_decay"}
 
 
-def build_scheduler(config: TrainerConfig, c: OptimizerSection, optimizer: Any) -> OptimizerParamScheduler:
+def build_scheduler(config: TrainerConfig, c: OptimizerSection, lr: float, optimizer: Any) -> OptimizerParamScheduler:
     """The learning rate by update: linear warm-up, then `decay` until the run's last one."""
     updates = config.steps * getattr(config.algorithm, "minibatches", 1) * getattr(config.algorithm, "epochs", 1)
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=c.lr / (c.warmup_steps + 1),  # the first step already moves
-        max_lr=c.lr,
+        init_lr=lr / (c.warmup_steps + 1),  # the first step already moves
+        max_lr=lr,
         min_lr=c.min_lr,
         lr_warmup_steps=c.warmup_steps,
         lr_decay_steps=max(updates, c.warmup_steps + 1),
@@ -104,10 +133,10 @@ def build_scheduler(config: TrainerConfig, c: OptimizerSection, optimizer: Any) 
     )
 
 
-def _config(section: OptimizerSection, dtype: torch.dtype, *, distributed: bool) -> OptimizerConfig:
+def _config(section: OptimizerSection, lr: float, dtype: torch.dtype, *, distributed: bool) -> OptimizerConfig:
     config = OptimizerConfig(
         optimizer="adam",
-        lr=section.lr,
+        lr=lr,
         min_lr=section.min_lr,
         weight_decay=section.weight_decay,
         adam_beta1=section.beta1,
