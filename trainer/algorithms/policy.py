@@ -58,6 +58,7 @@ from trainer.batch import MASK, Fields, Sequence, sequence_sum, to_tokens
 from trainer.config import GrpoConfig, KimiConfig, PolicyConfig, PpoConfig, ReinforceConfig, RlooConfig
 from trainer.data.records import Record
 from trainer.errors import ConfigError
+from trainer.routing import of_trajectory
 from trainer.trajectory import Trajectory, TrajectoryGroup
 
 KEEP = "keep"  # 0 on the tokens of answers that are left out
@@ -93,7 +94,13 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         """One sequence per trajectory with a token to train on. Groups whose rewards are all equal teach nothing, but
         keep their tokens in the denominator."""
         return [
-            Sequence(group.prompt_ids, t.token_ids, self._per_token(t, credit, step), mask=t.mask)
+            Sequence(
+                group.prompt_ids,
+                t.token_ids,
+                self._per_token(t, credit, step),
+                mask=t.mask,
+                routing=of_trajectory(len(group.prompt_ids), t),
+            )
             for group in groups
             for t, credit in zip(group.trajectories, self.credit(self._rewards(group, step)), strict=True)
             if any(t.mask)

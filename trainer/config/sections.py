@@ -211,6 +211,8 @@ class RolloutConfig:
     detection): it counts as truncated, and its tokens up to there as its answer.
     `token_budget` is how many tokens a trajectory gets in an iteration; one that is longer goes on in the next, from
     the weights that are there then (partial rollouts, Kimi k1.5, arXiv 2501.12599, section 2.6.2).
+    `routed_experts` asks for the experts that each token of a mixture went to, and training sends it there too (R3,
+    2510.11370). The server has to record them.
     """
 
     max_tokens: int = 4096
@@ -222,6 +224,7 @@ class RolloutConfig:
     attempts: int = 2
     stop_repeats: int | None = None
     token_budget: int | None = None
+    routed_experts: bool = False
     fixed_sampler: bool = False
 
     @property

@@ -316,6 +316,8 @@ def check_support(config: TrainerConfig, shape: ModelShape) -> None:
     for key in ("router_balance_loss", "router_z_loss"):
         if getattr(config.model, key) and not shape.experts:
             raise ConfigError(f"model.{key}", f"{shape.family} has no experts", "Leave it out")
+    if config.rollout.routed_experts and not shape.experts:
+        raise ConfigError("rollout.routed_experts", f"{shape.family} has no experts", "Leave it out")
     if config.parallel.shard == "full":
         _check_full_sharding(config)
     if config.parallel.expert > 1 and config.parallel.expert_tensor_size > 1 and not torch.cuda.is_available():
