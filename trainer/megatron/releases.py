@@ -57,7 +57,7 @@ def load_strategies() -> tuple[Any, ...]:
 def reading_with(reader: Callable[[Any], Any]) -> Iterator[None]:
     """Megatron reads checkpoints through `reader(directory)` within the body; it has no setting for that. 0.19 has the
     name in two modules."""
-    places = [importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")]
+    places: list[Any] = [importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")]
     if release() != "0.16.1":
         places.append(importlib.import_module("megatron.core.dist_checkpointing.serialization"))
     original = [place._get_filesystem_reader for place in places]
