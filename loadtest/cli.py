@@ -210,12 +210,13 @@ def lora(
 def rl_step(
     json: Json = None,
     lora: Annotated[bool, typer.Option(help="train and publish an adapter; TRL with PEFT")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="that are measured of each")] = 10,
     small: Small = False,
 ) -> None:
     """One GRPO step under each schedule and by TRL: seconds by phase, tokens/s, memory, what a slow reward costs."""
     from loadtest.training.rl_step.bench import run
 
-    run(json, small=small, lora=lora)
+    run(json, small=small, lora=lora, steps=3 if small else steps)
 
 
 @app.command(name="partial-rollouts")

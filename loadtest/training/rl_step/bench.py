@@ -33,12 +33,15 @@ from server.cli.up import Server
 Figures = dict[str, Any]
 
 
-def run(json: Path | None, *, small: bool = False, trl: bool = True, lora: bool = False) -> Figures:
+def run(
+    json: Path | None, *, small: bool = False, trl: bool = True, lora: bool = False, steps: int | None = None
+) -> Figures:
     """Measure, print the table, and write the figures to `json`; returns them. With `lora` everybody trains an adapter
-    of the linear layers."""
+    of the linear layers. `steps` counts those that are measured."""
     prepare_environment()
     task, work = SMALL if small else Task(), Path("runs") / ("rl-step-small" if small else "rl-step")
-    task = dataclasses.replace(task, rank=RANK if lora else 0)
+    measured = steps or task.steps - task.warm_up
+    task = dataclasses.replace(task, rank=RANK if lora else 0, steps=task.warm_up + measured)
     work.mkdir(parents=True, exist_ok=True)
     task.write_model(work / "model")
     rows = _ours(task, work.resolve())
@@ -152,6 +155,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--no-trl", action="store_true")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--steps", type=int)
     asked = parser.parse_args()
     interrupts.install()
-    run(asked.json, small=asked.small, trl=not asked.no_trl, lora=asked.lora)
+    run(asked.json, small=asked.small, trl=not asked.no_trl, lora=asked.lora, steps=asked.steps)
