@@ -117,7 +117,7 @@ def test_turns_have_the_routing_of_what_none_before_had() -> None:
     routing = of_trajectory(2, played)
     assert routing is not None
     assert routing[:, 0, 0].tolist() == list(range(8))
-    group = Group((1, 2), (played,), (Score(1.0),))
+    group = TrajectoryGroup((1, 2), (played,), (Score(1.0),))
     assert Group.from_json(json.loads(json.dumps(group.to_json()))) == group
     unrecorded = of_trajectory(2, replace(played, turns=(turns[0], TOOL, ANSWER)))
     assert unrecorded is not None
