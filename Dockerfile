@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 # docker build -t hotswap:cpu .
-# docker build -t hotswap:cuda --build-arg ACCEL=cuda .
+# docker build -t hotswap:cuda --build-arg ACCEL=cuda .            # for NVIDIA GPUs, with TransformerEngine
 # docker build -t hotswap:full --build-arg EXTRAS=extras-cpu .     # RDMA, Parquet, followed runs: see requirements/
 # docker run --shm-size 4g -v /models:/models:ro -p 8000:8000 hotswap:cpu up --model /models/NAME --host 0.0.0.0
 # Versions live in /dev/shm: give it three times the size of the model. On Kubernetes: k8s/README.md.
@@ -9,7 +9,10 @@ ARG ACCEL=cpu
 # libibverbs1 is what Mooncake's and NIXL's engines are linked with; its providers drive the devices of a host. In
 # bubblewrap rewards run a model's code, where the container may make namespaces (docs/trainer/rewards.md). tini is
 # process number one: it takes away what dead processes leave, which nobody else does in a container.
-FROM python:3.11-slim-bookworm AS runtime-cpu
+FROM python:3.11-slim-bookworm AS python-cpu
+FROM python:3.12-slim-bookworm AS python-cuda
+
+FROM python-${ACCEL} AS runtime-cpu
 RUN apt-get update \
  && apt-get install -y --no-install-recommends libnuma1 libstdc++6 libgomp1 libcurl4 libibverbs1 ibverbs-providers \
     bubblewrap tini \
@@ -27,17 +30,25 @@ RUN apt-get update \
 
 # The compiler of the gateway's request path (server/gateway/compiled.py) stays here; only /opt/venv goes on.
 # The pinned list is resolved as a whole, so nothing is added to it (see its first lines).
-FROM runtime-cpu AS build
-ARG ACCEL
-ARG EXTRAS=
+FROM runtime-cpu AS build-cpu
 RUN apt-get update \
  && apt-get install -y --no-install-recommends gcc libc6-dev \
  && rm -rf /var/lib/apt/lists/*
+
+# TransformerEngine's part for torch comes as sources. CUDA's headers are those of the list's own packages.
+FROM runtime-cuda AS build-cuda
+ENV CUDA_HOME=/opt/venv/lib/python3.12/site-packages/nvidia/cu13 \
+    NVTE_BUILD_USE_NVIDIA_WHEELS=1
+
+FROM build-${ACCEL} AS build
+ARG ACCEL
+ARG EXTRAS=
 COPY requirements /src/requirements
 COPY scripts/install.sh /src/scripts/install.sh
 WORKDIR /src
 RUN --mount=type=cache,target=/root/.cache \
-    scripts/install.sh /opt/venv requirements/${ACCEL}.txt ${EXTRAS:+requirements/${EXTRAS}.txt} \
+    scripts/install.sh /opt/venv requirements/${ACCEL}.txt $(ls requirements/fp8-${ACCEL}.txt 2>/dev/null) \
+    ${EXTRAS:+requirements/${EXTRAS}.txt} \
  && grep -E '^(mypy|ast-serialize|librt|pathspec|types-)' requirements/test.txt > /mypy.txt \
  && /opt/venv/bin/pip install --no-deps --target /opt/mypy -r /mypy.txt \
  && /opt/venv/bin/pip uninstall -y uv

@@ -2,7 +2,7 @@
 VENV ?= .venv
 DOCS ?= .venv-docs
 ACCEL ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
-PYTHON ?= python3
+PYTHON ?= $(if $(filter cuda,$(ACCEL)),python3.12,python3)
 JOBS ?= 3
 PY := $(VENV)/bin/python
 LISTS := requirements/$(ACCEL).txt

@@ -194,12 +194,29 @@ def learning(
     run(json, seed=seed, tasks=task or (), ways=way or (), docs=docs)
 
 
+@app.command()
+def lora(
+    json: Json = None,
+    rounds: Annotated[int, typer.Option(help="publications measured of each kind")] = 8,
+    small: Small = False,
+) -> None:
+    """An adapter beside the whole model: bytes published, and milliseconds from publish() to a client's first token."""
+    from loadtest.training.lora import run
+
+    run(json, rounds=rounds, small=small)
+
+
 @app.command(name="rl-step")
-def rl_step(json: Json = None, small: Small = False) -> None:
+def rl_step(
+    json: Json = None,
+    lora: Annotated[bool, typer.Option(help="train and publish an adapter; TRL with PEFT")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="that are measured of each")] = 10,
+    small: Small = False,
+) -> None:
     """One GRPO step under each schedule and by TRL: seconds by phase, tokens/s, memory, what a slow reward costs."""
     from loadtest.training.rl_step.bench import run
 
-    run(json, small=small)
+    run(json, small=small, lora=lora, steps=3 if small else steps)
 
 
 @app.command(name="partial-rollouts")

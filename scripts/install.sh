@@ -34,10 +34,12 @@ lists=$(mktemp -d)
 trap 'rm -rf "$lists"' EXIT
 cat "$@" | grep -v '^#' >"$lists/all"
 torch=$(grep -E '^torch==.*\+cpu$' "$lists/all" || true)
-grep -vxF "${torch:-none}" "$lists/all" >"$lists/rest"
+built=$(grep -E '^transformer-engine-torch==' "$lists/all" || true)  # of sources, against the torch that is there by then
+grep -vxF -e "${torch:-none}" -e "${built:-none}" "$lists/all" >"$lists/rest"
 echo "make: installing $(wc -l <"$lists/all") packages of $* into $venv" >&2
 if [ -n "$torch" ] && ! "$python" -c "import importlib.metadata as m; assert m.version('torch') == '${torch#*==}'" 2>/dev/null; then
   by_uv "$torch" 2>/dev/null || by_uv --index "$PYTORCH" "$torch" || by_pip --extra-index-url "$PYTORCH" "$torch"
 fi
 by_uv -r "$lists/rest" || by_pip -r "$lists/rest"
+[ -z "$built" ] || by_uv --no-build-isolation "$built" || by_pip --no-build-isolation "$built"
 [ ! -e pyproject.toml ] || by_uv -e . || by_pip --no-build-isolation -e .

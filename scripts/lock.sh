@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Resolves requirements/*.txt from pyproject.toml. What is pinned stays as it is unless UPGRADE=1, or pyproject.toml asks
-# for another release. Needs uv (a virtual environment that `make` has made has it).
+# Resolves requirements/*.txt from pyproject.toml, or those named: lock.sh [NAME...]. What is pinned stays as it is unless
+# UPGRADE=1, or pyproject.toml asks for another release. Needs uv (a virtual environment that `make` has made has it), and
+# no other Python: lists for GPUs are for 3.12, which Megatron-Core's newer releases want, all others for 3.11.
 #
 #   cpu, cuda                 serving and training          extras `cpu` and `cuda`
 #   extras-cpu, extras-cuda   what some users add to that   extras `data`, `track` and `rdma-*`
+#   fp8-cuda                  TransformerEngine, too        extra `fp8`
 #   demo-real                 on top of extras-cpu          group `demo-real`
 #   test, bench               on top of either              groups `test` and `bench`
 #   docs                      apart, in an environment of its own: group `docs`
@@ -11,6 +13,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv=${UV:-.venv/bin/uv}
+only=" $* "
 here=$(mktemp -d)
 trap 'rm -rf "$here"' EXIT
 
@@ -27,10 +30,13 @@ printf '%s ; python_version < "3"\n' llm llama-cpp-python | cat "$here/cpu" - >"
 # lock NAME OVERRIDES HEADER [uv's options]: without what the lists named in WITHOUT have;
 # SOURCE is empty where the project itself is not needed.
 lock() {
-  local list=requirements/$1.txt out=$here/$1.txt
+  local list=requirements/$1.txt out=$here/$1.txt python=3.11
+  [[ $only = "  " || $only = *" $1 "* ]] || return 0
+  [[ $1 != *cuda ]] || python=3.12
   touch "$list"
   [ -n "${UPGRADE:-}" ] || grep -hv '^#' $list ${WITHOUT:-} >"$out" || true
-  "$uv" pip compile ${SOURCE-pyproject.toml} --quiet --no-header --no-annotate --python-version 3.11 --override "$here/$2" \
+  "$uv" pip compile ${SOURCE-pyproject.toml} --quiet --no-header --no-annotate --override "$here/$2" \
+    --python-version $python --python-platform x86_64-manylinux_2_36 \
     --find-links "${PIP_FIND_LINKS:-$here}" ${WITHOUT:+$(printf -- '--constraint %s ' $WITHOUT)} --output-file "$out" "${@:4}" >/dev/null
   { printf '# %s\n' "$3" 'Made by `make lock` from pyproject.toml; install it with --no-deps, as `make` does.'
     if [ -n "${WITHOUT:-}" ]; then grep -vxFf <(cat $WITHOUT) "$out" || true; else cat "$out"; fi; } >"$here/list"
@@ -43,6 +49,7 @@ lock cuda cuda "To serve and to train on NVIDIA GPUs." --extra cuda
 more=(--extra data --extra gym --extra track)
 WITHOUT=$cpu lock extras-cpu cpu "Other data formats, followed runs and RDMA, on top of cpu.txt." --extra cpu "${more[@]}" --extra rdma-cpu
 WITHOUT=$cuda lock extras-cuda cuda "Other data formats, followed runs and RDMA, on top of cuda.txt." --extra cuda "${more[@]}" --extra rdma-cuda
+WITHOUT=$cuda lock fp8-cuda cuda "8-bit layers by TransformerEngine, on top of cuda.txt." --extra cuda --extra fp8
 SOURCE= lock docs cpu "What builds the documentation (\`make docs\`), in an environment of its own." --group docs
 all="$cpu requirements/extras-cpu.txt"
 WITHOUT=$all lock demo-real real "The model of \`make demo-real\`, on top of extras-cpu.txt." --extra cpu "${more[@]}" --extra rdma-cpu --group demo-real

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import string
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.lacking import lacking
+
 ROOT = Path(__file__).parent.parent
 ACCELERATORS = ["cpu", "cuda"]
+PYTHON = {"cpu": "3.11", "cuda": "3.12"}  # of the image, and of the lists that are resolved for it
 
 Stage = list[tuple[str, str]]  # instruction, arguments
 
@@ -36,7 +43,7 @@ def chain(accel: str, name: str) -> Stage:
     while name in known:
         name, instructions = known[name]
         whole = instructions + whole
-    assert name == "python:3.11-slim-bookworm"
+    assert name == f"python:{PYTHON[accel]}-slim-bookworm"
     return whole
 
 
@@ -88,6 +95,56 @@ def test_the_pinned_list_of_the_accelerator_is_installed_as_it_is(accel: str) ->
     assert tools is not None
     lines = (ROOT / "requirements" / "test.txt").read_text().splitlines()
     assert any(line.startswith("mypy==") and re.match(tools[1], line) for line in lines)
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_an_image_for_gpus_has_transformer_engine_and_megatron_core_for_its_python() -> None:
+    (install,) = [run for run in of(stages("cuda")["build"][1], "RUN") if "scripts/install.sh" in run]
+    assert "$(ls requirements/fp8-${ACCEL}.txt 2>/dev/null)" in install
+    assert not (ROOT / "requirements" / "fp8-cpu.txt").exists()
+    engine = {name: version for name, version in pins("fp8-cuda").items() if name.startswith("transformer-engine")}
+    assert engine.keys() == {"transformer-engine", "transformer-engine-cu13", "transformer-engine-torch"}
+    assert len(set(engine.values())) == 1
+    assert "wheel" in pins("fp8-cuda")  # builds the last of them
+    assert (pins("cpu")["megatron-core"], pins("cuda")["megatron-core"]) == ("0.16.1", "0.19.2")
+    (home,) = re.findall(r"CUDA_HOME=(\S+)", " ".join(of(chain("cuda", "build"), "ENV")))
+    assert home == f"/opt/venv/lib/python{PYTHON['cuda']}/site-packages/nvidia/cu13"
+
+
+@pytest.mark.broad
+def test_the_lists_for_gpus_are_what_their_python_resolves_to(tmp_path: Path) -> None:
+    uv = Path(sys.prefix) / "bin" / "uv"
+    if not uv.exists():
+        lacking("no uv in this virtual environment: `make setup` installs it")
+    for part in ("pyproject.toml", "README.md", "LICENSE", "requirements", "scripts"):
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        copy(ROOT / part, tmp_path / part)  # type: ignore[operator]
+    lists = ["cuda", "extras-cuda", "fp8-cuda"]
+    subprocess.run([tmp_path / "scripts" / "lock.sh", *lists], env={**os.environ, "UV": str(uv)}, check=True)
+    for name in lists:
+        file = Path("requirements") / f"{name}.txt"
+        assert (tmp_path / file).read_text() == (ROOT / file).read_text()
+
+
+@pytest.mark.broad
+def test_every_package_for_gpus_has_a_wheel_for_their_python(tmp_path: Path) -> None:
+    """But TransformerEngine's part for torch."""
+    uv = Path(sys.prefix) / "bin" / "uv"
+    if not uv.exists():
+        lacking("no uv in this virtual environment: `make setup` installs it")
+    both = pins("cuda") | pins("fp8-cuda")
+    del both["transformer-engine-torch"]
+    wanted = tmp_path / "list"
+    wanted.write_text("".join(f"{name}=={version}\n" for name, version in both.items()))
+    command = [uv, "pip", "install", "--dry-run", "--no-deps", "--only-binary", ":all:", "--target", tmp_path / "site"]
+    command += ["--python-version", PYTHON["cuda"], "--python-platform", "x86_64-manylinux_2_36", "-r", wanted]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"Would install {len(both)} packages" in done.stderr
 
 
 def test_the_compiler_runs_before_what_it_has_made_is_installed() -> None:

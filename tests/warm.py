@@ -47,7 +47,10 @@ MODULES = {
         "vllm.v1.worker.cpu_worker", "weightsync.vllm_engine.backend", "weightsync.vllm_engine.core",
         "weightsync.vllm_engine.stager",
     ),
-    TRAINERS: ("trainer.faults.supervision", "trainer.loop", "trainer.main", "trainer.api.app", "tests.trainer.cases"),
+    TRAINERS: (
+        "trainer.faults.supervision", "trainer.loop", "trainer.main", "trainer.api.finetuning.routes",
+        "tests.trainer.cases",
+    ),
 }  # fmt: skip
 MOST = 1 << 20
 _ADDRESS = "HOTSWAP_TEST_WARM_"

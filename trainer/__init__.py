@@ -62,6 +62,7 @@ from trainer.errors import (
     TeacherError,
     TeacherUnreachable,
     TrainerError,
+    UnsupportedMegatron,
     UnsupportedModel,
     WeightsError,
 )
@@ -96,6 +97,7 @@ __all__ = [
     "TeacherUnreachable",
     "TrainerConfig",
     "TrainerError",
+    "UnsupportedMegatron",
     "UnsupportedModel",
     "WeightsError",
     "load",

@@ -5,6 +5,7 @@ TrainerError                 base: message says what to do, `exit_code` is what 
 ├── ModelError               the model directory cannot be trained
 │   ├── UnsupportedModel     architecture or option outside what is converted exactly
 │   └── WeightsError         a weight file is missing, truncated, or does not fit the model
+├── UnsupportedMegatron      the installed Megatron-Core is a release whose private names may be others
 ├── DataError                a record of the data set cannot be used
 ├── RewardError              a reward gave no value (not a wrong answer: that is a score)
 │   ├── RewardTimeout        it took too long and was killed
@@ -65,6 +66,19 @@ class WeightsError(ModelError):
     def __init__(self, message: str, *, file: str = "", tensor: str = "") -> None:
         self.file, self.tensor = file, tensor
         super().__init__(message)
+
+
+class UnsupportedMegatron(TrainerError):
+    """The installed Megatron-Core is a release whose private names may be others than those used here."""
+
+    exit_code = 2
+
+    def __init__(self, found: str | None, supported: tuple[str, ...]) -> None:
+        self.found = found
+        state = f"Megatron-Core {found} is installed" if found is not None else "Megatron-Core is not installed"
+        super().__init__(
+            f"{state}, and Hotswap works with {' or '.join(supported)}: install one of them (docs/install.md)"
+        )
 
 
 class DataError(TrainerError):

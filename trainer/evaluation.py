@@ -24,22 +24,22 @@ class EvalSet:
     def __init__(self, entry: EvalConfig, config: TrainerConfig, trained: Dataset, tokenizer: Tokenizer) -> None:
         """`trained` is the run's own data. Raises ConfigError, DataError, SandboxUnavailable."""
         self.config = entry
-        self._scorer: Scorer | None = None  # the run's
+        self.scorer: Scorer | None = None  # the run's
         self.records = _records(entry, config, trained, tokenizer)
         if entry.rewards is not None:
-            self._scorer = build_scorer(entry.rewards, config.gateway)
+            self.scorer = build_scorer(entry.rewards, config.gateway)
 
     def __call__(self, rollouts: RolloutSampler) -> dict[str, Any]:
         """Ask for the answers, and what an `eval` event says of them. Raises RolloutError."""
-        groups = rollouts.evaluate(self.records, self.config, self._scorer)
+        groups = rollouts.evaluate(self.records, self.config, self.scorer)
         versions = sorted({span.version for g in groups for t in g.trajectories for span in t.versions})
         about = {"set": self.config.name, "served_versions": versions, "prompts": len(groups)}
         return about | evaluation_metrics(groups, self.config.passes)
 
     def close(self) -> None:
         """End its own rewards."""
-        if self._scorer is not None:
-            self._scorer.close()
+        if self.scorer is not None:
+            self.scorer.close()
 
 
 def _records(entry: EvalConfig, config: TrainerConfig, trained: Dataset, tokenizer: Tokenizer) -> Sequence[Record]:

@@ -69,8 +69,7 @@ class Run:
             self._publisher = WeightPublisher(config.publish, self.engine)
         if self.checkpoints is not None and self._rank_zero is not None:
             self.checkpoints.parts |= {**self._rank_zero.parts, "guard": self._guard}
-        models = self._rank_zero.scorer if self._rank_zero is not None else None
-        self._phases = Phases(build_memory(config, self.engine, models=models))
+        self._phases = Phases(build_memory(config, self.engine, models=self._rank_zero))
         experience = self._rank_zero.experience if self._rank_zero is not None else None
         self.experience = ExperienceMaker(config, self.engine, self._phases, experience)
 
@@ -248,7 +247,8 @@ class Run:
 
 class RankZeroComponents:
     """The data set, the rewards, the rollouts, and the batches made of them; what only rank 0 has. Close it at the end.
-    `scorer` is None for a run that samples nothing."""
+    The models that its rewards hold rest and wake together (`Models` in trainer/memory/build.py), those of evaluation
+    sets too."""
 
     def __init__(self, config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) -> None:
         """Raises ConfigError, DataError, SandboxUnavailable for what the user must correct."""
@@ -258,18 +258,19 @@ class RankZeroComponents:
             problem = f"the tokenizer has {tokenizer.size} tokens, the model {shape.vocab}"
             raise DataError(f"{config.model.path}: {problem}. Put the model's own tokenizer.json there.")
         self._dataset = build_dataset(config.data, tokenizer, config.seed)
-        self.scorer: Scorer | None = None
+        self._scorers: list[Scorer] = []
         self._rollouts: RolloutSampler | None = None
         self._sets: dict[str, EvalSet] = {}
         if config.gateway is not None:
-            self.scorer = build_scorer(config.rewards, config.gateway)
-            about = (config.gateway, config.rollout, self.scorer, tokenizer, config.seed)
+            scorer = build_scorer(config.rewards, config.gateway)
+            about = (config.gateway, config.rollout, scorer, tokenizer, config.seed)
             more: dict[str, Any] = {"environment": config.environment, "model": config.served_name}
             if isinstance(config.algorithm, DistillConfig):
                 more["teacher"] = config.algorithm.teacher
             self._rollouts = RolloutSampler(*about, **more)
             for entry in config.eval:
                 self._sets[entry.name] = EvalSet(entry, config, self._dataset, tokenizer)
+            self._scorers = [scorer, *(s.scorer for s in self._sets.values() if s.scorer is not None)]
         self.experience = Experience(config, algorithm, self._dataset, self._rollouts, shape.max_positions)
 
     @property
@@ -286,6 +287,21 @@ class RankZeroComponents:
         """What an `eval` event says of the set of that name. Raises RolloutError."""
         assert self._rollouts is not None
         return self._sets[name](self._rollouts)
+
+    @property
+    def nbytes(self) -> int:
+        """Of host memory, what the rewards' models hold while they are awake."""
+        return sum(scorer.nbytes for scorer in self._scorers)
+
+    def rest(self) -> None:
+        """Give up the rewards' models, when nothing is being scored."""
+        for scorer in self._scorers:
+            scorer.rest()
+
+    def wake(self) -> None:
+        """Have them again. Raises as opening does."""
+        for scorer in self._scorers:
+            scorer.wake()
 
     def close(self) -> None:
         """End what is being sampled, and the rewards."""

@@ -1,4 +1,5 @@
-"""A small model directory in the real Hugging Face layout, made without a download: for demos, tests and first tries.
+"""A small model directory in the real Hugging Face layout, made without a download, and what a run that trains one
+takes in place of the trainer's defaults: for demos, tests and first tries.
 
 python -m trainer.tiny_model DIR [--family qwen2]
 """
@@ -28,6 +29,26 @@ _MIXTURES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+
+
+TINY_RUN: dict[str, Any] = {
+    "model": {"dtype": "float32"},
+    "packing": None,
+    "batch": 16,
+    "micro_batch": 128,
+    "optimizer": {"lr": 1e-4, "beta2": 0.95},
+    "rollout": {"max_tokens": 16},
+}
+TINY_GATEWAY = {"concurrency": 64}
+
+
+def tiny_run(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's configuration with the values for a tiny model wherever it gives none: fp32, a few tokens, one padded
+    forward pass, large steps."""
+    sections = {name: values | config.get(name, {}) for name, values in TINY_RUN.items() if isinstance(values, dict)}
+    if "gateway" in config:
+        sections["gateway"] = TINY_GATEWAY | config["gateway"]
+    return TINY_RUN | config | sections
 
 
 def write_tiny_model(

@@ -74,12 +74,15 @@ class VersionSpan:
 class Turn:
     """Tokens that one side wrote. The policy's have a log-prob each, the engine's of the chosen tokens (the behaviour
     policy), and spans of versions, counted from the turn's first token. The environment's have none of both: `logprobs`
-    is None. `reward` is what the environment gave for a turn of the policy, times `environment.weight`."""
+    is None. `reward` is what the environment gave for a turn of the policy, times `environment.weight`. `routing` are
+    the experts that tokens went to (trainer/routing.py), if it was asked for: those of this turn but its last
+    token, and before them of all tokens, the prompt's too, that no turn before has them of."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None
     versions: tuple[VersionSpan, ...] = ()
     reward: float = 0.0
+    routing: str | None = None
 
     @property
     def of_policy(self) -> bool:
@@ -283,4 +286,5 @@ def _turn(data: dict[str, Any]) -> Turn:
         logprobs=None if data["logprobs"] is None else tuple(data["logprobs"]),
         versions=tuple(VersionSpan(**span) for span in data["versions"]),
         reward=data["reward"],
+        routing=data.get("routing"),
     )

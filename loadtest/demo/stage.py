@@ -26,6 +26,7 @@ from server.cli.interrupts import held
 from server.cli.processes import Child
 from server.cli.up import Server
 from trainer.errors import Preempted
+from trainer.tiny_model import tiny_run
 from weightsync import open_store
 from weightsync.control.records import InstanceRecord, Keys, SwapRecord
 from weightsync.store import KeyValue
@@ -175,7 +176,7 @@ class Demo:
             "admin_key_file": str(self.server.admin_key_file),
         }
         path = self.run_dir / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(config, sort_keys=False))
+        path.write_text(yaml.safe_dump(tiny_run(config), sort_keys=False))
         metrics = MetricsTail(Path(config["metrics"]))
         with held():
             trainer = self.server.train(path)

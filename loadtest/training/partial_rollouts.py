@@ -37,6 +37,7 @@ from loadtest.training.rl_step.ours import Step, read_steps
 from server.cli import interrupts
 from server.cli.config import UpConfig
 from server.cli.up import Server
+from trainer.tiny_model import tiny_run
 
 MODEL = "partial"
 TIMES = 10  # p99 over the median
@@ -284,7 +285,7 @@ def _cpu_s(server: Server) -> float:
 
 
 def _written(path: Path, values: dict[str, Any]) -> Path:
-    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    path.write_text(yaml.safe_dump(tiny_run(values), sort_keys=False))
     return path
 
 

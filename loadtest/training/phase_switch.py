@@ -35,6 +35,7 @@ from server.cli.config import UpConfig
 from server.cli.errors import RequestFailed
 from server.cli.up import Server
 from trainer.memory.ledger import GIB
+from trainer.tiny_model import tiny_run
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 768,
@@ -124,7 +125,7 @@ def _configuration(root: Path, model: Path, server: Server, steps: int, level: i
         # The engine is said to take all of it, so that nothing of the trainer can stay.
         serving |= {"kv_cache_gib": KV_CACHE_GIB, "engine_gib": budget - KV_CACHE_GIB}
         config["memory"] = {"budget_gib": budget, "directory": str(root), "serving": serving}
-    (root / "run.yaml").write_text(yaml.safe_dump(config))
+    (root / "run.yaml").write_text(yaml.safe_dump(tiny_run(config)))
     return root / "run.yaml"
 
 

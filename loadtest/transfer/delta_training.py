@@ -27,6 +27,7 @@ import yaml
 from loadtest.demo.recipe import Recipe, prepare_environment
 from server.cli.config import UpConfig
 from server.cli.up import Server
+from trainer.tiny_model import tiny_run
 from weightsync import SlotReader
 from weightsync.control.records import Keys, VersionRecord
 from weightsync.errors import ManifestError, SlotBusy
@@ -154,7 +155,7 @@ def _train(phase: Phase, work: Path, server: Server) -> dict[str, Any]:
     config |= {"save_to": str(work / ("fine-tuned" if phase.start == "model" else "trained"))}
     config.pop("eval")
     path = work / "training.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    path.write_text(yaml.safe_dump(tiny_run(config), sort_keys=False))
     collector = Collector(server.store)
     try:
         trainer = server.train(path)

@@ -15,16 +15,17 @@ from server.cli.errors import CliError
 
 
 @contextlib.contextmanager
-def publishing(store: str, model: str, checkpoints: list[Path]) -> Iterator[Callable[[int], dict[str, Any]]]:
-    """A process that holds the weights, as a trainer does; call it with the number of those to publish."""
+def publishing(store: str, model: str, checkpoints: list[Path]) -> Iterator[Callable[..., dict[str, Any]]]:
+    """A process that holds the weights, as a trainer does; call it with the number of those to publish. With `now` they
+    are swapped in, which nobody waits for."""
     command = [sys.executable, "-m", "loadtest.workload.publisher", store, model, *map(str, checkpoints)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         requests, answers = process.stdin, process.stdout
 
-        def publish(number: int) -> dict[str, Any]:
-            requests.write(f"{number}\n")
+        def publish(number: int, *, now: bool = False) -> dict[str, Any]:
+            requests.write(f"{number} now\n" if now else f"{number}\n")
             requests.flush()
             return dict(jsonlib.loads(answers.readline()))
 

@@ -30,6 +30,7 @@ from server.instance.inflight import Inflight
 from server.instance.middleware import answer_faults
 from server.instance.provenance import pooled, traced
 from server.instance.requests import bound_renderer, bound_scoring, known_ids
+from server.instance.routed_experts import Recording
 from weightsync.control.records import VersionRecord
 from weightsync.errors import WeightSyncError
 from weightsync.memory.parts import LORA, LORA_URL, combined
@@ -72,7 +73,7 @@ class Engine:
         vocabulary = client.model_config.get_vocab_size()
         backend = Backend(client.vllm_config)
         self.trials = Trials(grammars, backend.kit)
-        generate = traced(tried(client.generate, backend, self.trials), self.inflight)
+        generate = traced(tried(client.generate, backend, self.trials), self.inflight, Recording(client.vllm_config))
         client.generate = bounded(known_ids(generate, vocabulary))
         client.encode = known_ids(pooled(client.encode, self.inflight), vocabulary)
 

@@ -15,6 +15,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from .inflight import VersionMismatch, WeightsChanged
 from .provenance import Span, current_trace, problem_body, prompt_spans, to_spans
+from .routed_experts import FIELD, encoded
 
 router = APIRouter()
 T = TypeVar("T")
@@ -28,7 +29,8 @@ _ONE_PROMPT: list[Any] = [
 
 class GenerateRequest(BaseModel):
     """Body of POST /generate; unknown fields are refused. `logprobs` asks for the chosen tokens' log-probabilities;
-    `stream_interval` is how many tokens an event of the stream has at least, its last one aside."""
+    `stream_interval` is how many tokens an event of the stream has at least, its last one aside. `routed_experts` asks
+    where a mixture's routers sent the tokens from `routed_experts_prompt_start` on (routed_experts.py)."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"oneOf": _ONE_PROMPT})
 
@@ -46,6 +48,8 @@ class GenerateRequest(BaseModel):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     logprobs: bool = False
+    routed_experts: bool = False
+    routed_experts_prompt_start: int = Field(default=0, ge=0)
     stream: bool = True
     stream_interval: int = Field(default=1, ge=1)
     priority: int = 0
@@ -72,6 +76,7 @@ class Choice:
         self.logprobs: list[float] = []
         self.spans: list[Span] = []
         self.prompt: list[Span] = []
+        self.routing: dict[str, str | None] = {}
         self.finish_reason: str | None = None
 
     def add(self, output: Any, prompt_tokens: int, *, logprobs: bool) -> None:
@@ -105,7 +110,7 @@ class Choice:
             event["prompt_weight_versions"] = self.prompt
         if len(self.spans) > 1 and self.spans[-1]["start"] > start:
             event["weight_versions"] = self.spans  # more than one wrote these tokens
-        return event if self.finish_reason is None else {**event, "finish_reason": self.finish_reason}
+        return event if self.finish_reason is None else {**event, **self.routing, "finish_reason": self.finish_reason}
 
     def summary(self) -> dict[str, Any]:
         spans = {"weight_versions": self.spans, "prompt_weight_versions": self.prompt}
@@ -113,7 +118,7 @@ class Choice:
 
     def whole(self, *, logprobs: bool) -> dict[str, Any]:
         body = {"text": self.text, "token_ids": self.token_ids, "logprobs": self.logprobs if logprobs else None}
-        return {**self.summary(), **body}
+        return {**self.summary(), **body, **self.routing}
 
 
 @router.post("/generate")
@@ -207,11 +212,14 @@ class Run:
         from vllm.tracing import extract_trace_headers
 
         r = self._request
+        if (trace := current_trace.get()) is not None:
+            trace.wants_routing = r.routed_experts
         try:
             params = SamplingParams(
                 n=r.n, max_tokens=r.max_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p,
                 seed=r.seed, stop=r.stop, stop_token_ids=r.stop_token_ids, ignore_eos=r.ignore_eos,
                 logprobs=0 if r.logprobs else None, output_kind=RequestOutputKind.DELTA,
+                routed_experts_prompt_start=r.routed_experts_prompt_start,
             )  # fmt: skip
             asked = {"prompt": r.prompt} if r.prompt is not None else {"prompt_token_ids": r.prompt_token_ids}
             client = self._state.engine_client
@@ -262,6 +270,9 @@ class Run:
                 for delta in output.outputs:
                     choice = self._choices[delta.index]
                     choice.add(delta, self._prompt_tokens, logprobs=self._request.logprobs)
+                    if self._request.routed_experts and delta.finish_reason is not None:
+                        experts = delta.routed_experts
+                        choice.routing = {FIELD: None if experts is None else encoded(experts)}
                     yield choice
                 output = await anext(self._outputs, None)
         finally:

@@ -37,6 +37,7 @@ from server import api
 from server.instance import replay
 from server.instance.inflight import Problem, VersionMismatch, Wish
 from server.instance.provenance import Trace, annotate, annotate_chunk, cannot_take, current_trace, problem_body
+from server.instance.routed_experts import FIELD as ROUTING
 
 GENERATING = frozenset(route.path for route in api.ROUTES if route.works)
 OPEN = frozenset({"/health", "/metrics"})
@@ -151,7 +152,7 @@ async def refuse(send: Any, status: int, body: bytes, why: bytes) -> None:
 HEADER = b"x-hotswap-weight-version"
 TRACED = frozenset(route.path for route in api.ROUTES if route.annotated)
 VLLM_SPANS = frozenset({"/v1/chat/completions", "/v1/completions"})  # where vLLM has the field below, from 0.33 on
-WANTED = b"return_weight_versions"
+WANTED = "return_weight_versions"
 _BOOL = TypeAdapter(bool)
 
 
@@ -186,8 +187,8 @@ class ProvenanceMiddleware:
             return
         trace = Trace(Wish.of(scope.get("headers", ())), replaying)
         current_trace.set(trace)
-        if scope["path"] in VLLM_SPANS:
-            receive = _read_along(receive, trace)
+        if scope["path"] in TRACED:
+            receive = _read_along(receive, trace, spans=scope["path"] in VLLM_SPANS)
         answer = _Answer(trace, send, self._active, self._dead, annotated=scope["path"] in TRACED)
         try:
             await self._app(scope, receive, answer.send)
@@ -197,16 +198,18 @@ class ProvenanceMiddleware:
 
 
 class NotBoolean(Problem):
-    """vLLM 0.33 refuses such a value too; 0.32 does not know the field."""
+    """A field that says neither yes nor no. vLLM 0.33 refuses such spans too; 0.32 does not know the field."""
 
-    status, type, code, param = 400, "invalid_request_error", "invalid_parameter", WANTED.decode()
+    status, type, code = 400, "invalid_request_error", "invalid_parameter"
 
-    def __init__(self) -> None:
-        super().__init__(f"{self.param} must be true or false")
+    def __init__(self, param: str) -> None:
+        super().__init__(f"{param} must be true or false")
+        self.param = param
 
 
-def _read_along(receive: Any, trace: Trace) -> Any:
-    """`receive`, which tells `trace` whether the body wants spans in vLLM's form. Raises NotBoolean."""
+def _read_along(receive: Any, trace: Trace, *, spans: bool) -> Any:
+    """`receive`, which tells `trace` what more the body wants: its routing, and `spans` in vLLM's form. Raises
+    NotBoolean."""
     parts: list[bytes] = []
 
     async def read_along() -> Any:
@@ -217,7 +220,8 @@ def _read_along(receive: Any, trace: Trace) -> Any:
                 body = b"".join(parts)
                 parts.clear()
                 try:
-                    trace.as_vllm = wants_vllm_spans(body)
+                    trace.as_vllm = spans and wants(body, WANTED)
+                    trace.wants_routing = wants(body, ROUTING)
                 except NotBoolean as problem:
                     trace.problem = problem
                     raise
@@ -226,18 +230,18 @@ def _read_along(receive: Any, trace: Trace) -> Any:
     return read_along
 
 
-def wants_vllm_spans(body: bytes) -> bool:
+def wants(body: bytes, field: str) -> bool:
     """Whether its field says so, in any way that vLLM takes for true. Raises NotBoolean; other faults are vLLM's."""
-    if WANTED not in body:
+    if field.encode() not in body:
         return False
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError:
         return False
     try:
-        return isinstance(fields, dict) and _BOOL.validate_python(fields.get(WANTED.decode(), False))
+        return isinstance(fields, dict) and _BOOL.validate_python(fields.get(field, False))
     except ValidationError as error:
-        raise NotBoolean from error
+        raise NotBoolean(field) from error
 
 
 class _Answer:

@@ -34,9 +34,10 @@ import orjson
 
 from server.instance.requests import check_count
 
-from . import replay
+from . import replay, routed_experts
 from .inflight import Inflight, Problem, VersionMismatch, WeightsChanged, Wish
 from .replay import Replaying
+from .routed_experts import Recording
 
 log = logging.getLogger("hotswap.instance")
 MOST_SCORES = 2**20  # log-probabilities of prompt tokens in one answer: about 100 bytes each, and written in one call
@@ -53,6 +54,8 @@ class Trace:
         self.replaying = replaying or Replaying()
         self.problem: Problem | None = None
         self.as_vllm = False  # the client wants spans in vLLM's form
+        self.wants_routing: bool | None = None  # None: the route tells it as vLLM does
+        self._routing: dict[int, Any] = {}  # of answers that are complete, by choice
         self.begun = False  # the engine has answered
         self._prompts: dict[int, list[Span]] = {}
         self._spans: dict[int, list[Span]] = {}
@@ -108,6 +111,8 @@ class Trace:
                 self._spans[choice] = to_spans(output.weight_versions)
             if self._spans.get(choice) and choice not in self._prompts:
                 self._prompts[choice] = prompt_spans(output, self._spans[choice][0]["version"], prompt_tokens)
+            if getattr(output, "routed_experts", None) is not None:
+                self._routing[choice] = output.routed_experts
         self.replaying.record(outputs)
 
     def prompt(self, choice: int) -> list[Span]:
@@ -121,6 +126,13 @@ class Trace:
         """The spans of a whole answer, in the form that the client wants."""
         spans = self.spans(choice)
         return [{**span, "version": str(span["version"])} for span in spans] if self.as_vllm else spans
+
+    def routing(self, choice: int) -> dict[str, str | None]:
+        """The field of an answer that is complete, if its routing was asked for."""
+        if not self.wants_routing:
+            return {}
+        found = self._routing.get(choice)
+        return {routed_experts.FIELD: None if found is None else routed_experts.encoded(found)}
 
     def version(self, choice: int = 0) -> int | None:
         """The version that wrote the choice's latest token."""
@@ -160,7 +172,9 @@ def prompt_spans(output: Any, version: int, prompt_tokens: int) -> list[Span]:
     return spans
 
 
-def traced(generate: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> Callable[..., AsyncIterator[Any]]:
+def traced(
+    generate: Callable[..., AsyncIterator[Any]], inflight: Inflight, recording: Recording | None = None
+) -> Callable[..., AsyncIterator[Any]]:
     """`AsyncLLM.generate`, feeding the current request's trace and doing at swaps what its headers ask for.
 
     Raises VersionMismatch before anything is generated, WeightsChanged when a swap ended the request.
@@ -169,6 +183,8 @@ def traced(generate: Callable[..., AsyncIterator[Any]], inflight: Inflight) -> C
     def wrapper(prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
         trace = current_trace.get() or Trace()
         base = trace.open_for(prompt, sampling_params)
+        if recording is not None and trace.wants_routing is not None:
+            recording.prepare(prompt, sampling_params, wanted=trace.wants_routing)
         kwargs["priority"] = trace.wish.in_engine(kwargs.get("priority", 0))
         choices = sampling_params.n or 1
         return _follow(trace, base, choices, inflight, lambda: generate(prompt, sampling_params, request_id, **kwargs))
@@ -215,6 +231,8 @@ async def _follow(
             outputs = _accepted(begin())
             try:
                 async for output in _with_replay(_uncut(outputs, trace.wish, inflight), trace):
+                    if trace.wants_routing is False:
+                        routed_experts.strip(output.outputs)
                     trace.record(base, output.outputs, len(output.prompt_token_ids or ()))
                     yield output
             finally:
@@ -315,9 +333,10 @@ def annotate(payload: dict[str, Any], trace: Trace, *, last: bool) -> None:
     """Add the version fields to one JSON object: a whole body (`last`) or one chunk of a stream."""
     choices = payload.get("choices")
     if choices is None and isinstance(payload.get("response"), dict) and last:
-        payload["response"] |= {"weight_versions": trace.spans(0), "prompt_weight_versions": trace.prompt(0)}
+        spans = {"weight_versions": trace.spans(0), "prompt_weight_versions": trace.prompt(0)}
+        payload["response"] |= spans | trace.routing(0)
     elif choices is None and (payload.get("object") == "response" or payload.get("type") in MESSAGES):
-        payload |= {"weight_versions": trace.spans(0), "prompt_weight_versions": trace.prompt(0)}
+        payload |= {"weight_versions": trace.spans(0), "prompt_weight_versions": trace.prompt(0)} | trace.routing(0)
     for choice in choices or ():
         index = choice.get("index", 0)
         new = [] if _opens(choice) else trace.take_new(index)
@@ -326,6 +345,8 @@ def annotate(payload: dict[str, Any], trace: Trace, *, last: bool) -> None:
         if last and (choice.get("finish_reason") or "message" in choice):
             choice |= {"weight_versions": trace.told(index), "prompt_weight_versions": trace.prompt(index)}
             choice |= trace.replaying.seams()
+            if not choice.get(routed_experts.FIELD):  # vLLM's own whole answers have it
+                choice |= trace.routing(index)
         elif len(new) > 1:
             choice["hotswap_weight_versions" if trace.as_vllm else "weight_versions"] = new
     version = trace.version(choices[-1].get("index", 0) if choices else 0)

@@ -12,8 +12,9 @@ import yaml
 
 import trainer
 from trainer.api import config as api_config
-from trainer.config import GrpoConfig, load
+from trainer.config import GrpoConfig, PackingConfig, load
 from trainer.errors import ConfigError
+from trainer.tiny_model import tiny_run
 
 MINIMAL: dict[str, Any] = {
     "model": {"path": "m"},
@@ -66,9 +67,10 @@ def test_overrides_reach_into_sections_that_are_not_there(tmp_path: Path) -> Non
         ({"steps": None}, "steps", "expected int"),
         ({"batch": -1}, "batch", "positive"),
         ({"model": {}}, "model.path", "missing"),
+        ({"optimizer": {"min_lr": 1e-3}}, "optimizer.min_lr", "set optimizer.lr"),
         ({"model": "m"}, "model", "mapping"),
         ({"model": {"path": "m", "dtype": "float8"}}, "model.dtype", "one of float32, bfloat16"),
-        ({"model": {"path": "m", "fp32_head": True}}, "model.fp32_head", "Leave it out"),
+        ({"model": {"path": "m", "dtype": "float32", "fp32_head": True}}, "model.fp32_head", "Leave it out"),
         ({"algorithm": {"name": "trpo"}}, "algorithm.name", "one of: custom, distill, dpo, grpo"),
         ({"algorithm": {"name": "sft", "clip_low": 0.2}}, "algorithm.clip_low", "unknown key"),
         ({"algorithm": {"name": "grpo"}}, "gateway", "Add gateway"),
@@ -182,6 +184,43 @@ def test_a_missing_or_broken_file(tmp_path: Path) -> None:
         load(tmp_path / "empty.yaml")
 
 
+@pytest.mark.parametrize(
+    ("changes", "lr"),
+    [
+        ({}, 2e-5),
+        ({"algorithm": {"name": "dpo"}}, 1e-6),
+        (GRPO, 1e-6),
+        (GRPO | {"lora": {}}, 1e-5),
+        ({"lora": {}}, 2e-4),
+        (GRPO | {"lora": {}, "optimizer": {"lr": 3e-4}}, 3e-4),
+    ],
+    ids=str,
+)
+def test_the_learning_rate_is_the_algorithms_unless_one_is_given(
+    tmp_path: Path, changes: dict[str, Any], lr: float
+) -> None:
+    assert parse(tmp_path, changes).lr == pytest.approx(lr)
+
+
+def test_a_critic_has_a_rate_of_its_own(tmp_path: Path) -> None:
+    ppo: dict[str, Any] = GRPO | {"algorithm": {"name": "ppo"}}
+    assert parse(tmp_path, ppo).critic_lr == 1e-5
+    assert parse(tmp_path, ppo | {"optimizer": {"lr": 1e-3}}).critic_lr == 1e-3
+    given = ppo | {"algorithm": {"name": "ppo", "critic_lr": 3e-3}, "optimizer": {"lr": 1e-3}}
+    assert parse(tmp_path, given).critic_lr == 3e-3
+
+
+def test_defaults_are_for_models_in_use_and_a_tiny_run_has_its_own(tmp_path: Path) -> None:
+    config, tiny = parse(tmp_path, GRPO), parse(tmp_path, tiny_run(MINIMAL | GRPO))
+    assert config.packing is not None
+    assert config.packing.max_tokens >= 2 * config.rollout.max_tokens
+    assert (config.model.dtype, config.rollout.max_tokens >= 1024) == ("bfloat16", True)
+    assert (tiny.model.dtype, tiny.packing, tiny.rollout.max_tokens) == ("float32", None, 16)
+    own = tiny_run(MINIMAL | GRPO | {"packing": {"max_tokens": 64}, "model": {"path": "m", "dtype": "bfloat16"}})
+    assert parse(tmp_path, own).packing == PackingConfig(max_tokens=64)
+    assert parse(tmp_path, own).model.dtype == "bfloat16"
+
+
 EXAMPLES = sorted((Path(trainer.__file__).parent / "configs").glob("*.yaml"))
 
 
@@ -199,6 +238,8 @@ def test_the_examples_are_valid(example: Path, tmp_path: Path, monkeypatch: pyte
         ("limits.rank=0", "limits.rank"),
         ("model.dtype=float16", "model.dtype"),
         ("publish.every=2", "publish.every"),
+        ("jobs.rank=33", "jobs.rank"),
+        ("jobs.learning_rate=0", "jobs.learning_rate"),
         ("adapters=a/b", "adapters"),
         ("directory=/proc/nowhere", "directory"),
         ("host=0.0.0.0", "host"),

@@ -20,6 +20,7 @@ from trainer.data.records import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.rewards import build_scorer
 from trainer.rollouts.sampling import RolloutSampler
+from trainer.tiny_model import tiny_run
 from trainer.trajectory import TrajectoryGroup
 
 pytestmark = [pytest.mark.broad, pytest.mark.engine]
@@ -31,7 +32,7 @@ DATA = {"kind": "arithmetic", "operands": 2, "largest": 4, "held_out": 10}
 
 def train(zygote: Zygote, root: Path, name: str, **config: Any) -> list[dict[str, Any]]:
     path = root / f"{name}.yaml"
-    path.write_text(yaml.safe_dump({"data": DATA, "metrics": str(root / f"{name}.jsonl")} | config))
+    path.write_text(yaml.safe_dump(tiny_run({"data": DATA, "metrics": str(root / f"{name}.jsonl")} | config)))
     status, _, errors = zygote.run(["--config", str(path)], root)
     assert status == 0, errors
     return [json.loads(line) for line in (root / f"{name}.jsonl").read_text().splitlines()]

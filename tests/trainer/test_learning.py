@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.trainer.fleet import Fleet, fleet
+from trainer.tiny_model import tiny_run
 
 pytestmark = pytest.mark.broad
 
@@ -28,7 +29,7 @@ def configured(name: str, running: Fleet, root: Path, **changes: Any) -> Path:
     config["publish"] |= {"store": running.store_url, "model": running.model}
     config["metrics"] = str(root / f"{name}.jsonl")
     path = root / name
-    path.write_text(yaml.safe_dump(config | changes))
+    path.write_text(yaml.safe_dump(tiny_run(config | changes)))
     return path
 
 

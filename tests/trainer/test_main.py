@@ -19,10 +19,11 @@ from tests.trainer.faults.runs import curve
 from tests.trainer.zygote import Zygote
 from tests.waiting import wait_until
 from trainer.main import main
+from trainer.tiny_model import tiny_run
 
 
 def command(config: dict[str, Any], root: Path, name: str = "config.yaml") -> list[str]:
-    (root / name).write_text(yaml.safe_dump(config))
+    (root / name).write_text(yaml.safe_dump(tiny_run(config)))
     return [sys.executable, "-m", "trainer.main", "--config", str(root / name)]
 
 

@@ -17,7 +17,7 @@ from tests import stock
 from tests.live import LiveServer
 from tests.trainer.zygote import Zygote
 from tests.waiting import wait_until
-from trainer.tiny_model import write_tiny_model
+from trainer.tiny_model import tiny_run, write_tiny_model
 
 pytestmark = [pytest.mark.broad, pytest.mark.engine]
 
@@ -31,7 +31,7 @@ def configured(name: str, root: Path, file: str, **changes: Any) -> Path:
     """An example configuration with other sections; its metrics lie beside it."""
     config = yaml.safe_load((CONFIGS / name).read_text()) | {"metrics": str(root / f"{file}.jsonl")} | changes
     path = root / f"{file}.yaml"
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(yaml.safe_dump(tiny_run(config)))
     return path
 
 

@@ -15,6 +15,7 @@ import weightsync
 from tests.trainer.fleet import Fleet, fleet
 from tests.trainer.ranks import Ranks
 from tests.trainer.zygote import Zygote
+from trainer.tiny_model import tiny_run
 from weightsync.publish.quantize import KEPT, Quantizer
 
 LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {"data": 2}]
@@ -92,7 +93,7 @@ def trained_while_refused(
         "steps": 3,
         "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "max_failures": max_failures},
     }
-    (root / "config.yaml").write_text(yaml.safe_dump(config))
+    (root / "config.yaml").write_text(yaml.safe_dump(tiny_run(config)))
     status, said, errors = zygote.run(["--config", str(root / "config.yaml")], root)
     return status, errors, [json.loads(line)["event"] for line in said.splitlines()]
 

@@ -18,6 +18,7 @@ import yaml
 from tests.trainer.fleet import fleet
 from tests.trainer.ranks import Ranks
 from trainer.config import ParallelConfig
+from trainer.tiny_model import tiny_run
 
 TWO, FOUR = ["", "b"], ["", "b", "", "b"]
 CASES: list[tuple[str, dict[str, Any], list[str]]] = [
@@ -92,7 +93,7 @@ def test_a_run_that_another_launcher_starts_on_two_hosts(small_models: dict[str,
             "steps": 2,
             "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32"},
         }
-        (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny_run(config)))
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
         free.close()
         ranks = [

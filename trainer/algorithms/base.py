@@ -64,6 +64,7 @@ class Algorithm(Protocol):
     needs: frozenset[str]  # of OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES: what the engine computes before a step
     rows_together: int  # sequences that must stay in one micro-batch, in order (the two of a preference)
     critic_warmup: int  # steps at the start that train the critic alone
+    resets_optimizer: bool  # whether each step begins with an optimizer that has seen no gradient
 
     def sequences(self, records: Seq[Record], groups: Seq[TrajectoryGroup], step: int = 0) -> list[Sequence]:
         """What to train on. `groups` is empty when no rollouts are wanted; `step` counts the
@@ -101,6 +102,7 @@ class AlgorithmBase:
     needs: frozenset[str] = frozenset()
     rows_together: int = 1
     critic_warmup: int = 0
+    resets_optimizer: bool = False
 
     def keep_group(self, group: TrajectoryGroup) -> bool:
         return True

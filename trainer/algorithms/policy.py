@@ -58,6 +58,7 @@ from trainer.batch import MASK, Fields, Sequence, sequence_sum, to_tokens
 from trainer.config import GrpoConfig, KimiConfig, PolicyConfig, PpoConfig, ReinforceConfig, RlooConfig
 from trainer.data.records import Record
 from trainer.errors import ConfigError
+from trainer.routing import of_trajectory
 from trainer.trajectory import Trajectory, TrajectoryGroup
 
 KEEP = "keep"  # 0 on the tokens of answers that are left out
@@ -93,7 +94,13 @@ class PolicyGradient(AlgorithmBase, ABC, Generic[ConfigT]):
         """One sequence per trajectory with a token to train on. Groups whose rewards are all equal teach nothing, but
         keep their tokens in the denominator."""
         return [
-            Sequence(group.prompt_ids, t.token_ids, self._per_token(t, credit, step), mask=t.mask)
+            Sequence(
+                group.prompt_ids,
+                t.token_ids,
+                self._per_token(t, credit, step),
+                mask=t.mask,
+                routing=of_trajectory(len(group.prompt_ids), t),
+            )
             for group in groups
             for t, credit in zip(group.trajectories, self.credit(self._rewards(group, step)), strict=True)
             if any(t.mask)
@@ -309,11 +316,16 @@ class Kimi(PolicyGradient[KimiConfig]):
 
     and a step's loss is the mean over trajectories. log pi(y) sums over the trajectory's trained tokens. In a step's
     first update pi is pi_i, and the square has no gradient. The correction's weights multiply A by token. KL to the
-    initial weights, if wanted, is in the loss as GRPO's is, averaged over each trajectory's tokens.
+    initial weights, if wanted, is in the loss as GRPO's is, averaged over each trajectory's tokens. Each step is a
+    problem of its own, so the optimizer is reset at its start, unless the configuration says otherwise.
     """
 
     kl_in_loss = True
     own_proximal = True
+
+    def __init__(self, config: KimiConfig, max_tokens: int | None = None) -> None:
+        super().__init__(config, max_tokens)
+        self.resets_optimizer = config.reset_optimizer
 
     def credit(self, rewards: list[float]) -> list[float]:
         return group_normalized(rewards, scale=False)

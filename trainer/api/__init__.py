@@ -1,8 +1,9 @@
-"""The training API: a server of the Tinker protocol, which the stock `tinker` SDK trains with.
+"""The training API: a server of the Tinker protocol, which the stock `tinker` SDK trains with, and of fine-tuning jobs.
 
 `python -m trainer.api --config FILE` runs it. Imports run downward in this list:
 
 __main__.py  the command line
+finetuning/  jobs that train by themselves, for the openai SDK
 app.py       the routes
 service.py   what a request does: sessions, training clients, checkpoints, samplers
 queue.py     the requests of each training client, one after the other, once each

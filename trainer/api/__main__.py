@@ -45,6 +45,10 @@ def serve(config: ApiConfig) -> None:
         HfTensors(config.model.path).check(shape.schema("float32"))
     lock = _alone(Path(config.directory))
     from trainer.api.app import Door, build_app
+    from trainer.api.finetuning.files import Files
+    from trainer.api.finetuning.jobs import Jobs
+    from trainer.api.finetuning.models import Models
+    from trainer.api.finetuning.routes import Desk, add
     from trainer.api.journal import Journal
     from trainer.api.sampling import Gateway, Sampler, Snapshots
     from trainer.api.service import Service
@@ -59,14 +63,21 @@ def serve(config: ApiConfig) -> None:
             gateway, snapshots = Gateway(config.gateway), Snapshots(config)
             service = Service(config, journal, tenants, work, snapshots)
             door = Door(service, gateway, Sampler(gateway, snapshots))
+            jobs = Jobs(service, Files(config, journal))
+
+            async def start() -> None:
+                await service.queue.start()
+                await jobs.start()
 
             async def stop() -> None:
                 await door.close()
+                await jobs.close()
                 await service.queue.close()
                 await snapshots.close()
                 await gateway.close()
 
-            app = build_app(door, service.queue.start, stop)
+            app = build_app(door, start, stop)
+            add(app, Desk(jobs, Models(service, jobs, gateway, snapshots)))
             server = uvicorn.Config(
                 app,
                 config.host,

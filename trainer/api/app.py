@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 
 import zstandard
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
 from trainer.api import wire
 from trainer.api.errors import ApiError, BadRequest, Gone, NotFound, TooMany
@@ -108,6 +110,8 @@ def build_app(door: Door, start: Callable[[], Any], stop: Callable[[], Any]) -> 
     app.state.door = door
     app.include_router(router)
     app.add_exception_handler(TrainerError, _refused)
+    app.add_exception_handler(HTTPException, _unknown)
+    app.add_exception_handler(RequestValidationError, _misread)
     return app
 
 
@@ -116,14 +120,28 @@ async def _refused(_: Request, error: Exception) -> Response:
     return JSONResponse(known.body(), status_code=known.status)
 
 
-def _door(request: Request) -> Door:
+async def _unknown(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    refused = NotFound if error.status_code == 404 else BadRequest
+    message = f"{request.method} {request.url.path}: {error.detail}. See docs/trainer/api.md for what there is"
+    return JSONResponse(refused(message).body(), status_code=error.status_code, headers=error.headers)
+
+
+async def _misread(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return JSONResponse(BadRequest(f"{name}: {first['msg']}", param=name).body(), status_code=400)
+
+
+def door_of(request: Request) -> Door:
     door: Door = request.app.state.door
     return door
 
 
-async def _content(request: Request) -> bytes:
+async def content_of(request: Request) -> bytes:
     """The body, decompressed. Raises BadRequest."""
-    most = _door(request).service.config.limits.body_mb << 20
+    most = door_of(request).service.config.limits.body_mb << 20
     parts, size = [], 0
     async for part in request.stream():
         parts.append(part)
@@ -142,14 +160,14 @@ async def _content(request: Request) -> bytes:
     return content
 
 
-async def _body(request: Request, kind: type[B]) -> B:
+async def body_of(request: Request, kind: type[B]) -> B:
     """Raises BadRequest."""
     try:
-        return kind.model_validate_json(await _content(request) or b"{}")
+        return kind.model_validate_json(await content_of(request) or b"{}")
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(str(part) for part in first["loc"]) or "body"
-        raise BadRequest(f"{name}: {first['msg']}") from None
+        raise BadRequest(f"{name}: {first['msg']}", param=name) from None
 
 
 def _future(model: str, seq: int) -> dict[str, Any]:
@@ -164,19 +182,19 @@ async def healthz() -> dict[str, str]:
 @router.post("/client/config")
 async def client_config(request: Request) -> dict[str, Any]:
     """The SDK's own defaults; it compresses what it sends."""
-    await _door(request).client(request)
+    await door_of(request).client(request)
     return {"proto_compress_fwdbwd": True}
 
 
 @router.post("/client/dynamic_config")
 async def client_dynamic_config(request: Request) -> dict[str, Any]:
-    await _door(request).client(request)
+    await door_of(request).client(request)
     return {"sample_cancel_enabled": True}
 
 
 @router.get("/get_server_capabilities")
 async def capabilities(request: Request) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     client = await door.client(request)
     longest = min(client.context, door.service.tenants.shape.max_positions)
     model = {"model_name": door.service.config.name, "max_context_length": longest}
@@ -191,9 +209,9 @@ async def telemetry() -> dict[str, str]:
 
 @router.post("/create_session")
 async def create_session(request: Request) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     client = await door.client(request)
-    body = await _body(request, wire.CreateSession)
+    body = await body_of(request, wire.CreateSession)
     about = {"user_metadata": body.user_metadata, "display_name": body.display_name, "tags": body.tags}
     made = Record(SESSION, str(uuid.uuid4()), client.owner, about=about)
     await asyncio.to_thread(door.service.journal.put, made)
@@ -202,22 +220,22 @@ async def create_session(request: Request) -> dict[str, Any]:
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(request: Request) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     client = await door.client(request)
-    door.service.record(SESSION, (await _body(request, wire.SessionId)).session_id, client)
+    door.service.record(SESSION, (await body_of(request, wire.SessionId)).session_id, client)
     return {"type": "session_heartbeat"}
 
 
 @router.post("/sessions/{session_id}/finish", status_code=204)
 async def finish_session(request: Request, session_id: str) -> None:
     """What a session has made stays until it is deleted."""
-    door = _door(request)
+    door = door_of(request)
     door.service.record(SESSION, session_id, await door.client(request))
 
 
 @router.get("/sessions/{session_id}")
 async def session(request: Request, session_id: str) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     found = door.service.record(SESSION, session_id, await door.client(request))
     below = door.service.journal.below
     return {
@@ -230,52 +248,52 @@ async def session(request: Request, session_id: str) -> dict[str, Any]:
 
 @router.post("/create_model")
 async def create_model(request: Request) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     client = await door.client(request)
-    return _future(await door.service.create(client, await _body(request, wire.CreateModel)), 0)
+    return _future(await door.service.create(client, await body_of(request, wire.CreateModel)), 0)
 
 
 @router.post("/load_weights")
 async def load_weights(request: Request) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     client = await door.client(request)
-    return _future(*await door.service.load(client, await _body(request, wire.LoadWeights)))
+    return _future(*await door.service.load(client, await body_of(request, wire.LoadWeights)))
 
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     client = await door.client(request)
-    return _future(*await door.service.batch(client, await _content(request)))
+    return _future(*await door.service.batch(client, await content_of(request)))
 
 
 @router.post("/optim_step")
 async def optim_step(request: Request) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     client = await door.client(request)
-    return _future(*await door.service.numbered(client, STEP, await _body(request, wire.OptimStep)))
+    return _future(*await door.service.numbered(client, STEP, await body_of(request, wire.OptimStep)))
 
 
 @router.post("/save_weights")
 async def save_weights(request: Request) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     client = await door.client(request)
-    return _future(*await door.service.numbered(client, SAVE, await _body(request, wire.SaveWeights)))
+    return _future(*await door.service.numbered(client, SAVE, await body_of(request, wire.SaveWeights)))
 
 
 @router.post("/save_weights_for_sampler")
 async def save_weights_for_sampler(request: Request) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     client = await door.client(request)
-    body = await _body(request, wire.SaveForSampler)
+    body = await body_of(request, wire.SaveForSampler)
     return _future(*await door.service.numbered(client, SAVE_FOR_SAMPLER, body))
 
 
 @router.post("/get_info")
 async def get_info(request: Request) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     client = await door.client(request)
-    found = door.service.record(MODEL, (await _body(request, wire.ModelId)).model_id, client)
+    found = door.service.record(MODEL, (await body_of(request, wire.ModelId)).model_id, client)
     c = door.service.config
     return {
         "type": "get_info",
@@ -293,15 +311,15 @@ async def get_info(request: Request) -> dict[str, Any]:
 
 @router.post("/create_sampling_session")
 async def create_sampling_session(request: Request) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     client = await door.client(request)
-    made = door.service.sampler(client, await _body(request, wire.CreateSampler))
+    made = door.service.sampler(client, await body_of(request, wire.CreateSampler))
     return {"type": "create_sampling_session", "sampling_session_id": made}
 
 
 @router.get("/samplers/{sampler_id}")
 async def sampler(request: Request, sampler_id: str) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     found = door.service.record(SAMPLER, sampler_id, await door.client(request))
     name, path = door.service.config.name, found.about["model_path"]
     return {"sampler_id": found.id, "base_model": name, "model_path": path}
@@ -309,9 +327,9 @@ async def sampler(request: Request, sampler_id: str) -> dict[str, Any]:
 
 @router.post("/asample")
 async def asample(request: Request) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     client = await door.client(request)
-    body = await _body(request, wire.SampleRequest)
+    body = await body_of(request, wire.SampleRequest)
     if body.sampling_session_id is None or body.seq_id is None:
         raise BadRequest("a sample needs sampling_session_id and seq_id: create a sampling client first")
     record = door.service.record(SAMPLER, body.sampling_session_id, client)
@@ -323,17 +341,17 @@ async def asample(request: Request) -> dict[str, Any]:
 @router.post("/cancel_future", status_code=204)
 async def cancel_future(request: Request) -> None:
     """Of a sample; a training client's requests are executed."""
-    door = _door(request)
+    door = door_of(request)
     client = await door.client(request)
-    door.cancel_sample(client, (await _body(request, wire.RequestId)).request_id)
+    door.cancel_sample(client, (await body_of(request, wire.RequestId)).request_id)
 
 
 @router.post("/retrieve_future")
 async def retrieve_future(request: Request) -> Response:
     """The result, once it is there; 408, which the SDK asks again after, if it is not within half a minute."""
-    door = _door(request)
+    door = door_of(request)
     client = await door.client(request)
-    identity = (await _body(request, wire.RequestId)).request_id
+    identity = (await body_of(request, wire.RequestId)).request_id
     of, _, number = identity.rpartition(":")
     if not number.isdecimal():
         raise NotFound(f"{identity!r} is no request of this server")
@@ -348,9 +366,9 @@ async def retrieve_future(request: Request) -> Response:
 
 @router.post("/weights_info")
 async def weights_info(request: Request) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     client = await door.client(request)
-    path = (await _body(request, wire.TinkerPath)).tinker_path
+    path = (await body_of(request, wire.TinkerPath)).tinker_path
     lora = door.service.lora_of_checkpoint(client, path)
     return {
         "base_model": door.service.config.name,
@@ -364,7 +382,7 @@ async def weights_info(request: Request) -> dict[str, Any]:
 
 @router.get("/training_runs")
 async def training_runs(request: Request, limit: int = 20, offset: int = 0) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     client = await door.client(request)
     found = door.service.journal.of_owner(MODEL, client.owner)[::-1]
     runs = [_run(door, record) for record in found[offset : offset + limit]]
@@ -373,26 +391,26 @@ async def training_runs(request: Request, limit: int = 20, offset: int = 0) -> d
 
 @router.get("/training_runs/{run_id}")
 async def training_run(request: Request, run_id: str) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     return _run(door, door.service.record(MODEL, run_id, await door.client(request)))
 
 
 @router.delete("/training_runs/{run_id}", status_code=204)
 async def delete_training_run(request: Request, run_id: str) -> None:
-    door = _door(request)
+    door = door_of(request)
     await door.service.delete_model(door.service.record(MODEL, run_id, await door.client(request)))
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
 async def checkpoints(request: Request, run_id: str) -> dict[str, Any]:
-    door = _door(request)
+    door = door_of(request)
     found = door.service.record(MODEL, run_id, await door.client(request))
     return {"checkpoints": [_checkpoint(record) for record in door.service.checkpoints(found.id)]}
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", status_code=204)
 async def delete_checkpoint(request: Request, run_id: str, kind: str, name: str) -> None:
-    door = _door(request)
+    door = door_of(request)
     door.service.delete_checkpoint(await door.client(request), f"tinker://{run_id}/{kind}/{name}")
 
 

@@ -15,10 +15,10 @@ from weightsync.tls import is_loopback
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """`rank` is the largest of an adapter. Of each key: `models` training clients, `pending` requests that wait or run.
-    `resident` clients without a pending gradient stay in memory, `served` snapshots of adapters in the server; of each
-    client as many snapshots without a name stay on disk.
-    `body_mb` bounds a request."""
+    """`rank` is the largest of an adapter. Of each key: `models` training clients, `pending` requests that wait or run,
+    `jobs` that have not ended, and uploaded `files` of at most `file_mb` each. `resident` clients without a pending
+    gradient stay in memory, `served` snapshots of adapters in the server; of each client as many snapshots without a
+    name stay on disk. `body_mb` bounds a request."""
 
     rank: int = 64
     models: int = 64
@@ -26,9 +26,27 @@ class LimitsConfig:
     resident: int = 16
     served: int = 8
     body_mb: int = 64
+    jobs: int = 8
+    files: int = 100
+    file_mb: int = 512
 
     def __post_init__(self) -> None:
-        positive(self, "rank", "models", "pending", "resident", "served", "body_mb")
+        names = ("rank", "models", "pending", "resident", "served", "body_mb", "jobs", "files", "file_mb")
+        positive(self, *names)
+
+
+@dataclass(frozen=True)
+class JobsConfig:
+    """What fine-tuning jobs train with. `rank` of their adapters: by default 16, or `limits.rank` if that is less. A
+    job's first step has `learning_rate` (of preferences `dpo_learning_rate`) times the job's multiplier, and it falls
+    linearly towards zero."""
+
+    rank: int | None = None
+    learning_rate: float = 1e-4
+    dpo_learning_rate: float = 1e-5
+
+    def __post_init__(self) -> None:
+        positive(self, "rank", "learning_rate", "dpo_learning_rate")
 
 
 @dataclass(frozen=True)
@@ -72,6 +90,7 @@ class ApiConfig:
     micro_tokens: int = 8192
     seed: int = 0
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    jobs: JobsConfig = field(default_factory=JobsConfig)
 
     def __post_init__(self) -> None:
         positive(self, "micro_tokens", "alpha")
@@ -86,6 +105,9 @@ class ApiConfig:
             raise ConfigError("model.dtype", "float16 needs a scaled loss", "Set it to bfloat16 or float32")
         if not self.publish.store_url:
             raise ConfigError("publish.store", "missing, and HOTSWAP_STORE is not set", "Set it to the store's URL")
+        if self.job_rank > self.limits.rank:
+            problem = f"{self.job_rank} is more than limits.rank, {self.limits.rank}"
+            raise ConfigError("jobs.rank", problem, "Lower it, or raise limits.rank")
         if "/" in self.adapters or not self.adapters:
             raise ConfigError("adapters", f"{self.adapters!r} cannot begin a name", "Use letters, digits and . _ : -")
 
@@ -93,6 +115,11 @@ class ApiConfig:
     def name(self) -> str:
         """Of the base model, for clients."""
         return self.base_model or self.publish.model
+
+    @property
+    def job_rank(self) -> int:
+        """Of the adapters that fine-tuning jobs train."""
+        return self.jobs.rank or min(16, self.limits.rank)
 
 
 def load(path: str | Path, overrides: list[str] | None = None) -> ApiConfig:

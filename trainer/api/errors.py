@@ -1,6 +1,6 @@
 """What a client of the training API is told when its request cannot be done as asked.
 
-ApiError          base: `status` of the HTTP answer, `code`, and a message that says what to do
+ApiError          base: `status` of the HTTP answer, `code`, `param`, and a message that says what to do
 ├── BadRequest    the request must be changed (400)
 ├── Unauthorized  the key is missing, or the gateway does not know it (401)
 ├── NotFound      it is not there, or it is another key's (404)
@@ -21,14 +21,14 @@ class ApiError(TrainerError):
 
     status, code, user = 500, "server_error", False
 
-    def __init__(self, message: str, code: str = "") -> None:
-        self.code = code or self.code
+    def __init__(self, message: str, code: str = "", param: str | None = None) -> None:
+        self.code, self.param = code or self.code, param
         super().__init__(message)
 
     def body(self) -> dict[str, Any]:
         """Of an HTTP answer, in the shape of the gateway's."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 class BadRequest(ApiError):

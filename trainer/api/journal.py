@@ -39,7 +39,8 @@ CREATE INDEX IF NOT EXISTS requests_open ON requests (done) WHERE done IS NULL;
 
 @dataclass(frozen=True)
 class Record:
-    """A session, model, checkpoint or sampler (`kind`). `owner` is the key's digest, `parent` what it belongs to."""
+    """Of a `kind`: a session, model, checkpoint or sampler, or what finetuning/ keeps. `owner` is the key's digest,
+    `parent` what it belongs to."""
 
     kind: str
     id: str
@@ -125,6 +126,23 @@ class Journal:
         """Oldest first."""
         return list(self._records("kind = ? AND owner = ?", kind, owner))
 
+    def all(self, kind: str) -> list[Record]:
+        """Of all owners, oldest first."""
+        return list(self._records("kind = ?", kind))
+
+    def page(
+        self, kind: str, *, owner: str | None = None, parent: str | None = None, after: str = "", limit: int, asc: bool
+    ) -> list[Record]:
+        """At most `limit` records of an owner or a parent that come `after` the one with that id: in the order in
+        which they were made (`asc`), or the newest first."""
+        where = "kind = ? AND owner = ?" if parent is None else "kind = ? AND parent = ?"
+        values = [kind, owner if parent is None else parent]
+        if after:
+            where += " AND rowid > " if asc else " AND rowid < "
+            where += "(SELECT rowid FROM records WHERE kind = ? AND id = ?)"
+            values += [kind, after]
+        return list(self._records(where, *values, limit, order=f"rowid {'ASC' if asc else 'DESC'} LIMIT ?"))
+
     def accept(self, request: Request) -> str | None:
         """Write down a new request. The digest of the one that has its number already, if there is one: nothing is
         written then."""
@@ -196,9 +214,9 @@ class Journal:
         select = "SELECT model, seq, owner, kind, body, digest FROM requests"
         return [Request(*row) for row in self._select(f"{select} WHERE {where} ORDER BY model, seq", *values)]
 
-    def _records(self, where: str, *values: Any) -> Iterator[Record]:
+    def _records(self, where: str, *values: Any, order: str = "made, rowid") -> Iterator[Record]:
         select = "SELECT kind, id, owner, parent, about, made FROM records"
-        rows = self._select(f"{select} WHERE {where} ORDER BY made, rowid", *values)
+        rows = self._select(f"{select} WHERE {where} ORDER BY {order}", *values)
         for kind, identity, owner, parent, about, made in rows:
             yield Record(kind, identity, owner, parent, json.loads(about), made)
 

@@ -61,11 +61,12 @@ class Gateway:
     async def client(self, header: str | None) -> Client:
         """Of a request. The gateway says whether the key is good. Raises Unauthorized, Unavailable."""
         if not header:
-            raise Unauthorized(f"A key is required: set TINKER_API_KEY to {PREFIX} and a key of `hotswap keys create`.")
-        owner = hashlib.sha256(header.encode()).hexdigest()
+            advice = f"set OPENAI_API_KEY to a key of `hotswap keys create`, or TINKER_API_KEY to {PREFIX} and one"
+            raise Unauthorized(f"A key is required: {advice}.")
+        key = header.removeprefix(PREFIX)
+        owner = hashlib.sha256(f"{PREFIX}{key}".encode()).hexdigest()  # one for all SDKs
         if (known := self._known.get(owner)) is not None and known.until > time.monotonic():
             return known
-        key = header.removeprefix(PREFIX)
         answer = await self._ask("GET", "/v1/models", key)
         served = answer["data"][0].get("max_model_len")
         self._known = {o: c for o, c in self._known.items() if c.until > time.monotonic()}
@@ -82,6 +83,14 @@ class Gateway:
         found: list[dict[str, Any] | None] = answer["choices"][0]["prompt_logprobs"]
         return found
 
+    async def forward(self, client: Client, route: str, body: Any) -> httpx.Response:
+        """The answer to an OpenAI request, whose content is still to come. Raises Unavailable."""
+        asked = self._http.build_request("POST", f"/v1/{route}", json=body)
+        try:
+            return await self._http.send(asked, auth=Bearer(lambda: client.key), stream=True)
+        except httpx.HTTPError as error:
+            raise self._away(error) from None
+
     async def close(self) -> None:
         await self._http.aclose()
         await self._generating.close()
@@ -90,8 +99,7 @@ class Gateway:
         try:
             answer = await self._http.request(method, path, auth=Bearer(lambda: key), **more)
         except httpx.HTTPError as error:
-            said = str(error) or type(error).__name__
-            raise Unavailable(f"the gateway at {self._config.url} does not answer ({said}); start it") from None
+            raise self._away(error) from None
         if answer.status_code in (401, 403):
             raise Unauthorized(f"the gateway does not take this key: {answer.text[:300]}")
         if answer.status_code >= 500 or answer.status_code == 429:
@@ -100,6 +108,10 @@ class Gateway:
             status = answer.status_code
             raise RolloutError(f"the gateway refused ({status}): {answer.text[:300]}", status=status)
         return answer.json()
+
+    def _away(self, error: httpx.HTTPError) -> Unavailable:
+        said = str(error) or type(error).__name__
+        return Unavailable(f"the gateway at {self._config.url} does not answer ({said}); start it")
 
 
 @dataclass

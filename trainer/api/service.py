@@ -134,7 +134,7 @@ class Service:
         self.record(SESSION, body.session_id, client)
         directory = None
         if body.model_path is not None:
-            directory = self._checkpoint(body.model_path, client.owner, SAMPLER_WEIGHTS).about["directory"]
+            directory = str(self.snapshot(client, body.model_path))
         elif body.base_model is None:
             raise BadRequest("a sampler needs base_model, or model_path with what save_weights_for_sampler returned")
         else:
@@ -142,6 +142,10 @@ class Service:
         made = self._sampler(client.owner, body.session_id, body.sampling_session_seq_id, directory, body.model_path)
         self.journal.put(made)
         return made.id
+
+    def snapshot(self, client: Client, path: str) -> Path:
+        """The directory of an adapter that was saved for sampling. Raises BadRequest, NotFound."""
+        return Path(self._checkpoint(path, client.owner, SAMPLER_WEIGHTS).about["directory"])
 
     def delete_checkpoint(self, client: Client, path: str) -> None:
         """Raises NotFound."""

@@ -268,16 +268,17 @@ def _write_durably(path: Path, tensors: dict[str, Tensor], about: dict[str, str]
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.new")
     save_file(tensors, str(beside), metadata=about)
-    _settle(beside, path)
+    settle(beside, path)
 
 
 def _replace(path: Path, content: bytes) -> None:
     beside = path.with_name(f".{path.name}.new")
     beside.write_bytes(content)
-    _settle(beside, path)
+    settle(beside, path)
 
 
-def _settle(beside: Path, path: Path) -> None:
+def settle(beside: Path, path: Path) -> None:
+    """Rename a file that was written, so that it is there after a power failure."""
     with open(beside, "rb") as file:
         os.fsync(file.fileno())
     beside.replace(path)

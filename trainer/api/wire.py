@@ -8,6 +8,7 @@ bytes are the same.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -149,6 +150,21 @@ def _tensor(number: int, name: str, message: Any) -> NDArray[Any]:
         raise BadRequest(f"{where} does not have as many numbers as its shape {tuple(message.shape)} says") from None
 
 
+def batch_body(batch: Batch) -> bytes:
+    """What `read_batch` reads."""
+    request = _CLASSES["ForwardBackwardRequest"](
+        model_id=batch.model_id, seq_id=batch.seq_id, loss_fn=batch.loss, forward_only=batch.forward_only
+    )
+    for datum in batch.data:
+        message = request.data.add()
+        message.model_input.add().encoded_text.tokens = datum.tokens.astype(np.int32).tobytes()
+        for name, values in datum.inputs.items():
+            kind = _FLOAT32 if values.dtype.kind == "f" else _INT64
+            dense = values.astype(_DTYPES[kind]).tobytes()
+            message.loss_fn_inputs.add(key=name, value=_CLASSES["Tensor"](dense=dense, dtype=kind, shape=values.shape))
+    return bytes(request.SerializeToString(deterministic=True))
+
+
 def output(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, float]) -> bytes:
     """The answer to a batch: each sequence's log-probs of its targets."""
     ends = np.cumsum([0, *(4 * len(values) for values in logprobs)], dtype=np.int64)
@@ -160,6 +176,17 @@ def output(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, float]
     for name, value in metrics.items():
         answer.metrics.add(key=name, value=value)
     return bytes(answer.SerializeToString())
+
+
+def read_output(content: bytes) -> tuple[list[NDArray[np.float32]], dict[str, float]]:
+    """What `output` was given."""
+    answer = _CLASSES["ForwardBackwardOutput"]()
+    answer.ParseFromString(content)
+    ((batched,),) = [[f.value for f in record.fields] for record in answer.loss_fn_outputs]
+    ends = np.frombuffer(batched.offsets, np.int64) // 4
+    values = np.frombuffer(batched.data, np.float32)
+    rows = [values[start:end] for start, end in itertools.pairwise(ends)]
+    return rows, {metric.key: metric.value for metric in answer.metrics}
 
 
 @dataclass(frozen=True)

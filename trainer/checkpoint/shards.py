@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import metadata as parts
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -33,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trainer.errors import ResumeError
+from trainer.megatron import releases
 from trainer.megatron.parallel import control
 
 Piece = list[Any]
@@ -158,10 +158,8 @@ def _result(piece: Piece) -> WriteResult:
 
 def load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Read into the shards that `state` describes. Collective. Raises ResumeError for files that are none of ours."""
-    # The strategies by name: the directory is not to choose among all that Megatron has.
-    how = torch_dist.TorchDistLoadShardedStrategy(), TorchCommonLoadStrategy()
-    with checked_readers(), refusing(directory):
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory), *how)
+    with releases.reading_with(CheckedReader), refusing(directory):
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory), *releases.load_strategies())
     return loaded
 
 
@@ -255,17 +253,6 @@ def refusing(directory: Path) -> Iterator[None]:
     except dcp.CheckpointException as error:
         first = next((wrapped[0] for wrapped in error.failures.values()), error)
         raise (first if isinstance(first, ResumeError) else _refusal(directory, first)) from None
-
-
-@contextlib.contextmanager
-def checked_readers() -> Iterator[None]:
-    """Megatron reads through `CheckedReader` within the body; it has no setting for that."""
-    original = torch_dist._get_filesystem_reader
-    torch_dist._get_filesystem_reader = lambda path, cache_metadata=False: CheckedReader(path)
-    try:
-        yield
-    finally:
-        torch_dist._get_filesystem_reader = original
 
 
 def _check(index: Any) -> None:

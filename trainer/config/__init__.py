@@ -71,6 +71,7 @@ from trainer.config.rewards import (
 )
 from trainer.config.sections import (
     LINEAR_LAYERS,
+    LORA_LR,
     AsyncSchedule,
     ColocatedSchedule,
     CurriculumConfig,
@@ -165,7 +166,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Everything one run needs. `batch` counts prompts (records) a step, `micro_batch` sequences a forward pass.
+    """Everything one run needs. `batch` counts prompts (records) a step, `micro_batch` sequences a forward pass where
+    nothing is packed. Defaults are for models of a billion weights and more; `tiny_run` in trainer/tiny_model.py has
+    those for tiny ones. Rows are packed, as prime-rl does, up to verl's token budget; `packing: null` pads instead.
 
     `best` says by which number of which evaluation a step is better than another, as SET/METRIC (null: the accuracy of
     the first set). `save_to` gets the final weights as a Hugging Face checkpoint directory; in it `step-N` those of
@@ -176,9 +179,9 @@ class TrainerConfig:
     data: DataConfig
     algorithm: AlgorithmConfig
     steps: int
-    batch: int = 16
-    micro_batch: int = 128
-    packing: PackingConfig | None = None
+    batch: int = 64
+    micro_batch: int = 4
+    packing: PackingConfig | None = field(default_factory=PackingConfig)
     lora: LoraConfig | None = None
     seed: int = 0
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -207,8 +210,27 @@ class TrainerConfig:
         """The model that the gateway is asked for; None: whichever it serves."""
         return self.lora.name if self.lora is not None and self.publish is not None else None
 
+    @property
+    def lr(self) -> float:
+        """The learning rate, also where none is given."""
+        return self._rate(self.optimizer.lr, self.algorithm.LR)
+
+    @property
+    def critic_lr(self) -> float:
+        """A critic's."""
+        given = getattr(self.algorithm, "critic_lr", None) or self.optimizer.lr
+        return self._rate(given, PpoConfig.CRITIC_LR)
+
+    def _rate(self, given: float | None, default: float) -> float:
+        if given is not None:
+            return given
+        return default if self.lora is None else default * LORA_LR
+
     def __post_init__(self) -> None:
         positive(self, "steps", "batch", "micro_batch")
+        if self.optimizer.min_lr > self.lr:
+            problem = f"{self.optimizer.min_lr:g} is above the learning rate, {self.lr:g}"
+            raise ConfigError("optimizer.min_lr", problem, "Lower it, or set optimizer.lr")
         in_range(self, "save_every", 0, 10**9)
         samples = isinstance(self.algorithm, PolicyConfig)
         needs = self.algorithm.name if samples else "eval" if self.eval else ""

@@ -6,7 +6,7 @@ Those that sample share `PolicyConfig`: the clipped policy gradient of trainer/a
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from trainer.config.sections import GatewayConfig
 from trainer.config.strict import in_range, names_code, positive
@@ -16,6 +16,8 @@ from trainer.errors import ConfigError
 @dataclass(frozen=True)
 class SftConfig:
     """Supervised fine-tuning: cross-entropy on the target tokens (`on_prompt` also on the prompt's)."""
+
+    LR: ClassVar[float] = 2e-5  # TRL's
 
     name: Literal["sft"] = "sft"
     on_prompt: bool = False
@@ -29,6 +31,8 @@ class DpoConfig:
     `loss: sigmoid` is DPO's, with `label_smoothing` the conservative one (the share of preferences that are wrong);
     `robust` removes that share's bias (2403.00409); `ipo` regresses the per-token margin to 1 / (2 beta) (2310.12036).
     """
+
+    LR: ClassVar[float] = 1e-6  # TRL's
 
     name: Literal["dpo"] = "dpo"
     beta: float = 0.1
@@ -80,7 +84,7 @@ class PolicyConfig:
     """The clipped policy gradient. `name` and the advantages are the algorithm's.
 
     The ratio of a token's probabilities, now and when it was sampled (see `correction`), is clipped to
-    [1 - clip_low, 1 + clip_high]; `dual_clip` bounds it from above also where the advantage is negative.
+    [1 - clip_low, 1 + clip_high] (0.28: DAPO's); `dual_clip` bounds it from above also where the advantage is negative.
     `ratio: sequence` takes the geometric mean over the answer instead (GSPO), `trajectory` the product.
     `objective: cispo` clips the ratio as a weight, without gradient, so that clipped tokens still learn.
     The loss is a mean over tokens, or over answers of their mean (`normalize: sequence`) or of their sum divided by
@@ -93,6 +97,8 @@ class PolicyConfig:
     `length_weight` is the factor of Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3), which prefers the
     shorter of a group's right answers; it counts from optimizer step `length_after` on.
     """
+
+    LR: ClassVar[float] = 1e-6  # TRL's and verl's
 
     name: str = ""
     samples_per_prompt: int = 8
@@ -201,10 +207,12 @@ class KimiConfig(PolicyConfig):
 
     `tau` weighs the squared change of a trajectory's log-probability since the start of the step, which takes the place
     of clipping: the options that clip, and `ratio`, `objective` and `normalize`, have no meaning here.
+    `reset_optimizer` has each step begin with an optimizer that has seen no gradient, since its problem is a new one.
     """
 
     name: Literal["kimi"] = "kimi"
     tau: float = 0.1
+    reset_optimizer: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -241,8 +249,11 @@ class PpoConfig(PolicyConfig):
     Generalised advantage estimation (1506.02438) with `gamma`, `lam`, normalised over the batch unless
     `normalize_advantages` is off. `kl_coef` weighs KL by token in the reward. Values move by at most `value_clip` from
     the old ones before their error stops counting (None: no clip). The critic starts from `critic_path` (default: the
-    model) with a new head, learns with `critic_lr` (default: the optimizer's), and alone for `critic_warmup` steps.
+    model) with a new head, learns with `critic_lr` (default: the optimizer's `lr`, or CRITIC_LR if that is not given
+    either), and alone for `critic_warmup` steps.
     """
+
+    CRITIC_LR: ClassVar[float] = 1e-5  # verl's
 
     name: Literal["ppo"] = "ppo"
     samples_per_prompt: int = 1
@@ -318,6 +329,8 @@ class DistillConfig(PolicyConfig):
 
     `reward_weight` above 0 adds so much of GRPO's advantage: reinforcement and distillation in one.
     """
+
+    LR: ClassVar[float] = 2e-5  # as fine-tuning's, which this is on the policy's own samples
 
     name: Literal["distill"] = "distill"
     teacher: TeacherConfig | None = None

@@ -161,13 +161,14 @@ class CodeReward(RewardOptions):
 class ClassifierReward(RewardOptions):
     """A Hugging Face sequence classifier's opinion of prompt and answer, in its own process. With one label its logit
     (or the sigmoid of it, `probability`), else the log-odds (or the probability) of `label`. Up to `batch` answers that
-    wait are one forward pass; their values then depend in the last bits on what they were beside."""
+    wait are one forward pass; their values then depend in the last bits on what they were beside. It reads the first
+    `max_tokens` of a text, or as many as its tokenizer says that it takes."""
 
     kind: Literal["classifier"] = "classifier"
     path: str = ""
     label: int = -1
     probability: bool = True
-    max_tokens: int = 512
+    max_tokens: int = 8192
     batch: int = 16
     workers: int = 1
     timeout_s: float = 60.0

@@ -14,6 +14,7 @@ from weightsync.memory.parts import LORA, check_name
 
 LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEAR_LAYERS: tuple[LinearLayer, ...] = get_args(LinearLayer)
+LORA_LR = 10.0
 Dtype = Literal["float32", "bfloat16"]
 TrainDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -23,6 +24,7 @@ class ModelConfig:
     """A Hugging Face checkpoint directory (config.json, safetensors, tokenizer files), its precision and its memory.
 
     `bfloat16` and `float16` keep fp32 main weights in the optimizer and cast the model; `float16` scales the loss.
+    `bfloat16` is TRL's and verl's default, and the precision in which models are served.
     `fp8` runs the linear layers in 8 bits on top of bfloat16 (a GPU that has it, with TransformerEngine).
     `random_init` ignores the weight files and starts from Megatron's own initialisation (benchmarks).
     `recompute` computes activations a second time in the backward pass instead of keeping them: those of attention
@@ -33,7 +35,7 @@ class ModelConfig:
     """
 
     path: str
-    dtype: TrainDtype = "float32"
+    dtype: TrainDtype = "bfloat16"
     random_init: bool = False
     fp8: Literal["none", "hybrid", "e4m3"] = "none"
     recompute: Literal["none", "selective", "full"] = "none"
@@ -148,22 +150,25 @@ class ParallelConfig:
 class OptimizerConfig:
     """AdamW or Muon, their states sharded over data-parallel ranks, and the learning-rate schedule.
 
+    `lr` null: what TRL takes for the algorithm (`LR` in trainer/config/algorithms.py), and for adapters LORA_LR times
+    as much ("LoRA Without Regret", Schulman et al. 2025). `beta2` and `clip_grad` are TRL's and verl's.
     `muon` (arXiv 2502.16982) makes the momentum of every matrix in a layer orthogonal, in `ns_steps` steps of Newton
     and Schulz; `momentum` is of those. Embedding, output layer, norms and biases stay AdamW's, with the same learning
     rate.
-    `offload` keeps the states in host memory and updates there (needs a GPU: without one they are there anyway).
+    `offload` keeps fp32 main weights and states in host memory and updates there (for GPUs: without one they are there
+    anyway).
     `loss_scale` is where float16's dynamic scaling starts; it doubles after `loss_scale_window` good steps and halves
     when gradients overflow. It multiplies each token's loss, not their mean, so it starts lower than is usual.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
-    lr: float = 1e-4
+    lr: float | None = None
     min_lr: float = 0.0
     warmup_steps: int = 0
     decay: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: float = 0.0
     beta1: float = 0.9
-    beta2: float = 0.95
+    beta2: float = 0.999
     eps: float = 1e-8
     momentum: float = 0.95
     ns_steps: int = 5
@@ -176,7 +181,7 @@ class OptimizerConfig:
         positive(self, "lr", "eps", "clip_grad", "loss_scale", "loss_scale_window")
         in_range(self, "beta1", 0.0, 1.0)
         in_range(self, "beta2", 0.0, 1.0)
-        in_range(self, "min_lr", 0.0, self.lr)
+        in_range(self, "min_lr", 0.0, math.inf if self.lr is None else self.lr)
         in_range(self, "weight_decay", 0.0, 10.0)
         in_range(self, "warmup_steps", 0, 10**9)
         in_range(self, "momentum", 0.0, 1.0)
@@ -200,14 +205,17 @@ class RolloutConfig:
     refused without it.
 
     `max_tokens` is how much may follow a prompt: the answer, or all turns of an episode together, tools' answers too.
+    The default has room for a chain of thought (TRL and verl: 512, their examples for reasoning 4096 to 8192).
     A trajectory without a reward (`rewards.on_failure`) is scored again up to `attempts` times in all.
     `stop_repeats` ends an answer whose last so many tokens are one passage eight times or more (Kimi k1.5's repeat
     detection): it counts as truncated, and its tokens up to there as its answer.
     `token_budget` is how many tokens a trajectory gets in an iteration; one that is longer goes on in the next, from
     the weights that are there then (partial rollouts, Kimi k1.5, arXiv 2501.12599, section 2.6.2).
+    `routed_experts` asks for the experts that each token of a mixture went to, and training sends it there too (R3,
+    2510.11370). The server has to record them.
     """
 
-    max_tokens: int = 16
+    max_tokens: int = 4096
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     seeded: bool = True
@@ -216,6 +224,7 @@ class RolloutConfig:
     attempts: int = 2
     stop_repeats: int | None = None
     token_budget: int | None = None
+    routed_experts: bool = False
     fixed_sampler: bool = False
 
     @property
@@ -259,8 +268,8 @@ class PublishConfig:
 
     `dtype` is the published one: it must be what the serving engine was started with. `quantize` is for a server of
     quantised weights; one that quantises what it is given takes `dtype`. `max_failures` is how many publishes in a row
-    may fail (the old version goes on serving) before the run stops. `transport` brings shares of
-    ranks on other hosts to rank 0's: `auto`, `tcp`, `nixl` or `mooncake`.
+    may fail (the old version goes on serving) before the run stops. A publish may take `timeout_s`. `transport` brings
+    shares of ranks on other hosts to rank 0's: `auto`, `tcp`, `nixl` or `mooncake`.
     """
 
     model: str
@@ -269,7 +278,7 @@ class PublishConfig:
     every: int = 1
     dtype: Dtype = "bfloat16"
     quantize: QuantizeConfig | None = None
-    timeout_s: float = 60.0
+    timeout_s: float = 300.0
     max_failures: int = 0
     transport: Literal["auto", "tcp", "nixl", "mooncake"] = "auto"
 
@@ -288,9 +297,10 @@ class PublishConfig:
 @dataclass(frozen=True)
 class PackingConfig:
     """Sequences end to end in rows of at most `max_tokens` tokens, each attending to itself only. A forward pass takes
-    one row, so this bounds its activations; `micro_batch` is not used then."""
+    one row, so this bounds its activations; `micro_batch` is not used then. The default is verl's token budget of a
+    GPU."""
 
-    max_tokens: int = 2048
+    max_tokens: int = 16384
 
     def __post_init__(self) -> None:
         positive(self, "max_tokens")
@@ -301,7 +311,8 @@ class GatewayConfig:
     """The gateway of `/generate`. `api_key_env` names the environment variable that holds the inference key, or
     `api_key_file` the file it is in, which is read again for every request. For https, `ca_file` is the authority that
     signed the gateway's certificate (default: those of the system), or `cluster_tls` a member's directory with tls.crt,
-    tls.key and ca.crt."""
+    tls.key and ca.crt. An answer may take `timeout_s`: one of thousands of tokens takes minutes. `concurrency` requests
+    are under way at a time, all of a batch by default."""
 
     SECTION: ClassVar[str] = "gateway"
 
@@ -310,9 +321,9 @@ class GatewayConfig:
     api_key_file: str | None = None
     ca_file: str | None = None
     cluster_tls: str | None = None
-    timeout_s: float = 120.0
+    timeout_s: float = 1800.0
     retry_s: float = 30.0
-    concurrency: int = 64
+    concurrency: int = 512
 
     def __post_init__(self) -> None:
         positive(self, "timeout_s", "retry_s", "concurrency")

@@ -75,13 +75,27 @@ class Tokenizer:
         """Without special tokens, then end-of-sequence."""
         return (*self._tokenizer.encode(text, add_special_tokens=False).ids, self.eos_id)
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> tuple[str, tuple[int, ...]]:
-        """The prompt that the model's chat template makes of the messages, and its ids. Raises ValueError for messages
-        that the template refuses, DataError if the model has no template."""
+    def chat(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[str, tuple[int, ...]]:
+        """The prompt that the model's chat template makes of the messages and of the tools that it may call, and its
+        ids. Raises ValueError for messages that the template refuses, DataError if the model has no template."""
         if self._chat is None:
             raise DataError(f"{self.directory} has no chat template. Add chat_template.jinja, or give prompts as text.")
-        text = self._chat(messages)
+        text = self._chat(messages, tools=tools)
         return text, tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)  # the template wrote them
+
+    def call(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> tuple[int, ...]:
+        """The last of the messages, in which the model calls tools, as the chat template writes it; it ends with
+        end-of-sequence. Raises ValueError for messages that the template refuses, DataError if there is none."""
+        before, _ = self.chat(messages[:-1], tools)
+        assert self._chat is not None  # `chat` has looked
+        whole = self._chat(messages, go_on=False, tools=tools)
+        if not whole.startswith(before) or len(whole) == len(before):
+            raise ValueError("the chat template writes no calls of tools behind what came before them")
+        ids = tuple(self._tokenizer.encode(whole[len(before) :], add_special_tokens=False).ids)
+        end = ids.index(self.eos_id) if self.eos_id in ids else len(ids)
+        return (*ids[:end], self.eos_id)
 
     def reply(self, messages: Sequence[dict[str, Any]], after: Sequence[int]) -> tuple[int, ...]:
         """What follows a turn of the model that ended with the tokens `after`: the messages, and the beginning of the
@@ -130,11 +144,13 @@ class ChatTemplate:
         except TemplateError as error:
             raise DataError(f"the model's chat template cannot be used ({error}). Correct it.") from None
 
-    def __call__(self, messages: Sequence[dict[str, Any]], *, go_on: bool = True) -> str:
+    def __call__(
+        self, messages: Sequence[dict[str, Any]], *, go_on: bool = True, tools: Sequence[dict[str, Any]] | None = None
+    ) -> str:
         """The messages as text, and if it is to `go_on` the beginning of the assistant's next one. Raises ValueError
         for messages that it refuses."""
         try:
-            return self._template.render(messages=messages, add_generation_prompt=go_on, **self.variables)
+            return self._template.render(messages=messages, tools=tools, add_generation_prompt=go_on, **self.variables)
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses it ({error})") from None
 

@@ -4,11 +4,12 @@ Megatron-Core's own local modules would do for tensor, pipeline and data paralle
 (`WrappedTorchNorm` refuses it) nor for context parallelism (`DotProductAttention` refuses it and materialises the score
 matrix). Only the linear layers of an fp8 model are TransformerEngine's; they carry the same parameters.
 
-Packed rows: a dense block-diagonal mask would cost T * T scores a row whatever is packed in it. Instead the segments
-are gathered into right-padded batches, one for each power of two of their length, attended causally, and scattered
-back: at most four times the scores of the segments alone, a handful of kernel calls, any backend of scaled dot-product
-attention, and the very computation that unpacked sequences get. Their rotary positions count from the start of each
-segment, not of the row.
+Packed rows: a dense block-diagonal mask would cost T * T scores a row whatever is packed in it. On a GPU, in half
+precision, the tokens of all segments follow each other, and torch's variable-length flash attention is told where each
+begins (`Ragged`): one call, and no score too many. Elsewhere the segments are gathered into right-padded batches, one
+for each power of two of their length, attended causally, and scattered back: at most four times the scores of the
+segments alone, a handful of kernel calls, any backend of scaled dot-product attention, and the very computation that
+unpacked sequences get. Their rotary positions count from the start of each segment, not of the row.
 
 Context parallelism: every rank holds a part of each sequence. A sequence of T positions is cut into 2N chunks for N
 ranks; rank r holds chunks r and 2N - 1 - r, in that order, so that causal attention is as much work on every rank
@@ -18,7 +19,8 @@ answers for the rank's own queries: one all-gather a layer in place of a ring (L
 the keys up to its end: its queries are the last of them, so that the mask is causal from the lower right corner, which
 needs no tensor on a GPU (flash attention has it), and nothing is computed for what lies beyond. Of packed rows, the
 segments that begin in a chunk see that chunk alone, and go the way of other packed rows; the one that began before sees
-its own earlier keys.
+its own earlier keys. To variable-length attention both chunks are more segments, of which some have more keys than
+queries. (TransformerEngine's ring would want every segment padded to a multiple of 2N, and cut by itself.)
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from trainer.megatron.releases import feed_forward
 from trainer.megatron.router import Router
 
 SHORTEST_BITS = 4  # segments of up to 16 tokens share a bucket
@@ -59,23 +63,24 @@ def block_spec(config: TransformerConfig, chunk: int | None = None) -> Transform
     experts = config.num_moe_experts
     layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    parts = feed_forward(layer)
     if experts:
-        layer.submodules.mlp.submodules.router = Router
+        parts.router = Router
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = ContextParallelAttention if config.context_parallel_size > 1 else CausalAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.fp8:
-        _fp8_linears(attention, layer.submodules.mlp.submodules)
+        _fp8_linears(attention, parts)
     layers = [layer] * get_num_layers_to_build(config, chunk)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _fp8_linears(attention: Any, feed_forward: Any) -> None:
+def _fp8_linears(attention: Any, parts: Any) -> None:
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
-    attention.linear_qkv = feed_forward.linear_fc1 = TEColumnParallelLinear
-    attention.linear_proj = feed_forward.linear_fc2 = TERowParallelLinear
+    attention.linear_qkv = parts.linear_fc1 = TEColumnParallelLinear
+    attention.linear_proj = parts.linear_fc2 = TERowParallelLinear
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]
@@ -94,6 +99,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         """
         if attention_mask is None:
             out = self._causal(*(t.transpose(0, 1) for t in (query, key, value)))
+        elif takes_ragged(query):
+            out = self._ragged(query, key, value, Ragged.of(attention_mask, (0,), len(query)))
         else:
             out = self._block_diagonal(query, key, value, Blocks.of(attention_mask))
         return out.transpose(0, 1).flatten(2)
@@ -120,8 +127,89 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         parts = [self._causal(*(b.gather(t) for t in (q, k, v))) for b in blocks.buckets]
         return blocks.scatter(parts, like=q).unflatten(0, (query.shape[1], query.shape[0]))
 
+    def _ragged(self, query: Tensor, key: Tensor, value: Tensor, ragged: Ragged) -> Tensor:
+        """[B, T, heads, D], zeros at padding."""
+        q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in (query, key, value))
+        if not ragged.longest:  # all padding: see `_block_diagonal`
+            return (query + key.sum() + value.sum()).transpose(0, 1) * 0
+        out = varlen_attn(
+            q[ragged.queries],
+            k[ragged.keys],
+            v[ragged.keys],
+            ragged.query_ends,
+            ragged.key_ends,
+            *ragged.longest,
+            scale=self.scale,
+            window_size=(-1, 0),  # causal, from the lower right corner of each segment
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return q.new_zeros(q.shape).index_copy(0, ragged.queries, out).unflatten(0, (query.shape[1], query.shape[0]))
 
-_known = WeakTensorKeyDictionary()  # by the segments: all layers of a forward pass ask for the same
+
+def takes_ragged(query: Tensor) -> bool:
+    """Whether flash attention has kernels for it: half precision, on Ampere or later."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return (
+        query.is_cuda and half and query.shape[-1] % 8 == 0 and torch.cuda.get_device_capability(query.device) >= (8,)
+    )
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """The pieces of segments that a rank answers for, one after the other. Of piece i, the queries are
+    `query_ends[i]` to `query_ends[i + 1]` of `queries`, which are places among the rank's tokens, and the keys in the
+    same way places among those of whole rows: from the start of the segment to the piece's last token. Ends are int32
+    [pieces + 1]; `longest` are the most queries and the most keys of a piece, or nothing where all is padding."""
+
+    queries: Tensor
+    keys: Tensor
+    query_ends: Tensor
+    key_ends: Tensor
+    longest: tuple[int, ...]
+
+    @staticmethod
+    def of(segments_BT: Tensor, chunks: tuple[int, ...], size: int) -> Ragged:
+        """`chunks` are the rank's, in its order: the numbers of chunks of `size` tokens."""
+        found: dict[tuple[int, ...], Ragged] = _known_ragged.setdefault(segments_BT, {})
+        if chunks not in found:
+            found[chunks] = _pieces(segments_BT, chunks, size)
+        return found[chunks]
+
+
+_known_ragged = WeakTensorKeyDictionary()  # by the segments: all layers of a forward pass ask for the same
+
+
+def _pieces(segments_BT: Tensor, chunks: tuple[int, ...], size: int) -> Ragged:
+    (_, width), device = segments_BT.shape, segments_BT.device
+    queries, keys = [], []
+    for row, segments in enumerate(segments_BT.cpu()):
+        numbers, counts = segments.unique_consecutive(return_counts=True)
+        ends = counts.cumsum(0).tolist()
+        spans = [(e - c, e) for n, c, e in zip(numbers.tolist(), counts.tolist(), ends, strict=True) if n]
+        for place, chunk in enumerate(chunks):
+            first, last = chunk * size, (chunk + 1) * size
+            moved = (row * len(chunks) + place) * size - first
+            for start, end in spans:
+                if start < last and end > first:
+                    queries.append(torch.arange(max(start, first) + moved, min(end, last) + moved))
+                    keys.append(torch.arange(row * width + start, row * width + min(end, last)))
+    if not queries:
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        return Ragged(nothing, nothing, nothing.int(), nothing.int(), ())
+    return Ragged(
+        torch.cat(queries).to(device),
+        torch.cat(keys).to(device),
+        _ends(queries).to(device),
+        _ends(keys).to(device),
+        (max(map(len, queries)), max(map(len, keys))),
+    )
+
+
+def _ends(pieces: list[Tensor]) -> Tensor:
+    return torch.tensor([0, *map(len, pieces)]).cumsum(0).int()
+
+
+_known = WeakTensorKeyDictionary()  # as `_known_ragged`
 
 
 @dataclass(frozen=True)
@@ -237,9 +325,11 @@ class ContextParallelAttention(CausalAttention):
         """
         key, value = whole_sequence(torch.stack([key, value]), 1, copies=False)
         ranks, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
-        size = len(key) // (2 * ranks)
+        size, chunks = len(key) // (2 * ranks), (rank, 2 * ranks - 1 - rank)
+        if attention_mask is not None and takes_ragged(query):
+            return self._ragged(query, key, value, Ragged.of(attention_mask, chunks, size)).transpose(0, 1).flatten(2)
         out = []
-        for chunk, mine in zip((rank, 2 * ranks - 1 - rank), query.chunk(2), strict=True):
+        for chunk, mine in zip(chunks, query.chunk(2), strict=True):
             end = (chunk + 1) * size
             if attention_mask is None:
                 out.append(self._causal(*(t.transpose(0, 1) for t in (mine, key[:end], value[:end]))))

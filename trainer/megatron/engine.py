@@ -34,6 +34,7 @@ from trainer.megatron.convert import Slice, export_hf, export_slices, parameters
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.lora import adapter_schema, adapters, merged
 from trainer.megatron.model import DTYPES
+from trainer.megatron.optimizer import reset_optimizer
 from trainer.megatron.parallel import (
     broadcast_json,
     device,
@@ -101,6 +102,8 @@ class Engine:
         wholes = on_rank_zero(lambda: self._minibatches(self.algorithm.prepare(filled)))
         parts = self._shared_out(wholes) * self.algorithm.epochs
         warming = self._warming_up(len(parts))
+        if self.algorithm.resets_optimizer:
+            reset_optimizer(self.optimizer)
         return _mean([self._update(part, critic_only=warming) for part in parts])
 
     def prefill_fields(self, fields: Fields) -> Fields:
@@ -313,6 +316,8 @@ def check_support(config: TrainerConfig, shape: ModelShape) -> None:
     for key in ("router_balance_loss", "router_z_loss"):
         if getattr(config.model, key) and not shape.experts:
             raise ConfigError(f"model.{key}", f"{shape.family} has no experts", "Leave it out")
+    if config.rollout.routed_experts and not shape.experts:
+        raise ConfigError("rollout.routed_experts", f"{shape.family} has no experts", "Leave it out")
     if config.parallel.shard == "full":
         _check_full_sharding(config)
     if config.parallel.expert > 1 and config.parallel.expert_tensor_size > 1 and not torch.cuda.is_available():

@@ -64,6 +64,11 @@ class Muon(torch.optim.AdamW):  # type: ignore[misc]
         self._replicas, self._shape, self._config = part.data_parallel_group, shape, config
         self._matrices = list(_matrices(part, chunks, shape))
 
+    @property
+    def matrices(self) -> frozenset[tuple[int, int]]:
+        """Which parameters are parts of matrices, by number of the group and place in it."""
+        return frozenset((m.group, m.order) for m in self._matrices if m.group is not None)
+
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """AdamW's update of what is no matrix of a layer, then one matrix after the other, in the same order on every

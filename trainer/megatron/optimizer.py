@@ -1,93 +1,125 @@
-"""Megatron's optimizer and learning-rate schedule from the configuration, and Adam with its states in host memory."""
+"""Megatron's optimizer, on the device or in host memory, and its learning-rate schedule from the configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch.optim.adamw import adamw
 
 from trainer.config import OptimizerConfig as OptimizerSection
 from trainer.config import TrainerConfig
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.muon import Muon
 
+FP32 = 4  # bytes
 
+
+@torch.no_grad()  # type: ignore[untyped-decorator]  # or shards of fp32 weights would be no leaves, which Adam refuses
 def build_optimizer(
-    section: OptimizerSection, dtype: torch.dtype, chunks: list[Any], shape: ModelShape, *, sharded: bool
+    section: OptimizerSection, lr: float, dtype: torch.dtype, chunks: list[Any], shape: ModelShape, *, sharded: bool
 ) -> Any:
     """AdamW or Muon over the wrapped chunks of a model. fp32 main weights and the states are sharded over data-parallel
     ranks: by Megatron's distributed optimizer, or with the weights themselves (`sharded`: they are DTensors)."""
-    optimizer = get_megatron_optimizer(_config(section, dtype, distributed=not sharded), chunks)
+    optimizer = get_megatron_optimizer(_config(section, lr, dtype, distributed=not sharded), chunks)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if section.name == "muon":
             part.optimizer = Muon(part, chunks, shape, section)
         elif section.offload:
-            part.optimizer = HostAdam(part.optimizer.param_groups)
+            groups, defaults = part.optimizer.param_groups, part.optimizer.defaults
+            part.optimizer = None  # its pinned memory serves the next one
+            part.optimizer = HostAdam(groups, **defaults)
     return optimizer
 
 
-class HostAdam(torch.optim.AdamW):  # type: ignore[misc]
-    """Adam whose states live in host memory and whose arithmetic is done there, parameter by parameter.
+def reset_optimizer(optimizer: Any) -> None:
+    """Moments and counts of steps back to zero, in the memory that they have. Weights and the learning rate's schedule
+    stay as they are."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = 0
+        for state in part.optimizer.state.values():
+            for name, value in state.items():
+                if name == "master_param" or not isinstance(value, torch.Tensor):
+                    continue
+                if 0 not in value.stride():  # Muon's stand-in is zero already
+                    value.zero_()
 
-    The device keeps the fp32 main weights; gradient and weight travel to the host and the new weight back (12 bytes a
-    parameter and step), which frees the 8 bytes of the two moments. The numbers are those of torch's AdamW.
+
+def moment_bytes(optimizer: Any) -> int:
+    """What a first step will add to an optimizer: two moments in fp32 for each number, or Muon's one."""
+    found = 0
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        ones = part.optimizer.matrices if isinstance(part.optimizer, Muon) else frozenset()
+        for number, group in enumerate(part.optimizer.param_groups):
+            for order, parameter in enumerate(group["params"]):
+                if not part.optimizer.state.get(parameter):
+                    found += parameter.numel() * FP32 * (1 if (number, order) in ones else 2)
+    return found
+
+
+class HostAdam(HybridDeviceOptimizer):  # type: ignore[misc]
+    """Megatron-Core's AdamW in host memory: main weights and states live there, and torch's fused AdamW for CPUs
+    updates them. Gradients and new weights travel on streams of their own, so that one parameter is computed while
+    others travel. The device keeps the weights of the model alone.
+
+    What Megatron's lacks is here: it has its states from the start, as checkpoints want them; its settings are none of
+    a checkpoint's, so that a run may be resumed with it or without; weights that are fp32 on the device are loaded too;
+    and where there is no GPU, whose weights it would take to be in their place, it makes the same copies of them.
     """
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        super().__init__([torch.nn.Parameter(torch.zeros(0))])
-        self.param_groups = groups  # set like this because shards of a buffer are no leaves, which Adam would refuse
+    def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
+        super().__init__(groups, **defaults)
+        self._own = {name: value for name, value in self.defaults.items() if name not in _ADAMS}
+        for optimizer in self.sub_optimizers:
+            for weight in (w for group in optimizer.param_groups for w in group["params"]):
+                moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
+        self._sync_sub_optimizers_state_to_hdo()
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        """One update of every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-            # Where TransformerEngine is installed, Megatron keeps the number of steps here.
-            group["step"] = max((int(self.state[p]["step"]) for p in group["params"] if p in self.state), default=0)
+    def state_dict(self) -> dict[str, Any]:
+        """AdamW's, with `master_param` among the states."""
+        found: dict[str, Any] = super().state_dict()
+        for group in found["param_groups"]:
+            for name in self._own:
+                group.pop(name, None)
+        return found
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        weight, gradient = parameter.detach().cpu(), parameter.grad.cpu()
-        state = self.state[parameter]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(weight, pin_memory=parameter.is_cuda)
-            state["exp_avg_sq"] = torch.zeros_like(weight, pin_memory=parameter.is_cuda)
-        if "step" not in state:
-            state["step"] = torch.tensor(float(group.get("step", 0)))
-        for name in ("exp_avg", "exp_avg_sq"):  # a checkpoint's loader may have made them on the device
-            state[name] = state[name].cpu()
-        adamw(
-            [weight],
-            [gradient],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [state["step"].cpu()],
-            foreach=False,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        if parameter.is_cuda:
-            parameter.copy_(weight)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What `state_dict` returned."""
+        groups = [group | self._own for group in state_dict["param_groups"]]
+        super().load_state_dict(state_dict | {"param_groups": groups})
+
+    def _update_fp32_params_by_new_state(self) -> None:
+        for parameter, state in self.state.items():
+            self.param_to_inner_param[parameter].data.copy_(state["master_param"])
+
+    def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
+        if torch.cuda.is_available():
+            return super()._get_sub_optimizer_param_groups(offload_fraction)
+        copies = {
+            parameter: parameter.detach().to(torch.float32, copy=True)
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
+        groups = [group | {"params": [copies[p] for p in group["params"]]} for group in self.param_groups]
+        rounded = {parameter: copy for parameter, copy in copies.items() if parameter.dtype != torch.float32}
+        return groups, [], copies, {copy: parameter for parameter, copy in copies.items()}, rounded
 
 
-def build_scheduler(config: TrainerConfig, c: OptimizerSection, optimizer: Any) -> OptimizerParamScheduler:
+_ADAMS = {"lr", "betas", "eps", "weight_decay"}
+
+
+def build_scheduler(config: TrainerConfig, c: OptimizerSection, lr: float, optimizer: Any) -> OptimizerParamScheduler:
     """The learning rate by update: linear warm-up, then `decay` until the run's last one."""
     updates = config.steps * getattr(config.algorithm, "minibatches", 1) * getattr(config.algorithm, "epochs", 1)
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=c.lr / (c.warmup_steps + 1),  # the first step already moves
-        max_lr=c.lr,
+        init_lr=lr / (c.warmup_steps + 1),  # the first step already moves
+        max_lr=lr,
         min_lr=c.min_lr,
         lr_warmup_steps=c.warmup_steps,
         lr_decay_steps=max(updates, c.warmup_steps + 1),
@@ -101,10 +133,10 @@ def build_scheduler(config: TrainerConfig, c: OptimizerSection, optimizer: Any) 
     )
 
 
-def _config(section: OptimizerSection, dtype: torch.dtype, *, distributed: bool) -> OptimizerConfig:
-    return OptimizerConfig(
+def _config(section: OptimizerSection, lr: float, dtype: torch.dtype, *, distributed: bool) -> OptimizerConfig:
+    config = OptimizerConfig(
         optimizer="adam",
-        lr=section.lr,
+        lr=lr,
         min_lr=section.min_lr,
         weight_decay=section.weight_decay,
         adam_beta1=section.beta1,
@@ -118,4 +150,13 @@ def _config(section: OptimizerSection, dtype: torch.dtype, *, distributed: bool)
         loss_scale_window=section.loss_scale_window,
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
+        optimizer_cpu_offload=section.offload,
+        optimizer_offload_fraction=float(section.offload),
+        overlap_cpu_optimizer_d2h_h2d=section.offload,
     )
+    if section.offload:
+        # Or the device would keep fp32 main weights beside the host's. Set afterwards: Megatron's check of it wants
+        # TransformerEngine, of which nothing is used here.
+        config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        config.store_param_remainders = False
+    return config

@@ -82,17 +82,17 @@ def build_roles(config: TrainerConfig, shape: ModelShape, algorithm: Algorithm) 
         roles["reference"] = Role("reference", transformer, load_model(shape, transformer, tensors))
     transformer, adapted = _transformer(config, shape), _Adapted(config, shape)
     model = _placed(transformer, lambda chunk: adapted(_language_model(shape, transformer, tensors, chunk)))
-    actor = _trained("actor", config, shape, config.optimizer, transformer, model, adapted.switch)
+    actor = _trained("actor", config, shape, (config.optimizer, config.lr), transformer, model, adapted.switch)
     roles["actor"] = actor
     if reference and config.lora is not None:
         roles["reference"] = Role("reference", actor.transformer, actor.model, adapters=actor.adapters)
     if VALUES in algorithm.needs:
-        transformer, section = _transformer(config, shape), _critic_optimizer(config)
+        transformer, own = _transformer(config, shape), (_critic_optimizer(config), config.critic_lr)
         if (path := getattr(config.algorithm, "critic_path", None)) is not None:
             tensors = HfTensors(path)
         adapted = _Adapted(config, shape)
         critic = _placed(transformer, lambda chunk: adapted(load_critic(shape, transformer, tensors, chunk)))
-        roles["critic"] = _trained("critic", config, shape, section, transformer, critic, adapted.switch)
+        roles["critic"] = _trained("critic", config, shape, own, transformer, critic, adapted.switch)
     return roles
 
 
@@ -142,7 +142,7 @@ def _trained(
     name: RoleName,
     config: TrainerConfig,
     shape: ModelShape,
-    section: OptimizerSection,
+    rates: tuple[OptimizerSection, float],
     transformer: TransformerConfig,
     model: list[Any],
     adapters: Switch | None,
@@ -150,10 +150,10 @@ def _trained(
     sharded = config.parallel.shard == "full"
     wrap = FullySharded if sharded else _replicated
     model = [wrap(transformer, chunk) for chunk in model]
-    optimizer = build_optimizer(section, DTYPES[config.model.dtype], model, shape, sharded=sharded)
+    optimizer = build_optimizer(*rates, DTYPES[config.model.dtype], model, shape, sharded=sharded)
     transformer.finalize_model_grads_func = finalize_model_grads
     transformer.grad_scale_func = optimizer.scale_loss
-    return Role(name, transformer, model, optimizer, build_scheduler(config, section, optimizer), adapters)
+    return Role(name, transformer, model, optimizer, build_scheduler(config, *rates, optimizer), adapters)
 
 
 def _replicated(transformer: TransformerConfig, chunk: Any) -> Any:
@@ -162,9 +162,8 @@ def _replicated(transformer: TransformerConfig, chunk: Any) -> Any:
 
 
 def _critic_optimizer(config: TrainerConfig) -> OptimizerSection:
-    """The critic's own learning rate (constant, without warm-up), everything else as the actor's."""
-    lr = getattr(config.algorithm, "critic_lr", None) or config.optimizer.lr
-    return dataclasses.replace(config.optimizer, lr=lr, min_lr=0.0, warmup_steps=0, decay="constant")
+    """As the actor's, but for a constant learning rate without warm-up."""
+    return dataclasses.replace(config.optimizer, min_lr=0.0, warmup_steps=0, decay="constant")
 
 
 def _model_tensors(chunk: Any) -> Iterator[torch.Tensor]:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from trainer.megatron import releases
+
 _CPU = torch.device("cpu")
 _FACTORIES = (
     "tensor",
@@ -60,8 +62,10 @@ class _InertStream:
 
 
 def install() -> bool:
-    """Install the shim. True if this process now runs Megatron-Core on the CPU, False where CUDA exists."""
+    """Install the shim. True if this process now runs Megatron-Core on the CPU, False where CUDA exists. Raises
+    UnsupportedMegatron."""
     global _installed
+    releases.release()
     _complete_megatron()
     if torch.cuda.is_available():
         return False

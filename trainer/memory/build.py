@@ -11,18 +11,18 @@ from trainer.config import MemoryConfig, TrainerConfig
 from trainer.errors import ConfigError, MemoryPlanError, TrainerError
 from trainer.megatron.engine import Engine
 from trainer.megatron.hf_config import load_shape
+from trainer.megatron.optimizer import moment_bytes
 from trainer.megatron.parallel import broadcast_json, on_rank_zero
 from trainer.memory.ledger import GIB, Component, Ledger, Restartable, State, device_bytes
 from trainer.memory.offload import DiskVault, HostVault, StorageComponent, Vault, guard
 from trainer.memory.phases import Memory, NothingShared, SharedMemory
 from trainer.memory.serving import Fleet, ServingEngine
 
-ADAM_BYTES = 8  # two fp32 moments for each fp32 main weight
 PUBLISHED_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 class Models(Protocol):
-    """Models that rewards hold in host memory (`trainer.rewards.Scorer`)."""
+    """Models that rewards hold in host memory."""
 
     @property
     def nbytes(self) -> int: ...
@@ -41,8 +41,8 @@ def build_memory(
     """The memory manager of a run; one that does nothing unless the configuration has a section `memory`. Collective.
 
     `serving`: what shares the device besides the trainer's own components; None: what `memory.serving` says. `models`:
-    those of the rewards, on rank 0. Raises OverBudget when a phase cannot be held, SleepTimeout when the fleet cannot
-    be asked, ConfigError.
+    those of the rewards (`RankZeroComponents` in trainer/run.py), on rank 0. Raises OverBudget when a phase cannot be
+    held, SleepTimeout when the fleet cannot be asked, ConfigError.
     """
     if config.memory is None:
         return NothingShared()
@@ -93,15 +93,12 @@ def _chunks(engine: Engine, name: str) -> list[Any]:
 
 
 def _expected(engine: Engine, name: str) -> int:
-    """Bytes an optimizer will hold once its first step has made Adam's states; 0 for what is there already."""
+    """Bytes an optimizer will hold once its first step has made its states; 0 for what is there already."""
     if not name.endswith("_optimizer"):
         return 0
     optimizer: Any = engine.roles[name.removesuffix("_optimizer")].optimizer  # type: ignore[index]
-    bytes_ = sum(tensor.untyped_storage().nbytes() for tensor in engine.storages()[name])
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        weights = [p for group in part.optimizer.param_groups for p in group["params"]]
-        bytes_ += sum(p.numel() * ADAM_BYTES for p in weights if not part.optimizer.state.get(p))
-    return bytes_
+    held = sum(tensor.untyped_storage().nbytes() for tensor in engine.storages()[name])
+    return held + moment_bytes(optimizer)
 
 
 def _fleet(config: TrainerConfig) -> tuple[Sequence[Component], Callable[[], None]]:

@@ -1,8 +1,9 @@
 """Bytes a rank needs for training, from the model's sizes and the layout alone.
 
 Weights are counted as Megatron places them, without building it. Gradients and optimizer states are counted as the
-engine allocates them: gradients in fp32; fp32 main weights and Adam's moments sharded over data-parallel ranks (ZeRO,
-arXiv 1910.02054); everything sharded under `shard: full`. Weights that are frozen under adapters have neither.
+engine allocates them: gradients in fp32; fp32 main weights and the moments sharded over data-parallel ranks (ZeRO,
+arXiv 1910.02054): Adam's two, and of a layer's matrices under Muon one; everything sharded under `shard: full`.
+Weights that are frozen under adapters have neither.
 Activations are what the unfused layers of trainer/megatron keep for the backward pass, counted as in Korthikanti et al.
 (arXiv 2205.05198) for this decoder: RMSNorm, rotary attention without a score matrix, gated feed-forward.
 
@@ -25,7 +26,8 @@ FP32 = 4
 class Workload:
     """The work of a step: `length` in tokens a sequence, at most `micro_batch` sequences a forward pass, `sequences`
     an optimizer step, over all data-parallel ranks (0: more than any layout has under way at a time); `critics` models
-    are trained besides the actor, `references` only evaluated. With `lora` adapters are trained over frozen weights."""
+    are trained besides the actor, `references` only evaluated. With `lora` adapters are trained over frozen weights.
+    `optimizer` is `adamw` or `muon`."""
 
     length: int
     micro_batch: int = 1
@@ -36,6 +38,7 @@ class Workload:
     critics: int = 0
     references: int = 0
     lora: LoraConfig | None = None
+    optimizer: str = "adamw"
 
     def rows(self, parallel: ParallelConfig) -> int:
         """Sequences of a forward pass: no more than a rank has of an optimizer step."""
@@ -90,12 +93,18 @@ def _stage(shape: ModelShape, parallel: ParallelConfig, work: Workload, stage: i
 
 
 def _optimizer_bytes(weights: Weights, parallel: ParallelConfig, work: Workload) -> int:
-    """fp32 main weights, where the model's are not that themselves, and two moments."""
+    """fp32 main weights, where the model's are not that themselves, and the moments; all in host memory, or none."""
     main = 0 if work.dtype == "float32" else FP32
-    per_weight = main + (0 if work.offload else 2 * FP32)
+    adams = 0 if work.offload else main + 2 * FP32
+    matrix = main + FP32 if work.optimizer == "muon" else adams
     replicas = parallel.data * parallel.context
-    expert_replicas = parallel.tensor * replicas // (parallel.expert * parallel.expert_tensor_size)
-    return per_weight * (-(-weights.dense // replicas) + -(-weights.expert // max(expert_replicas, 1)))
+    expert_replicas = max(parallel.tensor * replicas // (parallel.expert * parallel.expert_tensor_size), 1)
+    others = weights.dense - weights.matrices
+    return (
+        adams * -(-others // replicas)
+        + matrix * -(-weights.matrices // replicas)
+        + matrix * -(-weights.expert // expert_replicas)
+    )
 
 
 def _activations(shape: ModelShape, parallel: ParallelConfig, work: Workload, stage: int) -> int:
@@ -155,11 +164,13 @@ def _logits(shape: ModelShape, parallel: ParallelConfig, work: Workload) -> int:
 @dataclass(frozen=True)
 class Weights:
     """Weights of one rank: `dense` are replicated over data- and context-parallel ranks, `expert` over the ranks that
-    hold the same experts. `largest` is the greatest part that full sharding gathers at a time."""
+    hold the same experts. `largest` is the greatest part that full sharding gathers at a time. Of `dense` so many are
+    in the layers' `matrices`, as all of `expert` are."""
 
     dense: int
     expert: int
     largest: int
+    matrices: int = 0
 
     @property
     def total(self) -> int:
@@ -169,12 +180,13 @@ class Weights:
 def rank_weights(shape: ModelShape, parallel: ParallelConfig, stage: int) -> Weights:
     """The weights of a rank of pipeline stage `stage`."""
     layers = shape.layers // parallel.pipeline
-    layer, expert = _layer(shape, parallel), _experts(shape, parallel)
+    matrices, expert = _matrices(shape, parallel), _experts(shape, parallel)
+    layer = matrices + _vectors(shape, parallel)
     vocabulary = shape.padded_vocab(parallel.tensor) // parallel.tensor * shape.hidden
     first, last = stage == 0, stage == parallel.pipeline - 1
     tables = first + (last and not (shape.tied and first))  # a tied output layer on another stage is a copy
     ends = tables * vocabulary + (shape.hidden if last else 0)
-    return Weights(layers * layer + ends, layers * expert, max(layer + expert, ends))
+    return Weights(layers * layer + ends, layers * expert, max(layer + expert, ends), layers * matrices)
 
 
 def adapter_weights(shape: ModelShape, parallel: ParallelConfig, lora: LoraConfig) -> Weights:
@@ -196,15 +208,19 @@ def adapter_weights(shape: ModelShape, parallel: ParallelConfig, lora: LoraConfi
     return Weights(layers * dense, layers * expert, dense + expert)
 
 
-def _layer(shape: ModelShape, parallel: ParallelConfig) -> int:
-    """One layer, its experts aside."""
+def _matrices(shape: ModelShape, parallel: ParallelConfig) -> int:
+    """Those of one layer, its experts aside."""
     t, h = parallel.tensor, shape.hidden
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = (q + 2 * kv) * h // t + h * q // t
-    attention += (q + 2 * kv) // t if shape.qkv_bias else 0
-    attention += 2 * shape.head_dim if shape.qk_norm else 0
     feed_forward = shape.experts * h if shape.experts else 3 * shape.ffn * h // t
-    return attention + feed_forward + 2 * h
+    return (q + 2 * kv) * h // t + h * q // t + feed_forward
+
+
+def _vectors(shape: ModelShape, parallel: ParallelConfig) -> int:
+    """The norms and biases of one layer."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    biases = (q + 2 * kv) // parallel.tensor if shape.qkv_bias else 0
+    return biases + (2 * shape.head_dim if shape.qk_norm else 0) + 2 * shape.hidden
 
 
 def _experts(shape: ModelShape, parallel: ParallelConfig) -> int:

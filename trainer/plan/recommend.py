@@ -68,6 +68,10 @@ class Economy:
     offload: bool
     told: str
 
+    def serves(self, work: Workload) -> bool:
+        """Whether the run's optimizer can do with it: Muon needs whole matrices, on the device."""
+        return work.optimizer != "muon" or not (self.shard == "full" or self.offload)
+
 
 ECONOMIES = (
     Economy("optimizer", "none", False, "optimizer states sharded (ZeRO-1)"),
@@ -143,7 +147,7 @@ def candidates(shape: ModelShape, hardware: Hardware, workload: Workload) -> Ite
         for pipeline in row.pipelines:
             for economy, context in itertools.product(ECONOMIES, contexts(workload.length)):
                 parallel = _cut(shape, hardware, row.tensor, pipeline, context, economy)
-                if parallel is None or (parallel, economy) in seen:
+                if parallel is None or (parallel, economy) in seen or not economy.serves(workload):
                     continue
                 seen.add((parallel, economy))
                 work = dataclasses.replace(workload, recompute=economy.recompute, offload=economy.offload)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from trainer.config import PpoConfig, TrainerConfig
+from trainer.config import ClassifierReward, PpoConfig, TrainerConfig
 from trainer.config.algorithms import DpoConfig, PolicyConfig
 from trainer.errors import ConfigError
 from trainer.megatron.hf_config import ModelShape, load_shape
@@ -55,7 +56,21 @@ def workload_of(config: TrainerConfig, length: int) -> Workload:
         critics=int(isinstance(algorithm, PpoConfig)),
         references=int(reference and config.lora is None),
         lora=config.lora,
+        optimizer=config.optimizer.name,
     )
+
+
+def reward_models(config: TrainerConfig) -> dict[str, int]:
+    """Bytes of host memory that classifiers take while answers are scored, by the list of rewards that names them: as
+    many as their files, for each worker. 0 where the files are not there."""
+    lists = {"rewards": config.rewards} if config.gateway is not None else {}
+    lists |= {f"eval {entry.name}": entry.rewards for entry in config.eval if entry.rewards is not None}
+    models = {name: [r for r in rewards if isinstance(r, ClassifierReward)] for name, rewards in lists.items()}
+    return {name: sum(file_bytes(m.path) * m.workers for m in found) for name, found in models.items() if found}
+
+
+def file_bytes(path: str) -> int:
+    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
 
 
 def print_plan(config: TrainerConfig, options: PlanOptions, console: Console | None = None) -> None:
@@ -67,6 +82,7 @@ def print_plan(config: TrainerConfig, options: PlanOptions, console: Console | N
     gpus = options.gpus or config.parallel.world_size
     hardware = Hardware(gpus, int(options.memory_gib * GIB), options.per_node)
     _say_what(console, config, shape, work)
+    _say_rewards(console, config)
     _say_configured(console, config, shape, work, hardware)
     choice = recommend(shape, hardware, work)
     _say_recommended(console, choice, hardware)
@@ -95,6 +111,12 @@ def _say_what(console: Console, config: TrainerConfig, shape: ModelShape, work: 
     actor = "actor" if work.lora is None else f"adapters of rank {work.lora.rank}"
     console.print(f"{shape.family}, {shape.parameters / 1e9:.2f} B weights{mixture}; {actor}{besides}, {work.dtype}")
     console.print(f"{config.algorithm.name}: micro-batches of {work.rows(config.parallel)} x {work.length} tokens")
+
+
+def _say_rewards(console: Console, config: TrainerConfig) -> None:
+    for name, size in reward_models(config).items():
+        told = gib(size) if size else "an unknown part (their files are not here)"
+        console.print(f"classifiers of {name}: {told} of host memory, beside the GPUs'")
 
 
 def _say_configured(

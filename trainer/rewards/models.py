@@ -93,7 +93,7 @@ class Classifier:
             problem = f"cannot load {path} ({error})"
             raise ConfigError("rewards.path", problem, "Name a sequence classification checkpoint") from None
         self._torch, self._label = torch, label
-        self._probability, self._max_tokens = probability, max_tokens
+        self._probability, self._max_tokens = probability, min(max_tokens, self._tokenizer.model_max_length)
         # decoders find the end of a row by the id of padding: without one they take a row at a time
         padding = getattr(self._model.config, "pad_token_id", None)
         self._padding, self.batch = padding or 0, batch if padding is not None else 1

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import orjson
 
+from trainer import routing
 from trainer.config import GatewayConfig
 from trainer.connection import Bearer, verify
 from trainer.errors import GatewayUnreachable, RolloutError
@@ -40,7 +41,8 @@ class Request:
     """`n` answers to one prompt, by the name `model` (None: what is served). `on_swap` says what a swap in the middle
     of an answer does to it (docs/api.md, policies); an answer whose last `stop_repeats` tokens repeat one passage is
     ended. `more` are further fields of the body, `key` is another key
-    than the configuration's."""
+    than the configuration's. `routed_from`: the experts are wanted that tokens went to, from this one on (None: they
+    are not)."""
 
     prompt_ids: tuple[int, ...]
     n: int
@@ -54,6 +56,7 @@ class Request:
     stop_repeats: int | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     key: str | None = field(default=None, repr=False)
+    routed_from: int | None = None
 
     def split(self) -> list[Request]:
         """One request an answer. The engine adds an answer's index to the seed, so these give the same answers."""
@@ -84,6 +87,8 @@ class Request:
             body["model"] = self.model
         if self.on_swap != "keep":
             body["hotswap"] = {"policy": self.on_swap}
+        if self.routed_from is not None:
+            body |= {"routed_experts": True, "routed_experts_prompt_start": self.routed_from}
         body |= self.more
         return body if self.seed is None else body | {"seed": self.seed}
 
@@ -210,6 +215,7 @@ class _Draft:
     spans: tuple[VersionSpan, ...] = ()
     begun: int = 0
     finish_reason: str | None = None
+    routing: str | None = None
 
     @staticmethod
     def of(request: Request, turn: Turn | None, budget: int | None) -> _Draft:
@@ -218,11 +224,14 @@ class _Draft:
         there, most = len(turn.token_ids), request.max_tokens
         limit = most if budget is None else min(there + budget, most)
         tokens, logprobs = list(turn.token_ids), list(turn.logprobs or ())
-        return _Draft(most, limit, request.stop_repeats, tokens, logprobs, turn.versions)
+        return _Draft(most, limit, request.stop_repeats, tokens, logprobs, turn.versions, routing=turn.routing)
 
     def rest(self, request: Request) -> Request:
         """What to ask for now, of the request for this answer."""
-        return replace(request.after(self.token_ids), max_tokens=self.limit - len(self.token_ids))
+        rest = replace(request.after(self.token_ids), max_tokens=self.limit - len(self.token_ids))
+        if rest.routed_from is None:
+            return rest
+        return replace(rest, routed_from=rest.routed_from + routing.tokens(self.routing))
 
     def end(self, reason: str) -> None:
         """The server ends with LENGTH where it was told to: that is the end of the call, or that of the answer."""
@@ -249,6 +258,7 @@ class _Draft:
         if (reason := choice.get("finish_reason")) is not None:
             if reason == "abort":
                 raise _Interrupted("the server gave the answer up")
+            self.routing = routing.joined(self.routing, choice.get("routed_experts"))
             self.end(reason)
         elif self.stop_repeats and tokens and repeats(self.token_ids[-self.stop_repeats :], self.stop_repeats):
             self.finish_reason = REPEAT
@@ -256,7 +266,8 @@ class _Draft:
     def answer(self) -> Answer:
         assert self.finish_reason is not None
         versions = _joined(self.earlier + self.spans)
-        return Answer(Turn(tuple(self.token_ids), tuple(self.logprobs), versions), self.finish_reason)
+        turn = Turn(tuple(self.token_ids), tuple(self.logprobs), versions, routing=self.routing)
+        return Answer(turn, self.finish_reason)
 
     def _written_by(self, version: int) -> None:
         end = len(self.token_ids)

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from trainer import routing
 from trainer.config import (
     EnvironmentConfig,
     EvalConfig,
@@ -185,7 +186,8 @@ class RolloutSampler:
         return replace(about, model=self._model, stop_repeats=c.stop_repeats)
 
     def _training(self, record: Record, n: int, number: int) -> Request:
-        return replace(self._request(record, n), seed=self._seed_of(number), on_swap=self._rollout.on_swap)
+        asked = replace(self._request(record, n), seed=self._seed_of(number), on_swap=self._rollout.on_swap)
+        return replace(asked, routed_from=0) if self._rollout.routed_experts else asked
 
     def stats(self) -> dict[str, float]:
         """Since the last call: mean milliseconds from a sample's request to its last token, and from there to its
@@ -440,6 +442,8 @@ class RolloutSampler:
             begun = playing.turns.pop() if playing.turns and playing.turns[-1].of_policy else None
             number = sum(turn.of_policy for turn in playing.turns)
             rest = replace(request, prompt_ids=playing.prompt_ids).after(playing.written)
+            if rest.routed_from is not None:
+                rest = replace(rest, routed_from=sum(routing.tokens(turn.routing) for turn in playing.turns))
             if number == most or rest.max_tokens <= 0:
                 break
             if left == 0:

@@ -22,6 +22,7 @@
     lora.py           adapters: built beside the running ones, replaced between two batches
     core.py           additions to vLLM's engine core: the atomic commit, version labels, zeroed blocks
     seeds.py          requests with a seed, and prompts in chunks, on a CPU
+    routing.py        the experts that tokens went to, recorded by vLLM, on a CPU and over commits
     requests.py       what a commit does to requests in flight: policies, cache namespaces, replays
     tether.py         the connection by which a worker on another host and its leader notice each other's end
     releases.py       the releases of vLLM that all this is written against, and where they differ

@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from weightsync.control.hosts import this_host
 from weightsync.format.manifest import schema_of
-from weightsync.vllm_engine import core
+from weightsync.vllm_engine import core, routing
 from weightsync.vllm_engine.bundle import BASE, Bundle, HeldBundles, PartOrder
 from weightsync.vllm_engine.bundle_stager import BundleReport, BundleStager, prediction_head
 from weightsync.vllm_engine.mapping import RemapUnavailable
@@ -95,6 +95,7 @@ class HotswapWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "--enable-sleep-mode and --enable-cumem-allocator"
             )
         self._place.reserve(model)
+        routing.expect(vllm_config, device)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._schema = schema_of((n, d, s) for n, d, s in init_info.schema) if init_info.schema else None
@@ -221,6 +222,7 @@ class WorkerMethods:
         self.weight_transfer_engine.attach(self.model_runner)
         core.zero_sliding_windows(self.model_runner)
         rewind_by_state(self.model_runner)
+        routing.attach(self.model_runner)
         host = this_host()
         if tether and host != tether["host"]:
             hold(Tether(**tether), self.rank, host)

@@ -36,7 +36,7 @@ from typing import Any
 
 import orjson
 
-from weightsync.vllm_engine import requests
+from weightsync.vllm_engine import requests, routing
 from weightsync.vllm_engine.requests import enter, go_private, namespace, version_of
 
 _MARK = "_hotswap_installed"
@@ -56,6 +56,7 @@ def install() -> None:
     EngineCore.add_request = _resalted(EngineCore.add_request)
     Scheduler._preempt_request = _started_over(Scheduler._preempt_request)
     _install_zeroing()
+    routing.install()
     OutputProcessor.add_request = requests.registered(OutputProcessor.add_request)
     OutputProcessor.process_outputs = _unpacked(OutputProcessor.process_outputs)
     RequestState._new_completion_output = _with_spans(RequestState._new_completion_output)

@@ -37,6 +37,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from weightsync.vllm_engine.routing import rekeyed
+
 KEY = "hotswap"
 PUBLIC = "public"
 
@@ -110,6 +112,7 @@ def go_private(request: Any, block_size: int) -> None:
     request._block_hasher = functools.partial(_unguessable, block_size)
     del request.block_hashes[full:]
     request.update_block_hashes()
+    rekeyed(request, full)
 
 
 def _unguessable(block_size: int, request: Any) -> list[bytes]:

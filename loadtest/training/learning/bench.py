@@ -43,7 +43,7 @@ from server.cli import interrupts
 from server.cli.config import UpConfig
 from server.cli.up import Server
 from trainer.report import RunEvents, read_events
-from trainer.tiny_model import write_tiny_model
+from trainer.tiny_model import tiny_run, write_tiny_model
 
 LEAST_GAIN = 0.2  # of held-out accuracy, for a run to have learned
 SHOWN = (
@@ -99,7 +99,7 @@ class Bench:
     def _written(self, name: str, config: Config) -> Path:
         path = self.work / f"{name}.yaml"
         Path(config["metrics"]).unlink(missing_ok=True)
-        path.write_text(yaml.safe_dump(config, sort_keys=False))
+        path.write_text(yaml.safe_dump(tiny_run(config), sort_keys=False))
         return path
 
 

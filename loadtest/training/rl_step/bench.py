@@ -8,6 +8,7 @@ its faster figure counts.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json as jsonlib
 import os
@@ -25,17 +26,22 @@ from loadtest.measure.machine import machine
 from loadtest.training.rl_step import ours
 from loadtest.training.rl_step.memory import PeakMemory
 from loadtest.training.rl_step.ours import Step
-from loadtest.training.rl_step.task import REWARDS, SMALL, Task
+from loadtest.training.rl_step.task import RANK, REWARDS, SMALL, Task
 from server.cli import interrupts
 from server.cli.up import Server
 
 Figures = dict[str, Any]
 
 
-def run(json: Path | None, *, small: bool = False, trl: bool = True) -> Figures:
-    """Measure, print the table, and write the figures to `json`; returns them."""
+def run(
+    json: Path | None, *, small: bool = False, trl: bool = True, lora: bool = False, steps: int | None = None
+) -> Figures:
+    """Measure, print the table, and write the figures to `json`; returns them. With `lora` everybody trains an adapter
+    of the linear layers. `steps` counts those that are measured."""
     prepare_environment()
     task, work = SMALL if small else Task(), Path("runs") / ("rl-step-small" if small else "rl-step")
+    measured = steps or task.steps - task.warm_up
+    task = dataclasses.replace(task, rank=RANK if lora else 0, steps=task.warm_up + measured)
     work.mkdir(parents=True, exist_ok=True)
     task.write_model(work / "model")
     rows = _ours(task, work.resolve())
@@ -82,7 +88,7 @@ def gains(rows: list[Figures]) -> Figures:
 
 
 def _ours(task: Task, work: Path) -> list[Figures]:
-    server = ours.server(work / "model", work / "state")
+    server = ours.server(task, work / "model", work / "state")
     try:
         with interrupts.held():
             server.start()
@@ -148,6 +154,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--no-trl", action="store_true")
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--steps", type=int)
     asked = parser.parse_args()
     interrupts.install()
-    run(asked.json, small=asked.small, trl=not asked.no_trl)
+    run(asked.json, small=asked.small, trl=not asked.no_trl, lora=asked.lora, steps=asked.steps)

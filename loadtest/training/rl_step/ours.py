@@ -13,8 +13,9 @@ import yaml
 from loadtest.training.rl_step.task import DATA, Task
 from server.cli.config import UpConfig
 from server.cli.up import Server
+from trainer.tiny_model import tiny_run
 
-MODEL = "rl-step"
+MODEL, ADAPTER = "rl-step", "rl-step-adapter"
 SCHEDULES: dict[str, dict[str, Any]] = {
     "colocated": {"name": "colocated"},
     "one-step-off": {"name": "one-step-off"},
@@ -33,8 +34,9 @@ class Step:
     tokens: float
 
 
-def server(model: Path, state: Path) -> Server:
+def server(task: Task, model: Path, state: Path) -> Server:
     """A gateway and an engine that serve the model in the trainer's precision."""
+    adapters = ("--enable-lora", "--max-lora-rank", str(task.rank)) if task.rank else ()
     return Server(
         UpConfig(
             model=str(model),
@@ -43,7 +45,7 @@ def server(model: Path, state: Path) -> Server:
             throwaway=True,
             state_dir=state,
             kv_cache_gib=0.5,
-            vllm_args=ENGINE_ARGS,
+            vllm_args=(*ENGINE_ARGS, *adapters),
         )
     )
 
@@ -53,7 +55,8 @@ def config(task: Task, model: Path, url: str, schedule: str, reward: str, metric
     algorithm: dict[str, Any] = {"name": "grpo", "samples_per_prompt": task.samples}
     if schedule != "colocated":
         algorithm["correction"] = {"kind": "truncated", "max_lag": 2}
-    return {
+    adapter = {"lora": {"name": ADAPTER, "rank": task.rank, "alpha": 2 * task.rank}} if task.rank else {}
+    return adapter | {
         "model": {"path": str(model)},
         "data": DATA,
         "algorithm": algorithm,
@@ -72,7 +75,7 @@ def config(task: Task, model: Path, url: str, schedule: str, reward: str, metric
 
 
 def write_config(path: Path, values: dict[str, Any]) -> Path:
-    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    path.write_text(yaml.safe_dump(tiny_run(values), sort_keys=False))
     return path
 
 

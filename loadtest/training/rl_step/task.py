@@ -17,11 +17,13 @@ from loadtest.demo.recipe import LARGEST_DIGIT
 
 SLOW_S = 0.2
 REWARDS = ("instant", "slow")
+RANK = 16  # of adapters; the trainer's default
 
 
 @dataclass(frozen=True)
 class Task:
-    """Sizes. `warm_up` steps of `steps` are not counted."""
+    """Sizes. `warm_up` steps of `steps` are not counted. `rank` is that of the adapter that is trained; 0: all weights
+    are."""
 
     hidden: int = 384
     layers: int = 4
@@ -32,6 +34,7 @@ class Task:
     warm_up: int = 4
     lr: float = 1e-6
     seed: int = 0
+    rank: int = 0
 
     def write_model(self, directory: Path) -> None:
         """The same bytes for everybody."""

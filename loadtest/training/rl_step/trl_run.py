@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from loadtest.training.rl_step import task as tasks
 from loadtest.training.rl_step.task import Task
-from trainer.config import ArithmeticData, strict
+from trainer.config import LINEAR_LAYERS, ArithmeticData, strict
 from trainer.data.problems import Arithmetic
 from trainer.data.tokenizer import Tokenizer
 
@@ -76,6 +76,14 @@ def records(model: Path, task: Task) -> Dataset:
     return Dataset.from_dict({"prompt": [row.prompt for row in rows], "answer": [row.answer for row in rows]})
 
 
+def adapter(task: Task) -> Any:
+    """What ours trains, as PEFT's configuration; None where all weights are trained."""
+    from peft import LoraConfig
+
+    layers: list[str] = list(LINEAR_LAYERS)
+    return LoraConfig(r=task.rank, lora_alpha=2 * task.rank, target_modules=layers) if task.rank else None
+
+
 def main(model: Path, kind: str, task: Task, work: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
@@ -107,6 +115,7 @@ def main(model: Path, kind: str, task: Task, work: Path) -> None:
         reward_funcs=reward(kind),
         args=config,
         train_dataset=records(model, task),
+        peft_config=adapter(task),
         callbacks=[steps],
     )
     generate, score = trainer._generate, trainer._calculate_rewards

@@ -120,6 +120,19 @@ def test_the_critic_goes_on_where_it_was(
         check({"ppo": resumed}, {"ppo": through[1:]})
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_each_step_of_kimi_begins_with_a_new_optimizer(
+    one_rank: Ranks, two_ranks: Ranks, small_models: dict[str, str], name: str
+) -> None:
+    """The second step leads where an optimizer leads that has seen no first one; not so without `reset_optimizer`."""
+    common: dict[str, Any] = {"path": small_models["qwen2"], "optimizer": {"name": name, "lr": 3e-3}}
+    for ranks, parallel in ((one_rank, {}), (two_ranks, {"data": 2})):
+        for moved, apart in ranks.call("second_step", parallel=parallel, **common):
+            assert apart == 0.0 < moved
+    kept = one_rank.call("second_step", parallel={}, **common, algorithm={"reset_optimizer": False})[0]
+    assert kept[1] > kept[0] / 10
+
+
 @pytest.mark.parametrize("model", ["qwen2-tied", "llama"])
 def test_the_critic_is_the_models_trunk(one_rank: Ranks, small_models: dict[str, str], model: str) -> None:
     assert one_rank.call("critic_is_the_trunk", path=small_models[model])[0] < 1e-5

@@ -33,7 +33,7 @@ class ApiServer:
         self.verify: ssl.SSLContext | bool = True
         served = {"model": name, "store": store, "dtype": "float32"}
         self.config: dict[str, Any] = {
-            "model": {"path": model},
+            "model": {"path": model, "dtype": "float32"},
             "gateway": {"url": gateway, "retry_s": 5.0},
             "publish": served,
             "directory": str(root / "api"),

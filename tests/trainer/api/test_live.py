@@ -1,4 +1,5 @@
-"""The example of docs/trainer/api.md, as it stands there, against `hotswap up` with a real engine and real keys."""
+"""The examples of docs/trainer/api.md and jobs.md, as they stand there, against `hotswap up` with a real engine and
+real keys."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import tinker
 from tinker import types
@@ -17,7 +19,7 @@ from tests.trainer.api.server import ApiServer, datum, sums
 from tests.trainer.test_mixture import ENGINE
 from trainer.tiny_model import write_tiny_model
 
-PAGE = Path(__file__).parents[3] / "docs" / "trainer" / "api.md"
+PAGES = Path(__file__).parents[3] / "docs" / "trainer"
 pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.timeout(900)]
 
 
@@ -37,17 +39,50 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ApiServer, 
             yield api, "tml-" + made.json()["key"]
 
 
+def run_example(page: str) -> dict[str, Any]:
+    """What its names stand for in the end."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (PAGES / page).read_text(), re.MULTILINE | re.DOTALL)
+    said: dict[str, Any] = {}
+    exec(compile(code, page, "exec"), said)
+    return said
+
+
 def test_the_example_of_the_page(live: tuple[ApiServer, str], monkeypatch: pytest.MonkeyPatch) -> None:
     api, key = live
     monkeypatch.setenv("TINKER_BASE_URL", api.url)
     monkeypatch.setenv("TINKER_API_KEY", key)
-    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    said: dict[str, Any] = {}
-    exec(compile(code, str(PAGE), "exec"), said)
+    said = run_example("api.md")
     losses, rewards = said["losses"], said["rewards"]
     assert losses[-1] < 0.7 * losses[0]
     assert statistics.fmean(rewards[-5:]) > statistics.fmean(rewards[:3]) + 0.1, rewards
     assert said["tokenizer"].decode(said["answer"].sequences[0].tokens) == "4"
+
+
+def test_the_example_of_fine_tuning_jobs(live: tuple[ApiServer, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its model answers by name, whole and in a stream, and its checkpoints are other models."""
+    api, key = live
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{api.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", key.removeprefix("tml-"))
+    said = run_example("jobs.md")
+    assert said["answer"].choices[0].message.content == "4"
+    assert said["answer"].model == said["job"].fine_tuned_model
+    assert len(said["metrics"].splitlines()) == 1 + 150
+    client = said["client"]
+    (*_, first) = client.fine_tuning.jobs.checkpoints.list(said["job"].id)
+    names = [said["job"].fine_tuned_model, first.fine_tuned_model_checkpoint, "demo"]
+    asked: dict[str, Any] = {"prompt": "3+4=", "max_tokens": 1, "temperature": 0, "logprobs": 1}
+    logprobs = {}
+    for name in names:
+        (choice,) = client.completions.create(model=name, **asked).choices
+        (event, *_) = [e for e in client.completions.create(model=name, stream=True, **asked) if e.choices]
+        assert (event.choices[0].text, event.model) == (choice.text, name)
+        logprobs[name] = choice.logprobs.top_logprobs[0]
+    assert len({str(found) for found in logprobs.values()}) == 3
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=names[0], prompt="1", max_tokens=-1)
+    stranger = openai.OpenAI(api_key="hs-nobody")
+    with pytest.raises(openai.AuthenticationError, match="does not take this key"):
+        stranger.files.list()
 
 
 def test_what_is_sampled_is_what_was_trained(live: tuple[ApiServer, str]) -> None:

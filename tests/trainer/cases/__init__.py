@@ -28,6 +28,7 @@ from trainer.megatron.hf_config import load_shape
 from trainer.megatron.hf_files import write_shards
 from trainer.megatron.parallel import gather_json, split
 from trainer.publish import WeightPublisher
+from trainer.tiny_model import tiny_run
 
 
 @contextlib.contextmanager
@@ -36,7 +37,7 @@ def engine(config: dict[str, Any]) -> Iterator[Engine]:
     common: dict[str, Any] = {"data": {"kind": "arithmetic"}, "algorithm": {"name": "sft"}, "steps": 10}
     if "publish" not in config:
         common["rollout"] = {"fixed_sampler": True}
-    parsed = strict.build(TrainerConfig, common | config)
+    parsed = strict.build(TrainerConfig, tiny_run(common | config))
     split(parsed.parallel, parsed.seed)
     try:
         yield Engine(

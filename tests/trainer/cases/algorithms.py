@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,34 @@ def algorithms(
             ranks = parallel.get("data", 1)
             result[name] = [_numbers(engine.step(_batch(engine.algorithm, step, packing, ranks))) for step in range(2)]
     return result
+
+
+def second_step(path: str, parallel: dict[str, Any], **config: Any) -> list[float]:
+    """How far an engine's second step moves its weights, and how far from where a new optimizer moves them."""
+    batches = [partial(_batch, step=step, ranks=parallel.get("data", 1)) for step in range(2)]
+    algorithm = ALGORITHMS["kimi"] | config.pop("algorithm", {})
+    with _built(path, algorithm, parallel, **config) as engine:
+        engine.step(batches[0](engine.algorithm))
+        first = _weights(engine)
+        engine.step(batches[1](engine.algorithm))
+        second = _weights(engine)
+    with _built(path, algorithm, parallel, **config) as engine:
+        for parameter, weight in zip(_parameters(engine), first, strict=True):
+            parameter.data.copy_(weight)
+        engine.step(batches[1](engine.algorithm))
+        return [_farthest(second, first), _farthest(second, _weights(engine))]
+
+
+def _parameters(engine: Engine) -> Iterator[torch.nn.Parameter]:
+    yield from (parameter for chunk in engine.model for parameter in chunk.parameters())
+
+
+def _weights(engine: Engine) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in _parameters(engine)]
+
+
+def _farthest(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(some, others, strict=True))
 
 
 def _norms(engine: Engine) -> dict[str, float]:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from tests.trainer.batches import random_batch
+from trainer.config import MemoryConfig
 from trainer.megatron.convert import cut, parameters, placement
+from trainer.memory.build import trainer_components
 
 LR, DECAY, MOMENTUM, STEPS = 1e-2, 0.1, 0.9, 5
 BETAS, EPS = (0.9, 0.95), 1e-8
@@ -54,15 +56,19 @@ def muon_reference(path: str) -> dict[str, Any]:
 
 
 def muon_states(path: str, parallel: dict[str, Any]) -> dict[str, Any]:
-    """The bytes of this rank's optimizer states after a step, and the numbers that it updates."""
+    """The bytes of this rank's optimizer states after a step, and the numbers that it updates; what all of it takes
+    then, and what the memory manager expected before."""
     from tests.trainer.cases import engine
 
     with engine({"model": {"path": path}, "parallel": parallel, "optimizer": {"name": "muon"}}) as built:
+        (component,) = (c for c in trainer_components(MemoryConfig(), built) if c.name == "actor_optimizer")
+        expected = component.bytes
         built.step(random_batch(built.shape.vocab, rows=7))
         parts = getattr(built.optimizer, "chained_optimizers", [built.optimizer])
         states = [(p, s) for part in parts for p, s in part.optimizer.state.items()]
         kept = sum(s[n].untyped_storage().nbytes() for _, s in states for n in ("exp_avg", "exp_avg_sq"))
-        return {"bytes": kept, "numbers": sum(p.numel() for p, _ in states)}
+        held = sum(tensor.untyped_storage().nbytes() for tensor in built.storages()["actor_optimizer"])
+        return {"bytes": kept, "numbers": sum(p.numel() for p, _ in states), "held": held, "expected": expected}
 
 
 def _watch(built: Any, part: Any, names: dict[Any, str], seen: Named) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.attention import varlen
 
 from tests.trainer.rollouts.trajectories import answer
 from trainer.batch import Sequence, assemble, lay_out, plan_rows
 from trainer.config import PackingConfig, ParallelConfig
 from trainer.data.records import Record
+from trainer.megatron import attention
 from trainer.megatron.attention import Blocks, CausalAttention, ContextParallelAttention, local_positions
 from trainer.megatron.engine import Engine
 from trainer.megatron.parallel import split
@@ -22,9 +25,10 @@ from trainer.rewards.scorer import Score
 from trainer.trajectory import TrajectoryGroup
 
 
-def packed_attention(segments: list[list[int]], groups: int) -> dict[str, Any]:
+def packed_attention(segments: list[list[int]], groups: int, *, ragged: bool = False) -> dict[str, Any]:
     """Block-diagonal attention against a dense mask in float64: largest differences of output and gradients, and how
-    many scores each computes."""
+    many scores each computes. `ragged`: by the way of GPUs."""
+    as_on_a_gpu = _ragged_on_cpu() if ragged else []
     generator = torch.Generator().manual_seed(0)
     ids = torch.tensor(segments)
     (rows, width), heads, size = ids.shape, 4, 8
@@ -39,7 +43,9 @@ def packed_attention(segments: list[list[int]], groups: int) -> dict[str, Any]:
         return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
 
     mine, expected = run(module(*inputs, ids)), run(_dense(inputs, ids, 0.3))
-    computed = sum(b.index.numel() * b.index.shape[1] for b in Blocks.of(ids).buckets)
+    computed = (
+        sum(as_on_a_gpu[:1]) if ragged else sum(b.index.numel() * b.index.shape[1] for b in Blocks.of(ids).buckets)
+    )
     return {
         "differences": [(a - b).abs().max().item() for a, b in zip(mine, expected, strict=True)],
         "padding": mine[0][(ids == 0).t()].abs().sum().item(),
@@ -67,11 +73,55 @@ def _dense(inputs: list[torch.Tensor], ids: torch.Tensor, scale: float) -> torch
     return (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2) * (ids > 0).t()[..., None]
 
 
-def context_attention(segments: list[list[int]], groups: int, *, packed: bool) -> dict[str, Any]:
+def _ragged_on_cpu() -> list[int]:
+    """Let packed rows go the way that they go on a GPU, with a reference in place of torch's kernels. The list gets
+    the number of scores of each call. Not undone: a case has its own processes."""
+    scores: list[int] = []
+
+    def pieces(query: Any, key: Any, value: Any, query_ends: Any, key_ends: Any, scale: float) -> Iterator[Any]:
+        """The places of a piece's queries and keys; its queries, keys and values, [heads, tokens, D]; what each query
+        pays to each key."""
+        for piece in range(len(query_ends) - 1):
+            here, there = (slice(int(e[piece]), int(e[piece + 1])) for e in (query_ends, key_ends))
+            q, k, v = query[here].transpose(0, 1), key[there].transpose(0, 1), value[there].transpose(0, 1)
+            k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
+            seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+            yield here, there, q, k, v, (q @ k.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1)
+
+    def forward(q: Any, k: Any, v: Any, q_ends: Any, k_ends: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+        longest_q, longest_k, causal, scale, window, *grouped = given  # what is as by default is left out
+        lengths = [q_ends.diff(), k_ends.diff()]
+        assert [longest_q, longest_k] == [int(n.max()) for n in lengths]
+        assert (causal, window, grouped) == (True, [-1, 0], [True] * (q.shape[1] != k.shape[1]))
+        assert q_ends.dtype == k_ends.dtype == torch.int32
+        scores.append(int((lengths[0] * lengths[1]).sum()))
+        out = [(pays @ v).transpose(0, 1) for *_, v, pays in pieces(q, k, v, q_ends, k_ends, scale)]
+        return torch.cat(out), q.new_zeros(0), torch.zeros(2, dtype=torch.uint64)
+
+    def backward(gradient: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+        q_ends, k_ends, *_, scale, _ = given
+        of_q, of_k, of_v = (torch.zeros_like(t) for t in (q, k, v))
+        for here, there, queries, keys, values, pays in pieces(q, k, v, q_ends, k_ends, scale):
+            by_out = gradient[here].transpose(0, 1)
+            by_pays = by_out @ values.mT
+            by_product = pays * (by_pays - (by_pays * pays).sum(-1, keepdim=True)) * scale
+            of_q[here] += (by_product @ keys).transpose(0, 1)
+            for total, each in ((of_k, by_product.mT @ queries), (of_v, pays.mT @ by_out)):
+                total[there] += each.unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
+        return of_q, of_k, of_v
+
+    varlen._varlen_attn.register_kernel("cpu")(forward)
+    varlen._varlen_attn_backward.register_kernel("cpu")(backward)
+    attention.takes_ragged = lambda _: True
+    return scores
+
+
+def context_attention(segments: list[list[int]], groups: int, *, packed: bool, ragged: bool = False) -> dict[str, Any]:
     """What `packed_attention` says, of this rank's part of rows that are cut over all ranks. Rows that are not packed
     are one segment each."""
     from tests.trainer.cases import unsplit
 
+    as_on_a_gpu = _ragged_on_cpu() if ragged else []
     split(ParallelConfig(context=dist.get_world_size()), 0)
     generator = torch.Generator().manual_seed(0)
     ids = torch.tensor(segments)
@@ -96,7 +146,7 @@ def context_attention(segments: list[list[int]], groups: int, *, packed: bool) -
     return {
         "differences": [(a - b[mine])[real].abs().max().item() for a, b in zip(found, expected, strict=True)],
         "padding": output[~real].abs().sum().item() if packed else 0.0,
-        "scores": sum(scores),
+        "scores": sum(as_on_a_gpu[:1] if ragged else scores),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.trainer.batches import random_batch
-from trainer.batch import MASK, ROUTING, Fields, Sequence, collate, pack
+from trainer.batch import MASK, ROUTING, Fields, Sequence, collate, pack, take_back
 from trainer.errors import DataError
 from trainer.megatron.convert import unwrap
 
@@ -164,3 +164,21 @@ def routing_refused(path: str) -> list[str]:
             except DataError as error:
                 said.append(str(error))
     return said
+
+
+def gaps(path: str, prompt: tuple[int, ...], sampled: list[tuple[Any, Any, Any]]) -> dict[str, float]:
+    """The mean difference of the trainer's log-probs to those of `sampled` (tokens, log-probs, routing), which are
+    answers to the prompt: along the recorded routing, and where the trainer's own routers send the tokens."""
+    from tests.trainer.cases import engine
+
+    found = {}
+    with engine({"model": {"path": path}, "micro_batch": 16}) as built:
+        for name, along in (("replayed", True), ("free", False)):
+            sequences = [
+                Sequence(tuple(prompt), tuple(tokens), routing=torch.tensor(routing) if along else None)
+                for tokens, _, routing in sampled
+            ]
+            values = take_back(built.logprobs(collate(sequences)), sequences, [[i] for i in range(len(sequences))])
+            told = [torch.tensor(logprobs) for _, logprobs, _ in sampled]
+            found[name] = (torch.cat(values) - torch.cat(told)).abs().mean().item()
+    return found

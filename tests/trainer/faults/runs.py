@@ -10,11 +10,13 @@ from typing import Any
 import psutil
 import yaml
 
+from trainer.tiny_model import tiny_run
+
 PATIENCE_S = 90.0
 
 
 def arguments(config: dict[str, Any], root: Path, name: str = "config.yaml") -> list[str]:
-    (root / name).write_text(yaml.safe_dump(config))
+    (root / name).write_text(yaml.safe_dump(tiny_run(config)))
     return ["--config", str(root / name)]
 
 

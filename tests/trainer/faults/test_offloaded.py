@@ -23,18 +23,20 @@ STEPS, EVERY = 8, 2
 def test_a_checkpoint_is_taken_while_the_optimizer_is_away(
     zygote: Zygote, config: dict[str, Any], tmp_path: Path, small_models: dict[str, str]
 ) -> None:
-    """Evaluation brings the rewards' models and sends the optimizer away; the checkpoint comes right after it."""
+    """Evaluation brings the models of the rewards, the run's and its own, and sends the optimizer away; the checkpoint
+    comes right after it."""
     weights = sum(tensor.nbytes for tensor in load_file(Path(small_models["qwen2"]) / "model.safetensors").values())
-    budget = Large.nbytes + 3 * weights  # weights, gradients and two moments are 4
+    budget = 2 * Large.nbytes + 3 * weights  # weights, gradients and two moments are 4
+    large = [{"kind": "callable", "target": "tests.trainer.rewards.functions:large", "workers": 1}]
     with fleet(small_models["qwen2"], tmp_path) as running, never_behind(running):
         config |= {
             "algorithm": {"name": "grpo", "samples_per_prompt": 4},
-            "rewards": [{"kind": "callable", "target": "tests.trainer.rewards.functions:large", "workers": 1}],
+            "rewards": large,
             "rollout": {"max_tokens": 4},
             "gateway": {"url": running.server.url},
             "publish": {"model": "tiny", "store": running.store_url, "dtype": "float32", "lineage": "a"},
             "data": config["data"] | {"held_out": 4},
-            "eval": [{"every": EVERY, "prompts": 2}],
+            "eval": [{"every": EVERY, "prompts": 2, "rewards": large}],
             "checkpoint": config["checkpoint"] | {"every": EVERY},
             "steps": STEPS,
             "optimizer": {"lr": 2e-3},

@@ -1,4 +1,4 @@
-"""What only a GPU can show: 8-bit layers, and an optimizer that leaves the device."""
+"""What only a GPU can show: 8-bit layers, an optimizer that leaves the device, variable-length flash attention."""
 
 from __future__ import annotations
 
@@ -39,3 +39,10 @@ def test_half_precision_and_recompute_train_on_a_gpu(one_rank: Ranks, models: di
     exact = run(one_rank, models[model], {})["losses"]
     half = run(one_rank, models[model], {"dtype": "bfloat16", "recompute": "full"})["losses"]
     assert half == pytest.approx(exact, rel=0.05)
+
+
+def test_packed_rows_train_alike_by_variable_length_attention(one_rank: Ranks, models: dict[str, str]) -> None:
+    path = models["qwen2"]
+    how: dict[str, Any] = {"path": path, "parallel": {}, "model": {"path": path, "dtype": "bfloat16"}}
+    alone, packed = (one_rank.call("packed", **how, rows=rows)[0] for rows in (True, False))
+    assert packed == [pytest.approx(step, rel=0.02) for step in alone]

@@ -95,7 +95,7 @@ def test_experts_are_spread_over_ranks_that_are_there() -> None:
 
 def test_8_bits_stand_on_bfloat16() -> None:
     with pytest.raises(ConfigError, match="bfloat16"):
-        ModelConfig("m", fp8="hybrid")
+        ModelConfig("m", dtype="float32", fp8="hybrid")
     assert ModelConfig("m", dtype="bfloat16", fp8="hybrid").fp8 == "hybrid"
 
 

@@ -12,6 +12,7 @@ from tests.trainer.megatron.test_lora_peft import LORA
 from tests.trainer.ranks import Ranks
 from tests.trainer.zygote import Zygote
 from trainer.checkpoint.shards import INDEX, read_index
+from trainer.tiny_model import tiny_run
 
 LAYERS, HIDDEN, FFN, QUERIES, KEYS = 2, 32, 64, 64, 32  # of the small models
 PER_LAYER = (HIDDEN + QUERIES) * 2 + (HIDDEN + KEYS) * 2 + (HIDDEN + FFN) * 3  # inputs and outputs of the projections
@@ -121,11 +122,12 @@ def test_a_checkpoint_of_another_adapter_is_refused(
     zygote: Zygote, config: dict[str, Any], tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(config | {"lora": {"rank": 4}, "steps": 3, "save_to": str(tmp_path / "saved")}))
+    first = config | {"lora": {"rank": 4}, "steps": 3, "save_to": str(tmp_path / "saved")}
+    file.write_text(yaml.safe_dump(tiny_run(first)))
     status, _, errors = zygote.run(["--config", str(file)], tmp_path)
     assert status == 0, errors
     assert {f.name for f in (tmp_path / "saved").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-    file.write_text(yaml.safe_dump(config | {"lora": {"rank": 4}, "steps": 5} | changes))
+    file.write_text(yaml.safe_dump(tiny_run(config | {"lora": {"rank": 4}, "steps": 5} | changes)))
     status, _, errors = zygote.run(["--config", str(file)], tmp_path)
     assert status == 2
     assert said in errors

@@ -96,12 +96,15 @@ def test_a_run_goes_on_exactly_and_in_other_layouts(
 
 
 def test_a_matrix_has_one_state_and_ranks_share_it(one_rank: Ranks, two_ranks: Ranks, models: dict[str, str]) -> None:
-    """4 bytes a number of a matrix, 8 of all else, and a little for numbers that stand for nothing."""
+    """4 bytes a number of a matrix, 8 of all else, and a little for numbers that stand for nothing. The memory manager
+    expects that before the first step."""
     (alone,) = one_rank.call("muon_states", path=models["qwen2"], parallel={})
     shape = load_shape(models["qwen2"])
     others = shape.padded_vocab(1) * shape.hidden * 2
     assert alone["bytes"] < 4 * (alone["numbers"] - others) + 8 * others + 10_000
     shares = two_ranks.call("muon_states", path=models["qwen2"], parallel={"data": 2})
+    for share in (alone, *shares):
+        assert share["held"] == pytest.approx(share["expected"], rel=0.01)
     for share in shares:
         assert share["bytes"] < 0.7 * alone["bytes"]
 

@@ -20,10 +20,11 @@ ROWS = {
 }
 
 
+@pytest.mark.parametrize("ragged", [False, True], ids=["buckets", "ragged"])
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("name", ROWS)
-def test_block_diagonal_attention_equals_a_dense_mask(one_rank: Ranks, name: str, groups: int) -> None:
-    (result,) = one_rank.call("packed_attention", segments=ROWS[name], groups=groups)
+def test_block_diagonal_attention_equals_a_dense_mask(one_rank: Ranks, name: str, groups: int, ragged: bool) -> None:
+    (result,) = one_rank.call("packed_attention", segments=ROWS[name], groups=groups, ragged=ragged)
     assert max(result["differences"]) < 1e-12
     assert result["padding"] == 0
     assert result["causal_equals_plain"]
@@ -33,6 +34,9 @@ def test_block_diagonal_attention_equals_a_dense_mask(one_rank: Ranks, name: str
 def test_it_does_not_compute_what_a_mask_would_throw_away(one_rank: Ranks) -> None:
     (result,) = one_rank.call("packed_attention", segments=[row(*[13] * 10)], groups=2)
     assert result["scores"] == 10 * 13 * 13
+    lengths = [1, 33, 5]
+    (result,) = one_rank.call("packed_attention", segments=[row(*lengths)], groups=2, ragged=True)
+    assert result["scores"] == sum(length**2 for length in lengths)
 
 
 CUT = {
@@ -43,11 +47,15 @@ CUT = {
 }
 
 
+@pytest.mark.parametrize("ragged", [False, True], ids=["buckets", "ragged"])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("name", CUT)
-def test_a_cut_row_is_attended_as_a_whole_one(one_rank: Ranks, name: str, groups: int, world: int) -> None:
-    for result in one_rank.sharing(world).call("context_attention", segments=CUT[name], groups=groups, packed=True):
+def test_a_cut_row_is_attended_as_a_whole_one(
+    one_rank: Ranks, name: str, groups: int, world: int, ragged: bool
+) -> None:
+    how = {"segments": CUT[name], "groups": groups, "packed": True, "ragged": ragged}
+    for result in one_rank.sharing(world).call("context_attention", **how):
         assert max(result["differences"]) < 1e-12
         assert result["padding"] == 0
 

@@ -49,8 +49,9 @@ def test_an_optimizer_on_the_host_computes_the_same_numbers(
     path = models["qwen2"]
     common = {"path": path, "parallel": {"data": 2}, "model": {"path": path, "dtype": dtype}}
     optimizer = {"lr": 1e-2, "weight_decay": 0.1}
-    here = two_ranks.call("losses", **common, optimizer=optimizer)
-    assert two_ranks.call("losses", **common, optimizer=optimizer | {"offload": True}) == here
+    here = two_ranks.call("losses", **common, optimizer=optimizer)[0]
+    ranks = two_ranks.call("losses", **common, optimizer=optimizer | {"offload": True})
+    assert ranks[0] == ranks[1] == [pytest.approx(step, rel=2e-6) for step in here]  # other kernels, other last bits
 
 
 @pytest.mark.sample(1)

@@ -52,6 +52,21 @@ def test_resume_is_exact(
 
 
 @pytest.mark.sample(2)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("offloaded", [False, True], ids=["to-the-host", "to-the-device"])
+def test_an_optimizer_may_move_between_device_and_host(
+    two_ranks: Ranks, models: dict[str, str], tmp_path: Path, offloaded: bool, dtype: str
+) -> None:
+    path = models["qwen2"]
+    common = {"path": path, "parallel": {"data": 2}, "save_at": 2, "directory": str(tmp_path)}
+    common["model"] = {"path": path, "dtype": dtype}
+    there, back = (SCHEDULE["optimizer"] | {"offload": offload} for offload in (offloaded, not offloaded))
+    through = two_ranks.call("losses", **common, optimizer=there)[0]
+    resumed = two_ranks.call("losses", **common, optimizer=back, resume=True)[0]
+    assert resumed == [pytest.approx(step, rel=1e-5) for step in through[2:]]
+
+
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "saved", "others"),
     [

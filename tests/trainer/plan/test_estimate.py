@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -30,6 +31,14 @@ ALONE: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("llama", {"dtype": "bfloat16"}),
     ("llama", {"recompute": "full"}),
+]
+MUON: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {}, "float32"),
+    ("qwen2", {}, "bfloat16"),
+    ("qwen3_moe", {}, "bfloat16"),
+    ("llama-tied", {"pipeline": 2}, "float32"),
+    ("qwen3", {"tensor": 2}, "bfloat16"),
+    ("qwen3_moe", {"data": 2, "expert": 2}, "float32"),
 ]
 CUT: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"tensor": 2}),
@@ -81,6 +90,23 @@ def test_every_layout_holds_what_was_estimated(
     two_ranks: Ranks, models: dict[str, str], family: str, parallel: dict[str, Any]
 ) -> None:
     check(two_ranks, models[family], parallel, {}, kept=0.08)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("family", "parallel", "dtype"), MUON, ids=str)
+def test_muon_holds_what_was_estimated(
+    one_rank: Ranks, models: dict[str, str], family: str, parallel: dict[str, Any], dtype: str
+) -> None:
+    """One moment for the layers' matrices, two for everything else."""
+    shape, layout = load_shape(models[family]), ParallelConfig(**parallel)
+    arguments: dict[str, Any] = {"rows": ROWS, "length": LENGTH, "optimizer": {"name": "muon"}}
+    ranks = one_rank.sharing(layout.world_size)
+    found = ranks.call("measured", path=models[family], parallel=parallel, model={"dtype": dtype}, **arguments)
+    fullest = max(found, key=lambda rank: rank["weights"] + rank["kept"])
+    work = Workload(LENGTH, ROWS, sequences=ROWS * layout.data, dtype=dtype, optimizer="muon")
+    told = estimate(shape, layout, work)
+    assert told.optimizer == pytest.approx(fullest["optimizer"], rel=0.01)
+    assert told.optimizer < 0.8 * estimate(shape, layout, dataclasses.replace(work, optimizer="adamw")).optimizer
 
 
 @pytest.mark.sample(2)

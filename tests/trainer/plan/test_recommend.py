@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from trainer.megatron.hf_config import ModelShape, load_shape
 from trainer.memory.ledger import GIB
 from trainer.plan import Hardware, PlanOptions, Workload, estimate, recommend
 from trainer.plan.recommend import candidates
-from trainer.plan.report import as_yaml, workload_of
+from trainer.plan.report import as_yaml, reward_models, workload_of
 
 WORK = Workload(length=4096, micro_batch=1)
 # Published sizes of the families' models.
@@ -136,7 +137,7 @@ def test_more_ranks_never_need_more_of_each(tmp_path: Path) -> None:
     sharded = estimate(model, ParallelConfig(data=8, shard="full"), WORK)
     assert sharded.weights < whole.weights / 3
     assert sharded.optimizer == whole.optimizer
-    assert estimate(model, ParallelConfig(), Workload(4096, offload=True)).optimizer == 4 * model.parameters
+    assert estimate(model, ParallelConfig(), Workload(4096, offload=True)).optimizer == 0
 
 
 def settings(path: str, **more: Any) -> dict[str, Any]:
@@ -146,6 +147,7 @@ def settings(path: str, **more: Any) -> dict[str, Any]:
         "algorithm": {"name": "sft"},
         "steps": 1,
         "micro_batch": 1,
+        "packing": None,
     } | more
 
 
@@ -182,6 +184,41 @@ def test_a_preferences_two_answers_are_in_one_micro_batch() -> None:
     config = strict.build(TrainerConfig, settings("unused", algorithm={"name": "dpo"}, batch=8, micro_batch=1))
     work = workload_of(config, 4096)
     assert (work.micro_batch, work.sequences) == (2, 16)
+
+
+def test_muon_is_counted_and_given_nothing_that_it_cannot_do(tmp_path: Path) -> None:
+    config = strict.build(TrainerConfig, settings("unused", optimizer={"name": "muon"}))
+    work = workload_of(config, 4096)
+    assert work.optimizer == "muon"
+    model = shape(tmp_path, "1.5B")
+    adamw, muon = (estimate(model, ParallelConfig(), dataclasses.replace(work, optimizer=n)) for n in ("adamw", "muon"))
+    assert muon.optimizer < adamw.optimizer - 3.5 * 1e9, "1.3 B of its weights are in matrices of layers"
+    economies = {c.economy for c in candidates(model, Hardware(8, 8 * GIB), work)}
+    assert {(e.shard, e.offload) for e in economies} == {("optimizer", False)}
+    assert len(economies) == 2
+
+
+def test_the_classifiers_of_rewards_and_of_evaluations_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "classifier").mkdir()
+    (tmp_path / "classifier" / "model.safetensors").write_bytes(b" " * (3 << 20))
+    (tmp_path / "model").mkdir()
+    judge = {"kind": "classifier", "path": str(tmp_path / "classifier"), "workers": 2}
+    more: dict[str, Any] = {"gateway": {"url": "http://unused"}, "rewards": [{"kind": "exact_match"}, judge]}
+    more["eval"] = [
+        {},
+        {"name": "judged", "rewards": [judge, judge]},
+        {"name": "far", "rewards": [judge | {"path": "/x"}]},
+    ]
+    written = settings(write_config(tmp_path / "model", "1.5B"), **more)
+    found = reward_models(strict.build(TrainerConfig, written))
+    assert found == {"rewards": 6 << 20, "eval judged": 12 << 20, "eval far": 0}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(written))
+    assert main(["--config", str(tmp_path / "run.yaml"), "--plan"]) == 0
+    out = capsys.readouterr().out
+    assert "classifiers of eval judged: 12.0 MiB of host memory" in out
+    assert "classifiers of eval far: an unknown part" in out
 
 
 def test_the_command_prints_a_plan_and_its_yaml_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

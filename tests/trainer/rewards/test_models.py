@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from trainer.config import ClassifierReward, GatewayConfig, JudgeReward, MathReward, RegexReward, RewardConfig
 from trainer.errors import ConfigError
+from trainer.plan.report import file_bytes
 from trainer.rewards import RewardRequest, Score, build_scorer
 from trainer.rewards.models import Classifier
 from trainer.tiny_model import write_tiny_model
@@ -118,6 +119,7 @@ def test_a_classifier_without_padding_takes_one_at_a_time(classifier: Path, tmp_
     config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": None}))
     model = Classifier(str(tmp_path / "unpadded"), -1, probability=True, max_tokens=512, batch=8)
     assert model.batch == 1
+    assert model.nbytes == pytest.approx(file_bytes(str(classifier)), abs=4096), "what --plan says of it"
     assert model("07", "", "", {}) == Classifier(str(classifier), -1, probability=True, max_tokens=512)(
         "07", "", "", {}
     )

@@ -7,13 +7,16 @@ nothing but the weights and the request. Weights are replaced through `load`.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
@@ -87,7 +90,8 @@ class GenerateServer:
                     "logprobs": choice["logprobs"][start:end],
                     "weight_version": choice["weight_versions"][-1]["version"],
                 }
-                last = {"finish_reason": choice["finish_reason"]} if start + len(tokens) == whole else {}
+                said = {k: choice[k] for k in ("finish_reason", "routed_experts") if k in choice}
+                last = said if start + len(tokens) == whole else {}
                 yield _event("token", event | last)
             if breaks is not None and start + step >= breaks:
                 if self.cut:
@@ -116,6 +120,10 @@ class GenerateServer:
             if done.all():
                 break
         choices = [self._choice(i, row[start:].tolist(), logprobs[i].tolist()) for i, row in enumerate(tokens)]
+        if body.get("routed_experts"):
+            for choice in choices:
+                places = range(body["routed_experts_prompt_start"], start + len(choice["token_ids"]) - 1)
+                choice["routed_experts"] = routed([[[place, self.version]] for place in places])
         return {"id": "gen-1", "model": "tiny", "choices": choices, "usage": {}}
 
     def _choice(self, index: int, ids: list[int], logprobs: list[float]) -> dict[str, Any]:
@@ -129,6 +137,13 @@ class GenerateServer:
             "finish_reason": "stop" if stopped else "length",
             "weight_versions": [{"version": self.version, "start": 0, "end": length}],
         }
+
+
+def routed(rows: list[Any]) -> str:
+    """Experts as the server writes them; the fake ones of this server are a token's place and the version."""
+    with io.BytesIO() as file:
+        np.save(file, np.array(rows, dtype=np.uint16))
+        return base64.b64encode(file.getvalue()).decode()
 
 
 def _event(name: str, data: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from trainer.rewards import build_scorer
 from trainer.rollouts.feed import Draw, Feed
 from trainer.rollouts.sampling import ENVIRONMENT, RolloutSampler
 from trainer.rollouts.schedules import Schedule, build_schedule
+from trainer.routing import of_trajectory
 from trainer.trajectory import (
     UNFINISHED,
     Outcome,
@@ -76,6 +77,29 @@ def in_rounds(
         between()
         found.append(client.round(record, n, 5, on_disk(found[-1])).result(PATIENCE_S))
     return found
+
+
+@pytest.mark.parametrize("request_by", ["sample", "group"])
+def test_every_token_keeps_the_experts_of_the_pass_that_sampled_the_next(
+    server: GenerateServer, tokenizer: Tokenizer, record: Record, monkeypatch: pytest.MonkeyPatch, request_by: str
+) -> None:
+    """Over rounds under several versions, and a stream that breaks off and is asked for again."""
+    monkeypatch.setattr(server, "version", 1)
+    monkeypatch.setattr(server, "break_after", [BUDGET // 2])
+    with rollouts(server, tokenizer, request=request_by, routed_experts=True) as client:
+        *_, group = in_rounds(client, record, 2, lambda: server.swap(server.version + 1))
+    assert isinstance(group, Group)
+    for trajectory in group.trajectories:
+        routing = of_trajectory(len(group.prompt_ids), trajectory)
+        assert routing is not None
+        places, versions = routing[:, 0].T.tolist()
+        assert places == list(range(len(group.prompt_ids) + len(trajectory.token_ids) - 1))
+        by_token = [span.version for span in trajectory.versions for _ in range(span.start, span.end)]
+        assert versions[len(group.prompt_ids) - 1 :] == by_token
+    with rollouts(server, tokenizer, request=request_by) as client:
+        *_, plain = in_rounds(client, record, 2)
+    assert isinstance(plain, Group)
+    assert {turn.routing for trajectory in plain.trajectories for turn in trajectory.turns} == {None}
 
 
 @pytest.mark.parametrize("request_by", ["sample", "group"])

@@ -15,6 +15,7 @@ import yaml
 
 from tests.trainer.fleet import Fleet, fleet
 from tests.trainer.zygote import Zygote
+from trainer.tiny_model import tiny_run
 
 DATA = {"kind": "arithmetic", "operands": 2, "largest": 4, "held_out": 10}
 Events = list[dict[str, Any]]
@@ -45,7 +46,7 @@ def served(mistaken: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def train(zygote: Zygote, config: dict[str, Any], root: Path) -> Events:
     metrics, path = root / "metrics.jsonl", root / "config.yaml"
-    path.write_text(yaml.safe_dump(config | {"metrics": str(metrics)}))
+    path.write_text(yaml.safe_dump(tiny_run(config | {"metrics": str(metrics)})))
     status, _, errors = zygote.run(["--config", str(path)], root)
     assert status == 0, errors
     return [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -138,7 +139,7 @@ def test_an_asynchronous_run_goes_on_where_it_stood(
 def test_sampling_ahead_needs_an_algorithm_that_samples(zygote: Zygote, tiny_model: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     config = {"model": {"path": tiny_model}, "data": DATA, "algorithm": {"name": "sft"}, "steps": 1}
-    path.write_text(yaml.safe_dump(config | {"schedule": {"name": "async"}}))
+    path.write_text(yaml.safe_dump(tiny_run(config | {"schedule": {"name": "async"}})))
     status, _, errors = zygote.run(["--config", str(path)], tmp_path)
     assert status == 2
     assert "schedule: async samples ahead, but sft learns from its records. Leave schedule out" in errors

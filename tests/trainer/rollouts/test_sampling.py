@@ -50,7 +50,9 @@ def take(client: RolloutSampler, problems: list[Record], n: int, first: int = 0)
 
 def rollouts(server: GenerateServer, tokenizer: Tokenizer, retry_s: float = 5.0, **config: Any) -> RolloutSampler:
     gateway = GatewayConfig(url=server.url, retry_s=retry_s)
-    return RolloutSampler(gateway, RolloutConfig(**config), build_scorer([ExactMatchReward()]), tokenizer, seed=3)
+    return RolloutSampler(
+        gateway, RolloutConfig(**{"max_tokens": 16, **config}), build_scorer([ExactMatchReward()]), tokenizer, seed=3
+    )
 
 
 def test_samples_come_back_in_order_with_logprobs_and_versions(server: GenerateServer, tokenizer: Tokenizer) -> None:
@@ -70,7 +72,12 @@ def test_samples_come_back_in_order_with_logprobs_and_versions(server: GenerateS
 def test_an_adapter_is_asked_for_by_name_until_an_instance_has_it(server: GenerateServer, tokenizer: Tokenizer) -> None:
     """The commit record of its first version is there a moment before the instances have it."""
     server.failures, server.code = [404, 404], "model_not_found"
-    about = (GatewayConfig(url=server.url, retry_s=5.0), RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer)
+    about = (
+        GatewayConfig(url=server.url, retry_s=5.0),
+        RolloutConfig(max_tokens=16),
+        build_scorer([ExactMatchReward()]),
+        tokenizer,
+    )
     with RolloutSampler(*about, seed=3, model="sums") as client:
         take(client, records(tokenizer, "1+2="), 1)
         assert server.requests[-1]["model"] == "sums"
@@ -194,7 +201,8 @@ def test_another_server_is_told_from_a_broken_one(tokenizer: Tokenizer, path: st
     )
     with serve_app(other) as url:
         gateway = GatewayConfig(url=url + path, retry_s=60)
-        client = RolloutSampler(gateway, RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer, seed=0)
+        about = (gateway, RolloutConfig(max_tokens=16), build_scorer([ExactMatchReward()]), tokenizer)
+        client = RolloutSampler(*about, seed=0)
         with client, pytest.raises(RolloutError, match="Is this hotswap"):
             take(client, records(tokenizer, "1+2="), 1)
 
@@ -242,7 +250,8 @@ def test_an_answer_that_goes_round_in_circles_is_ended(tokenizer: Tokenizer, req
 
 def test_nobody_there_is_reported_within_the_budget(server: GenerateServer, tokenizer: Tokenizer) -> None:
     gateway = GatewayConfig(url="http://127.0.0.1:9", retry_s=0.3)
-    client = RolloutSampler(gateway, RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer, seed=0)
+    about = (gateway, RolloutConfig(max_tokens=16), build_scorer([ExactMatchReward()]), tokenizer)
+    client = RolloutSampler(*about, seed=0)
     began = time.monotonic()
     with client, pytest.raises(GatewayUnreachable, match="hotswap up"):
         take(client, records(tokenizer, "1+2="), 2)
@@ -253,7 +262,7 @@ def test_the_key_is_sent_and_must_be_set(
     server: GenerateServer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = GatewayConfig(url=server.url, api_key_env="ROLLOUT_KEY")
-    arguments = (RolloutConfig(), build_scorer([ExactMatchReward()]), tokenizer, 0)
+    arguments = (RolloutConfig(max_tokens=16), build_scorer([ExactMatchReward()]), tokenizer, 0)
     with pytest.raises(ConfigError, match="ROLLOUT_KEY"):
         RolloutSampler(gateway, *arguments)
     monkeypatch.setenv("ROLLOUT_KEY", "secret")
@@ -268,7 +277,7 @@ def test_a_failing_reward_is_counted_and_the_rollout_goes_on(server: GenerateSer
             raise ZeroDivisionError
 
     scorer = Scorer({"broken": Weighted(Broken(), on_failure=-1.0)})
-    with RolloutSampler(GatewayConfig(url=server.url), RolloutConfig(), scorer, tokenizer, 0) as client:
+    with RolloutSampler(GatewayConfig(url=server.url), RolloutConfig(max_tokens=16), scorer, tokenizer, 0) as client:
         groups = take(client, records(tokenizer, "1+2=", "3+4="), 2)
         assert client.stats()["reward_failures/broken"] == 4
     assert [group.rewards for group in groups] == [[-1.0, -1.0]] * 2
@@ -288,7 +297,7 @@ def test_a_finished_sample_is_scored_while_others_decode(
 
     scorer, before = Scorer({"watching": Weighted(Watching())}), server.answered
     monkeypatch.setattr(server, "ready", lambda: server.answered == before or bool(scored))
-    with RolloutSampler(GatewayConfig(url=server.url), RolloutConfig(), scorer, tokenizer, 0) as client:
+    with RolloutSampler(GatewayConfig(url=server.url), RolloutConfig(max_tokens=16), scorer, tokenizer, 0) as client:
         take(client, records(tokenizer, "1+2="), 16)
     assert server.answered == before + 16
 

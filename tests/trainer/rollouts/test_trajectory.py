@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from dataclasses import replace
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 
 from tests.trainer.algorithms import reference as plain
+from tests.trainer.rollouts.generate_server import routed
 from trainer.algorithms.advantages import gae
 from trainer.algorithms.base import ADVANTAGES, BEHAVIOUR_LOGPROBS, ENTROPY, REWARDS
 from trainer.algorithms.policy import Grpo, Reinforce
 from trainer.batch import MASK, TOKENS, Sequence, collate, lay_out
 from trainer.config import GrpoConfig, ReinforceConfig
 from trainer.rewards import Score
+from trainer.routing import joined, of_trajectory, tokens
 from trainer.trajectory import StepsOfVersions, Trajectory, TrajectoryGroup, Turn, VersionSpan
 
 CALL = Turn((11, 12, 13), (-0.1, -0.2, -0.3), (VersionSpan(4, 0, 2, 4), VersionSpan(5, 2, 3, 5)), reward=0.25)
@@ -100,3 +103,42 @@ def test_rewards_by_turn_reach_the_algorithm() -> None:
     assert sequence.per_token[REWARDS] == [0, 0, 0.25, 0, 0, 0, 1.75]
     fields = collate([sequence])
     assert fields[TOKENS].tolist() == [[1, 11, 12, 13, 21, 22, 31, 32]]
+
+
+def rows(*experts: int) -> str:
+    """The routing of as many tokens: one layer, two experts each."""
+    return routed([[[e, e + 1]] for e in experts])
+
+
+def test_turns_have_the_routing_of_what_none_before_had() -> None:
+    """A prompt of two tokens; the last token of the last turn has none."""
+    turns = (replace(CALL, routing=rows(0, 1, 2, 3)), TOOL, replace(ANSWER, routing=rows(4, 5, 6, 7)))
+    played = replace(PLAYED, turns=turns)
+    routing = of_trajectory(2, played)
+    assert routing is not None
+    assert routing[:, 0, 0].tolist() == list(range(8))
+    group = TrajectoryGroup((1, 2), (played,), (Score(1.0),))
+    assert Group.from_json(json.loads(json.dumps(group.to_json()))) == group
+    unrecorded = of_trajectory(2, replace(played, turns=(turns[0], TOOL, ANSWER)))
+    assert unrecorded is not None
+    assert unrecorded[:, 0].tolist() == [[0, 1], [1, 2], [2, 3], [3, 4], *[[-1, -1]] * 4]
+    assert of_trajectory(2, PLAYED) is None
+    (sequence,) = Grpo(GrpoConfig(samples_per_prompt=2)).sequences([], [replace(group, scores=(Score(1.0),))])
+    assert sequence.routing is not None
+    assert sequence.routing.equal(routing)
+
+
+def test_routing_of_an_answer_that_came_in_parts() -> None:
+    assert joined(None, None) is None
+    assert joined(rows(1), None) == rows(1)
+    assert joined(None, rows(2)) == rows(2)
+    whole = joined(rows(1, 2), rows(3))
+    assert whole == rows(1, 2, 3)
+    assert tokens(whole) == 3
+    assert tokens(None) == 0
+
+
+@pytest.mark.parametrize("text", ["no base64!", base64.b64encode(b"no array").decode(), ""])
+def test_what_is_no_routing_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="routing that is no array"):
+        joined(None, text)

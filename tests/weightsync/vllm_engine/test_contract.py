@@ -19,8 +19,8 @@ from server import api
 from server.instance import openapi
 from server.instance.config import _INSTEAD
 from tests import vllm_source
+from tests.contract import Installed, Release, Sources
 from tests.lacking import lacking
-from tests.weightsync.vllm_engine.contract import Installed, Release, Sources
 from weightsync import vllm_plugin
 from weightsync.errors import UnsupportedVllm
 from weightsync.vllm_engine import VLLM_VERSIONS, releases
@@ -273,6 +273,39 @@ def test_seeds(vllm: Release) -> None:
     has(vllm, runner, "self._sample(", "self._bookkeeping_sync(", "self.discard_request_mask = ")
     steps = ("self.discard_request_mask.np[:num_reqs]", "self.input_batch.generators.get(int(i))")
     has(vllm, f"{runner}._bookkeeping_sync", *steps, "gen.set_offset(gen.get_offset() - 4)")
+
+
+def test_recorded_routing(vllm: Release) -> None:
+    """What routing.py feeds on a CPU, and what it tells vLLM's recorder of commits."""
+    package, runner = "vllm.distributed.aux_output_connector", "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+    has(
+        vllm, "vllm.config:VllmConfig._verify_aux_output_compatibility", "self.use_v2_model_runner", "self.model_config"
+    )
+    scheduler = f"{package}.connector:AuxOutputSchedulerConnector"
+    assert vllm.parameters(f"{scheduler}.build_connector_meta") == ["self", "scheduler_output", "requests"]
+    has(vllm, scheduler, "self._finished_requests", "self._sent_hash_counts")
+    worker = f"{package}.worker:AuxOutputWorkerConnector"
+    assert vllm.parameters(f"{worker}.begin_step") == ["self", "metadata"]
+    assert vllm.parameters(f"{worker}.prepare_output") == ["self", "input_batch"]
+    assert vllm.parameters(f"{worker}._publish_blocks") == ["self", "batches", "retain_keys", "release_keys"]
+    assert vllm.parameters(f"{worker}._teardown") == ["self", "request_ids"]
+    has(vllm, worker, "self._buffer", "self._lock", "self._generation", "self._requests", "self._pending_outputs")
+    used = ("input_batch.req_ids", "input_batch.query_start_loc_np", "input_batch.num_computed_tokens_np")
+    has(vllm, f"{worker}.prepare_output", *used)
+    pending = f"{package}.worker:PendingAuxOutput"
+    assert vllm.parameters(f"{pending}.enqueue_cpu_copy") == ["self", "num_sampled", "num_rejected"]
+    has(vllm, f"{package}.routed_experts:RoutedExpertsBuffer", "self._requests")
+    has(vllm, "vllm.v1.outputs:ModelRunnerOutput", "aux_output_connector_output")
+    has(vllm, "vllm.v1.core.sched.output:SchedulerOutput", "aux_output_connector_metadata")
+    assert vllm.parameters(f"{runner}.sample_tokens") == ["self", "grammar_output"]
+    assert vllm.parameters(f"{runner}.execute_model")[:2] == ["self", "scheduler_output"]
+    has(vllm, runner, "self.execute_model_state = ExecuteModelState(", "self.kv_cache_config = ")
+    has(vllm, "vllm.v1.worker.gpu_model_runner:ExecuteModelState", "scheduler_output: ")
+    cpu = "vllm.v1.worker.cpu_model_runner:CPUModelRunner.initialize_kv_cache"
+    assert vllm.parameters(cpu)[:2] == ["self", "kv_cache_config"]
+    has(vllm, "vllm.v1.worker.gpu.model_runner:GPUModelRunner.__init__", "self.aux_output_connector: ")
+    assert "routed_experts_prompt_start" in vllm.attributes("vllm.sampling_params:SamplingParams")
+    assert "routed_experts" in vllm.attributes("vllm.outputs:CompletionOutput")
 
 
 def test_serving(vllm: Release) -> None:

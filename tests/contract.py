@@ -1,4 +1,4 @@
-"""A release of vLLM as the contract test asks it: the installed one by its objects, any other by its sources.
+"""A release of a library as its contract test asks it: the installed one by its objects, any other by its sources.
 
 Names are written "module:Class.method". Both sides answer alike, and a test of the installed release holds one against
 the other.
@@ -72,7 +72,7 @@ class Installed:
 
 
 class Sources:
-    """A release as the folder that has its package `vllm` holds it. Nothing of it is imported.
+    """A release as the folder that has its package holds it. Nothing of it is imported.
 
     A name is found where it is defined: through `from ... import`, and, of a method, in the bases of the class.
     """
@@ -137,12 +137,12 @@ class Sources:
                 return f"{origin}.{original}", self._module(f"{origin}.{original}")
             return self._in_module(origin, original)
         if found is None:
-            raise LookupError(f"vLLM {self.version} has no {module}:{name}")
+            raise LookupError(f"{self.version} has no {module}:{name}")
         return module, found
 
     def _in_class(self, module: str, node: ast.AST, name: str) -> tuple[str, ast.AST]:
         if not isinstance(node, ast.ClassDef):
-            raise LookupError(f"vLLM {self.version}: {module} has no class for {name!r}")
+            raise LookupError(f"{self.version}: {module} has no class for {name!r}")
         if (found := _defined(node.body).get(name)) is not None:
             return module, found
         for base in node.bases:
@@ -151,7 +151,7 @@ class Sources:
                 return self._in_class(*self._in_module(module, plain), name)
             except LookupError:  # the base of another package, or one that has it not
                 continue
-        raise LookupError(f"vLLM {self.version}: {module}:{node.name} has no {name}")
+        raise LookupError(f"{self.version}: {module}:{node.name} has no {name}")
 
     def _origin(self, module: str, found: ast.ImportFrom) -> str:
         if not found.level:
@@ -174,7 +174,7 @@ class Sources:
         path = self._root.joinpath(*module.split("."))
         found = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.exists()), None)
         if found is None:
-            raise LookupError(f"vLLM {self.version} has no module {module}")
+            raise LookupError(f"{self.version} has no module {module}")
         return found
 
 

@@ -1,0 +1,122 @@
+"""The field `routed_experts` of requests and answers, on recorded engine outputs."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from server.instance.inflight import Inflight
+from server.instance.middleware import NotBoolean, wants
+from server.instance.provenance import Trace, annotate, current_trace, traced
+from server.instance.routed_experts import FIELD, Recording, encoded
+
+pytestmark = pytest.mark.engine
+EXPERTS = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+PROMPT = {"prompt_token_ids": [5, 6, 7]}
+
+
+def recording(*, on: bool = True, mixture: bool = True) -> Recording:
+    return Recording(
+        SimpleNamespace(aux_output_config=SimpleNamespace(enabled=on), model_config=SimpleNamespace(is_moe=mixture))
+    )
+
+
+def decoded(text: str) -> np.ndarray:
+    found: np.ndarray = np.load(io.BytesIO(base64.b64decode(text)))
+    return found
+
+
+async def told(wanted: bool | None, *, on: bool = True) -> tuple[Trace, Any, Any]:
+    """What is known after an answer; its last output, and the parameters that the engine got."""
+    params = SimpleNamespace(n=1, extra_args=None, prompt_logprobs=None, routed_experts_prompt_start=0)
+    span = SimpleNamespace(version="3", start=0, end=1)
+    output = SimpleNamespace(index=0, token_ids=[9], text="a", weight_versions=[span], finish_reason="stop")
+    output.routed_experts = EXPERTS
+
+    async def generate(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(outputs=[output], prompt_token_ids=[5, 6, 7], finished=True)
+
+    trace = Trace()
+    trace.wants_routing = wanted
+    current_trace.set(trace)
+    async for _ in traced(generate, Inflight(), recording(on=on))(PROMPT, params, "r"):
+        pass
+    return trace, output, params
+
+
+async def test_what_was_asked_for_is_told_where_an_answer_ends() -> None:
+    trace, _, params = await told(True)
+    assert params.routed_experts_prompt_start == 0
+    middle: dict[str, Any] = {"choices": [{"index": 0, "text": "a", "finish_reason": None}]}
+    end: dict[str, Any] = {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}
+    message: dict[str, Any] = {"type": "message_delta", "delta": {}}
+    response: dict[str, Any] = {"type": "response.completed", "response": {"object": "response"}}
+    for payload, last in ((middle, False), (end, True), (message, True), (response, True)):
+        annotate(payload, trace, last=last)
+    assert FIELD not in middle["choices"][0]
+    for place in (end["choices"][0], message, response["response"]):
+        assert np.array_equal(decoded(place[FIELD]), EXPERTS)
+        assert decoded(place[FIELD]).dtype == np.uint8
+    own: dict[str, Any] = {"choices": [{"index": 0, "message": {}, "finish_reason": "stop", FIELD: "vLLM's"}]}
+    annotate(own, trace, last=True)
+    assert own["choices"][0][FIELD] == "vLLM's"
+
+
+async def test_nobody_gets_what_was_not_asked_for() -> None:
+    trace, output, params = await told(False)
+    assert output.routed_experts is None
+    assert params.routed_experts_prompt_start == 3, "the engine need not look the prompt's up"
+    end: dict[str, Any] = {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}
+    annotate(end, trace, last=True)
+    assert FIELD not in end["choices"][0]
+
+
+async def test_routes_of_vllm_that_are_not_rewritten_say_what_vllm_says() -> None:
+    _, output, params = await told(None)
+    assert output.routed_experts is EXPERTS
+    assert params.routed_experts_prompt_start == 0
+    await told(None, on=False)
+
+
+@pytest.mark.parametrize(("mixture", "said"), [(True, "--enable-return-routed-experts"), (False, "no experts")])
+def test_what_cannot_be_recorded_is_refused(mixture: bool, said: str) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match=said) as refused:
+        recording(on=False, mixture=mixture).prepare(PROMPT, SimpleNamespace(), wanted=True)
+    assert refused.value.parameter == FIELD
+    recording(on=False, mixture=mixture).prepare(PROMPT, SimpleNamespace(), wanted=False)
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ({}, False),
+        ({FIELD: True}, True),
+        ({FIELD: False}, False),
+        ({"prompt": FIELD}, False),
+        ({"routed_experts_prompt_start": 4}, False),
+        ([FIELD], False),
+    ],
+)
+def test_who_asks(body: Any, wanted: bool) -> None:
+    assert wants(orjson.dumps(body), FIELD) is wanted
+    assert wants(b'{"routed_experts": tru', FIELD) is False, "vLLM refuses it"
+
+
+def test_a_field_that_says_neither_is_refused() -> None:
+    with pytest.raises(NotBoolean, match="routed_experts must be true or false") as refused:
+        wants(orjson.dumps({FIELD: "perhaps"}), FIELD)
+    assert refused.value.param == FIELD
+
+
+def test_many_experts_take_two_bytes() -> None:
+    wide = np.full((1, 1, 2), 300, dtype=np.uint16)
+    assert decoded(encoded(wide)).tolist() == wide.tolist()

@@ -1,0 +1,377 @@
+"""The stock openai SDK uploads files, has jobs train, and asks what they have trained."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from tests.trainer.api.finetuning.client import ended, losses, preferences, sdk, sums, upload
+from tests.trainer.api.server import ApiServer, serving
+from tests.trainer.fleet import Fleet
+from tests.waiting import wait_until
+
+LIMITS = {"rank": 16, "models": 30, "resident": 2, "served": 2, "jobs": 3, "files": 30, "file_mb": 1}
+LONG = {"n_epochs": 50, "batch_size": 1}  # longer than any test waits for it
+NOBODY = "another"
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Iterator[tuple[ApiServer, Fleet]]:
+    with serving(tmp_path_factory.mktemp("jobs"), tiny_model, limits=LIMITS) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def api(both: tuple[ApiServer, Fleet]) -> ApiServer:
+    return both[0]
+
+
+@pytest.fixture(scope="module")
+def client(api: ApiServer) -> openai.OpenAI:
+    return sdk(api)
+
+
+@pytest.fixture(scope="module")
+def examples(client: openai.OpenAI) -> str:
+    return upload(client, sums())
+
+
+def create(client: openai.OpenAI, file: str, kind: Any = "supervised", model: str = "tiny", **asked: Any) -> Any:
+    """A job; what is no hyperparameter goes beside the method."""
+    names = ("n_epochs", "batch_size", "learning_rate_multiplier", "beta")
+    chosen = {name: asked.pop(name) for name in names if name in asked}
+    method: Any = {"type": kind, kind: {"hyperparameters": chosen}}
+    return client.fine_tuning.jobs.create(model=model, training_file=file, method=method, **asked)
+
+
+@pytest.fixture(scope="module")
+def trained(client: openai.OpenAI, examples: str) -> Any:
+    """A job that has succeeded."""
+    made = create(
+        client,
+        examples,
+        validation_file=upload(client, sums(4)),
+        n_epochs=2,
+        batch_size=5,
+        learning_rate_multiplier=10.0,
+        suffix="sums",
+        seed=3,
+        metadata={"of": "test"},
+    )
+    assert (made.status, made.fine_tuned_model, made.finished_at) == ("validating_files", None, None)
+    return ended(client, made.id)
+
+
+def test_files(client: openai.OpenAI) -> None:
+    content = "".join(json.dumps(line) + "\n" for line in sums()).encode()
+    made = client.files.create(file=("sums.jsonl", io.BytesIO(content)), purpose="fine-tune")
+    assert (made.filename, made.bytes, made.purpose, made.status) == (
+        "sums.jsonl",
+        len(content),
+        "fine-tune",
+        "processed",
+    )
+    assert client.files.retrieve(made.id) == made
+    assert client.files.content(made.id).content == content
+    assert client.files.wait_for_processing(made.id) == made
+    other = upload(client, sums(2))
+    listed = [file.id for file in client.files.list(limit=1)]  # the SDK asks for page after page
+    assert listed[:2] == [other, made.id]
+    assert [file.id for file in client.files.list(order="asc")] == listed[::-1]
+    assert client.files.list(purpose="fine-tune-results", limit=1, after=other).data == []
+    assert client.files.delete(other).deleted
+    with pytest.raises(openai.NotFoundError, match="upload one first"):
+        client.files.retrieve(other)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (b'{"messages": 1}\n{', r"2 lines of the file .*Line 1: 'messages' is no list.* Line 2: it is not JSON"),
+        (b"", "the file is empty"),
+        (b" " * (2 << 20), "more than 1 MB: send fewer examples"),
+        ([sums()[0], preferences()[0]], "line 1 is for supervised, line 2 is for dpo"),
+    ],
+    ids=["bad", "empty", "large", "mixed"],
+)
+def test_a_file_that_cannot_be_used(client: openai.OpenAI, lines: Any, says: str) -> None:
+    before = client.files.list().data
+    with pytest.raises(openai.BadRequestError, match=says) as raised:
+        upload(client, lines)
+    assert raised.value.param == "file"
+    assert client.files.list().data == before
+
+
+def test_uploads_that_no_sdk_sends(api: ApiServer, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="use 'fine-tune'"):
+        client.files.create(file=b"{}", purpose="vision")
+    with pytest.raises(openai.BadRequestError, match="expires_after"):
+        client.files.create(file=b"{}", purpose="fine-tune", expires_after={"anchor": "created_at", "seconds": 3600})
+    headers = {"authorization": "Bearer somebody"}
+    for request in (
+        {"json": {}},
+        {"data": {"purpose": "fine-tune"}, "files": {"another": b""}},
+        {"content": b"x", "headers": headers | {"content-type": "multipart/form-data"}},
+        {"content": b"x", "headers": headers | {"content-type": "multipart/form-data; boundary=y"}},
+    ):
+        answer = httpx.post(f"{api.url}/v1/files", **({"headers": headers} | request))
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_job_trains_and_says_what_it_did(client: openai.OpenAI, trained: Any, examples: str) -> None:
+    assert (trained.status, trained.error) == ("succeeded", None)
+    assert trained.fine_tuned_model == f"ft:tiny:sums:{trained.id[6:16]}"
+    assert (trained.model, trained.training_file, trained.seed) == ("tiny", examples, 3)
+    assert trained.trained_tokens == 2 * 12 * 2
+    assert trained.finished_at >= trained.created_at
+    assert (trained.hyperparameters.n_epochs, trained.hyperparameters.batch_size) == (2, 5)
+    events = list(client.fine_tuning.jobs.list_events(trained.id, limit=4))[::-1]
+    said = [event.message for event in events]
+    assert said[0] == f"Created fine-tuning job: {trained.id}"
+    assert said[-1] == "The job has successfully completed"
+    found = losses(client, trained.id)
+    assert sorted(found) == [1, 2, 3, 4, 5, 6]
+    assert found[6] < 0.9 * found[1]
+    rows = list(csv.DictReader(io.StringIO(client.files.content(trained.result_files[0]).text)))
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [float(row["train_loss"]) for row in rows] == list(found.values())
+    assert [bool(row["valid_loss"]) for row in rows] == [False, False, True] * 2
+    assert client.files.retrieve(trained.result_files[0]).purpose == "fine-tune-results"
+
+
+def test_each_epoch_leaves_a_model(client: openai.OpenAI, trained: Any) -> None:
+    pages = client.fine_tuning.jobs.checkpoints.list(trained.id, limit=1)
+    assert pages.has_more
+    last, first = list(pages)
+    assert (first.step_number, last.step_number) == (3, 6)
+    assert first.fine_tuned_model_checkpoint == f"{trained.fine_tuned_model}:ckpt-step-3"
+    assert last.fine_tuned_model_checkpoint == trained.fine_tuned_model
+    assert first.metrics.full_valid_loss is not None
+    assert last.metrics.full_valid_loss is not None
+    assert last.metrics.full_valid_loss < first.metrics.full_valid_loss
+    listed = {model.id for model in client.models.list()}
+    assert {"tiny", trained.fine_tuned_model, first.fine_tuned_model_checkpoint} <= listed
+    assert client.models.retrieve(trained.fine_tuned_model).object == "model"
+
+
+def test_jobs_are_listed_by_pages(client: openai.OpenAI, trained: Any, examples: str) -> None:
+    newer = create(client, examples, n_epochs=1)
+    page = client.fine_tuning.jobs.list(limit=1)
+    assert ([job.id for job in page.data], page.has_more) == ([newer.id], True)
+    assert trained.id in [job.id for job in client.fine_tuning.jobs.list(limit=1)]
+    assert [job.id for job in client.fine_tuning.jobs.list(metadata={"of": "test"})] == [trained.id]
+    without = client.fine_tuning.jobs.list(extra_query={"metadata": "null"})
+    assert newer.id in [job.id for job in without]
+    assert trained.id not in [job.id for job in without]
+    with pytest.raises(openai.NotFoundError):
+        client.fine_tuning.jobs.list(after="ftjob-none")
+    with pytest.raises(openai.NotFoundError, match="the last id of the page before"):
+        client.fine_tuning.jobs.list_events(trained.id, after="ftevent-none")
+    with pytest.raises(openai.BadRequestError, match="limit"):
+        client.fine_tuning.jobs.list(limit=0)
+    assert ended(client, newer.id).hyperparameters.batch_size == 1  # of so few examples
+
+
+def test_the_seed_decides_everything(client: openai.OpenAI, examples: str) -> None:
+    asked: dict[str, Any] = {"n_epochs": 2, "batch_size": 5}
+    one, two = (create(client, examples, seed=7, **asked) for _ in range(2))
+    old = client.fine_tuning.jobs.create(  # as before there were methods
+        model="tiny", training_file=examples, seed=8, hyperparameters={"n_epochs": 2, "batch_size": 5}
+    )
+    first, same, other = (losses(client, ended(client, job.id).id) for job in (one, two, old))
+    assert first == same
+    assert first != other
+
+
+def test_preferences_raise_what_is_preferred(client: openai.OpenAI) -> None:
+    """Behind the loss of a policy that is the reference, log 2, it falls."""
+    file = upload(client, preferences())
+    job = create(
+        client, file, "dpo", validation_file=file, n_epochs=4, batch_size=8, learning_rate_multiplier=100, beta=0.5
+    )
+    done = ended(client, job.id)
+    assert done.status == "succeeded", done.error
+    assert done.method.dpo.hyperparameters.beta == 0.5
+    found = losses(client, job.id)
+    assert found[1] == pytest.approx(0.6931, abs=1e-3)
+    assert found[4] < 0.6
+    (last, *_) = client.fine_tuning.jobs.checkpoints.list(job.id)
+    assert last.metrics.full_valid_loss is not None
+    assert last.metrics.full_valid_loss < found[4]
+
+
+def test_a_trained_model_is_trained_further(client: openai.OpenAI, trained: Any, examples: str) -> None:
+    """It begins where the other has ended."""
+    file = upload(client, sums(4))
+    job = create(client, file, model=trained.fine_tuned_model, n_epochs=1, batch_size=4)
+    (first, *_) = losses(client, ended(client, job.id).id).values()
+    (checkpoint, *_) = client.fine_tuning.jobs.checkpoints.list(trained.id)
+    assert first == pytest.approx(checkpoint.metrics.full_valid_loss, rel=1e-5)
+    with pytest.raises(openai.BadRequestError, match="train the job's last model further"):
+        create(client, file, model=f"{trained.fine_tuned_model}:ckpt-step-3")
+
+
+def test_a_bad_example_fails_the_job_by_its_line(client: openai.OpenAI, examples: str) -> None:
+    file = upload(client, [sums()[0], {"prompt": "1" * 300, "completion": "2"}])
+    for param, asked in (("training_file", {}), ("validation_file", {"validation_file": file})):
+        failed = ended(client, create(client, examples if asked else file, **asked).id)
+        assert (failed.status, failed.error.param, failed.error.code) == ("failed", param, f"invalid_{param}")
+        assert "Line 2: it has 302 tokens" in failed.error.message
+        assert client.fine_tuning.jobs.list_events(failed.id).data[0].level == "error"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "says"),
+    [
+        ({"model": "gpt-9"}, "model", "use 'tiny', or train one"),
+        ({"training_file": "file-none"}, "training_file", "upload one first"),
+        ({"validation_file": "file-none"}, "validation_file", "upload one first"),
+        ({"method": {"type": "dpo"}}, "training_file", "are for supervised, the job's method is dpo"),
+        ({"method": {"type": "reinforcement"}}, "method.type", "learn from rewards"),
+        ({"method": {"type": "supervised", "dpo": {}}}, "method.dpo", "leave it out"),
+        ({"method": {"type": "supervised"}, "hyperparameters": {}}, "hyperparameters", "not both"),
+        ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs", "greater than or equal to 1"),
+        ({"hyperparameters": {"beta": 1}}, "hyperparameters.beta", "not permitted"),
+        ({"suffix": "a/b"}, "suffix", "up to 64 letters"),
+        ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations", "leave it out"),
+        ({"metadata": {"k": "v" * 513}}, "metadata.k", "512"),
+    ],
+)
+def test_a_job_that_cannot_be(client: openai.OpenAI, examples: str, asked: Any, param: str, says: str) -> None:
+    with pytest.raises((openai.BadRequestError, openai.NotFoundError), match=says) as raised:
+        client.fine_tuning.jobs.create(**({"model": "tiny", "training_file": examples} | asked))
+    assert raised.value.param == param
+
+
+def test_what_one_key_has_no_other_sees(api: ApiServer, client: openai.OpenAI, trained: Any, examples: str) -> None:
+    stranger = sdk(api, NOBODY)
+    refused: list[Callable[[], Any]] = [
+        lambda: stranger.files.retrieve(examples),
+        lambda: stranger.files.content(examples),
+        lambda: stranger.files.delete(examples),
+        lambda: stranger.files.list(after=examples),
+        lambda: create(stranger, examples),
+        lambda: create(stranger, upload(stranger, sums()), model=trained.fine_tuned_model),
+        lambda: stranger.fine_tuning.jobs.retrieve(trained.id),
+        lambda: stranger.fine_tuning.jobs.cancel(trained.id),
+        lambda: stranger.fine_tuning.jobs.list_events(trained.id),
+        lambda: stranger.fine_tuning.jobs.checkpoints.list(trained.id),
+        lambda: stranger.models.retrieve(trained.fine_tuned_model),
+        lambda: stranger.models.delete(trained.fine_tuned_model),
+        lambda: stranger.completions.create(model=trained.fine_tuned_model, prompt="1"),
+    ]
+    for ask in refused:
+        with pytest.raises(openai.NotFoundError, match="of this key"):
+            ask()
+    assert list(stranger.fine_tuning.jobs.list()) == []
+    assert [model.id for model in stranger.models.list()] == ["tiny"]
+    assert len(list(stranger.files.list())) == 1
+    with pytest.raises(openai.AuthenticationError, match="A key is required"):
+        client.with_options(default_headers={"authorization": ""}).files.list()
+    same = sdk(api, "tml-somebody")  # the tinker SDK's form of the key
+    assert same.files.retrieve(examples).id == examples
+
+
+def test_a_running_job(client: openai.OpenAI, api: ApiServer, examples: str) -> None:
+    """It is paused, resumed and cancelled between two steps; its file stays; more than three wait for nothing."""
+    file = upload(client, sums())
+    job = create(client, file, **LONG)
+    wait_until(lambda: client.fine_tuning.jobs.checkpoints.list(job.id).data, what="an epoch is over")
+    waiting = [create(client, examples, n_epochs=1) for _ in range(2)]
+    with pytest.raises(openai.RateLimitError, match="3 jobs of this key have not ended"):
+        create(client, examples)
+    with pytest.raises(openai.BadRequestError, match=rf"{job.id} uses {file}"):
+        client.files.delete(file)
+    with pytest.raises(openai.BadRequestError, match="the job is running; it must be one of paused"):
+        client.fine_tuning.jobs.resume(job.id)
+    assert client.fine_tuning.jobs.pause(job.id).status == "paused"
+    assert all(ended(client, other.id).status == "succeeded" for other in waiting)  # its turn is over
+    taken = losses(client, job.id)
+    assert client.fine_tuning.jobs.resume(job.id).status == "queued"
+    wait_until(lambda: len(losses(client, job.id)) > len(taken), what="it goes on")
+    found = losses(client, job.id)
+    assert sorted(found) == list(range(1, len(found) + 1))
+    cancelled = client.fine_tuning.jobs.cancel(job.id)
+    assert (cancelled.status, cancelled.fine_tuned_model) == ("cancelled", None)
+    said = client.fine_tuning.jobs.list_events(job.id).data[0]
+    assert said.message == "Fine-tuning job cancelled"
+    for ask in (client.fine_tuning.jobs.cancel, client.fine_tuning.jobs.pause):
+        with pytest.raises(openai.BadRequestError, match="the job is cancelled"):
+            ask(job.id)
+    assert client.files.delete(file).deleted
+    kept = [c.fine_tuned_model_checkpoint for c in client.fine_tuning.jobs.checkpoints.list(job.id)]
+    assert kept  # of the epochs before
+    for name in kept:
+        assert client.models.delete(name).deleted
+    statement = "SELECT count(*) FROM records WHERE kind = 'model' AND parent = ?"
+    wait_until(lambda: api.journal(statement, job.id) == [(0,)], what="its training client is gone")
+    after = create(client, examples, n_epochs=1)  # and nobody waits for it
+    assert ended(client, after.id).status == "succeeded"
+    assert client.fine_tuning.jobs.list_events(job.id).data[0] == said
+
+
+def test_a_deleted_model_is_gone(client: openai.OpenAI, examples: str, api: ApiServer) -> None:
+    job = ended(client, create(client, examples, n_epochs=1, batch_size=12).id)
+    assert client.models.delete(job.fine_tuned_model).deleted
+    for ask in (client.models.delete, client.models.retrieve):
+        with pytest.raises(openai.NotFoundError, match="or train one"):
+            ask(job.fine_tuned_model)
+    assert not (api.root / "api/models" / f"{job.id}:train:0").exists()
+
+
+def test_a_trained_model_answers_by_its_name(
+    both: tuple[ApiServer, Fleet], client: openai.OpenAI, trained: Any
+) -> None:
+    """Under the client's key and by a name that the gateway knows, from the least version that has the adapter."""
+    _, running = both
+    asked: list[dict[str, Any]] = []
+    misplaced: list[int] = []
+
+    async def answered(request: Request) -> Response:
+        asked.append(body := await request.json())
+        assert request.headers["authorization"] == "Bearer somebody"
+        if misplaced:
+            return JSONResponse({"error": {"message": "no such model"}}, misplaced.pop())
+        said = {"id": "1", "object": "text_completion", "created": 1, "model": body["model"], "choices": []}
+        if not body.get("stream"):
+            return JSONResponse(said)
+        events = [f"data: {json.dumps(said)}\n\n", "data: [DONE]\n\n"]
+        return StreamingResponse(iter(events), media_type="text/event-stream")
+
+    for route in ("completions", "chat/completions"):
+        running.server.app.post(f"/v1/{route}")(answered)
+    name = trained.fine_tuned_model
+    assert client.completions.create(model=name, prompt="1").model == name
+    assert [event.model for event in client.completions.create(model=name, prompt="1", stream=True)] == [name]
+    message: Any = {"role": "user", "content": "1"}
+    assert client.chat.completions.create(model=f"{name}:ckpt-step-3", messages=[message]).model.endswith("step-3")
+    assert client.completions.create(model="tiny", prompt="1").model == "tiny"
+    first, second, third, base = asked
+    assert first["model"] == second["model"] != third["model"]
+    assert {first["model"], third["model"]} == {"tinker-0", "tinker-1"}
+    assert first["hotswap"]["min_version"] == second["hotswap"]["min_version"] > 0
+    assert "hotswap" not in base
+    misplaced.append(404)
+    with pytest.raises(openai.NotFoundError, match="no such model"):
+        client.completions.create(model=name, prompt="1")
+    client.completions.create(model=name, prompt="1")
+    assert asked[-1]["hotswap"]["min_version"] > asked[-2]["hotswap"]["min_version"]  # it was published again
+
+
+def test_requests_that_no_sdk_sends(api: ApiServer) -> None:
+    headers = {"authorization": "Bearer somebody"}
+    for route, content in (("completions", b"{"), ("completions", b"[]"), ("completions", b"{}")):
+        answer = httpx.post(f"{api.url}/v1/{route}", headers=headers, content=content)
+        assert answer.status_code == 400
+    answer = httpx.post(f"{api.url}/v1/nothing", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    assert httpx.put(f"{api.url}/v1/files", headers=headers).status_code == 405

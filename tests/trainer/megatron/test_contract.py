@@ -1,0 +1,137 @@
+"""The names of Megatron-Core that the trainer leans on, in every release that it works with.
+
+The installed release is asked by its sources, and so is any other, which pip brings. A failure here after an upgrade
+names what moved; code asks `trainer/megatron/releases.py` for what is elsewhere.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from tests import megatron_source
+from tests.contract import Sources
+from tests.lacking import lacking
+from trainer.errors import UnsupportedMegatron
+from trainer.megatron import releases
+
+ROOT = Path(__file__).parents[3]
+OPTIMIZER, CHECKPOINTS = "megatron.core.optimizer", "megatron.core.dist_checkpointing"
+MOE = "megatron.core.transformer.moe"
+
+
+OTHERS = [version for version in releases.MEGATRON_VERSIONS if version != releases.installed()]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[releases.installed(), *(pytest.param(version, marks=pytest.mark.broad) for version in OTHERS)],
+)
+def megatron(request: pytest.FixtureRequest) -> Sources:
+    if request.param == releases.release():
+        return Sources(request.param, Path(str(distribution("megatron-core").locate_file(""))))
+    try:
+        return Sources(request.param, megatron_source.folder(request.param))
+    except megatron_source.NoWheel as error:
+        lacking(str(error))
+
+
+def has(megatron: Sources, name: str, *texts: str) -> None:
+    """Each of `texts` stands in the source of `name`."""
+    source = megatron.source(name)
+    assert not [text for text in texts if text not in source], name
+
+
+def imported() -> Iterator[str]:
+    """Every name that a program of ours imports from Megatron-Core."""
+    for folder in ("trainer", "loadtest", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron."):
+                    yield from (f"{node.module}:{alias.name}" for alias in node.names)
+
+
+def test_an_unknown_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found in ("0.17.0", "0.19.2rc1", None):
+        monkeypatch.setattr(releases, "installed", lambda found=found: found)
+        with pytest.raises(UnsupportedMegatron, match=r"0\.16\.1 or 0\.19\.2") as refused:
+            releases.release.__wrapped__()
+        assert refused.value.found == found
+
+
+def test_every_imported_name(megatron: Sources) -> None:
+    names = sorted(set(imported()))
+    assert len(names) > 30
+    assert not [name for name in names if not megatron.has(name)]
+
+
+def test_the_model(megatron: Sources) -> None:
+    """What attention.py and model.py put in, and override."""
+    gpt = "megatron.core.models.gpt.gpt_model:GPTModel"
+    assert {"input_ids", "position_ids", "attention_mask", "labels", "padding_mask"} <= set(
+        megatron.parameters(f"{gpt}.forward")
+    )
+    assert {"hidden_states", "labels"} <= set(megatron.parameters(f"{gpt}._postprocess"))
+    has(megatron, f"{gpt}.forward", "self._postprocess(", "hidden_states=hidden_states", "labels=labels")
+    has(megatron, f"{gpt}.__init__", "self.rotary_pos_emb = RotaryEmbedding(")
+    assert megatron.has("megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.get_emb")
+    blocks = "megatron.core.transformer.transformer_block"
+    assert {"layer_specs", "layer_norm"} <= megatron.attributes(f"{blocks}:TransformerBlockSubmodules")
+    specs = megatron.source("megatron.core.models.gpt.gpt_layer_specs:get_mlp_module_spec_for_backend")
+    assert ("partial(" in specs) == (megatron.version != "0.16.1")  # releases.feed_forward
+
+
+def test_routers(megatron: Sources) -> None:
+    """What router.py and shim.py override."""
+    for name in ("routing", "apply_z_loss"):
+        assert megatron.parameters(f"{MOE}.router:TopKRouter.{name}") == ["self", "logits", "padding_mask"]
+    has(megatron, f"{MOE}.router:TopKRouter.routing", "self.apply_z_loss(", "router_replay=self.router_replay")
+    has(megatron, f"{MOE}.moe_utils:topk_routing_with_score_function", "router_replay.get_replay_topk(")
+    given = ["tensor", "as_numpy", "record_stream"]
+    assert megatron.parameters(f"{MOE}.moe_utils:maybe_move_tensor_to_cpu") == given
+    assert megatron.has(f"{MOE}.token_dispatcher:maybe_move_tensor_to_cpu")
+    for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
+        assert megatron.has(f"megatron.core.tensor_parallel.random:{name}")
+
+
+def test_the_optimizer(megatron: Sources) -> None:
+    """What optimizer.py and muon.py override and look into."""
+    host = f"{OPTIMIZER}.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
+    assert megatron.parameters(f"{host}._get_sub_optimizer_param_groups") == ["self", "offload_fraction"]
+    has(
+        megatron,
+        f"{host}._init_sub_optimizers",
+        "self.cpu_param_groups,\n            self.gpu_param_groups,\n            self.gpu_params_map_cpu_copy,\n"
+        "            self.cpu_copys_map_gpu_param,\n            self.param_to_fp32_param,",
+        "self.param_to_inner_param[param] = inner_param",
+    )
+    has(megatron, f"{host}._sync_sub_optimizers_state_to_hdo", '["master_param"] = param')
+    has(megatron, f"{host}._sync_hdo_state_to_sub_optimizers", "self._update_fp32_params_by_new_state()")
+    has(megatron, f"{host}._set_sub_optimizer_grads", '"decoupled_grad"')
+    options = {"optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"}
+    assert options <= megatron.attributes(f"{OPTIMIZER}.optimizer_config:OptimizerConfig")
+    sharded = f"{OPTIMIZER}.distrib_optimizer:DistributedOptimizer"
+    setter = ["self", "model_param", "tensors"]
+    assert megatron.parameters(f"{sharded}._set_main_param_and_optimizer_states") == setter
+    assert megatron.parameters(f"{sharded}._get_model_param_range_map") == ["self", "param"]
+    has(megatron, sharded, "self.model_param_group_index_map", "self.data_parallel_group = ", "self.buffers = ")
+    has(megatron, "megatron.core.distributed.param_and_grad_buffer", "self.numel_unpadded = ", "self.grad_data")
+
+
+def test_checkpoints(megatron: Sources) -> None:
+    """What shards.py stops half way, and reads through a reader of its own."""
+    strategies = f"{CHECKPOINTS}.strategies.torch"
+    given = ["sharded_state_dict", "checkpoint_dir", "sharded_strategy"]
+    for name in ("save", "load"):
+        assert megatron.parameters(f"{CHECKPOINTS}.serialization:{name}")[:3] == given
+    has(megatron, f"{CHECKPOINTS}.serialization:save", "sharded_strategy.save(sharded_state_dict, checkpoint_dir)")
+    for name in ("_replace_state_dict_keys_with_sharded_keys", "mcore_to_pyt_state_dict", "MCoreSavePlanner"):
+        assert megatron.has(f"{strategies}:{name}")
+    assert megatron.has(f"{strategies}:_get_filesystem_reader")
+    newer = megatron.version != "0.16.1"
+    assert megatron.has(f"{CHECKPOINTS}.serialization:_get_filesystem_reader") == newer  # releases.reading_with
+    assert megatron.has(f"{CHECKPOINTS}.strategies.common:TorchCommonLoadStrategy") != newer

@@ -1,0 +1,309 @@
+"""The lines of a training file: which of OpenAI's formats they have, what is wrong with them, and their tokens.
+
+    chat          {"messages": [...], "tools": [...]}, for supervised fine-tuning; the assistant's messages are
+                  learned, except those of weight 0
+    completion    {"prompt": TEXT, "completion": TEXT}, for supervised fine-tuning of models without a chat template
+    preference    {"input": {"messages": [...], "tools": [...]}, "preferred_output": [MESSAGE],
+                  "non_preferred_output": [MESSAGE]}, for dpo
+
+Each assistant's message is learned as the model will be asked for it: behind the prompt that the chat template makes of
+what came before. Where these prompts continue each other, token by token, a conversation is one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import orjson
+
+from trainer.algorithms.offline import Dpo
+from trainer.api.errors import BadRequest
+from trainer.batch import Sequence
+from trainer.config import DpoConfig
+from trainer.data.records import Record
+from trainer.data.tokenizer import Tokenizer
+
+SUPERVISED, PREFERENCE = "supervised", "dpo"  # the methods that read them, by OpenAI's names
+NAMED: Final = 20  # bad lines that are named; all are counted
+LONGEST_LINE: Final = 1 << 24
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+_INPUT: Final = {"messages", "tools", "parallel_tool_calls"}
+_OUTPUTS: Final = ("preferred_output", "non_preferred_output")
+
+
+class BadLine(ValueError):
+    """A line that cannot be used; the message says what to do."""
+
+
+class Lines:
+    """A file's lines by number, without those that are empty. Only where they begin is in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.numbers: list[int] = []  # of each in the file, from 1
+        starts, position = [], 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    self.numbers.append(number)
+                    starts.append(position)
+                position += len(line)
+        self._starts = np.array(starts, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def read(self, index: int) -> Any:
+        """The JSON value of a line. Raises BadLine."""
+        with self._path.open("rb") as file:
+            file.seek(int(self._starts[index]))
+            return parse(file.readline())
+
+
+def parse(line: bytes) -> Any:
+    """Raises BadLine when it is no JSON."""
+    if len(line) > LONGEST_LINE:
+        raise BadLine(f"it has more than {LONGEST_LINE >> 20} MB: shorten it")
+    try:
+        return orjson.loads(line)
+    except ValueError as error:
+        raise BadLine(f"it is not JSON ({error}): write one object a line") from None
+
+
+def check_file(path: Path) -> str:
+    """The method that all its lines are for. Raises BadRequest, which names the bad ones."""
+    found: dict[str, int] = {}  # the first line of each method
+    bad = Bad("the file")
+    count = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            count += 1
+            try:
+                found.setdefault(method_of(parse(line)), number)
+            except BadLine as error:
+                bad.add(number, error)
+    bad.refuse()
+    if not count:
+        raise BadRequest("the file is empty: write one example a line, as JSON", "invalid_file", "file")
+    if len(found) > 1:
+        said = ", ".join(f"line {number} is for {method}" for method, number in found.items())
+        raise BadRequest(f"a file has examples of one method alone, but {said}: part them", "invalid_file", "file")
+    return next(iter(found))
+
+
+class Bad:
+    """The bad lines of a file: `what` it is called, and the parameter of the request that named it."""
+
+    def __init__(self, what: str, param: str = "file", code: str = "invalid_file") -> None:
+        self._what, self._param, self._code = what, param, code
+        self._said: list[str] = []
+        self.count = 0
+
+    def add(self, number: int, error: BadLine) -> None:
+        self.count += 1
+        if len(self._said) < NAMED:
+            self._said.append(f"Line {number}: {error}.")
+
+    def refuse(self) -> None:
+        """Raises BadRequest if there is one."""
+        if not self.count:
+            return
+        more = f" ... and {self.count - NAMED} more." if self.count > NAMED else ""
+        lines = "1 line" if self.count == 1 else f"{self.count} lines"
+        raise BadRequest(
+            f"{lines} of {self._what} cannot be used. {' '.join(self._said)}{more}", self._code, self._param
+        )
+
+
+def method_of(value: Any) -> str:
+    """The method that a line is for. Raises BadLine."""
+    if not isinstance(value, dict):
+        raise BadLine("it is no object: write {...}")
+    if "input" in value or any(name in value for name in _OUTPUTS):
+        _check_preference(value)
+        return PREFERENCE
+    if "prompt" in value or "completion" in value:
+        _only(value, {"prompt", "completion"})
+        for name in ("prompt", "completion"):
+            if not isinstance(value.get(name), str) or not value[name]:
+                raise BadLine(f"{name!r} is no text: give one")
+        return SUPERVISED
+    if "messages" not in value:
+        raise BadLine("it has no 'messages': write {\"messages\": [...]}, or an input with two outputs for dpo")
+    _check_input(value)
+    messages = value["messages"]
+    if not any(m["role"] == "assistant" and m.get("weight", 1) for m in messages):
+        raise BadLine("it has no assistant's message to learn: add one, whose weight is not 0")
+    if messages[0]["role"] == "assistant":
+        raise BadLine("it begins with the assistant's message: put the user's before it")
+    return SUPERVISED
+
+
+def _check_preference(value: dict[str, Any]) -> None:
+    _only(value, {"input", *_OUTPUTS})
+    if not isinstance(value.get("input"), dict):
+        raise BadLine("'input' is no object: write {\"messages\": [...]}")
+    _check_input(value["input"])
+    for name in _OUTPUTS:
+        output = value.get(name)
+        if not isinstance(output, list) or len(output) != 1:
+            raise BadLine(f"{name!r} is no list of one message: give one of the assistant")
+        _check_message(output[0], name)
+        if output[0]["role"] != "assistant":
+            raise BadLine(f"{name!r} is a message of {output[0]['role']!r}: give one of the assistant")
+    if _text(value[_OUTPUTS[0]][0]) == _text(value[_OUTPUTS[1]][0]) and not value[_OUTPUTS[0]][0].get("tool_calls"):
+        raise BadLine("both outputs are the same: leave the line out")
+
+
+def _check_input(value: dict[str, Any]) -> None:
+    _only(value, _INPUT)
+    messages = value.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadLine("'messages' is no list with a message in it: give one")
+    for number, message in enumerate(messages):
+        _check_message(message, f"messages[{number}]")
+    tools = value.get("tools")
+    if tools is None:
+        return
+    good = isinstance(tools, list) and all(
+        isinstance(t, dict) and isinstance(t.get("function"), dict) and isinstance(t["function"].get("name"), str)
+        for t in tools
+    )
+    if not good:
+        raise BadLine('\'tools\' is no list of {"type": "function", "function": {"name": ...}}')
+
+
+def _check_message(message: Any, where: str) -> None:
+    if not isinstance(message, dict):
+        raise BadLine(f"{where} is no object: write a role and a content")
+    role = message.get("role")
+    if role not in _ROLES:
+        raise BadLine(f"{where} has the role {role!r}: use one of {', '.join(_ROLES)}")
+    if "function_call" in message:
+        raise BadLine(f"{where} has a function_call: write tool_calls")
+    calls = message.get("tool_calls")
+    if calls is not None:
+        if role != "assistant":
+            raise BadLine(f"{where} has tool_calls, which the assistant's messages alone may have")
+        _check_calls(calls, where)
+    if not isinstance(_text(message), str):
+        raise BadLine(f"{where} has no text: give a content, a text or parts of type text")
+    if not _text(message) and not calls:
+        raise BadLine(f"{where} is empty: give it a content")
+    if "weight" in message:
+        if role != "assistant":
+            raise BadLine(f"{where} has a weight, which the assistant's messages alone may have: leave it out")
+        if isinstance(message["weight"], bool) or message["weight"] not in (0, 1):
+            raise BadLine(f"{where} has the weight {message['weight']!r}: use 0 or 1")
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    if not isinstance(calls, list) or not calls:
+        raise BadLine(f"{where} has tool_calls that are no list of calls")
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadLine(f"{where} calls a tool without a function and its name")
+        try:
+            good = isinstance(orjson.loads(function.get("arguments", "")), dict)
+        except (ValueError, TypeError):
+            good = False
+        if not good:
+            raise BadLine(f"{where} calls {function['name']!r} with arguments that are no JSON object in a text")
+
+
+def _only(value: dict[str, Any], known: set[str]) -> None:
+    if unknown := sorted(value.keys() - known):
+        raise BadLine(f"it has {unknown[0]!r}, which nothing reads: leave it out")
+
+
+def _text(message: dict[str, Any]) -> str | None:
+    """Its content; None where it is no text. A message that calls tools needs none."""
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
+            return None
+        return "".join(part["text"] for part in content)
+    if content is None and message.get("tool_calls"):
+        return ""
+    return content if isinstance(content, str) else None
+
+
+class Reader:
+    """A line to sequences of tokens, at most `longest` each."""
+
+    def __init__(self, tokenizer: Tokenizer, longest: int) -> None:
+        self._tokenizer, self._longest = tokenizer, longest
+        self._pairs = Dpo(DpoConfig())
+
+    def sequences(self, value: Any) -> list[Sequence]:
+        """One or more of a conversation; of a preference two, the preferred one first. Raises BadLine, DataError."""
+        method_of(value)
+        try:
+            found = self._sequences(value)
+        except ValueError as error:
+            raise BadLine(str(error)) from None
+        if (most := max(sequence.length for sequence in found)) > self._longest:
+            raise BadLine(f"it has {most} tokens, and the model takes {self._longest}: shorten it")
+        return found
+
+    def _sequences(self, value: dict[str, Any]) -> list[Sequence]:
+        if "input" in value:
+            messages, tools = _messages(value["input"])
+            _, prompt = self._tokenizer.chat(messages, tools)
+            outputs = [_plain(value[name][0]) for name in _OUTPUTS]
+            chosen, rejected = (self._turn(messages, output, tools) for output in outputs)
+            return self._pairs.sequences([Record(0, "", "", prompt, (), chosen, rejected)], [])
+        if "prompt" in value:
+            return [
+                Sequence(self._tokenizer.prompt(value["prompt"]), self._tokenizer.continuation(value["completion"]))
+            ]
+        return _joined(list(self._turns(value)))
+
+    def _turns(self, value: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(prompt, the assistant's message) of each that is learned."""
+        messages, tools = _messages(value)
+        for place, raw in enumerate(value["messages"]):
+            if raw["role"] == "assistant" and raw.get("weight", 1):
+                before = messages[:place]
+                yield self._tokenizer.chat(before, tools)[1], self._turn(before, messages[place], tools)
+
+    def _turn(self, before: Seq[dict[str, Any]], message: dict[str, Any], tools: Any) -> tuple[int, ...]:
+        if message.get("tool_calls"):
+            return self._tokenizer.call([*before, message], tools)
+        return self._tokenizer.continuation(message["content"])
+
+
+def _messages(value: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
+    return [_plain(message) for message in value["messages"]], value.get("tools")
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """As chat templates read it, and as vLLM gives it to them: texts, and arguments as objects."""
+    found = {name: given for name, given in message.items() if name != "weight"} | {"content": _text(message)}
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [
+            call | {"function": call["function"] | {"arguments": orjson.loads(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return found
+
+
+def _joined(turns: Seq[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[Sequence]:
+    """The turns as sequences: one goes on for as long as the next prompt begins with it."""
+    found: list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = []
+    for prompt, answer in turns:
+        learned = (1.0,) * len(answer)
+        if found and prompt[: len(found[-1][0]) + len(found[-1][1])] == found[-1][0] + found[-1][1]:
+            first, rest, mask = found.pop()
+            between = prompt[len(first) + len(rest) :]
+            found.append((first, rest + between + answer, mask + (0.0,) * len(between) + learned))
+        else:
+            found.append((prompt, answer, learned))
+    return [Sequence(prompt, rest, mask=mask) for prompt, rest, mask in found]

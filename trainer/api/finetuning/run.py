@@ -1,0 +1,251 @@
+"""One job's requests to the training API, one after the other.
+
+A job is a client of the training API like any other: it has a session, a training client in it, and for preferences a
+second one that is never trained, the reference. Its requests follow from its record alone, and each has a number. So
+after a crash the job sends those again that its record does not count, and the journal answers what was done already.
+
+Shapes: B sequences, T positions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.algorithms.base import REFERENCE_LOGPROBS
+from trainer.algorithms.offline import Dpo, Sft
+from trainer.api import wire
+from trainer.api.errors import Gone, TooMany
+from trainer.api.finetuning.examples import Lines, Reader
+from trainer.api.finetuning.steps import Plan, derivatives
+from trainer.api.journal import Answer, Record
+from trainer.api.sampling import Client
+from trainer.api.service import MODEL, SAVE, SAVE_FOR_SAMPLER, STEP, Service
+from trainer.batch import MASK, Fields, collate
+from trainer.batch import Sequence as Tokens
+from trainer.config import DpoConfig, SftConfig
+from trainer.errors import TrainerError
+
+POLICY, REFERENCE = 0, 1  # the numbers of the training clients in the job's session
+CLIP_NORM: Final = 1.0
+ATTEMPTS, DELAY_S = 20, 3.0  # for an adapter to be published, while the serving side is away
+BUSY_S: Final = 1.0
+
+
+class Stopped(Exception):
+    """The job is no longer to run."""
+
+
+class RunFailed(TrainerError):
+    """A request of the job was refused; the message says why."""
+
+
+@dataclass(frozen=True)
+class At:
+    """How far a job is: optimizer steps, epochs whose end is done, learned tokens, and the next number of a request to
+    each of its training clients."""
+
+    step: int = 0
+    epochs: int = 0
+    tokens: int = 0
+    seqs: tuple[int, int] = (1, 1)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What an epoch has left: the paths of the adapter and, of the last one, of the state to train on from."""
+
+    step: int
+    adapter: str
+    state: str | None
+    metrics: Mapping[str, float]
+
+
+Report = Callable[[At, Mapping[str, Any], Checkpoint | None], Awaitable[None]]
+
+
+class Run:
+    """`report` is told how far the job is, what was measured on the way there, and what an epoch has left; it raises
+    Stopped when the job is to go no further."""
+
+    def __init__(self, service: Service, job: Record, plan: Plan, reader: Reader, files: tuple[Lines, Lines | None]):
+        self._service, self._job, self._plan, self._reader = service, job, plan, reader
+        self._training, self._validation = files
+        self._client = Client(job.owner, "", 0, 0.0)
+        given = job.about["at"]
+        self._at = At(given["step"], given["epochs"], given["tokens"], (given["seqs"][0], given["seqs"][1]))
+        self._seqs = list(self._at.seqs)
+        self._last: Mapping[str, float] = job.about["last"]  # measured at the last step
+        beta = job.about["hyperparameters"].get("beta")
+        self._algorithm: Sft | Dpo = Sft(SftConfig()) if beta is None else Dpo(DpoConfig(beta=beta))
+
+    async def go(self, report: Report) -> None:
+        """Returns when all steps are done. Raises RunFailed, Stopped."""
+        for number in (POLICY, REFERENCE) if self._algorithm.needs else (POLICY,):
+            await self._create(number)
+        while self._at.step < self._plan.steps or self._at.epochs < self._plan.epochs:
+            if self._at.step == (self._at.epochs + 1) * self._plan.steps_per_epoch:
+                checkpoint = await self._epoch_end()
+                await self._reached(report, checkpoint.metrics, checkpoint, epochs=self._at.epochs + 1)
+            else:
+                self._last, tokens = await self._step()
+                more = {"step": self._at.step + 1, "tokens": self._at.tokens + tokens}
+                await self._reached(report, self._last, None, **more)
+
+    async def _reached(self, report: Report, measured: Mapping[str, Any], left: Checkpoint | None, **at: int) -> None:
+        now = {"step": self._at.step, "epochs": self._at.epochs, "tokens": self._at.tokens} | at
+        self._at = At(**now, seqs=(self._seqs[POLICY], self._seqs[REFERENCE]))
+        await report(self._at, measured, left)
+
+    async def _create(self, number: int) -> None:
+        about, session = self._job.about, self._job.id
+        if self._service.journal.get(MODEL, self._model(number)) is not None:
+            return
+        if about["from"] is not None:
+            load = wire.LoadWeights(path=about["from"], session_id=session, model_seq_id=number)
+            await self._answer(lambda: self._service.load(self._client, load))
+            return
+        rank = about["rank"] if number == POLICY else 1  # a fresh adapter of any rank changes nothing
+        create = wire.CreateModel(
+            session_id=session,
+            model_seq_id=number,
+            base_model=self._service.config.name,
+            user_metadata={"fine_tuning_job": self._job.id},
+            lora_config=wire.Lora(rank=rank, seed=about["seed"]),
+        )
+
+        async def created() -> tuple[str, int]:
+            return await self._service.create(self._client, create), 0
+
+        await self._answer(created)
+
+    async def _step(self) -> tuple[dict[str, float], int]:
+        """What was measured, and how many tokens were learned."""
+        rows, learning_rate = self._plan.of_step(self._at.step)
+        sequences = await asyncio.to_thread(self._sequences, self._training, rows)
+        before = list(self._seqs)
+        fields = collate(sequences)
+        tokens = int(fields[MASK].sum())
+        adam = wire.Adam(learning_rate=learning_rate, grad_clip_norm=CLIP_NORM)
+        try:
+            measured, weights_BT = await self._gradient(sequences, fields)
+            _, said = await self._batch(POLICY, sequences, weights_BT)
+            step = wire.OptimStep(model_id=self._model(POLICY), seq_id=self._next(POLICY), adam_params=adam)
+            await self._answer(lambda: self._service.numbered(self._client, STEP, step))
+        except Gone:  # the server was away for a day between the step and this job's word of it
+            passes = 3 if self._algorithm.needs else 2
+            self._seqs = [before[POLICY] + passes, before[REFERENCE] + passes - 2]
+            return {}, tokens
+        return {"train_loss": said["loss:sum"]} | measured, tokens
+
+    async def _gradient(self, sequences: Sequence[Tokens], fields: Fields) -> tuple[dict[str, float], Tensor]:
+        """What is known of the loss, and the weights [B, T] that make cross_entropy's gradient the loss's."""
+        logprobs_BT = torch.zeros_like(fields[MASK])
+        if not self._algorithm.needs:  # its derivatives are the same everywhere
+            return {}, derivatives(self._algorithm, logprobs_BT, fields)[1]
+        fields = fields | {REFERENCE_LOGPROBS: await self._forward(REFERENCE, sequences, fields)}
+        logprobs_BT = await self._forward(POLICY, sequences, fields)
+        measured, weights_BT = derivatives(self._algorithm, logprobs_BT, fields)
+        return {"train_loss": measured["loss"], "train_accuracy": measured["preference_accuracy"]}, weights_BT
+
+    async def _epoch_end(self) -> Checkpoint:
+        step = self._at.step
+        metrics = dict(self._last)
+        if self._validation is not None:
+            loss = await self._validation_loss(self._validation)
+            metrics |= {"valid_loss": loss, "full_valid_loss": loss}
+        state = None
+        if step == self._plan.steps:
+            save = wire.SaveWeights(model_id=self._model(POLICY), seq_id=self._next(POLICY), path="last")
+            answer = await self._answer(lambda: self._service.numbered(self._client, SAVE, save))
+            state = json.loads(answer.content)["path"]
+        return Checkpoint(step, await self._published(step), state, metrics)
+
+    async def _published(self, step: int) -> str:
+        """The path of the adapter as it is, which has been a part of a version. Raises RunFailed."""
+        attempt = 0
+        while True:
+            body = wire.SaveForSampler(model_id=self._model(POLICY), seq_id=self._next(POLICY), path=f"step-{step}")
+
+            async def send(body: wire.SaveForSampler = body) -> tuple[str, int]:
+                return await self._service.numbered(self._client, SAVE_FOR_SAMPLER, body)
+
+            try:
+                return str(json.loads((await self._answer(send)).content)["path"])
+            except RunFailed:
+                attempt += 1
+                if attempt == ATTEMPTS:
+                    raise
+                await asyncio.sleep(DELAY_S)
+
+    async def _validation_loss(self, lines: Lines) -> float:
+        """The mean over all examples' tokens, or over their pairs."""
+        total = count = 0.0
+        for first in range(0, len(lines), self._plan.batch):
+            rows = range(first, min(first + self._plan.batch, len(lines)))
+            sequences = await asyncio.to_thread(self._sequences, lines, rows)
+            fields = collate(sequences)
+            if self._algorithm.needs:
+                fields[REFERENCE_LOGPROBS] = await self._forward(REFERENCE, sequences, fields)
+            logprobs_BT = await self._forward(POLICY, sequences, fields)
+            with torch.no_grad():
+                found = self._algorithm.loss(logprobs_BT, fields)
+            total, count = total + float(found.total), count + float(found.denominator)
+        return total / count
+
+    async def _forward(self, number: int, sequences: Sequence[Tokens], fields: Fields) -> Tensor:
+        """Log-probs [B, T] of the tokens at t + 1."""
+        rows, _ = await self._batch(number, sequences, None)
+        found = torch.zeros_like(fields[MASK])
+        for row, values in zip(found, rows, strict=True):
+            row[: len(values)] = torch.from_numpy(values.copy())
+        return found
+
+    async def _batch(
+        self, number: int, sequences: Sequence[Tokens], weights_BT: Tensor | None
+    ) -> tuple[list[Any], dict[str, float]]:
+        """A pass with gradient, or without weights a forward pass: log-probs, and the loss."""
+        data = []
+        for row, sequence in enumerate(sequences):
+            ids = np.array(sequence.prompt + sequence.continuation, np.int64)
+            inputs: dict[str, Any] = {"target_tokens": ids[1:]}
+            if weights_BT is not None:
+                inputs["weights"] = weights_BT[row, : len(ids) - 1].numpy()
+            data.append(wire.Datum(ids[:-1], inputs))
+        forward = weights_BT is None
+        seq = self._next(number)
+        batch = wire.Batch(self._model(number), seq, "cross_entropy", tuple(data), forward_only=forward)
+        body = wire.batch_body(batch)
+        answer = await self._answer(lambda: self._service.batch(self._client, body))
+        return wire.read_output(answer.content)
+
+    async def _answer(self, send: Callable[[], Awaitable[tuple[str, int]]]) -> Answer:
+        """Raises RunFailed, Gone."""
+        while True:
+            try:
+                model, seq = await send()
+                break
+            except TooMany:  # the key's other clients have sent as many as it may: they are answered in time
+                await asyncio.sleep(BUSY_S)
+        while (answer := await self._service.result(self._client, model, seq)) is None:
+            pass
+        if answer.failed:
+            raise RunFailed(json.loads(answer.content)["error"])
+        return answer
+
+    def _next(self, number: int) -> int:
+        self._seqs[number] += 1
+        return self._seqs[number] - 1
+
+    def _model(self, number: int) -> str:
+        return f"{self._job.id}:train:{number}"
+
+    def _sequences(self, lines: Lines, rows: Sequence[int]) -> list[Tokens]:
+        return [sequence for row in rows for sequence in self._reader.sequences(lines.read(row))]
