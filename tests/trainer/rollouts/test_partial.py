@@ -88,7 +88,7 @@ def test_every_token_keeps_the_experts_of_the_pass_that_sampled_the_next(
     monkeypatch.setattr(server, "break_after", [BUDGET // 2])
     with rollouts(server, tokenizer, request=request_by, routed_experts=True) as client:
         *_, group = in_rounds(client, record, 2, lambda: server.swap(server.version + 1))
-    assert isinstance(group, Group)
+    assert isinstance(group, TrajectoryGroup)
     for trajectory in group.trajectories:
         routing = of_trajectory(len(group.prompt_ids), trajectory)
         assert routing is not None
@@ -98,7 +98,7 @@ def test_every_token_keeps_the_experts_of_the_pass_that_sampled_the_next(
         assert versions[len(group.prompt_ids) - 1 :] == by_token
     with rollouts(server, tokenizer, request=request_by) as client:
         *_, plain = in_rounds(client, record, 2)
-    assert isinstance(plain, Group)
+    assert isinstance(plain, TrajectoryGroup)
     assert {turn.routing for trajectory in plain.trajectories for turn in trajectory.turns} == {None}
 
 

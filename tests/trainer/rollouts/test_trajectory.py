@@ -118,7 +118,7 @@ def test_turns_have_the_routing_of_what_none_before_had() -> None:
     assert routing is not None
     assert routing[:, 0, 0].tolist() == list(range(8))
     group = TrajectoryGroup((1, 2), (played,), (Score(1.0),))
-    assert Group.from_json(json.loads(json.dumps(group.to_json()))) == group
+    assert TrajectoryGroup.from_json(json.loads(json.dumps(group.to_json()))) == group
     unrecorded = of_trajectory(2, replace(played, turns=(turns[0], TOOL, ANSWER)))
     assert unrecorded is not None
     assert unrecorded[:, 0].tolist() == [[0, 1], [1, 2], [2, 3], [3, 4], *[[-1, -1]] * 4]
