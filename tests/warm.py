@@ -35,7 +35,7 @@ import setproctitle
 
 from server.cli import processes
 
-ENGINES, TRAINERS = "engines", "trainers"
+ENGINES, TRAINERS, ANEW = "engines", "trainers", "anew"
 MODULES = {
     ENGINES: (
         "server.cli.app", "server.instance.engine", "server.instance.generate", "server.instance.grammars.guard",
@@ -150,6 +150,22 @@ def install() -> None:
     processes.Child.start = start  # type: ignore[method-assign]
 
 
+def anew(args: list[str]) -> list[str]:
+    """Arguments of a Python that runs the module of ours named first, as `python -m` does. Nothing is imported before,
+    but here, too, vLLM's engine core is forked from its instance: it does not import all that a second time."""
+    return ["-m", "tests.warm", ANEW, *args]
+
+
+def _begin_anew(args: list[str]) -> None:
+    """What `anew` names."""
+    import multiprocessing
+
+    context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)  # type: ignore[assignment]
+    sys.argv, sys.orig_argv = [*args], [sys.executable, *anew(args)]
+    runpy.run_module(args[0], run_name="__main__", alter_sys=True)
+
+
 def _serve(kind: str, listener: socket.socket) -> None:
     """In a warm process: forks what is ordered until it is killed."""
     connection, _ = listener.accept()
@@ -243,7 +259,7 @@ def _become(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.chdir(order["cwd"])
     setproctitle.setproctitle(" ".join([sys.executable, "-m", *order["args"]]))
     sys.argv = list(order["args"])
-    sys.orig_argv = [sys.executable, "-m", *order["args"]]  # with which an instance that wakes begins anew
+    sys.orig_argv = [sys.executable, *anew(order["args"])]  # with which an instance that wakes or restarts begins anew
     status = 0
     try:
         runpy.run_module(order["args"][0], run_name="__main__", alter_sys=True)
@@ -257,7 +273,9 @@ def _become(order: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os._exit(status)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1] == ANEW:
+    _begin_anew(sys.argv[2:])
+elif __name__ == "__main__":
     ctypes.CDLL(None).prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
     setproctitle.getproctitle()  # it finds the memory of the title only while the environment is what it was
     _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

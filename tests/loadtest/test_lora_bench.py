@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from loadtest import lora
 from loadtest.models.checkpoints import make_checkpoint
+from loadtest.training import lora
 from loadtest.training.rl_step import ours, task
 from trainer.config import LINEAR_LAYERS, TrainerConfig, strict
 from trainer.tiny_model import tiny_run

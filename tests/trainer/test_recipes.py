@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
-from loadtest.learning_recipes import ENVIRONMENT
 
+from loadtest.training.learning.recipes import ENVIRONMENT
 from tests.live import LiveServer
 from tests.trainer.zygote import Zygote
 from trainer.config import strict

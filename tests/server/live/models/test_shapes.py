@@ -10,7 +10,7 @@ import json
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from weightsync.control.forms import MOST_STARTS
 from weightsync.control.records import Keys, StartRecord
 from weightsync.store import SyncStore
 
-pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.timeout(1800)]  # every process starts cold
+pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.timeout(1800)]  # restarts import vLLM anew
 PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(20 + 17 * i)] for i in range(3)]
 TOKENS = 24
 PATIENCE_S = 600.0
@@ -136,113 +136,19 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield Fleet(live, base)
 
 
-def from_a_directory(live: LiveServer, directory: Path) -> int:
-    answer = ask(live, "", path=str(directory), drain_s=5)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["swap"]["ok"]
-    return int(answer.json()["version"])
+def push(live: LiveServer, directory: Path) -> httpx.Response:
+    return ask(live, "", path=str(directory), drain_s=5)
 
 
 def from_another_host(live: LiveServer, directory: Path) -> int:
+    """Its version, which is not activated."""
     publisher = RemotePublisher(live.processes.admin_url, str(live.processes.admin_key), live.name)
     tensors, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
-    return publisher.publish(tensors, config=config, drain_s=5, timeout_s=PATIENCE_S)
+    return publisher.publish(tensors, config=config, activate=False, timeout_s=PATIENCE_S)
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape", "publish", "difference"),
-    [
-        ("w4a16", TIED, from_a_directory, "weight_packed"),
-        ("llama", {"tie_word_embeddings": False}, from_another_host, "lm_head.weight is new"),
-    ],
-    ids=["w4a16", "untied"],
-)
-def test_other_tensors_come_by_restarts_and_go_by_them(
-    fleet: Fleet,
-    tmp_path: Path,
-    kind: str,
-    shape: dict[str, Any],
-    publish: Callable[[LiveServer, Path], int],
-    difference: str,
-) -> None:
-    live, before = fleet.live, fleet.back_at_the_base()
-    after = following(live)
-    other = make_kind(tmp_path / "other", kind, **shape)
-    answers = stock.answers(other, PROMPTS, TOKENS)
-    pids = [record["pid"] for record in live.instances()]
-    with Clients(live.url, {before: fleet.answers, after: answers}) as clients:
-        assert publish(live, other) == after
-        swap = swap_of(live)
-        assert (swap["phase"], swap["mode"]) == ("done", "rolling")
-        assert difference in swap["changes"]
-        assert everywhere(live, after)
-        wait_until(lambda: clients.answered[after] > len(PROMPTS))
-        assert said(live) == answers
-
-        back = ask(live, "/rollback", drain_s=5)
-        assert back.status_code == 200, back.text
-        assert everywhere(live, before)
-        assert said(live) == fleet.answers
-    assert not clients.failures
-    assert [record["pid"] for record in live.instances()] == pids, "supervisors see no process end"
-
-
-def test_a_restart_that_is_killed_goes_on_and_one_that_fails_goes_back(fleet: Fleet, tmp_path: Path) -> None:
-    live, before = fleet.live, fleet.back_at_the_base()
-    after = following(live)
-    other = make_kind(tmp_path / "other", "llama", tie_word_embeddings=False)
-    answers: dict[int, list[list[int]]] = {before: fleet.answers, after: stock.answers(other, PROMPTS, TOKENS)}
-    with Clients(live.url, answers) as clients:
-        done: list[httpx.Response] = []
-        pushing = threading.Thread(target=lambda: done.append(ask(live, "", path=str(other), drain_s=5)))
-        pushing.start()
-        wait_until(lambda: attempts(live, "instance-0", after) == 1, PATIENCE_S)
-        canary = live.processes.children["instance-0"].process.pid
-        psutil.Process(canary).kill()
-        pushing.join(PATIENCE_S)
-        assert done[0].status_code == 200, done[0].text
-        assert attempts(live, "instance-0", after) == 2
-        assert everywhere(live, after)
-        assert said(live) == answers[after]
-
-        broken = json.loads((other / "config.json").read_text())
-        bad = make_kind(tmp_path / "bad", "llama", num_hidden_layers=3)
-        # Of two layers: vLLM starts, and cannot load the third.
-        (bad / "config.json").write_text(json.dumps(broken))
-        answer = ask(live, "", path=str(bad), drain_s=5)
-        problem = answer.json()["error"]
-        assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
-        assert "layers.2" in problem["message"]
-        wait_until(lambda: everywhere(live, after), PATIENCE_S)
-    assert not clients.failures
-    assert swap_of(live)["phase"] == "aborted"
-    assert said(live) == answers[after]
-
-
-def test_one_that_does_not_start_after_the_commit_takes_all_back(fleet: Fleet, tmp_path: Path) -> None:
-    """A file lies where the second instance is to have its configuration, so that its process ends at each start."""
-    live, before = fleet.live, fleet.back_at_the_base()
-    other = make_kind(tmp_path / "other", "llama", tie_word_embeddings=False)
-    after = int(ask(live, "", path=str(other), activate=False).json()["version"])
-    (record,) = [v for v in live.admin.get("/admin/weights").json()["versions"] if v["version"] == after]
-    blocked = Path(record["slot"]).parent / f"config-{record['form']}-instance-1"
-    shutil.rmtree(blocked, ignore_errors=True)
-    blocked.write_text("in the way")
-    epoch = epoch_of(live)
-    try:
-        with Clients(live.url, {before: fleet.answers, after: stock.answers(other, PROMPTS, TOKENS)}) as clients:
-            answer = ask(live, "/activate", version=after, drain_s=5)
-            problem = answer.json()["error"]
-            assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
-            assert "instance-1 did not start with it" in problem["message"]
-            wait_until(lambda: everywhere(live, before), PATIENCE_S)
-            assert clients.answered[after] > 0, "it was committed, and served by the first instance"
-        assert not clients.failures
-    finally:
-        blocked.unlink()
-    assert attempts(live, "instance-1", after) == MOST_STARTS
-    assert (swap_of(live)["phase"], swap_of(live)["canary"], epoch_of(live)) == ("aborted", "instance-0", epoch + 2)
-    assert said(live) == fleet.answers
+def pid_of(live: LiveServer, index: int) -> int:
+    return int(live.instances()[index]["pid"])
 
 
 def test_what_no_restart_can_take_is_refused(fleet: Fleet, tmp_path: Path) -> None:
@@ -254,6 +160,82 @@ def test_what_no_restart_can_take_is_refused(fleet: Fleet, tmp_path: Path) -> No
     assert (answer.status_code, problem["code"]) == (422, "config_mismatch")
     assert "vocab_size" in problem["message"]
     assert everywhere(live, before)
+
+
+def test_other_tensors_come_by_restarts_and_go_by_them(fleet: Fleet, tmp_path: Path) -> None:
+    """One restart is killed, and goes on; another version cannot be loaded, and is taken back."""
+    live, before = fleet.live, fleet.back_at_the_base()
+    after, second = following(live), pid_of(live, 1)
+    other = make_kind(tmp_path / "other", "w4a16", **TIED)
+    answers = stock.answers(other, PROMPTS, TOKENS)
+    with Clients(live.url, {before: fleet.answers, after: answers}) as clients:
+        done: list[httpx.Response] = []
+        pushing = threading.Thread(target=lambda: done.append(push(live, other)))
+        pushing.start()
+        wait_until(lambda: attempts(live, "instance-0", after) == 1, PATIENCE_S)
+        psutil.Process(live.processes.children["instance-0"].process.pid).kill()
+        pushing.join(PATIENCE_S)
+        assert done[0].status_code == 200, done[0].text
+        assert done[0].json()["version"] == after
+        assert done[0].json()["swap"]["ok"]
+        assert attempts(live, "instance-0", after) == 2
+        swap = swap_of(live)
+        assert (swap["phase"], swap["mode"]) == ("done", "rolling")
+        assert "weight_packed" in swap["changes"]
+        assert everywhere(live, after)
+        wait_until(lambda: clients.answered[after] > len(PROMPTS))
+        assert said(live) == answers
+
+        bad = make_kind(tmp_path / "bad", "llama", num_hidden_layers=3)
+        # Of two layers: vLLM starts, and cannot load the third.
+        broken = json.loads((bad / "config.json").read_text()) | {"num_hidden_layers": 2}
+        (bad / "config.json").write_text(json.dumps(broken))
+        answer = push(live, bad)
+        problem = answer.json()["error"]
+        assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
+        assert "layers.2" in problem["message"]
+        wait_until(lambda: everywhere(live, after), PATIENCE_S)
+        assert swap_of(live)["phase"] == "aborted"
+        assert said(live) == answers
+
+        back = ask(live, "/rollback", drain_s=5)
+        assert back.status_code == 200, back.text
+        assert everywhere(live, before)
+        assert said(live) == fleet.answers
+    assert not clients.failures
+    assert pid_of(live, 1) == second, "its supervisor sees no process end"
+
+
+def test_one_that_does_not_start_after_the_commit_takes_all_back(fleet: Fleet, tmp_path: Path) -> None:
+    """A version from another host. A file lies where the second instance is to have its configuration, so that its
+    process ends at each start."""
+    live, before = fleet.live, fleet.back_at_the_base()
+    other = make_kind(tmp_path / "other", "llama", tie_word_embeddings=False)
+    answers = {before: fleet.answers}
+    after = from_another_host(live, other)
+    answers[after] = stock.answers(other, PROMPTS, TOKENS)
+    (record,) = [v for v in live.admin.get("/admin/weights").json()["versions"] if v["version"] == after]
+    blocked = Path(record["slot"]).parent / f"config-{record['form']}-instance-1"
+    shutil.rmtree(blocked, ignore_errors=True)
+    blocked.write_text("in the way")
+    epoch, first = epoch_of(live), pid_of(live, 0)
+    with Clients(live.url, answers) as clients:
+        try:
+            answer = ask(live, "/activate", version=after, drain_s=5)
+            problem = answer.json()["error"]
+            assert (answer.status_code, problem["code"]) == (409, "swap_aborted")
+            assert "instance-1 did not start with it" in problem["message"]
+            wait_until(lambda: everywhere(live, before), PATIENCE_S)
+            assert clients.answered[after] > 0, "it was committed, and served by the first instance"
+        finally:
+            blocked.unlink()
+    assert not clients.failures
+    swap = swap_of(live)
+    assert "lm_head.weight is new" in swap["changes"]
+    assert attempts(live, "instance-1", after) == MOST_STARTS
+    assert (swap["phase"], swap["canary"], epoch_of(live)) == ("aborted", "instance-0", epoch + 2)
+    assert said(live) == fleet.answers
+    assert pid_of(live, 0) == first, "its supervisor sees no process end"
 
 
 def test_a_single_instance_refuses_and_serves_on(tmp_path: Path) -> None:
