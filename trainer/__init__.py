@@ -23,6 +23,7 @@ megatron/      models, parallel layouts, the training engine
 algorithms/    what is learned
 environments/  episodes of several turns, with tools or without
 trajectory.py  turns, trajectories and groups
+routing.py     the experts that their tokens went to
 staleness.py   how old a token is
 rewards/       what an answer is worth
 data/          records, their files and their order
