@@ -22,6 +22,7 @@ megatron/      models, parallel layouts, the training engine
 algorithms/    what is learned
 environments/  episodes of several turns, with tools or without
 trajectory.py  turns, trajectories and groups, and how old a token is
+routing.py     the experts that their tokens went to
 rewards/       what an answer is worth
 data/          records, their files and their order
 worker_process.py  processes that run other people's code and can be killed

@@ -10,6 +10,7 @@ middleware.py  who may ask, and what is written into the answers
 requests.py    what one request may bring
 generate.py    POST /generate
 provenance.py  which weights wrote which token, on every route
+routed_experts.py  which experts tokens went to, where a request asks
 replay.py      streams that another instance can go on with
 inflight.py    who is generating here, and which of them a flip has to wait for
 media.py       how images and the like are fetched

@@ -231,7 +231,7 @@ class Run:
             )  # fmt: skip
             self._first = await anext(self._outputs)
         except (ValueError, VLLMValidationError) as error:
-            raise RequestProblem(str(error), param="prompt") from error
+            raise RequestProblem(str(error), param=getattr(error, "parameter", None) or "prompt") from error
 
     async def events(self) -> AsyncIterator[ServerSentEvent]:
         """`token` events as they come, then `done`. What was written before an error is told before it."""

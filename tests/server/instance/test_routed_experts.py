@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 import pytest
 
+from server.instance.generate import GenerateRequest, RequestProblem, Run
 from server.instance.inflight import Inflight
 from server.instance.middleware import NotBoolean, wants
 from server.instance.provenance import Trace, annotate, current_trace, traced
@@ -120,3 +121,49 @@ def test_a_field_that_says_neither_is_refused() -> None:
 def test_many_experts_take_two_bytes() -> None:
     wide = np.full((1, 1, 2), 300, dtype=np.uint16)
     assert decoded(encoded(wide)).tolist() == wide.tolist()
+
+
+def run_of(outputs: list[Any], **asked: Any) -> Run:
+    """A request to /generate, of an engine that gives these outputs, or raises them."""
+
+    async def rendered(_: Any) -> list[Any]:
+        return [PROMPT]
+
+    async def generate(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        for output in outputs:
+            if isinstance(output, Exception):
+                raise output
+            yield output
+
+    client = SimpleNamespace(renderer=SimpleNamespace(render_cmpl_async=rendered), generate=generate)
+    adapters = SimpleNamespace(find=lambda _: None)
+    state = SimpleNamespace(engine_client=client, hotswap_adapters=adapters, hotswap_models=["m"])
+    return Run(GenerateRequest(prompt_token_ids=[5, 6, 7], **asked), "g", state, {})
+
+
+async def test_generate_tells_it_with_the_last_token_of_a_choice() -> None:
+    span = SimpleNamespace(version="3", start=0, end=2)
+    common = {"index": 0, "text": "a", "token_ids": [9], "logprobs": None, "weight_versions": [span]}
+    begun = SimpleNamespace(**common, finish_reason=None, routed_experts=None)
+    ended = SimpleNamespace(**common, finish_reason="stop", routed_experts=EXPERTS)
+    outputs = [SimpleNamespace(outputs=[o], prompt_token_ids=[5, 6, 7]) for o in (begun, ended)]
+    for wanted in (True, False):
+        run = run_of(outputs, routed_experts=wanted)
+        await run.start()
+        events = [orjson.loads(str(event.data)) async for event in run.events()]
+        assert [FIELD in event for event in events] == [False, wanted, False]
+        run = run_of(outputs, routed_experts=wanted)
+        await run.start()
+        (choice,) = (await run.whole())["choices"]
+        assert (FIELD in choice) is wanted
+        if wanted:
+            assert events[1][FIELD] == choice[FIELD]
+            assert np.array_equal(decoded(choice[FIELD]), EXPERTS)
+
+
+async def test_generate_names_the_field_that_is_refused() -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(RequestProblem) as refused:
+        await run_of([VLLMValidationError("no", parameter=FIELD)], routed_experts=True).start()
+    assert refused.value.body["error"]["param"] == FIELD
