@@ -200,6 +200,7 @@ def test_the_examples_are_valid(example: Path, tmp_path: Path, monkeypatch: pyte
         ("model.dtype=float16", "model.dtype"),
         ("publish.every=2", "publish.every"),
         ("adapters=a/b", "adapters"),
+        ("full=true model.random_init=true", "full"),
         ("directory=/proc/nowhere", "directory"),
         ("host=0.0.0.0", "host"),
         ("ssl_keyfile=key.pem", "ssl_certfile"),
