@@ -9,7 +9,7 @@
 #   demo-real                 on top of extras-cpu          group `demo-real`
 #   test, bench               on top of either              groups `test` and `bench`
 #   docs                      apart, in an environment of its own: group `docs`
-#   clients                   apart, in a folder of its own tests/clients
+#   clients                   apart, in a folder of its own tests/packages.py
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv=${UV:-.venv/bin/uv}

@@ -91,7 +91,7 @@ def _tokenizer(vocabulary: list[str]) -> Any:
 
     pad, eos, unknown = SPECIAL
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=unknown))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -16,23 +15,12 @@ import pytest
 from tests.clients import program
 from tests.live import VLLM_ARGS, LiveServer
 from tests.node import installed
+from tests.packages import site
 
 # Not run again when it fails: a request that fails now and then is what it looks for. The first test waits for pip.
 pytestmark = [pytest.mark.engine, pytest.mark.broad, pytest.mark.flaky(reruns=0), pytest.mark.timeout(900)]
-LIST = Path(__file__).parents[2] / "requirements" / "clients.txt"
 EVERY_S = 2.0
 SWAPS = 4
-
-
-@pytest.fixture(scope="module")
-def site() -> Path:
-    """The clients' packages, which pip brings once for each state of the list."""
-    kept = Path(sys.prefix) / f"clients-{hashlib.sha256(LIST.read_bytes()).hexdigest()[:12]}"
-    if not (kept / "complete").exists():
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(kept), "-r", str(LIST)]
-        subprocess.run(command, check=True, timeout=240)
-        (kept / "complete").touch()
-    return kept
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +41,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("client", program.CLIENTS)
-def test_no_request_fails_for_a_swap(swapped: LiveServer, site: Path, client: str) -> None:
-    environment = {"PYTHONPATH": str(site), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}
+def test_no_request_fails_for_a_swap(swapped: LiveServer, client: str) -> None:
+    environment = {"PYTHONPATH": str(site()), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}
     ask_while_swapping(swapped, [sys.executable, str(program.__file__), client], environment)
 
 

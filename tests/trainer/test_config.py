@@ -241,6 +241,7 @@ def test_the_examples_are_valid(example: Path, tmp_path: Path, monkeypatch: pyte
         ("jobs.rank=33", "jobs.rank"),
         ("jobs.learning_rate=0", "jobs.learning_rate"),
         ("adapters=a/b", "adapters"),
+        ("full=true model.random_init=true", "full"),
         ("directory=/proc/nowhere", "directory"),
         ("host=0.0.0.0", "host"),
         ("ssl_keyfile=key.pem", "ssl_certfile"),

@@ -8,7 +8,7 @@ app.py       the routes
 service.py   what a request does: sessions, training clients, checkpoints, samplers
 queue.py     the requests of each training client, one after the other, once each
 sampling.py  answers and log-probs from the gateway, by snapshots of adapters
-tenants.py   the adapters of all clients on one base model: losses, gradients, Adam
+tenants.py   what clients train on one base model: losses, gradients, Adam
 losses.py    the losses by name
 journal.py   what survives a crash
 wire.py      the bodies of requests and answers

@@ -10,6 +10,7 @@ import asyncio
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -57,10 +58,10 @@ def serve(config: ApiConfig) -> None:
 
     journal = Journal(Path(config.directory) / "journal.db")
     with distributed(ParallelConfig(), config.seed), ThreadPoolExecutor(1, thread_name_prefix="model") as work:
-        tenants = work.submit(Tenants, config.model, shape, config.micro_tokens).result()
+        tenants = work.submit(partial(Tenants, full=config.full), config.model, shape, config.micro_tokens).result()
 
         async def run() -> None:
-            gateway, snapshots = Gateway(config.gateway), Snapshots(config)
+            gateway, snapshots = Gateway(config.gateway), Snapshots(config, shape)
             service = Service(config, journal, tenants, work, snapshots)
             door = Door(service, gateway, Sampler(gateway, snapshots))
             jobs = Jobs(service, Files(config, journal))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -215,6 +215,7 @@ async def create_session(request: Request) -> dict[str, Any]:
     about = {"user_metadata": body.user_metadata, "display_name": body.display_name, "tags": body.tags}
     made = Record(SESSION, str(uuid.uuid4()), client.owner, about=about)
     await asyncio.to_thread(door.service.journal.put, made)
+    door.service.heard(made.id)
     return {"type": "create_session", "session_id": made.id}
 
 
@@ -222,7 +223,7 @@ async def create_session(request: Request) -> dict[str, Any]:
 async def session_heartbeat(request: Request) -> dict[str, Any]:
     door = door_of(request)
     client = await door.client(request)
-    door.service.record(SESSION, (await body_of(request, wire.SessionId)).session_id, client)
+    door.service.heard(door.service.record(SESSION, (await body_of(request, wire.SessionId)).session_id, client).id)
     return {"type": "session_heartbeat"}
 
 
@@ -230,7 +231,7 @@ async def session_heartbeat(request: Request) -> dict[str, Any]:
 async def finish_session(request: Request, session_id: str) -> None:
     """What a session has made stays until it is deleted."""
     door = door_of(request)
-    door.service.record(SESSION, session_id, await door.client(request))
+    door.service.heard(door.service.record(SESSION, session_id, await door.client(request)).id, over=True)
 
 
 @router.get("/sessions/{session_id}")
@@ -303,8 +304,7 @@ async def get_info(request: Request) -> dict[str, Any]:
             "tokenizer_id": c.tokenizer or c.model.path,
         },
         "model_id": found.id,
-        "is_lora": True,
-        "lora_rank": found.about["lora"]["rank"],
+        **_adapter(found.about["lora"]),
         "model_name": c.name,
     }
 
@@ -372,11 +372,10 @@ async def weights_info(request: Request) -> dict[str, Any]:
     lora = door.service.lora_of_checkpoint(client, path)
     return {
         "base_model": door.service.config.name,
-        "is_lora": True,
-        "lora_rank": lora["rank"],
-        "train_unembed": False,
-        "train_mlp": "up_proj" in lora["targets"],
-        "train_attn": "q_proj" in lora["targets"],
+        **_adapter(lora),
+        "train_unembed": lora is None,
+        "train_mlp": lora is None or "up_proj" in lora["targets"],
+        "train_attn": lora is None or "q_proj" in lora["targets"],
     }
 
 
@@ -414,6 +413,10 @@ async def delete_checkpoint(request: Request, run_id: str, kind: str, name: str)
     door.service.delete_checkpoint(await door.client(request), f"tinker://{run_id}/{kind}/{name}")
 
 
+def _adapter(lora: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {"is_lora": lora is not None, "lora_rank": lora and lora["rank"]}
+
+
 def _run(door: Door, record: Record) -> dict[str, Any]:
     found = [_checkpoint(checkpoint) for checkpoint in door.service.checkpoints(record.id)]
     last = {kind: [c for c in found if c["checkpoint_type"] == kind][-1:] for kind in ("training", "sampler")}
@@ -422,8 +425,7 @@ def _run(door: Door, record: Record) -> dict[str, Any]:
         "training_run_id": record.id,
         "base_model": door.service.config.name,
         "model_owner": record.owner[:12],
-        "is_lora": True,
-        "lora_rank": record.about["lora"]["rank"],
+        **_adapter(record.about["lora"]),
         "last_request_time": _time(record.made),
         "last_checkpoint": next(iter(last["training"]), None),
         "last_sampler_checkpoint": next(iter(last["sampler"]), None),

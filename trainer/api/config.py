@@ -73,7 +73,7 @@ class ApiConfig:
     clients ask for the model (default: `publish.model`), `tokenizer` what the SDK's get_tokenizer() loads (default:
     `model.path`). `micro_tokens` bounds the tokens of a forward pass, padding included. With `ssl_certfile` and
     `ssl_keyfile` it speaks HTTPS; beyond loopback it must. Adapters are published as `adapters`-0, -1 and so on, in the
-    lineage `adapters`."""
+    lineage `adapters`. With `full` one client at a time trains all weights, which are published as whole versions."""
 
     model: ModelConfig
     gateway: GatewayConfig
@@ -85,6 +85,7 @@ class ApiConfig:
     ssl_keyfile: str | None = None
     base_model: str | None = None
     tokenizer: str | None = None
+    full: bool = False
     adapters: str = "tinker"
     alpha: float = 32.0
     micro_tokens: int = 8192
@@ -100,7 +101,9 @@ class ApiConfig:
             problem = f"{self.host} is beyond loopback, where keys would travel in the clear"
             raise ConfigError("host", problem, "Set ssl_certfile and ssl_keyfile, or a TLS proxy before 127.0.0.1")
         if self.model.fp8 != "none":
-            raise ConfigError("model.fp8", "adapters are not trained on layers in 8 bits", "Set it to none")
+            raise ConfigError("model.fp8", "nothing is trained here on layers in 8 bits", "Set it to none")
+        if self.full and self.model.random_init:
+            raise ConfigError("full", "begins with the weights of a checkpoint", "Set model.random_init to false")
         if self.model.dtype == "float16":
             raise ConfigError("model.dtype", "float16 needs a scaled loss", "Set it to bfloat16 or float32")
         if not self.publish.store_url:

@@ -2,6 +2,7 @@
 
 ApiError          base: `status` of the HTTP answer, `code`, `param`, and a message that says what to do
 ├── BadRequest    the request must be changed (400)
+│   └── Taken     another client has what only one can have
 ├── Unauthorized  the key is missing, or the gateway does not know it (401)
 ├── NotFound      it is not there, or it is another key's (404)
 ├── Gone          a result that is no longer kept (410); the SDK asks anew
@@ -35,6 +36,12 @@ class BadRequest(ApiError):
     """The request must be changed."""
 
     status, code, user = 400, "invalid_request", True
+
+
+class Taken(BadRequest):
+    """Another client has what only one can have at a time."""
+
+    code = "weights_taken"
 
 
 class Unauthorized(ApiError):

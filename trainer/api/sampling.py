@@ -3,6 +3,8 @@
 A saved adapter (a snapshot) is published as one of a few parts of a version, by names that are this server's own. When
 one is asked for that no part has, it takes the part that was used longest ago. Requests name the least version that may
 answer them, so that none is answered by the snapshot before.
+
+Where clients train all weights, the base model is the only part, and the checkpoint it began with is a snapshot, too.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from typing import Any
 
 import httpx
 from safetensors.torch import load_file
+from torch import Tensor
 
 import weightsync
 from trainer.api.config import ApiConfig
@@ -28,11 +31,13 @@ from trainer.api.errors import BadRequest, Gone, Unauthorized, Unavailable
 from trainer.api.wire import Sample, SampleRequest, TopK, samples
 from trainer.config import GatewayConfig
 from trainer.connection import Bearer, verify
-from trainer.errors import RolloutError
-from trainer.megatron.hf_files import ADAPTER_FILE
+from trainer.errors import RolloutError, WeightsError
+from trainer.megatron.hf_config import ModelShape
+from trainer.megatron.hf_files import ADAPTER_FILE, HfTensors
+from trainer.megatron.model import DTYPES
 from trainer.publish import typed
 from trainer.rollouts.generate import Answer, GenerateClient, Request
-from weightsync.memory.parts import LORA
+from weightsync.memory.parts import BASE, LORA
 
 PREFIX = "tml-"  # without which the SDK takes no key
 KNOWN_S = 30.0  # that a key is not asked about again
@@ -116,9 +121,9 @@ class Gateway:
 
 @dataclass
 class _Part:
-    """What one name of the server's answers with. `users` are requests that are under way."""
+    """What one name of the server's answers with (None: the base model's). `users` are requests that are under way."""
 
-    name: str
+    name: str | None
     snapshot: Path | None = None
     version: int = 0
     users: int = 0
@@ -128,10 +133,12 @@ class _Part:
 class Snapshots:
     """Which snapshot has which part."""
 
-    def __init__(self, config: ApiConfig) -> None:
-        self._config = config
-        self._parts = [_Part(f"{config.adapters}-{number}") for number in range(config.limits.served)]
+    def __init__(self, config: ApiConfig, shape: ModelShape) -> None:
+        self._config, self._shape = config, shape
+        names = [None] if config.full else [f"{config.adapters}-{number}" for number in range(config.limits.served)]
+        self._parts = [_Part(name) for name in names]
         self._moved, self._uses = asyncio.Condition(), 0
+        self._turn, self._wanted = asyncio.Lock(), False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._publisher: weightsync.Publisher | None = None
 
@@ -154,11 +161,10 @@ class Snapshots:
         self._thread.shutdown()
 
     async def _hold(self, snapshot: Path) -> _Part:
-        if (found := self._placed(snapshot)) is not None:
+        if not self._wanted and (found := self._placed(snapshot)) is not None:
             return self._used(found)
-        async with self._moved:  # one publishes at a time
-            while (part := self._placed(snapshot) or self._free()) is None:
-                await self._moved.wait()
+        async with self._turn:  # one publishes at a time, and nobody overtakes one that waits for a part
+            part = self._placed(snapshot) or await self._freed()
             if part.snapshot != snapshot:
                 part.snapshot = None
                 part.version = await asyncio.get_running_loop().run_in_executor(
@@ -166,6 +172,16 @@ class Snapshots:
                 )
                 part.snapshot = snapshot
             return self._used(part)
+
+    async def _freed(self) -> _Part:
+        self._wanted = True
+        try:
+            async with self._moved:
+                while (part := self._free()) is None:
+                    await self._moved.wait()
+            return part
+        finally:
+            self._wanted = False
 
     def _used(self, part: _Part) -> _Part:
         self._uses += 1
@@ -179,18 +195,21 @@ class Snapshots:
         """The one that nobody uses, and was used longest ago."""
         return min((part for part in self._parts if not part.users), key=lambda part: part.used, default=None)
 
-    def _publish(self, snapshot: Path, name: str) -> int:
+    def _publish(self, snapshot: Path, name: str | None) -> int:
+        timeout_s = self._config.publish.timeout_s
         try:
-            tensors = load_file(snapshot / ADAPTER_FILE)
-            config = json.loads((snapshot / "adapter_config.json").read_text())
-        except FileNotFoundError:
+            content, part = (self._checkpoint(snapshot), BASE) if name is None else (_adapter(snapshot), LORA + name)
+        except (FileNotFoundError, WeightsError):
             raise Gone(
                 f"the snapshot {snapshot.name} is no longer kept: save a newer one, or save it under a name"
             ) from None
-        adapter = weightsync.Adapter(tensors, config)
-        timeout_s = self._config.publish.timeout_s
-        version: int = typed(self._opened().publish, adapter, part=LORA + name, timeout_s=timeout_s)
+        version: int = typed(self._opened().publish, content, part=part, timeout_s=timeout_s)
         return version
+
+    def _checkpoint(self, directory: Path) -> Iterator[tuple[str, Tensor]]:
+        dtype = self._config.publish.dtype
+        tensors = HfTensors(directory)
+        return ((name, tensors.get(name).to(DTYPES[dtype])) for name, _, _ in self._shape.schema(dtype))
 
     def _opened(self) -> weightsync.Publisher:
         if self._publisher is None:
@@ -203,6 +222,11 @@ class Snapshots:
     def _close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
+
+
+def _adapter(directory: Path) -> weightsync.Adapter:
+    config = json.loads((directory / "adapter_config.json").read_text())
+    return weightsync.Adapter(load_file(directory / ADAPTER_FILE), config)
 
 
 class Sampler:

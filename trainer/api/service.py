@@ -19,11 +19,11 @@ from typing import Any, Final
 
 from trainer.api import wire
 from trainer.api.config import ApiConfig
-from trainer.api.errors import ApiError, BadRequest, NotFound
+from trainer.api.errors import ApiError, BadRequest, NotFound, Taken
 from trainer.api.journal import Answer, Done, Journal, Record, Request
 from trainer.api.queue import Queue
 from trainer.api.sampling import Client, Snapshots
-from trainer.api.tenants import ATTENTION, FEED_FORWARD, Tenant, Tenants, described, lora_of, seed_of, write_adapter
+from trainer.api.tenants import ATTENTION, FEED_FORWARD, Tenant, Tenants, described, lora_from, lora_of, seed_of
 from trainer.config import LoraConfig
 from trainer.errors import CheckpointError, TrainerError
 
@@ -34,6 +34,7 @@ WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"  # the two kinds of chec
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PATH: Final = re.compile(r"tinker://([^/]+)/([^/]+)/([^/]+)")
 _Handler = Callable[[Request, Record | None], Done]
+ABSENT_S: Final = 60.0  # that a session may be silent, whose client has all weights; the SDK speaks every 10
 
 
 class Service:
@@ -47,6 +48,8 @@ class Service:
         self._work, self._snapshots = work, snapshots
         self._directory = Path(config.directory)
         self._resident: OrderedDict[str, Tenant] = OrderedDict()
+        self._holder: tuple[str, str] | None = None  # the client (and its session) that has all weights
+        self._heard: dict[str, float] = {}  # when each session was last heard of
         self._handlers: dict[str, _Handler] = {
             CREATE: self._create,
             LOAD: self._load,
@@ -61,18 +64,14 @@ class Service:
     # given the next number away.
 
     async def create(self, client: Client, body: wire.CreateModel) -> str:
-        """The model's id; its request 0 makes it. Raises BadRequest, NotFound."""
+        """The model's id; its request 0 makes it. Raises BadRequest, NotFound, and Taken for all weights that another
+        client has."""
         self.record(SESSION, body.session_id, client)
         self._check_base(body.base_model)
         _check_optimizer(body.optimizer_config)
-        if body.lora_config is None:
-            raise BadRequest(
-                "only adapters are trained here: create the client with lora_config (a rank). "
-                "`hotswap train` trains all weights",
-                "full_training_unsupported",
-            )
         self._lora(body.lora_config)
         model = self._new_model(client, body.session_id, body.model_seq_id)
+        self._take(model, body.session_id)
         await self._submit(client, model, 0, CREATE, body.model_dump_json().encode(), body.digest())
         return model
 
@@ -84,6 +83,7 @@ class Service:
             _check_optimizer(body.optimizer_config)
             self._checkpoint(body.path, client.owner)
             model, seq = self._new_model(client, body.session_id, body.model_seq_id), 0
+            self._take(model, body.session_id)
         elif body.model_id is not None and body.seq_id is not None:
             model, seq = self.record(MODEL, body.model_id, client).id, body.seq_id
         else:
@@ -117,10 +117,35 @@ class Service:
 
         def remove() -> None:
             self._resident.pop(model.id, None)
+            if self._holder is not None and self._holder[0] == model.id:
+                self._holder = None
             self.journal.forget(model.id)
             _remove(self._directory / "models" / model.id)
 
         await asyncio.get_running_loop().run_in_executor(self._work, remove)
+
+    def heard(self, session: str, *, over: bool = False) -> None:
+        """A session is there, or `over`: then others may have the weights that its client has."""
+        if over:
+            self._heard.pop(session, None)
+        else:
+            self._heard[session] = time.monotonic()
+
+    def _take(self, model: str, session: str) -> None:
+        """Have all weights for a client; those of one session take turns. Raises Taken while another session has them
+        and is there."""
+        if not self.config.full or (held := self._holder) == (model, session):
+            return
+        if (
+            held is not None
+            and held[1] != session
+            and time.monotonic() - self._heard.get(held[1], -ABSENT_S) < ABSENT_S
+        ):
+            raise Taken(
+                f"another client trains all weights, one at a time may: wait until its session ends, or delete it "
+                f"(DELETE /api/v1/training_runs/{held[0]})"
+            )
+        self._holder = model, session
 
     def record(self, kind: str, identity: str, client: Client) -> Record:
         """One of the client's own. Raises NotFound."""
@@ -139,6 +164,7 @@ class Service:
             raise BadRequest("a sampler needs base_model, or model_path with what save_weights_for_sampler returned")
         else:
             self._check_base(body.base_model)
+            directory = self.config.model.path if self.config.full else None
         made = self._sampler(client.owner, body.session_id, body.sampling_session_seq_id, directory, body.model_path)
         self.journal.put(made)
         return made.id
@@ -157,10 +183,11 @@ class Service:
         """Those of a model that have not expired."""
         return [found for found in self.journal.below(CHECKPOINT, model) if not _expired(found)]
 
-    def lora_of_checkpoint(self, client: Client, path: str) -> Mapping[str, Any]:
-        """What its adapter is like. Raises NotFound, BadRequest."""
+    def lora_of_checkpoint(self, client: Client, path: str) -> Mapping[str, Any] | None:
+        """What its adapter is like; None: all weights. Raises NotFound, BadRequest."""
         found = self._checkpoint(path, client.owner)
-        return dict(self.record(MODEL, found.parent, client).about["lora"])
+        lora: Mapping[str, Any] | None = self.record(MODEL, found.parent, client).about["lora"]
+        return lora
 
     async def _submit(self, client: Client, model: str, seq: int, kind: str, body: bytes, digest: str) -> None:
         if seq < 0:
@@ -183,8 +210,19 @@ class Service:
         if name != self.config.name:
             raise BadRequest(f"the base model {name!r} is not served here: use {self.config.name!r}", "unknown_model")
 
-    def _lora(self, asked: wire.Lora) -> LoraConfig:
-        most = self.config.limits.rank
+    def _lora(self, asked: wire.Lora | None) -> LoraConfig | None:
+        """None: all weights, which is a rank of 0 in the SDK. Raises BadRequest."""
+        most, full = self.config.limits.rank, asked is None or asked.rank == 0
+        if full and not self.config.full:
+            raise BadRequest(
+                "adapters alone are trained here: create the client with a rank, or have the server's configuration "
+                "say `full: true`",
+                "full_training_unsupported",
+            )
+        if asked is None or full:
+            return None
+        if self.config.full:
+            raise BadRequest("all weights are trained here: create the client with rank=0", "adapters_unsupported")
         if not 1 <= asked.rank <= most:
             raise BadRequest(f"rank {asked.rank} is out of range: use 1 to {most}", "rank_out_of_range")
         targets = (ATTENTION if asked.train_attn else ()) + (FEED_FORWARD if asked.train_mlp else ())
@@ -217,6 +255,8 @@ class Service:
         if model is None and request.kind not in (CREATE, LOAD):
             raise NotFound(f"the training client {request.model} could not be created, so it takes no requests")
         try:
+            if model is not None:
+                self._take(model.id, model.parent)
             return self._handlers[request.kind](request, model)
         except Exception as error:
             if not (isinstance(error, ApiError) and error.user):
@@ -225,11 +265,9 @@ class Service:
 
     def _create(self, request: Request, _: Record | None) -> Done:
         body = wire.CreateModel.model_validate_json(request.body)
-        assert body.lora_config is not None  # `create` has looked
-        lora = self._lora(body.lora_config)
-        seed = body.lora_config.seed
+        lora, seed = self._lora(body.lora_config), None if body.lora_config is None else body.lora_config.seed
         seed = seed_of(f"{self.config.seed} {request.model}") if seed is None else seed
-        tenant = self.tenants.tenant(lora, seed)
+        tenant = self._new_tenant(lora, seed)
         return self._made(request, body.session_id, body.user_metadata, tenant)
 
     def _made(self, request: Request, session: str, metadata: Mapping[str, Any] | None, tenant: Tenant) -> Done:
@@ -246,16 +284,18 @@ class Service:
         lora = lora_of(file)
         if model is None:
             assert body.session_id is not None  # `load` has looked
-            tenant = self.tenants.tenant(lora, 0)
+            if (lora is None) != self.config.full:
+                trained = "all weights are" if self.config.full else "adapters are"
+                raise BadRequest(f"{trained} trained here, and {body.path} is of something else", "other_adapter")
+            tenant = self._new_tenant(lora, 0)
             tenant.read(file, optimizer=body.optimizer)
             done = self._made(request, body.session_id, body.user_metadata, tenant)
         else:
             tenant = self._tenant(model, request.seq)
-            if described(lora) != described(tenant.lora):
-                own = tenant.lora
+            own = tenant.lora
+            if described(lora) != described(own):
                 raise BadRequest(
-                    f"{body.path} is of an adapter of rank {lora.rank} on {', '.join(lora.target_modules)}; this "
-                    f"client's has rank {own.rank} on {', '.join(own.target_modules)}: create a client from the "
+                    f"{body.path} is of {_named(lora)}; this client trains {_named(own)}: create a client from the "
                     "checkpoint instead (create_training_client_from_state)",
                     "other_adapter",
                 )
@@ -301,8 +341,7 @@ class Service:
         if path is None and body.sampling_session_seq_id is None:
             raise BadRequest("save_weights_for_sampler needs a path, or sampling_session_seq_id")
         directory = self._snapshot_of(request)
-        exported = self.tenants.export(self._tenant(model, request.seq), self.config.publish.dtype)
-        write_adapter(directory, *exported)
+        self.tenants.export(self._tenant(model, request.seq), self.config.publish.dtype, directory)
         answer: dict[str, Any] = {"type": SAVE_FOR_SAMPLER, "path": path}
         if path is not None:
             return Done(Answer.json(answer), (_checkpoint_record(request, path, directory, body),))
@@ -353,9 +392,7 @@ class Service:
         """As it is before the request `seq`."""
         if (found := self._resident.get(model.id)) is None:
             applied = int(model.about["applied"])
-            lora = model.about["lora"]
-            config = LoraConfig(rank=lora["rank"], alpha=lora["alpha"], target_modules=tuple(lora["targets"]))
-            found = self.tenants.tenant(config, 0)
+            found = self._new_tenant(lora_from(model.about["lora"]), 0)
             file = self._directory / "models" / model.id / "states" / f"{applied}.safetensors"
             try:
                 found.read(file, optimizer=True)
@@ -367,12 +404,21 @@ class Service:
         self._keep(model.id, found)
         return found
 
+    def _new_tenant(self, lora: LoraConfig | None, seed: int) -> Tenant:
+        if lora is None:
+            self._resident.clear()  # whoever had the weights is on disk, but for gradients: those are computed again
+        return self.tenants.tenant(lora, seed)
+
     def _keep(self, model: str, tenant: Tenant) -> None:
         self._resident[model] = tenant
         self._resident.move_to_end(model)
         idle = [name for name, one in self._resident.items() if one.gradient is None and name != model]
         for name in idle[: max(len(idle) + 1 - self.config.limits.resident, 0)]:
             del self._resident[name]
+
+
+def _named(lora: LoraConfig | None) -> str:
+    return f"an adapter of rank {lora.rank} on {', '.join(lora.target_modules)}" if lora else "all weights"
 
 
 def _checkpoint_record(request: Request, path: str, directory: Path, body: wire.SaveWeights) -> Record:

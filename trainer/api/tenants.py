@@ -1,8 +1,9 @@
-"""The adapters of all clients on one base model, which is in memory once.
+"""What clients train on one base model, which is in memory once: adapters of many, or all weights for one at a time.
 
-A tenant is the adapter of one training client with its gradient and Adam's moments. One tenant's adapter at a time is
-on the model's layers (`lora.put`), so that tenants cannot touch each other. Gradients add up in float32 until the step,
-as in PyTorch; the step is torch's AdamW, on fp32 main weights. A tenant is read and written as one safetensors file.
+A tenant is what one training client trains, with its gradient and Adam's moments. One tenant's adapter at a time is on
+the model's layers (`lora.put`), so that tenants cannot touch each other. A tenant without an adapter has the model's
+own weights: the next one that is made takes them. Gradients add up in float32 until the step, as in PyTorch; the step
+is torch's AdamW, on fp32 main weights. A tenant is read and written as one safetensors file.
 
 Everything here runs on one thread, in a process that is the only rank.
 
@@ -34,9 +35,9 @@ from trainer.config import LoraConfig, ModelConfig, ParallelConfig
 from trainer.config.sections import Dtype, LinearLayer
 from trainer.errors import CheckpointError
 from trainer.megatron.attention import rotary_positions
-from trainer.megatron.convert import export_hf, unwrap
+from trainer.megatron.convert import export_hf, load_hf, parameters, unwrap
 from trainer.megatron.hf_config import ModelShape
-from trainer.megatron.hf_files import ADAPTER_FILE, HfTensors
+from trainer.megatron.hf_files import HfTensors, finish_adapter, finish_checkpoint, write_shards
 from trainer.megatron.lora import Switch, adapter_config, adapters, build, freeze, put, take
 from trainer.megatron.model import DTYPES, transformer_config
 from trainer.megatron.parallel import device
@@ -49,11 +50,10 @@ _CONFIG: Final = "lora"  # of a file's metadata
 
 
 class Tenant:
-    """One client's adapter. `gradient` is None until there is one."""
+    """One client's adapter, or all weights (`lora` is None). `gradient` is None until there is one."""
 
-    def __init__(self, lora: LoraConfig, layers: Mapping[str, Any]) -> None:
-        self.lora, self.layers, self.steps = lora, layers, 0
-        self.parameters = {f"{at}.{n}": p for at, made in layers.items() for n, p in made.named_parameters()}
+    def __init__(self, lora: LoraConfig | None, layers: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+        self.lora, self.layers, self.parameters, self.steps = lora, layers, parameters, 0
         self.weights = {name: p.detach().float() for name, p in self.parameters.items()}  # themselves, if fp32
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         self.gradient: dict[str, Tensor] | None = None
@@ -152,22 +152,28 @@ class Tenant:
 class Tenants:
     """The base model, and what a tenant's requests do on it. Built after `parallel.distributed`."""
 
-    def __init__(self, model: ModelConfig, shape: ModelShape, micro_tokens: int) -> None:
-        """Raises TrainerError when the checkpoint cannot be trained on."""
+    def __init__(self, model: ModelConfig, shape: ModelShape, micro_tokens: int, *, full: bool = False) -> None:
+        """Raises TrainerError when the checkpoint cannot be trained on. `full`: tenants have no adapters."""
         self.shape, self._model, self._micro_tokens = shape, model, micro_tokens
-        tensors = None if model.random_init else HfTensors(model.path)
-        (self._chunk,) = load_model(shape, transformer_config(shape, ParallelConfig(), model), tensors)
+        self._tensors = None if model.random_init else HfTensors(model.path)
+        (self._chunk,) = load_model(shape, transformer_config(shape, ParallelConfig(), model), self._tensors)
         self._base = unwrap(self._chunk)
-        freeze(self._base)
+        if not full:
+            freeze(self._base)
         self._on: Tenant | None = None
 
-    def tenant(self, lora: LoraConfig, seed: int) -> Tenant:
-        """A new one: A random, B zero."""
+    def tenant(self, lora: LoraConfig | None, seed: int) -> Tenant:
+        """A new one: A random, B zero; or the checkpoint's weights, which are then no other tenant's any more."""
         self._put(None)
+        if lora is None:
+            assert self._tensors is not None  # the configuration says so
+            load_hf(self._base, self.shape, self._tensors.get)
+            return Tenant(None, {}, dict(parameters(self._base)))
         layers = build(self._base, self.shape, lora, seed, Switch())
         for adapter in layers.values():
             adapter.to(device())
-        return Tenant(lora, layers)
+        named = {f"{at}.{n}": p for at, made in layers.items() for n, p in made.named_parameters()}
+        return Tenant(lora, layers, named)
 
     def run(self, tenant: Tenant, batch: Batch) -> tuple[list[NDArray[np.float32]], float]:
         """Log-probs of each sequence's targets, and the loss; unless the batch says `forward_only` its gradient is
@@ -195,12 +201,21 @@ class Tenants:
             raise
         return [found[row] for row in range(len(batch.data))], total
 
-    def export(self, tenant: Tenant, dtype: Dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """PEFT's tensors and configuration of the adapter as it is."""
+    def export(self, tenant: Tenant, dtype: Dtype, directory: Path) -> None:
+        """Write it as it is: PEFT's two files of an adapter, or a Hugging Face checkpoint. Once it returns, the
+        directory is whole also after a power failure."""
         self._put(tenant)
-        named = export_hf(adapters(self._chunk), self.shape)
-        found = {name: tensor.detach().to("cpu", DTYPES[dtype]).clone() for name, tensor in named}
-        return found, adapter_config(self.shape, tenant.lora, self._model.path)
+        named = tenant.weights.items() if tenant.lora is None else adapters(self._chunk)
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = ((name, t.detach().to("cpu", DTYPES[dtype])) for name, t in export_hf(named, self.shape))
+        written = write_shards(directory, tensors, 0)
+        if tenant.lora is None:
+            finish_checkpoint(directory, written, self._model.path, dtype)
+        else:
+            finish_adapter(directory, written, adapter_config(self.shape, tenant.lora, self._model.path))
+        for file in directory.iterdir():
+            _sync(file)
+        _sync(directory)
 
     def _forward(self, data: list[Datum], loss: Loss, options: Mapping[str, float]) -> tuple[Tensor, Tensor]:
         lengths = torch.tensor([len(datum.tokens) for datum in data])
@@ -237,31 +252,32 @@ class Tenants:
                 put(self._base, tenant.layers)
 
 
-def described(lora: LoraConfig) -> dict[str, Any]:
-    """What makes two adapters fit each other."""
+def described(lora: LoraConfig | None) -> dict[str, Any] | None:
+    """What makes two tenants fit each other; None: all weights."""
+    if lora is None:
+        return None
     return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.target_modules)}
 
 
-def lora_of(file: Path) -> LoraConfig:
-    """The adapter that a state file is of. Raises CheckpointError."""
+def lora_from(said: Mapping[str, Any] | None) -> LoraConfig | None:
+    """The inverse of `described`."""
+    if said is None:
+        return None
+    return LoraConfig(rank=said["rank"], alpha=said["alpha"], target_modules=tuple(said["targets"]))
+
+
+def lora_of(file: Path) -> LoraConfig | None:
+    """The adapter that a state file is of; None: of all weights. Raises CheckpointError."""
     try:
         with safe_open(file, framework="pt") as opened:
-            found = json.loads(opened.metadata()[_CONFIG])
+            return lora_from(json.loads(opened.metadata()[_CONFIG]))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} cannot be read ({error})") from error
-    return LoraConfig(rank=found["rank"], alpha=found["alpha"], target_modules=tuple(found["targets"]))
 
 
 def seed_of(text: str) -> int:
     """The same for the same text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
-
-
-def write_adapter(directory: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """PEFT's two files; the second one says that both are whole."""
-    directory.mkdir(parents=True, exist_ok=True)
-    _write_durably(directory / ADAPTER_FILE, dict(tensors), {"format": "pt"})
-    _replace(directory / "adapter_config.json", json.dumps(config, indent=2, sort_keys=True).encode())
 
 
 def _write_durably(path: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
@@ -279,11 +295,14 @@ def _replace(path: Path, content: bytes) -> None:
 
 def settle(beside: Path, path: Path) -> None:
     """Rename a file that was written, so that it is there after a power failure."""
-    with open(beside, "rb") as file:
-        os.fsync(file.fileno())
+    _sync(beside)
     beside.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(opened)
     finally:
-        os.close(directory)
+        os.close(opened)

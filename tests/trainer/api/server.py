@@ -27,11 +27,13 @@ KEY = "tml-somebody"
 class ApiServer:
     """`trainer.api` with its configuration. Use `running` as a context; `process` may be killed and started in it."""
 
-    def __init__(self, root: Path, model: str, gateway: str, store: str, name: str = "tiny", **more: Any) -> None:
+    def __init__(
+        self, root: Path, model: str, gateway: str, store: str, name: str = "tiny", dtype: str = "float32", **more: Any
+    ) -> None:
         self.root, self.port = root, free_port("127.0.0.1")
         self.url = f"{'https' if 'ssl_certfile' in more else 'http'}://127.0.0.1:{self.port}"
         self.verify: ssl.SSLContext | bool = True
-        served = {"model": name, "store": store, "dtype": "float32"}
+        served = {"model": name, "store": store, "dtype": dtype}
         self.config: dict[str, Any] = {
             "model": {"path": model, "dtype": "float32"},
             "gateway": {"url": gateway, "retry_s": 5.0},

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from trainer.api.tenants import Tenant, Tenants, write_adapter
+from trainer.api.tenants import Tenant, Tenants
 from trainer.api.wire import Adam, read_batch
 from trainer.config import LoraConfig, ModelConfig, ParallelConfig
 from trainer.config.sections import TrainDtype
@@ -34,7 +34,7 @@ def tenant_losses(path: str, directory: str, warm: str, batches: list[str], micr
     for _ in range(2):
         model.run(tenant, _batch(warm))
         tenant.step(Adam(learning_rate=3e-2))
-    write_adapter(Path(directory), *model.export(tenant, "float32"))
+    model.export(tenant, "float32", Path(directory))
     said = []
     for number, body in enumerate(batches):
         logprobs, loss = model.run(tenant, _batch(body))
