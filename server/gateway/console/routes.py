@@ -43,7 +43,6 @@ PUBLIC = frozenset(
     }
 )
 ADMIN_PAGE, PUBLIC_PAGE = "index.html", "chat.html"
-CHAT = b"  <!-- chat -->\n"  # where a page has the chat, which both have
 
 POLICY = "; ".join(
     (
@@ -97,7 +96,7 @@ def find(name: str, *, public: bool) -> File | None:
 
 
 def _file(path: Path) -> File:
-    body = path.read_bytes().replace(CHAT, (STATIC / "parts" / "chat.html").read_bytes())
+    body = path.read_bytes()
     return File(body, TYPES[path.suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
 
 
