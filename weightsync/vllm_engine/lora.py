@@ -7,7 +7,9 @@ the place the kernels read. When vLLM has evicted an adapter and wants it back, 
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,3 +211,25 @@ def _sums(tensor: torch.Tensor) -> list[list[int]]:
     rows, cols = grid(dtype, tuple(tensor.shape))
     data = memoryview(tensor.view(torch.uint8).numpy())
     return [[rows, cols, 0, rows, 0, cols, checksum(data, dtype, tuple(tensor.shape))]]
+
+
+def spare_prompts(runner: Any) -> None:
+    """Have prompts' log-probs without the part that adapters have in the output head, in a worker on a CPU.
+
+    vLLM's kernel for that part has one adapter for each sequence that gets a token. The rows of a prompt are more than
+    those, and the engine would end. On GPUs vLLM leaves the part out of them, too (vllm-project/vllm#51594).
+    """
+    if runner.lora_config is not None and runner.device.type == "cpu":
+        from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+        if not hasattr(PunicaWrapperCPU.add_lora_logits, "__wrapped__"):
+            PunicaWrapperCPU.add_lora_logits = _of_sequences(PunicaWrapperCPU.add_lora_logits)
+
+
+def _of_sequences(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def add_lora_logits(self: Any, logits: torch.Tensor, hidden: torch.Tensor, *args: Any, **more: Any) -> None:
+        if hidden.numel() // hidden.shape[-1] == len(self.sampler_indices):
+            original(self, logits, hidden, *args, **more)
+
+    return add_lora_logits

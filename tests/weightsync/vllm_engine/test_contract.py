@@ -441,6 +441,9 @@ def test_adapters(vllm: Release) -> None:
     layer = f"{lora}.layers.base_linear:BaseLinearLayerWithLoRA"
     assert vllm.parameters(f"{layer}.set_lora") == ["self", "index", "lora_a", "lora_b"]
     has(vllm, f"{layer}.__init__", "self.base_layer")
+    head = f"{lora}.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits"
+    assert vllm.parameters(head)[:3] == ["self", "y", "x"]
+    has(vllm, head, "bgmv_shrink(x, lora_a_stacked, buffer, self.sampler_indices, scale)")
     assert {"lora_name", "lora_int_id", "lora_path"} <= vllm.attributes(f"{lora}.request:LoRARequest")
     has(vllm, "vllm.entrypoints.openai.models.serving:OpenAIServingModels.__init__", "self.lora_requests: dict")
 
