@@ -24,7 +24,7 @@ from weightsync.format.manifest import schema_of
 from weightsync.vllm_engine import core, routing
 from weightsync.vllm_engine.bundle import BASE, Bundle, HeldBundles, PartOrder
 from weightsync.vllm_engine.bundle_stager import BundleReport, BundleStager, prediction_head
-from weightsync.vllm_engine.lora import spare_prompts
+from weightsync.vllm_engine.lora import mend_kernels
 from weightsync.vllm_engine.mapping import RemapUnavailable
 from weightsync.vllm_engine.placement import UnsupportedModelError
 from weightsync.vllm_engine.remap import Remap
@@ -224,7 +224,7 @@ class WorkerMethods:
         core.zero_sliding_windows(self.model_runner)
         rewind_by_state(self.model_runner)
         routing.attach(self.model_runner)
-        spare_prompts(self.model_runner)
+        mend_kernels(self.model_runner)
         host = this_host()
         if tether and host != tether["host"]:
             hold(Tether(**tether), self.rank, host)

@@ -213,17 +213,38 @@ def _sums(tensor: torch.Tensor) -> list[list[int]]:
     return [[rows, cols, 0, rows, 0, cols, checksum(data, dtype, tuple(tensor.shape))]]
 
 
-def spare_prompts(runner: Any) -> None:
-    """Have prompts' log-probs without the part that adapters have in the output head, in a worker on a CPU.
+# vLLM's kernels on CPUs ----------------------------------------------------------------------------------------------
 
-    vLLM's kernel for that part has one adapter for each sequence that gets a token. The rows of a prompt are more than
-    those, and the engine would end. On GPUs vLLM leaves the part out of them, too (vllm-project/vllm#51594).
+
+def mend_kernels(runner: Any) -> None:
+    """Have the kernels that vLLM has for adapters on CPUs answer what those for GPUs do. Once per process.
+
+    * A token of no adapter has the index -1, which is the last place of theirs: beside requests of an adapter that lies
+      there, the base model's got its matrices. Here it gets none.
+    * The part that an adapter has in the output head is computed for each sequence that gets a token. Log-probs of a
+      prompt have a row for each of its tokens, and the engine would end. Here they are without that part, as on GPUs
+      (vllm-project/vllm#51594).
     """
-    if runner.lora_config is not None and runner.device.type == "cpu":
-        from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+    if runner.lora_config is None or runner.device.type != "cpu":
+        return
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
 
-        if not hasattr(PunicaWrapperCPU.add_lora_logits, "__wrapped__"):
-            PunicaWrapperCPU.add_lora_logits = _of_sequences(PunicaWrapperCPU.add_lora_logits)
+    if not hasattr(lora_ops.bgmv_shrink, "__wrapped__"):
+        lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = _of_adapters(lora_ops.bgmv_shrink)
+        wrapper = punica_cpu.PunicaWrapperCPU
+        wrapper.add_lora_logits = _of_sequences(wrapper.add_lora_logits)
+
+
+def _of_adapters(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def bgmv_shrink(
+        inputs: torch.Tensor, matrices: torch.Tensor, output: torch.Tensor, places: torch.Tensor, scaling: float = 1.0
+    ) -> None:
+        original(inputs, matrices, output, places, scaling)
+        output.masked_fill_((places < 0).unsqueeze(1), 0)
+
+    return bgmv_shrink
 
 
 def _of_sequences(original: Callable[..., None]) -> Callable[..., None]:

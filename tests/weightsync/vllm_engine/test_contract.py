@@ -444,6 +444,15 @@ def test_adapters(vllm: Release) -> None:
     head = f"{lora}.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits"
     assert vllm.parameters(head)[:3] == ["self", "y", "x"]
     has(vllm, head, "bgmv_shrink(x, lora_a_stacked, buffer, self.sampler_indices, scale)")
+    assert vllm.parameters(f"{lora}.ops.torch_ops.lora_ops:bgmv_shrink") == [
+        "inputs",
+        "lora_b_weights",
+        "output_tensor",
+        "lora_indices_tensor",
+        "scaling",
+    ]
+    has(vllm, f"{lora}.ops.torch_ops.lora_ops:sgmv_shrink", "bgmv_shrink(inputs,")
+    has(vllm, f"{lora}.punica_wrapper.punica_cpu:PunicaWrapperCPU._shrink_decode", "bgmv_shrink(")
     assert {"lora_name", "lora_int_id", "lora_path"} <= vllm.attributes(f"{lora}.request:LoRARequest")
     has(vllm, "vllm.entrypoints.openai.models.serving:OpenAIServingModels.__init__", "self.lora_requests: dict")
 
