@@ -46,7 +46,7 @@ def tiny_run(config: dict[str, Any]) -> dict[str, Any]:
     """A run's configuration with the values for a tiny model wherever it gives none: fp32, a few tokens, one padded
     forward pass, large steps."""
     sections = {name: values | config.get(name, {}) for name, values in TINY_RUN.items() if isinstance(values, dict)}
-    if "gateway" in config:
+    if config.get("gateway") is not None:
         sections["gateway"] = TINY_GATEWAY | config["gateway"]
     return TINY_RUN | config | sections
 

@@ -84,7 +84,8 @@ def test_a_job_whose_server_was_away_for_days(api: ApiServer) -> None:
     ((said,),) = api.journal("SELECT about FROM records WHERE kind = 'job' AND id = ?", job.id)
     about = json.loads(said)
     lost = about["at"]["step"]
-    if last == about["at"]["seqs"][0] - 1:  # otherwise it had been killed at that very place
+    untold = {lost + 1} if last == about["at"]["seqs"][0] + 1 else set()  # it had been killed at that very place
+    if last == about["at"]["seqs"][0] - 1:
         lost -= 1
         about["at"] |= {"step": lost, "seqs": [last - 1, 1], "epochs": min(about["at"]["epochs"], lost // 4)}
     with contextlib.closing(sqlite3.connect(api.root / "api/journal.db")) as db, db:
@@ -94,4 +95,4 @@ def test_a_job_whose_server_was_away_for_days(api: ApiServer) -> None:
     client.fine_tuning.jobs.resume(job.id)
     done = ended(client, job.id)
     assert done.status == "succeeded", done.error
-    assert losses(client, job.id) == expected
+    assert losses(client, job.id) == {step: loss for step, loss in expected.items() if step not in untold}
