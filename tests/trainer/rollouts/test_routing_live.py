@@ -1,0 +1,147 @@
+"""Routing that a real engine recorded, replayed in training."""
+
+from __future__ import annotations
+
+import base64
+import io
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from loadtest.training.learning.recipes import ENVIRONMENT
+from tests.live import LiveServer
+from tests.trainer.ranks import Ranks
+from tests.waiting import wait_until
+from trainer.config import ExactMatchReward, GatewayConfig, RolloutConfig
+from trainer.data.records import Record
+from trainer.data.tokenizer import Tokenizer
+from trainer.rewards import build_scorer
+from trainer.rollouts.sampling import RolloutSampler
+from trainer.routing import of_trajectory
+from trainer.tiny_model import write_tiny_model
+from trainer.trajectory import TrajectoryGroup
+
+pytestmark = [pytest.mark.broad, pytest.mark.engine]
+PATIENCE_S = 300
+SAMPLES, CROSSING = 16, 8
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
+ENGINE = ("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16", "--max-num-batched-tokens", "64")
+RECORDING = ("--enable-return-routed-experts", "--speculative-config", DRAFTS)
+PROMPT = [3 + (i * i) % 12 for i in range(100)]  # two chunks
+
+
+def write_models(root: Path) -> list[Path]:
+    """Two models whose experts say much, and the first one with routers that are a little off."""
+    paths = [root / name for name in ("first", "second", "off")]
+    for seed, path in enumerate(paths[:2]):
+        write_tiny_model(path, "qwen3_moe", seed=seed, max_position_embeddings=1024)
+        _change(path, lambda name, tensor: tensor * 8 if "experts" in name and "down_proj" in name else tensor)
+    shutil.copytree(paths[0], paths[2])
+    generator = torch.Generator().manual_seed(2)
+
+    def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * 0.3 * tensor.std()
+        return tensor + noise if name.endswith("mlp.gate.weight") else tensor
+
+    _change(paths[2], moved)
+    return paths
+
+
+def _change(path: Path, change: Any) -> None:
+    file = path / "model.safetensors"
+    save_file({n: change(n, t).contiguous() for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+def chosen(path: Path, tokens: list[int]) -> np.ndarray:
+    """By transformers: the experts of each token but the last, in order, [tokens - 1, layers, 2]."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens[:-1]]), output_router_logits=True).router_logits
+    return torch.stack([layer.topk(2).indices.sort(-1).values for layer in logits], 1).numpy()
+
+
+def recorded(choice: dict[str, Any]) -> np.ndarray:
+    found = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+    assert found.dtype == np.uint8
+    return np.sort(found, -1)
+
+
+@pytest.mark.timeout(900)
+def test_training_sends_tokens_where_the_engine_sent_them(
+    one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks, drafts that are rejected, prompts from the cache, and swaps in the middle of answers."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    first, second, off = write_models(tmp_path)
+    tokenizer = Tokenizer(first)
+    record = Record(0, "1+2=", "03", tokenizer.prompt("1+2="), ())
+    live = LiveServer(first, tmp_path / "state", (*ENGINE, *RECORDING), name="demo")
+    rollout = RolloutConfig(max_tokens=48, routed_experts=True, fixed_sampler=True)
+    with live.running():
+        with RolloutSampler(
+            GatewayConfig(url=live.url), rollout, build_scorer([ExactMatchReward()]), tokenizer, 0
+        ) as client:
+            group = client.round(record, SAMPLES, 0).result(PATIENCE_S)
+        answers = [live.generate(PROMPT, 40, routed_experts=True)["choices"][0] for _ in range(2)]
+        assert "routed_experts" not in live.generate(PROMPT, 4)["choices"][0]
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "routed_experts": True}
+        whole = live.client.post("/v1/completions", json=body).json()["choices"][0]
+        stream = live.client.post("/v1/completions", json=body | {"stream": True}).text
+        crossed = crossing(live, second)
+    for answer in answers:  # the second one's prompt is in the cache
+        assert np.array_equal(recorded(answer), chosen(first, PROMPT + answer["token_ids"]))
+    assert whole["routed_experts"] in stream, "streams end with what whole answers have"
+    for prompt, answer, version in crossed:
+        spans = answer["weight_versions"]
+        rows, end = recorded(answer), len(prompt) + spans[0]["end"] - 1
+        assert len(rows) == len(prompt) + len(answer["token_ids"]) - 1
+        tokens = (prompt + answer["token_ids"])[: end + 1]
+        assert spans[0]["version"] == version
+        assert np.array_equal(rows[:end], chosen(first, tokens)), "tokens of the old weights have their routing"
+    assert isinstance(group, TrajectoryGroup)
+    sampled = []
+    for trajectory in group.trajectories:
+        routing = of_trajectory(len(group.prompt_ids), trajectory)
+        assert routing is not None
+        assert int(routing.min()) >= 0, "every token has its experts"
+        assert np.array_equal(routing.sort(-1).values, chosen(first, [*group.prompt_ids, *trajectory.token_ids]))
+        sampled.append((trajectory.token_ids, trajectory.logprobs, routing.tolist()))
+    for path, least in ((first, 0.0), (off, 0.005)):
+        gap = one_rank.call("gaps", path=str(path), prompt=group.prompt_ids, sampled=sampled)[0]
+        print(f"{path.name}: mean difference to the rollout's log-probs {gap}")
+        assert gap["replayed"] <= gap["free"] + 1e-6
+        assert gap["free"] >= least
+    assert gap["replayed"] < gap["free"] / 2, "most of what other routers change is where tokens go"
+
+
+def crossing(live: LiveServer, other: Path) -> list[tuple[list[int], dict[str, Any], int]]:
+    """Answers that a swap fell into, with their prompts and the version that they began with: half of them have their
+    keys and values computed anew."""
+    before = live.active()
+    prompts = [[3 + (i * (3 + n)) % 12 for i in range(60)] for n in range(CROSSING)]
+    answer = live.admin.post("/admin/weights", json={"path": str(other), "activate": False})
+    after = int(answer.json()["version"])
+
+    def ask(number: int) -> dict[str, Any]:
+        policy = ("keep", "recompute")[number % 2]
+        asked = {"routed_experts": True, "hotswap": {"policy": policy}}
+        return dict(live.generate(prompts[number], 800, **asked)["choices"][0])
+
+    with ThreadPoolExecutor(CROSSING) as pool:
+        streams = [pool.submit(ask, number) for number in range(CROSSING)]
+        wait_until(lambda: live.engine_metric("vllm:num_requests_running") == CROSSING, what="all run")
+        assert live.activate(after).status_code == 200
+        answers = [stream.result() for stream in streams]
+    assert live.activate(before).status_code == 200
+    again = live.generate(prompts[0], 20, routed_experts=True)["choices"][0]  # the blocks of the first version
+    found = [(p, a, before) for p, a in zip(prompts, answers, strict=True) if len(a["weight_versions"]) > 1]
+    assert len(found) > CROSSING / 2, "too few were in the middle of their answer"
+    return [*found, (prompts[0], again, before)]
