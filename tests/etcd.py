@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from server.ports import free_port
+
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # as in weightsync/store/etcd_members.py: tests fork
 
 from functools import partial
@@ -43,7 +45,7 @@ class Etcd:
         self._binary, self._tls, self._flags = require(), tls, flags
         self._scheme = "https" if tls else "http"
         self.directory = Path(tempfile.mkdtemp(prefix="hotswap-etcd-", dir="/dev/shm"))
-        self._ports = free_ports(2 * members)
+        self._ports = [free_port() for _ in range(2 * members)]
         self.hosts = [f"127.0.0.1:{port}" for port in self._ports[:members]]
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * members
         self._root_password = ""
@@ -202,14 +204,6 @@ def _certificate(
 
 def _pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 def _listens(host: str) -> bool:

@@ -11,7 +11,8 @@ import httpx
 import psutil
 
 from server.cli.config import UpConfig
-from server.cli.up import Server, free_port
+from server.cli.up import Server
+from server.ports import free_port
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import SyncStore
 
@@ -38,7 +39,7 @@ class LiveServer:
             UpConfig(
                 model=str(model),
                 name=name,
-                port=free_port("127.0.0.1"),
+                port=free_port(),
                 state_dir=state_dir,
                 kv_cache_gib=0.06,
                 vllm_args=vllm_args,

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.cli.up import free_port
+from server.ports import free_port
 from tests.live import VLLM_ARGS
 from tests.waiting import wait_until
 
@@ -71,7 +71,7 @@ def test_it_says_what_it_can_do(hotswap: Path, alone: dict[str, Any], command: l
 
 
 def test_it_serves_and_swaps(hotswap: Path, alone: dict[str, Any], checkpoints: dict[str, Path]) -> None:
-    url, log = f"http://127.0.0.1:{(port := free_port('127.0.0.1'))}", alone["cwd"] / "said"
+    url, log = f"http://127.0.0.1:{(port := free_port())}", alone["cwd"] / "said"
     up = [hotswap, "up", "--model", checkpoints["say-0"], "--name", "toy", "--port", str(port), *VLLM_ARGS]
     with log.open("wb") as said:
         server = subprocess.Popen([*up, "--kv-cache-gib", "0.06"], stdout=said, stderr=said, **alone)

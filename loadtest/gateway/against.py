@@ -29,7 +29,6 @@ from loadtest.gateway.contenders import (
     Load,
     Running,
     compiled,
-    free_port,
     hotswap_full,
     pinned,
     running,
@@ -37,6 +36,7 @@ from loadtest.gateway.contenders import (
 )
 from loadtest.gateway.measure import figures, run_load
 from loadtest.measure.machine import machine
+from server.ports import free_port
 
 LOADS = (replace(MANY, seconds=1.0), replace(PACED, seconds=1.5), replace(LARGE, seconds=0.6))
 FIGURES = {"many": "cpu_us_per_request", "paced": "cpu_us_per_chunk", "large": "large_cpu_us"}

@@ -31,7 +31,6 @@ from loadtest.gateway.contenders import (
     Load,
     Running,
     compiled,
-    free_port,
     machine_cpu_s,
     pinned,
     rss_mb,
@@ -41,6 +40,7 @@ from loadtest.gateway.contenders import (
 from loadtest.gateway.measure import figures, run_load
 from loadtest.gateway.report import Result, as_json, print_report
 from loadtest.measure.machine import machine
+from server.ports import free_port
 
 DIRECT = "direct"
 ROUNDS = 3

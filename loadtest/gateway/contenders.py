@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ import orjson
 from server.cli.errors import CliError
 from server.gateway.access.records import INFER, KEYS_PREFIX, KeyRecord, digest_of
 from server.key_limits import KeyLimits
+from server.ports import free_port
 from weightsync.control.records import InstanceRecord, Keys
 from weightsync.store import SyncStore
 
@@ -154,13 +154,6 @@ def machine_cpu_s() -> tuple[float, float]:
     user, nice, system, _idle, _iowait, irq, softirq, steal = ticks[:8]
     hertz = os.sysconf("SC_CLK_TCK")
     return (user + nice + system + irq + softirq) / hertz, steal / hertz
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 SOURCES = Path(__file__).parent / "native"

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import shutil
-import socket
 import statistics
 import subprocess
 import tempfile
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.measure.machine import machine
+from server.ports import free_port
 from weightsync.errors import StoreUnavailable
 from weightsync.store import Store, open_store
 
@@ -68,7 +68,7 @@ async def measure_all(urls: list[str]) -> dict[str, dict[str, dict[str, float]]]
 @contextlib.asynccontextmanager
 async def own_etcd(binary: str, data: Path) -> AsyncIterator[str]:
     """The URL of an etcd that runs while the context is open."""
-    client, peer = _free_port(), _free_port()
+    client, peer = free_port(), free_port()
     process = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs yet
         [
             binary,
@@ -151,11 +151,6 @@ def show(stores: dict[str, dict[str, Any]]) -> None:
         cells = (f"{s[operation]['p50_ms']:.2f} / {s[operation]['p99_ms']:.2f}" for s in stores.values())
         table.add_row(operation, *cells)
     Console().print(table)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 if __name__ == "__main__":

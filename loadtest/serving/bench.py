@@ -36,7 +36,8 @@ from loadtest.serving.arrivals import Plan, Seen, Stream
 from loadtest.serving.goodput import Target, figures, jain, quantile
 from server.cli.config import UpConfig
 from server.cli.processes import Child
-from server.cli.up import Server, free_port
+from server.cli.up import Server
+from server.ports import free_port
 
 MODEL = "serve"
 SHAPE = {

@@ -29,7 +29,7 @@ from loadtest.upgrade.clients import MODEL
 from server.cli import interrupts
 from server.cli.errors import CliError, ProcessFailed
 from server.cli.processes import Child, share_of_cores
-from server.cli.up import free_port
+from server.ports import free_port
 from weightsync import Publisher, ensure_arena, open_store
 from weightsync.control.records import SwapMode
 from weightsync.errors import WeightSyncError

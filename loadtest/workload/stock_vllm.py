@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from server.cli.processes import Child
-from server.cli.up import free_port
+from server.ports import free_port
 
 
 class StockVllm:

@@ -34,6 +34,7 @@ from server.cli.processes import Child, share_of_cores
 from server.cli.state import StateDir, require_own
 from server.files import write_new_file
 from server.gateway.observe.tracing import traces_url
+from server.ports import free_port, is_free
 from weightsync.control.hosts import this_host
 from weightsync.errors import ArenaError, PersistError, StoreError
 from weightsync.memory.arena import DEFAULT_ROOT
@@ -368,13 +369,6 @@ def draft_dir(vllm_args: Sequence[str]) -> Path | None:
     return resolve_model(config["model"]) if own else None
 
 
-def free_port(host: str) -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def _is_lasting(name: str) -> bool:
     """Whether a child of that name is to run for ever: not a publication, and not a trainer, which ends by itself."""
     return name in ("gateway", "persist") or name.startswith("instance-")
@@ -404,9 +398,4 @@ def _require_free(host: str, port: int) -> None:
 
 
 def _free_port_after(port: int) -> int:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port + 1))
-        except (OSError, OverflowError):
-            return free_port("127.0.0.1")
-    return port + 1
+    return port + 1 if is_free("127.0.0.1", port + 1) else free_port()

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from server.cli.processes import Child
-from server.cli.up import free_port
+from server.ports import free_port
 from tests.chaos.clients import Clients, Seen
 from tests.etcd import Etcd
 from tests.live import LiveServer
@@ -94,7 +94,7 @@ def fleet(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     store = etcd.url("contract")
     live = LiveServer(checkpoints["say-0"], tmp_path_factory.mktemp("contract"), instances=2, store=store)
     with live.running():
-        port = free_port("127.0.0.1")
+        port = free_port()
         args = ["server.gateway", "--store", store, "--model", live.name, "--port", str(port), "--admin-port", "0"]
         args += ["--admin-key-file", str(live.processes.admin_key_file)]
         second = Child("gateway-2", args, live.processes.state_dir / "logs" / "gateway-2.log", {})

@@ -15,8 +15,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from server.ports import free_port
 from tests.cluster_tls import Authority
-from tests.etcd import Etcd, Tls, free_ports
+from tests.etcd import Etcd, Tls
 from tests.k8s.helm import CHART, Object, arguments, environment
 from weightsync.store.etcd_roles import NAMES
 
@@ -37,7 +38,7 @@ class Kubelet:
         for name in ("root", *NAMES):
             (self._at("etcd-auth") / name).write_text(f"password-of-{name}")
         self.arena = Path(f"/dev/shm/hotswap-test-{os.getpid()}-{time.monotonic_ns()}")
-        self.ports = dict(zip(("8000", "8001", "8002", "8003"), map(str, free_ports(4)), strict=True))
+        self.ports = dict(zip(("8000", "8001", "8002", "8003"), (str(free_port()) for _ in range(4)), strict=True))
 
     def _at(self, name: str) -> Path:
         return self._directory / name

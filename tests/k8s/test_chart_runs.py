@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from server.ports import free_port
 from tests import etcd
 from tests.etcd import Tls
 from tests.k8s.helm import SETS, Object, Release, arguments, rendered
@@ -85,7 +86,7 @@ def test_a_member_of_etcd_starts_as_its_manifest_says(tmp_path: Path) -> None:
     manifest = {**manifest, "env": [{"name": "POD_NAME", "value": "hotswap-etcd-0"}]}
     places = {"hotswap-etcd-0.hotswap-etcd.serving.svc": "127.0.0.1", "0.0.0.0": "127.0.0.1"}
     places |= {"/etc/etcd/tls": str(tmp_path), "/var/lib/etcd": str(tmp_path)}
-    places |= dict(zip(("2379", "2380", "2381"), map(str, etcd.free_ports(3)), strict=True))
+    places |= dict(zip(("2379", "2380", "2381"), (str(free_port()) for _ in range(3)), strict=True))
     words = arguments(manifest)
     for old, new in places.items():
         words = [word.replace(old, new) for word in words]

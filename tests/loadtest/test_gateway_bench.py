@@ -28,13 +28,13 @@ from loadtest.gateway.contenders import (
     body,
     compiled,
     cpu_s,
-    free_port,
     running,
     started,
 )
 from loadtest.gateway.markdown import tables
 from loadtest.gateway.measure import figures, run_load
 from loadtest.gateway.report import Result, as_json, targets
+from server.ports import free_port
 
 CORES = Cores.available()
 STREAMS = Load("paced", body(stream=True, max_tokens=CHUNKS, seed=1), clients=4, seconds=1.0, warm_s=0.1)

@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from server.ports import free_port
 from tests.warm import TRAINERS, warm
 
 PATIENCE_S = 120.0
@@ -71,7 +72,7 @@ def serve_cases(asked: socket.socket) -> None:
 
 def run_case(world: int, request: dict[str, Any]) -> dict[str, Any]:
     """Fork the ranks, collect an answer from each, and end them all: one that failed leaves its peers waiting."""
-    port = _free_port()
+    port = free_port()
     children: dict[int, tuple[int, int]] = {}
     for rank in range(world):
         read, write = os.pipe()
@@ -129,12 +130,6 @@ def _be_rank(rank: int, world: int, port: int, request: dict[str, Any], answer_f
     with os.fdopen(answer_fd, "w") as answers:
         answers.write(json.dumps(answer))
     signal.pause()  # peers may still be in a collective with this rank: the server ends all of them together
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from loadtest.transfer.feeding.site import MODEL, SOURCE, VLLM_ARGS, Host, Servi
 from loadtest.workload.children import streaming
 from loadtest.workload.stock_vllm import StockVllm
 from server.cli.errors import CliError
-from server.cli.up import free_port
+from server.ports import free_port
 from weightsync.vllm_engine.linear import onednn_takes
 
 FETCHED = re.compile(r"is here after ([\d.]+) s")

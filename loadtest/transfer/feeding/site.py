@@ -12,7 +12,7 @@ from pathlib import Path
 
 from server.cli.errors import ProcessFailed
 from server.cli.processes import BIND_ENV, THREADS_ENV, Child
-from server.cli.up import free_port
+from server.ports import free_port
 from weightsync.control.records import ActiveRecord, CopyRecord, InstanceRecord, Keys
 from weightsync.peer.copies import parsed
 from weightsync.store import SyncStore

@@ -18,7 +18,8 @@ from server.cli.config import UpConfig
 from server.cli.errors import CliError
 from server.cli.paths import ServerInfo
 from server.cli.processes import share_of_cores
-from server.cli.up import Server, draft_dir, free_port
+from server.cli.up import Server, draft_dir
+from server.ports import free_port
 from tests.weightsync.tensors import model as model_of
 from trainer.config import FaultsConfig
 from weightsync import Publisher, SyncStore, ensure_arena, open_store
@@ -86,7 +87,7 @@ def test_every_instance_has_its_own_name(model: Path, tmp_path: Path) -> None:
 def test_the_admin_port_is_the_next_one_if_it_is_free(model: Path, tmp_path: Path) -> None:
     with socket.socket() as taken:
         for _ in range(50):  # until nobody else has the next one
-            port = free_port("127.0.0.1")
+            port = free_port()
             server = Server(UpConfig(model=str(model), state_dir=tmp_path, port=port))
             if server.admin_port == port + 1:
                 break

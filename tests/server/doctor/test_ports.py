@@ -17,7 +17,8 @@ import pytest
 from server.doctor.checks.ports import speaks_tls
 from server.doctor.processes import is_ours
 from server.doctor.world import World, is_loopback
-from tests.etcd import Tls, free_ports
+from server.ports import free_port
+from tests.etcd import Tls
 from tests.server.doctor.worlds import findings, only, statuses
 
 LISTENS = (
@@ -41,7 +42,7 @@ def listening(place: Path, module: str, host: str, *arguments: str) -> Iterator[
 
 
 def test_free_ports() -> None:
-    first, second = free_ports(2)
+    first, second = free_port(), free_port()
     assert statuses(findings("ports", World(port=first))) == ["ok"]
     assert statuses(findings("ports", World(port=first, admin_port=second))) == ["ok", "ok"]
 
@@ -85,7 +86,7 @@ def test_what_listens_beyond_loopback_without_tls_is_found(tmp_path: Path) -> No
 @pytest.mark.usefixtures("only_children")
 def test_the_public_port_without_tls_is_a_warning(tmp_path: Path) -> None:
     place = tmp_path / "server" / "gateway.py"
-    (port,) = free_ports(1)
+    port = free_port()
     place.parent.mkdir()
     place.write_text(LISTENS.replace(", 0)", ", int(sys.argv[3]))"))
     command = [sys.executable, "-m", "server.gateway", "0.0.0.0", "--port", str(port)]

@@ -10,7 +10,8 @@ import pytest
 from server.doctor.checks.store import NARROW_S, Sample, bounds, judge_clock
 from server.doctor.registry import Status
 from server.doctor.world import World
-from tests.etcd import Etcd, Tls, free_ports
+from server.ports import free_port
+from tests.etcd import Etcd, Tls
 from tests.server.doctor.worlds import findings, host, only, statuses
 from weightsync import SyncStore
 
@@ -64,7 +65,7 @@ def test_an_etcd_that_is_well(etcd: Etcd) -> None:
 
 
 def test_nobody_listens() -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     url = f"etcd://127.0.0.1:{port}"
     found = findings("store", World(store=url))
     assert statuses(found) == ["fail", "fail"]
@@ -128,7 +129,7 @@ def test_users_and_what_they_may(tmp_path: Path) -> None:
 
 
 def test_an_etcd_of_other_hosts_without_tls_and_users_is_warned_of() -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     found = findings("store", World(store=f"etcd://0.0.0.0:{port}"))
     assert statuses(found)[2:] == ["warn", "warn"]
     assert "without TLS" in found[2].found

@@ -8,7 +8,6 @@ import datetime
 import hashlib
 import os
 import signal
-import socket
 import ssl
 import stat
 import subprocess
@@ -31,6 +30,7 @@ from server.gateway import GatewayConfig, Limits, UpstreamSettings
 from server.gateway.__main__ import configured, main
 from server.gateway.access.key_sources import load_keys
 from server.gateway.access.records import ADMIN, INFER
+from server.ports import free_port
 from tests.server.gateway.harness import RunningGateway, running_gateway
 from tests.server.gateway.upstream import Link, Received, upstream
 from tests.waiting import wait_until
@@ -156,12 +156,6 @@ def gateway_command(*args: str, **environment: str) -> subprocess.Popen[str]:
     env = {**os.environ, **environment}
     env.pop("HOTSWAP_STORE", None)
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_up(url: str, verify: bool = True) -> None:

@@ -21,8 +21,8 @@ from server.errors import ConfigError
 from server.gateway import GatewayConfig, HealthSettings, UpstreamSettings
 from server.gateway.admin.probes import ProbePrompt, ProbeSettings, build_probe
 from server.gateway.main import bind, run
+from server.ports import free_port
 from tests.cluster_tls import Authority
-from tests.etcd import free_ports
 from tests.server.gateway.harness import ADMIN_KEY, KEYS, RunningGateway, post, running_gateway
 from tests.server.gateway.upstream import Link, Received, answer_json, read_answer, upstream
 from tests.waiting import eventually, wait_until
@@ -261,7 +261,7 @@ def process(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> I
     (directory / "admin.key").write_text(ADMIN_KEY)
     (directory / "admin.key").chmod(0o600)
     store = f"sqlite://{directory}/store.db"
-    port, admin_port = free_ports(2)
+    port, admin_port = free_port(), free_port()
     command = [sys.executable, "-m", "server.gateway", "--model", "toy", "--store", store, "--port", str(port)]
     command += ["--admin-host", "0.0.0.0", "--admin-port", str(admin_port), "--cluster-tls", str(files)]
     with subprocess.Popen([*command, "--workers", "2", "--log-level", "warning"]) as gateway:

@@ -21,13 +21,14 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.gateway.contenders import KEY, answers, body, compiled, free_port, hotswap, running, tree
+from loadtest.gateway.contenders import KEY, answers, body, compiled, hotswap, running, tree
 from loadtest.gateway.contenders import Place as BenchPlace
 from server.gateway.__main__ import configured
 from server.gateway.access.records import INFER, KEYS_PREFIX, KeyRecord, digest_of
 from server.gateway.observe.metrics import Pages, merged
 from server.gateway.workers import MAX_DELAY_S, VARIABLE, WRONG_SETTINGS, Place, Supervisor, pause_after
 from server.key_limits import KeyLimits
+from server.ports import free_port
 from tests.waiting import eventually, wait_until
 from weightsync.store import SyncStore
 

@@ -16,11 +16,11 @@ from typing import Any
 import orjson
 import pytest
 
-from server.cli.up import free_port
 from server.gateway.config import Limits
 from server.instance.config import InstanceConfig
 from server.instance.middleware import Admission
 from server.instance.sidecar import Sidecar
+from server.ports import free_port
 from tests.server.gateway.harness import KEYS, MODEL, get, post, running_gateway
 from tests.server.gateway.upstream import Answer, Link, Received, read_answer, upstream
 from tests.waiting import eventually
@@ -34,7 +34,7 @@ from weightsync.store import SyncStore
 @contextmanager
 def gateway_process(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A gateway in a process of its own, and its port."""
-    port = free_port("127.0.0.1")
+    port = free_port()
     command = [sys.executable, "-m", "server.gateway", "--store", f"sqlite://{directory}/store.db", "--model", MODEL]
     command += ["--port", str(port), "--no-coordinator", *options]
     with (directory / "gateway.log").open("wb") as log:

@@ -15,7 +15,7 @@ import httpx
 import tinker
 from tinker import types
 
-from server.cli.up import free_port
+from server.ports import free_port
 from tests.trainer.fleet import Fleet, fleet
 from tests.trainer.test_publish import publish_once
 from tests.waiting import wait_until
@@ -30,7 +30,7 @@ class ApiServer:
     def __init__(
         self, root: Path, model: str, gateway: str, store: str, name: str = "tiny", dtype: str = "float32", **more: Any
     ) -> None:
-        self.root, self.port = root, free_port("127.0.0.1")
+        self.root, self.port = root, free_port()
         self.url = f"{'https' if 'ssl_certfile' in more else 'http'}://127.0.0.1:{self.port}"
         self.verify: ssl.SSLContext | bool = True
         served = {"model": name, "store": store, "dtype": dtype}

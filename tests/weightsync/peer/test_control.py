@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import pytest
 
+from server.ports import free_port
 from tests.cluster_tls import Authority
 from tests.waiting import eventually, wait_until
 from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, bytes_of, newest, path_of, random_model
@@ -197,11 +198,6 @@ def test_beyond_loopback_only_with_tls(
 )
 def test_the_address_that_others_are_told(wish: str | None, reached: str) -> None:
     assert main.advertised(wish, Address("10.0.0.1", 7)) == reached
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 @pytest.mark.parametrize(("said", "port"), [(None, 0), ("8004", 8004)])

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from server.cli.up import free_port
+from server.ports import free_port
 from tests.waiting import wait_until
 from tests.weightsync.fleet import running_fleet
 from tests.weightsync.peer.hosts import KEYS, MODEL, Hosts, newest, serving
@@ -31,7 +31,7 @@ HOSTS = ("a", "b")
 @contextlib.contextmanager
 def instance(hosts: Hosts, model: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """The leader on host a and its follower on host b; in float32 no token hangs on how sums are split."""
-    port = free_port("127.0.0.1")
+    port = free_port()
     started = {}
     for rank, host in enumerate(HOSTS):
         command = [sys.executable, "-m", "server.cli", "instance", "--model", str(model), "--name", MODEL]

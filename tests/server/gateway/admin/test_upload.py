@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from server.gateway import UpstreamSettings
+from server.ports import free_port
 from tests.server.gateway.harness import ADMIN_KEY, MODEL, RunningGateway, running_gateway
 from tests.waiting import wait_until
 from weightsync import SlotReader, SyncStore, ensure_arena
@@ -444,11 +445,6 @@ def gateway_process(tmp_path: Path, ports: tuple[int, int]) -> subprocess.Popen[
     command += ["--model", MODEL, "--port", str(ports[0]), "--admin-port", str(ports[1])]
     environment = {**os.environ, "HOTSWAP_ADMIN_KEY": ADMIN_KEY}
     return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def until_up(url: str) -> None:

@@ -19,11 +19,11 @@ import orjson
 import psutil
 import pytest
 
-from server.cli.up import free_port
 from server.gateway import GatewayConfig
 from server.gateway.app import build_app
 from server.gateway.middleware import is_public
 from server.gateway.routes import public_names
+from server.ports import free_port
 from tests.server.gateway.harness import KEYS, MODEL, get, post
 from tests.server.gateway.upstream import Answer, Link, Received, Upstream, read_answer, upstream
 from tests.waiting import eventually, wait_until
@@ -74,7 +74,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     keys, log, url = directory / "keys", directory / "log", f"sqlite://{directory / 'store.db'}"
     keys.touch(mode=0o600)
     keys.write_text(INFER_KEY + "\n")
-    port, admin_port = free_port("127.0.0.1"), free_port("127.0.0.1")
+    port, admin_port = free_port(), free_port()
     command = [sys.executable, "-m", "server.gateway", "--store", url, "--model", MODEL, "--port", str(port)]
     command += ["--admin-port", str(admin_port), "--api-key-file", str(keys), "--max-body", str(MAX_BODY)]
     command += ["--request-timeout", str(TIMEOUT_S), "--log-level", "debug", "--log-format", "json"]

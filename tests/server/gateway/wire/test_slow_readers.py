@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.gateway.contenders import Place, free_port, hotswap, pinned, rss_mb, running
+from loadtest.gateway.contenders import Place, hotswap, pinned, rss_mb, running
+from server.ports import free_port
 from tests.server.gateway.harness import post
 from tests.server.gateway.upstream import Link, Received, upstream
 from tests.waiting import eventually, stands_still

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from server.cli.processes import Child
-from server.cli.up import free_port
 from server.gateway.access.scope import STORE_KEY
+from server.ports import free_port
 from tests.live import LiveServer
 from tests.waiting import wait_until
 from weightsync.store import open_store
@@ -34,9 +34,9 @@ def keyed(live: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     file = directory / "api.keys"
     file.touch(0o600)
     file.write_text("\n".join(KEYS))
-    port = free_port("127.0.0.1")
+    port = free_port()
     args = ["server.gateway", "--store", live.processes.store, "--model", live.name, "--port", str(port)]
-    args += ["--admin-port", str(free_port("127.0.0.1")), "--admin-key-file", str(live.processes.admin_key_file)]
+    args += ["--admin-port", str(free_port()), "--admin-key-file", str(live.processes.admin_key_file)]
     gateway = Child("keyed", [*args, "--api-key-file", str(file), "--no-coordinator"], directory / "gateway.log")
     try:
         wait_until(lambda: _ready(f"http://127.0.0.1:{port}"), 30, what=lambda: gateway.tail())

@@ -1,0 +1,38 @@
+"""Ports for processes that are told theirs before they start."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from server import ports
+
+
+def test_no_outgoing_connection_can_come_to_have_it() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    given = [ports.free_port() for _ in range(50)]
+    assert len(set(given)) == len(given)
+    assert all(ports.is_free("127.0.0.1", port) for port in given)
+    assert max(given) < first or first < 11_000
+
+
+@pytest.mark.parametrize("said", ["1024 65535", "", "none"])
+def test_a_kernel_that_says_nothing_of_use(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "range"
+    file.write_text(said)
+    monkeypatch.setattr(ports, "_RANGE", file)
+    assert 10_000 <= ports.free_port() < 65_536
+
+
+def test_a_port_that_is_taken_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = listener.getsockname()[1]
+        assert not ports.is_free("127.0.0.1", taken)
+        monkeypatch.setattr(ports, "_FIRST", taken)
+        monkeypatch.setattr(ports, "_outgoing", lambda: taken + 1)
+        assert ports.free_port() != taken
+    assert not ports.is_free("127.0.0.1", 70_000)
+    with pytest.raises(OSError, match="assign"):
+        ports.free_port("192.0.2.1")
