@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.config import ModelConfig, ParallelConfig
 from trainer.megatron.attention import block_spec, follow_positions
-from trainer.megatron.convert import load_hf
+from trainer.megatron.convert import load_hf, parameters
 from trainer.megatron.hf_config import ModelShape
 from trainer.megatron.hf_files import HfTensors
 from trainer.megatron.logprobs import logprobs_and_entropy
@@ -189,7 +189,8 @@ def load_critic(
     model = build_model(untied, transformer, chunk)
     if tensors is not None:
         tensors.check(shape.schema("float32"))
-        load_hf(model, untied, lambda name: tensors.get(_EMBEDDING if shape.tied and name == _HEAD else name))
+        get = tensors.get
+        load_hf(parameters(model), untied, lambda name: get(_EMBEDDING if shape.tied and name == _HEAD else name))
     if model.post_process:
         model.output_layer = ValueHead(transformer)
     return model

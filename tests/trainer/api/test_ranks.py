@@ -1,0 +1,171 @@
+"""On several ranks a client's training is that of one rank, and a state goes on in any layout."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+import torch
+from safetensors.torch import load_file
+from tinker import types
+
+from tests.trainer.api.server import ApiServer, datum, learn, serving, sums
+from tests.trainer.api.test_losses import body, data_for
+from tests.trainer.faults.test_ranks import rank_process
+from tests.trainer.ranks import Ranks
+from tests.waiting import wait_until
+
+PASSES = [
+    [body("cross_entropy", {}, data_for("cross_entropy", 1)), body("ppo", {}, data_for("ppo", 2)[:1])],
+    [body("importance_sampling", {}, data_for("importance_sampling", 3))],
+    [body("cross_entropy", {}, data_for("cross_entropy", 4)) for _ in range(3)],
+]
+TWO: list[tuple[str, dict[str, Any], bool]] = [
+    ("qwen3", {"tensor": 2}, False),
+    ("qwen2", {"data": 2}, False),
+    ("llama-tied", {"pipeline": 2}, True),
+    ("qwen3_moe", {"data": 2, "expert": 2}, False),
+    ("qwen3", {"tensor": 2, "sequence": True}, True),
+    ("qwen3", {"tensor": 2}, True),
+    ("qwen2", {"data": 2}, True),
+    ("qwen2", {"context": 2}, False),
+    ("qwen2", {"pipeline": 2, "virtual_pipeline": 2}, False),
+    ("mixtral", {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}, False),
+    ("qwen3_moe", {"data": 2, "expert": 2}, True),
+    ("mixtral", {"tensor": 2, "sequence": True}, True),
+]
+
+
+def close(said: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for mine, theirs in zip(said, expected, strict=True):
+        for row, reference in zip(mine["logprobs"], theirs["logprobs"], strict=True):
+            assert row == pytest.approx(reference, rel=1e-3, abs=1e-4)
+        assert mine["losses"] == pytest.approx(theirs["losses"], rel=5e-4, abs=1e-4)
+        assert mine["norm"] == pytest.approx(theirs["norm"], rel=5e-4)
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {n: t for file in directory.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    ("model", "parallel", "full"), TWO, ids=["-".join([m, *p, "full" if f else "lora"]) for m, p, f in TWO]
+)
+def test_two_ranks_train_alike_and_go_on_as_one(
+    one_rank: Ranks,
+    two_ranks: Ranks,
+    models: dict[str, str],
+    small_models: dict[str, str],
+    tmp_path: Path,
+    model: str,
+    parallel: dict[str, Any],
+    full: bool,
+) -> None:
+    """The numbers of each pass, the norm, the state and what a sampler would get; then one rank from the two ranks'
+    state, and two from the one's."""
+    about: dict[str, Any] = {"path": (small_models | models)[model], "full": full}
+    alone = one_rank.call(
+        "several_ranks", parallel={}, passes=PASSES, directory=f"{tmp_path}/one", begin=None, **about
+    )[0]
+    said = two_ranks.call(
+        "several_ranks", parallel=parallel, passes=PASSES, directory=f"{tmp_path}/two", begin=None, **about
+    )[0]
+    assert alone[0]["losses"] != alone[-1]["losses"][:2]
+    close(said, alone)
+    one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert torch.allclose(tensor, two[name], rtol=1e-2, atol=1e-2 * float(tensor.abs().max())), name
+    exported = [tensors(tmp_path / ranks / "export") for ranks in ("one", "two")]
+    assert exported[0].keys() == exported[1].keys()
+    assert {f"weight.{name}" for name in exported[0]} == {name for name in one if name.startswith("weight.")}
+    more = {"passes": PASSES[:1], **about}
+    on = [
+        ranks.call("several_ranks", parallel=layout, begin=f"{tmp_path}/{begin}", directory=f"{tmp_path}/more", **more)
+        for ranks, layout, begin in ((one_rank, {}, "two"), (two_ranks, parallel, "one"))
+    ]
+    close(on[0][0], on[1][0])
+    assert on[0][0][0]["losses"] != alone[0]["losses"]
+
+
+def through_the_sdk(api: ApiServer) -> dict[str, Any]:
+    """What two clients of the stock SDK are told while they train by turns, save, load and are saved for a sampler."""
+    service = api.service()
+    make = {"base_model": "tiny", "rank": 4, "seed": 5}
+    first, second = (service.create_lora_training_client(**make).result() for _ in range(2))
+    odd = [datum([3, 4, 5, 6, 7, 8, 9][: 2 + i % 5], weights=[1.0] * (1 + i % 5)) for i in range(7)]
+    losses = []
+    for _ in range(3):
+        losses += learn(first, sums(), 1) + learn(second, odd, 1)
+    path = first.save_state("three").result().path
+    resumed = service.create_training_client_from_state_with_optimizer(path).result()
+    losses += learn(resumed, sums(), 2)
+    with pytest.raises(tinker.RequestFailedError, match="call forward_backward before"):
+        resumed.optim_step(types.AdamParams()).result()
+    with pytest.raises(tinker.RequestFailedError, match="is not known here"):
+        resumed.forward_backward(odd, "gspo").result()  # type: ignore[arg-type]
+    said = second.forward(odd, "cross_entropy").result()
+    rows = [output["logprobs"].tolist() for output in said.loss_fn_outputs]
+    sampler = resumed.save_weights_and_get_sampling_client().result()
+    answer = sampler.sample(types.ModelInput.from_ints([4, 13]), 1, types.SamplingParams(max_tokens=2)).result()
+    assert answer.sequences[0].tokens
+    (saved,) = (api.root / "api/models" / resumed.model_id / "snapshots").iterdir()
+    service.close("success").result(30)
+    return {"losses": losses, "rows": rows, "adapter": load_file(saved / "adapter_model.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory: pytest.TempPathFactory, small_models: dict[str, str]) -> dict[str, Any]:
+    with serving(tmp_path_factory.mktemp("api"), small_models["qwen3"]) as (api, _):
+        return through_the_sdk(api)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"data": 2}], ids=["tensor", "data"])
+def test_the_stock_sdk_is_told_the_same(
+    on_one_rank: dict[str, Any], tmp_path: Path, small_models: dict[str, str], parallel: dict[str, Any]
+) -> None:
+    with serving(tmp_path, small_models["qwen3"], parallel=parallel) as (api, _):
+        found = through_the_sdk(api)
+    assert found["losses"] == pytest.approx(on_one_rank["losses"], rel=5e-4)
+    for row, reference in zip(found["rows"], on_one_rank["rows"], strict=True):
+        assert row == pytest.approx(reference, rel=1e-3, abs=1e-4)
+    assert found["adapter"].keys() == on_one_rank["adapter"].keys()
+    for name, tensor in on_one_rank["adapter"].items():
+        assert torch.allclose(found["adapter"][name], tensor, rtol=1e-2, atol=1e-2 * float(tensor.abs().max())), name
+
+
+@pytest.mark.broad
+@pytest.mark.timeout(900)
+def test_a_rank_that_is_killed_in_the_middle_of_a_pass(tmp_path: Path, tiny_model: str) -> None:
+    """A follower, then rank 0: the launcher starts all again, the SDK waits, and the numbers are those of a server
+    whose ranks all lived."""
+    data = sums() * 200
+    with serving(tmp_path, tiny_model, parallel={"data": 2}, launched=True) as (api, _):
+        service = api.service()
+        make = {"base_model": "tiny", "rank": 4, "seed": 5}
+        calm, client = (service.create_lora_training_client(**make).result() for _ in range(2))
+        expected, losses = learn(calm, data, 4), learn(client, data, 1)
+        for rank in (1, 0):
+            passed = client.forward_backward(data, "cross_entropy")
+            stepped = client.optim_step(types.AdamParams(learning_rate=1e-3))
+            wait_until(lambda: _open(api, client) == ["forward_backward", "optim_step"], what="both are on disk")
+            killed = rank_process(api.process.pid, rank)
+            os.kill(killed.pid, signal.SIGKILL)
+            assert _open(api, client)[0] == "forward_backward"
+            losses.append(passed.result(timeout=240).metrics["loss:sum"])
+            stepped.result(timeout=240)
+            assert not killed.is_running()
+        losses += learn(client, data, 1)
+        assert losses == expected
+        assert _open(api, client) == []
+
+
+def _open(api: ApiServer, client: tinker.TrainingClient) -> list[str]:
+    found = api.journal("SELECT kind FROM requests WHERE done IS NULL AND model = ? ORDER BY seq", client.model_id)
+    return [kind for (kind,) in found]
