@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 import tinker
 import torch
 from safetensors.torch import load_file
 from tinker import types
 
+from tests.trainer.api.finetuning.client import ended, preferences, sdk, upload
+from tests.trainer.api.finetuning.client import losses as job_losses
 from tests.trainer.api.server import ApiServer, datum, learn, serving, sums
 from tests.trainer.api.test_losses import body, data_for
 from tests.trainer.faults.test_ranks import rank_process
 from tests.trainer.ranks import Ranks
 from tests.waiting import wait_until
+from trainer.api.__main__ import main
+
+PASS = "forward_backward"
 
 PASSES = [
     [body("cross_entropy", {}, data_for("cross_entropy", 1)), body("ppo", {}, data_for("ppo", 2)[:1])],
@@ -142,30 +151,88 @@ def test_the_stock_sdk_is_told_the_same(
 
 @pytest.mark.broad
 @pytest.mark.timeout(900)
-def test_a_rank_that_is_killed_in_the_middle_of_a_pass(tmp_path: Path, tiny_model: str) -> None:
-    """A follower, then rank 0: the launcher starts all again, the SDK waits, and the numbers are those of a server
-    whose ranks all lived."""
+def test_a_rank_that_is_killed(tmp_path: Path, tiny_model: str) -> None:
+    """In the middle of a pass a follower, then rank 0: the launcher starts all again, the SDK waits, who asks for a
+    result is told to ask again, and the numbers are those of a server whose ranks all lived. So are a job's."""
     data = sums() * 200
     with serving(tmp_path, tiny_model, parallel={"data": 2}, launched=True) as (api, _):
-        service = api.service()
+        service, client_of_jobs = api.service(), sdk(api)
         make = {"base_model": "tiny", "rank": 4, "seed": 5}
         calm, client = (service.create_lora_training_client(**make).result() for _ in range(2))
         expected, losses = learn(calm, data, 4), learn(client, data, 1)
+        file = upload(client_of_jobs, preferences())
+        method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 12, "batch_size": 3}}}
+        asked: dict[str, Any] = {"model": "tiny", "training_file": file, "method": method, "seed": 4}
+        undisturbed = ended(client_of_jobs, client_of_jobs.fine_tuning.jobs.create(**asked).id)
+        job = client_of_jobs.fine_tuning.jobs.create(**asked)
         for rank in (1, 0):
             passed = client.forward_backward(data, "cross_entropy")
             stepped = client.optim_step(types.AdamParams(learning_rate=1e-3))
-            wait_until(lambda: _open(api, client) == ["forward_backward", "optim_step"], what="both are on disk")
-            killed = rank_process(api.process.pid, rank)
-            os.kill(killed.pid, signal.SIGKILL)
-            assert _open(api, client)[0] == "forward_backward"
+            wait_until(lambda: _open(api, client) == [PASS, "optim_step"], what="both are on disk")
+            with ThreadPoolExecutor(1) as asking:
+                about = {"request_id": f"{client.model_id}:{_sequence(api, client)}"}
+                answer = asking.submit(api.post, "retrieve_future", json=about)
+                killed = rank_process(api.process.pid, rank)
+                os.kill(killed.pid, signal.SIGKILL)
+                if rank == 1:
+                    assert answer.result().status_code == 503
+                    assert answer.result().json()["error"]["code"] == "server_ended"
+                else:
+                    assert isinstance(answer.exception(), httpx.HTTPError)
+            assert _open(api, client)[0] == PASS
             losses.append(passed.result(timeout=240).metrics["loss:sum"])
             stepped.result(timeout=240)
             assert not killed.is_running()
-        losses += learn(client, data, 1)
-        assert losses == expected
+            kept = api.journal("SELECT about FROM records WHERE kind = 'fault' AND parent = ?", client.model_id)
+            assert [json.loads(about)["times"] for (about,) in kept] == [1], "rank 0 cannot count its own end"
+        assert losses + learn(client, data, 1) == expected
         assert _open(api, client) == []
+        done = ended(client_of_jobs, job.id)
+        assert job_losses(client_of_jobs, done.id) == job_losses(client_of_jobs, undisturbed.id)
+        assert done.status == "succeeded"
+
+        idle = rank_process(api.process.pid, 1)
+        os.kill(idle.pid, signal.SIGKILL)
+        before = client.forward(data[:20], "cross_entropy").result(timeout=240)
+        assert before.metrics["loss:sum"] > 0
+        ranks = psutil.Process(api.process.pid).children(recursive=True)
+        api.process.terminate()
+        assert api.process.wait(60) == 128 + signal.SIGTERM
+        assert not [rank for rank in ranks if rank.is_running()]
+    said = api.log.read_text()
+    assert "Traceback" not in said, said
 
 
 def _open(api: ApiServer, client: tinker.TrainingClient) -> list[str]:
     found = api.journal("SELECT kind FROM requests WHERE done IS NULL AND model = ? ORDER BY seq", client.model_id)
     return [kind for (kind,) in found]
+
+
+def _sequence(api: ApiServer, client: tinker.TrainingClient) -> int:
+    ((found,),) = api.journal("SELECT MIN(seq) FROM requests WHERE done IS NULL AND model = ?", client.model_id)
+    return int(found)
+
+
+def test_ranks_that_the_layout_does_not_have(tmp_path: Path, tiny_model: str) -> None:
+    """Each says what is wrong and ends with 2."""
+    api = ApiServer(tmp_path, tiny_model, "http://127.0.0.1:9", "sqlite:///none", parallel={"data": 2})
+    api.config["parallel"] = {"data": 1}
+    with pytest.raises(AssertionError, match="1 ranks, but the launcher has started 2"):
+        api.start()
+    assert [process.wait(60) for process in api._processes] == [2, 2]
+
+
+def test_a_layout_that_the_model_cannot_have(
+    tmp_path: Path, small_models: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    cases = {
+        "parallel.tensor=3": "parallel.tensor: 3 does not divide the model's 4 (attention heads)",
+        "parallel.pipeline=5": "parallel.pipeline: 5 does not divide the model's 2 (layers)",
+        "parallel.expert=2": "parallel.expert: 2 x expert_tensor 1 does not divide the 1 ranks",
+        "faults.max_restarts=-1": "faults.max_restarts: must be in [0, 1000000]",
+    }
+    api = ApiServer(tmp_path, small_models["qwen2"], "http://127.0.0.1:9", "sqlite:///none")
+    (tmp_path / "api.json").write_text(json.dumps(api.config))
+    for change, says in cases.items():
+        assert main(["--config", str(tmp_path / "api.json"), "--set", change]) == 2
+        assert says in capfd.readouterr().err
