@@ -79,10 +79,13 @@ def read(directory: Path, kinds: Kinds, shape: ModelShape, lora: LoraConfig | No
     problem, steps = "", 0
     try:
         about = _about(directory)
+        for file in set(about["files"].values()):
+            if not (directory / file).exists():
+                raise ValueError(f"{file} is missing")
         steps, tensors = int(about["steps"]), HfTensors(directory)
         schema = shape.schema("float32") if lora is None else adapter_schema(shape, lora, "float32")
         if described(lora) != about["lora"] or set(tensors.shapes) != about["files"].keys():
-            raise ValueError("it is of another adapter, or some of its files are missing")
+            raise ValueError("it is of another adapter")
         tensors.check((f"{kind}.{name}", dtype, size) for kind in kinds for name, dtype, size in schema)
     except (ValueError, KeyError, TypeError, WeightsError, CheckpointError) as error:
         problem = f"{directory} cannot be read ({error})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -131,6 +132,27 @@ def test_a_state_goes_on_where_it_was(service: tinker.ServiceClient) -> None:
     assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 4
     rest.delete_checkpoint_from_tinker_path(path).result()
     assert rest.list_checkpoints(client.model_id).result().checkpoints == []
+
+
+def test_a_state_that_is_not_whole_is_refused(service: tinker.ServiceClient, api: ApiServer) -> None:
+    """The one who wanted it goes on as before."""
+    client = new(service)
+    learn(client, sums(), 1)
+    expected = client.forward(sums(), "cross_entropy").result().metrics["loss:sum"]
+    for number, (name, damage, says) in enumerate(
+        [
+            ("model-*.safetensors", lambda file: file.unlink(), "is missing"),
+            ("model-*.safetensors", lambda file: os.truncate(file, file.stat().st_size - 8), "is damaged"),
+            ("state.json", lambda file: file.unlink(), "cannot be read"),
+            ("state.json", lambda file: file.write_text("{}"), "cannot be read"),
+        ]
+    ):
+        path = client.save_state(f"to-break-{number}").result().path
+        newest = max((api.root / "api/models" / client.model_id / "weights").iterdir(), key=lambda d: int(d.name))
+        damage(next(newest.glob(name)))
+        with pytest.warns(FutureWarning), pytest.raises(tinker.RequestFailedError, match=says):
+            client.load_state(path).result()
+        assert client.forward(sums(), "cross_entropy").result().metrics["loss:sum"] == expected
 
 
 def test_a_saved_adapter_is_a_part_of_a_version_and_is_asked_by_its_name(
