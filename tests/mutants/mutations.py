@@ -330,7 +330,7 @@ MUTATIONS: list[Mutation] = [
         ("count = -(-len(bins) // ranks) * ranks", "count = len(bins)"),
         ("count = -(-rows // (size * ranks * group)) * group", "count = -(-rows // (size * ranks))"),
     ]),
-    *of("trainer/megatron/gradients.py", TR + "api/test_ranks.py::test_two_ranks_train_alike_and_go_on_as_one", changes=[
+    *of("trainer/megatron/gradients.py", TR + "api/test_ranks.py::test_ranks_train_as_one_does_and_go_on_in_its_place", changes=[
         ("gradient[name] += parameter.grad", "gradient[name] = parameter.grad.clone()"),
         ("group=ps.get_expert_data_parallel_group() if spread else everywhere", "group=everywhere"),
         ("if param_is_not_shared(parameter) and param_is", "if param_is"),
@@ -343,7 +343,7 @@ MUTATIONS: list[Mutation] = [
     *of("trainer/api/tenants.py", TR + "api/test_losses.py", changes=[
         ("torch.where(inside, loss.function(logprobs_BT, fields, options), 0.0)", "loss.function(logprobs_BT, fields, options)"),
     ]),
-    *of("trainer/api/tenants.py", TR + "api/test_ranks.py::test_two_ranks_train_alike_and_go_on_as_one", changes=[
+    *of("trainer/api/tenants.py", TR + "api/test_ranks.py::test_ranks_train_as_one_does_and_go_on_in_its_place", changes=[
         ("                self.gradient[name] += g\n", "                self.gradient[name] = g\n"),
     ]),
     *of("trainer/api/queue.py", TR + "api/test_crash.py::test_a_server_that_is_asked_to_end_says_so_to_who_waits", changes=[

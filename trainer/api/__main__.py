@@ -73,7 +73,9 @@ def _be_rank(config: ApiConfig, shape: ModelShape) -> None:
         check_experts(config.parallel)
         opened.enter_context(distributed(config.parallel, config.seed, faults.collective_timeout_s))
         # Rank 0 tells its clients first; the others have nobody to tell.
-        opened.enter_context(Faults(faults, (lambda: False) if listener is not None else None))
+        watching = opened.enter_context(Faults(faults, (lambda: False) if listener is not None else None))
+        if listener is not None and watching.restarted_because:
+            print(f"started again ({watching.attempt}): {watching.restarted_because}", file=sys.stderr, flush=True)
         of_model = partial(Tenants, config.model, shape, config.micro_tokens, parallel=config.parallel)
         made = partial(of_model, full=config.full, resident=config.limits.resident)
         if listener is None:

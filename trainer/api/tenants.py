@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ from trainer.config import LoraConfig, ModelConfig, ParallelConfig
 from trainer.config.sections import Dtype, LinearLayer
 from trainer.errors import TrainerError
 from trainer.exports import write_parts
+from trainer.faults.supervision import is_lost_contact
 from trainer.megatron import passes
 from trainer.megatron.convert import export_hf, load_hf, parameters, unwrap
 from trainer.megatron.gradients import Apart, Gradient, adding, reduce
@@ -52,6 +54,7 @@ from trainer.megatron.parallel import broadcast_json, device, on_rank_zero
 from trainer.megatron.roles import load_model
 from trainer.megatron.shares import Shares, Whole
 
+log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 WEIGHT, FIRST, SECOND = "weight", "exp_avg", "exp_avg_sq"
@@ -145,7 +148,12 @@ def _everywhere(method: Callable[Concatenate[Tenants, P], R]) -> Callable[Concat
         except Exception as error:
             if dist.get_world_size() == 1:
                 raise
-            self.ended = Ended(f"the server's ranks start again ({_first_line(error)}): ask again")
+            if lost := isinstance(error, RuntimeError) and is_lost_contact(error):
+                log.error("lost another rank (%s)", _first_line(error))
+            else:
+                log.exception("%s failed on this rank", name)
+            why = "one of them was lost" if lost else f"{name} failed: {_first_line(error)}"
+            self.ended = Ended(f"the server's ranks start again ({why}): ask again")
             raise self.ended from error
 
     return asked

@@ -1,4 +1,5 @@
-"""On several ranks a client's training is that of one rank, and a state goes on in any layout."""
+"""On several ranks a client's training is that of one rank, a state goes on in any layout, and a killed rank loses
+nothing."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from tests.trainer.faults.test_ranks import rank_process
 from tests.trainer.ranks import Ranks
 from tests.waiting import wait_until
 from trainer.api.__main__ import main
+from trainer.config import ParallelConfig
 
 PASS = "forward_backward"
 
@@ -33,7 +35,7 @@ PASSES = [
     [body("importance_sampling", {}, data_for("importance_sampling", 3))],
     [body("cross_entropy", {}, data_for("cross_entropy", 4)) for _ in range(3)],
 ]
-TWO: list[tuple[str, dict[str, Any], bool]] = [
+LAYOUTS: list[tuple[str, dict[str, Any], bool]] = [
     ("qwen3", {"tensor": 2}, False),
     ("qwen2", {"data": 2}, False),
     ("llama-tied", {"pipeline": 2}, True),
@@ -46,6 +48,8 @@ TWO: list[tuple[str, dict[str, Any], bool]] = [
     ("mixtral", {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}, False),
     ("qwen3_moe", {"data": 2, "expert": 2}, True),
     ("mixtral", {"tensor": 2, "sequence": True}, True),
+    ("qwen2", {"tensor": 2, "data": 2}, False),
+    ("mixtral", {"pipeline": 2, "data": 2, "expert": 2}, True),
 ]
 
 
@@ -63,11 +67,10 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
-    ("model", "parallel", "full"), TWO, ids=["-".join([m, *p, "full" if f else "lora"]) for m, p, f in TWO]
+    ("model", "parallel", "full"), LAYOUTS, ids=["-".join([m, *p, "full" if f else "lora"]) for m, p, f in LAYOUTS]
 )
-def test_two_ranks_train_alike_and_go_on_as_one(
+def test_ranks_train_as_one_does_and_go_on_in_its_place(
     one_rank: Ranks,
-    two_ranks: Ranks,
     models: dict[str, str],
     small_models: dict[str, str],
     tmp_path: Path,
@@ -75,28 +78,29 @@ def test_two_ranks_train_alike_and_go_on_as_one(
     parallel: dict[str, Any],
     full: bool,
 ) -> None:
-    """The numbers of each pass, the norm, the state and what a sampler would get; then one rank from the two ranks'
-    state, and two from the one's."""
+    """The numbers of each pass, the norm, the state and what a sampler would get; then one rank goes on from the state
+    of several, and they from its."""
+    ranks = one_rank.sharing(ParallelConfig(**parallel).world_size)
     about: dict[str, Any] = {"path": (small_models | models)[model], "full": full}
     alone = one_rank.call(
         "several_ranks", parallel={}, passes=PASSES, directory=f"{tmp_path}/one", begin=None, **about
     )[0]
-    said = two_ranks.call(
-        "several_ranks", parallel=parallel, passes=PASSES, directory=f"{tmp_path}/two", begin=None, **about
+    said = ranks.call(
+        "several_ranks", parallel=parallel, passes=PASSES, directory=f"{tmp_path}/more", begin=None, **about
     )[0]
     assert alone[0]["losses"] != alone[-1]["losses"][:2]
     close(said, alone)
-    one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
-    assert one.keys() == two.keys()
+    one, several = tensors(tmp_path / "one"), tensors(tmp_path / "more")
+    assert one.keys() == several.keys()
     for name, tensor in one.items():
-        assert torch.allclose(tensor, two[name], rtol=1e-2, atol=1e-2 * float(tensor.abs().max())), name
-    exported = [tensors(tmp_path / ranks / "export") for ranks in ("one", "two")]
+        assert torch.allclose(tensor, several[name], rtol=1e-2, atol=1e-2 * float(tensor.abs().max())), name
+    exported = [tensors(tmp_path / state / "export") for state in ("one", "more")]
     assert exported[0].keys() == exported[1].keys()
     assert {f"weight.{name}" for name in exported[0]} == {name for name in one if name.startswith("weight.")}
-    more = {"passes": PASSES[:1], **about}
+    about["passes"] = PASSES[:1]
     on = [
-        ranks.call("several_ranks", parallel=layout, begin=f"{tmp_path}/{begin}", directory=f"{tmp_path}/more", **more)
-        for ranks, layout, begin in ((one_rank, {}, "two"), (two_ranks, parallel, "one"))
+        who.call("several_ranks", parallel=layout, begin=f"{tmp_path}/{begin}", directory=f"{tmp_path}/on", **about)
+        for who, layout, begin in ((one_rank, {}, "more"), (ranks, parallel, "one"))
     ]
     close(on[0][0], on[1][0])
     assert on[0][0][0]["losses"] != alone[0]["losses"]
