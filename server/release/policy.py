@@ -18,7 +18,7 @@ After the last step the version has all of the traffic.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -243,7 +243,8 @@ def _of_condition(condition: Condition, step: Step, policy: Policy) -> Iterator[
         yield f"metric {name}: give one of {', '.join(_BOUNDS)}."
         return
     kind, _, scored = name.partition("/")
-    known = {"reward": policy.rewards, "judge": policy.judges}.get(kind)
+    under: dict[str, Collection[str]] = {"reward": policy.rewards, "judge": policy.judges}
+    known = under.get(kind)
     if known is None and name not in METRICS:
         yield f"there is no metric {name!r}; choose one of {', '.join(METRICS)}, reward/NAME, judge/NAME."
     elif known is not None and scored not in known:

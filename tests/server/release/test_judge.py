@@ -60,7 +60,7 @@ GOOD = {
         ({"max": 0.1}, share(99, 99), None, "harmed"),  # too few to pass, and enough to be sure of the harm
     ],
 )
-def test_the_state_of_a_condition(bound: dict[str, float], candidate: Tally, stable: Tally | None, state: str) -> None:
+def test_the_state_of_a_condition(bound: dict[str, Any], candidate: Tally, stable: Tally | None, state: str) -> None:
     evidence = Evidence(candidate, stable or Tally())
     assert examine(Condition("errors", **bound), evidence, 0.01).state == state
 
