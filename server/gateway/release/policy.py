@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from server.errors import ConfigError
-from server.release.statistics import LEAST
+from server.gateway.release.statistics import LEAST
 
 # What is measured of each answer by itself: whether its values lie between 0 and 1, and what they are.
 METRICS: Final[dict[str, tuple[bool, str]]] = {

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from server.release.statistics import LEAST, NOTHING, Interval, Tally, bounded, unbounded
+from server.gateway.release.statistics import LEAST, NOTHING, Interval, Tally, bounded, unbounded
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from server.errors import ConfigError
-from server.release.judge import Evidence, examine, key_of, rule
-from server.release.policy import METRICS, Condition, Policy, Step, parse, seconds_of
-from server.release.statistics import Tally
+from server.gateway.release.judge import Evidence, examine, key_of, rule
+from server.gateway.release.policy import METRICS, Condition, Policy, Step, parse, seconds_of
+from server.gateway.release.statistics import Tally
 
 POLICY = b"""
 false_alarms: 0.05
