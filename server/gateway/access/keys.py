@@ -23,9 +23,9 @@ class Principal:
     """The owner of a key, and what the key may do.
 
     `digest` tells owners apart: a hash of the key, or of the record's id, which a rotated key keeps; empty for
-    nobody's. `who` names the owner in the ledger. `priority` is the most urgent class its requests may have (lower goes first, as in vLLM), `weight` its
-    share of a class relative to other keys' (queue/). `until` (unix seconds) is when the key ends, `limits` None if it
-    has none.
+    nobody's. `who` names the owner in the ledger. `priority` is the most urgent class its requests may have (lower goes
+    first, as in vLLM), `weight` its share of a class relative to other keys' (queue/). `until` (unix seconds) is when
+    the key ends, `limits` None if it has none.
     """
 
     name: str

@@ -110,7 +110,6 @@ def undeclared(routes: Iterable[tuple[str, str]]) -> list[str]:
 
 def table() -> str:
     """NEEDED as Markdown, for docs/security.md."""
-    rows = {role: ", ".join(f"`{route}`" for route, least in NEEDED.items() if least == role) for role in ROLES}
-    return "\n".join(
-        ["| least role | route |", "|---|---|", *(f"| `{role}` | {routes} |" for role, routes in rows.items())]
-    )
+    routes = {role: [f"`{route}`" for route, least in NEEDED.items() if least == role] for role in ROLES}
+    rows = [f"| `{role}` | {', '.join(listed)} |" for role, listed in routes.items()]
+    return "\n".join(["| least role | route |", "|---|---|", *rows])

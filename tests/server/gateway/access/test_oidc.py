@@ -142,7 +142,7 @@ async def test_signatures_that_prove_nothing(issuer: Issuer) -> None:
     assert await refusal(admitting, issuer.token("stranger", kid="first")) == (401, "invalid_token")
     assert await refusal(admitting, issuer.token("stranger")) == (401, "invalid_token")
     header, payload, _ = issuer.token().split(b".")
-    unsigned = jwt.encode({"iss": issuer.url, "sub": "ada", "aud": AUDIENCE}, None, "none", headers={"kid": "first"})
+    unsigned = jwt.encode({"iss": issuer.url, "sub": "ada", "aud": AUDIENCE}, "", "none", headers={"kid": "first"})
     assert await refusal(admitting, unsigned.encode()) == (401, "invalid_token")
     pem = (
         RSA["first"]
