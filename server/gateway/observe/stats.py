@@ -78,6 +78,7 @@ class Finished:
     instance: str | None = None  # the last that was asked
     first_version: int | None = None
     last_version: int | None = None
+    chosen_version: int | None = None  # by a split of the traffic
     usage: Usage | None = None
     bytes_in: int = 0
     bytes_out: int = 0
