@@ -28,12 +28,17 @@ class Scope(StrEnum):
     """The use that a key allows."""
 
     infer = "infer"
+    viewer = "viewer"
+    operator = "operator"
+    publisher = "publisher"
     admin = "admin"
 
 
 Id = Annotated[str, typer.Argument(help="a key's id, from `hotswap keys list`")]
 Limited = dict[str, Any] | None  # what of a body is limits; see `with_limits`
-Scopes = Annotated[list[Scope] | None, typer.Option("--scope", help="infer (default), admin; may be repeated")]
+Scopes = Annotated[
+    list[Scope] | None, typer.Option("--scope", help="infer (default), or a role on the admin port; may be repeated")
+]
 Expires = Annotated[str | None, typer.Option(help="time from now, such as 30d, 12h or 90m; `none`: never")]
 
 

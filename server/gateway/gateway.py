@@ -13,6 +13,7 @@ from typing import Protocol
 from server.gateway.access.key_sources import KeyFiles, KeyStore, load_keys
 from server.gateway.access.keys import KeyRing
 from server.gateway.access.limits import Limits
+from server.gateway.access.oidc import AdminAccess
 from server.gateway.access.scope import CacheScopes
 from server.gateway.access.sharing import Sharing
 from server.gateway.admin.probes import ProbeSettings, build_probe
@@ -61,6 +62,7 @@ class Gateway:
         self.gate = Gate(self.fleet, config.queue)
         self.fleet.on_change = self.gate.changed
         self.key_files = KeyFiles(config, keys)
+        self.access = AdminAccess(keys, config.oidc)
         self.key_store = KeyStore(store, keys)
         self.limits = Limits(self.stats.limited)
         self.sharing = Sharing(store, self.limits, lambda: keys.limits)

@@ -35,6 +35,7 @@ from server.gateway.access.records import (
     KeyRecord,
     Scope,
     digest_of,
+    granted,
     new_id,
     new_key,
 )
@@ -60,7 +61,7 @@ def read_keys(config: GatewayConfig) -> dict[bytes, Principal]:
     """Digest -> principal, of every file. Raises ConfigError."""
     keys = _read_keys(config.api_key_file) if config.api_key_file is not None else {}
     digest = _admin_digest(config)
-    keys[digest] = Principal("admin", frozenset({ADMIN, INFER}), digest)
+    keys[digest] = Principal("admin", granted((ADMIN, INFER)), digest, who="admin key")
     return keys
 
 

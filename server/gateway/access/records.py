@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from server.key_limits import KeyLimits
 from weightsync.control.records import Record
@@ -23,9 +24,11 @@ KEYS_PREFIX = "gateway/keys/"
 DOOR = KEYS_PREFIX + ".door"  # no key has such an id
 USAGE_PREFIX = "gateway/usage/"
 USAGE_ROUND = USAGE_PREFIX + "round"
-Scope = Literal["infer", "admin"]
+Role = Literal["viewer", "operator", "publisher", "admin"]
+Scope = Literal["infer", "viewer", "operator", "publisher", "admin"]
 INFER: Scope = "infer"
 ADMIN: Scope = "admin"
+ROLES: tuple[Role, ...] = get_args(Role)  # each may do what those before it may
 Standing = Literal["active", "disabled", "expired", "revoked"]
 
 
@@ -75,6 +78,12 @@ class DoorRecord(Record):
 
     open: bool
     since: float
+
+
+def granted(scopes: Iterable[str]) -> frozenset[str]:
+    """`scopes`, and with the highest role among them every lower one."""
+    given = frozenset(scopes)
+    return given.union(*(ROLES[: ROLES.index(role)] for role in ROLES if role in given))
 
 
 def digest_of(key: str) -> str:
