@@ -67,7 +67,7 @@ class Gateway:
         self.limits = Limits(self.stats.limited)
         self.sharing = Sharing(store, self.limits, lambda: keys.limits)
         self.scopes = CacheScopes(shared=config.cache_scope == "shared")
-        self.admission = Admission(config, keys, self.scopes, self.limits)
+        self.admission = Admission(config, keys, self.scopes, self.limits, self.fleet.splits)
         fleet = self.fleet
         probe = build_probe(ProbeSettings.of(config), lambda: [i.record for i in fleet.instances.values()], self.tls)
         self.coordinator = Coordinator(store, config.model, keep=config.keep_versions, probe=probe)
