@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from server.errors import BadRequest, HttpError, MethodNotAllowed, NotFound, Unavailable
+from server.gateway import feedback
 from server.gateway.admin import adapters_sglang, adapters_vllm, fleet, keys, trainers, weights
 from server.gateway.admin.error_map import to_http
 from server.gateway.config import GatewayConfig
@@ -45,7 +46,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
     app.add_middleware(AdminGate)
     app.add_middleware(RequestIdMiddleware)
     _add_probes(app)
-    for part in (weights, fleet, trainers, keys, adapters_vllm, adapters_sglang, console):
+    for part in (feedback, weights, fleet, trainers, keys, adapters_vllm, adapters_sglang, console):
         app.include_router(part.router)
     return app
 

@@ -25,7 +25,7 @@ class Principal:
     `digest` tells owners apart: a hash of the key, or of the record's id, which a rotated key keeps; empty for
     nobody's. `priority` is the most urgent class its requests may have (lower goes first, as in vLLM), `weight` its
     share of a class relative to other keys' (queue/). `until` (unix seconds) is when the key ends, `limits` None if it
-    has none.
+    has none. `collect`: its owner wants its answers kept (server/answers).
     """
 
     name: str
@@ -36,6 +36,7 @@ class Principal:
     id: str = ""
     until: float | None = None
     limits: KeyLimits | None = None
+    collect: bool = False
 
 
 ANONYMOUS: Final = Principal("anonymous", frozenset({INFER}))
@@ -131,6 +132,7 @@ def _working(record: KeyRecord) -> Iterator[tuple[bytes, Principal]]:
         record.id,
         record.expires_at,
         limits if limits.bounded else None,
+        record.collect,
     )
     yield bytes.fromhex(record.digest), principal
     if record.old_digest is not None:
