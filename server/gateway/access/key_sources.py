@@ -170,6 +170,7 @@ class NewKey:
     scopes: tuple[Scope, ...]
     expires_at: float | None
     limits: KeyLimits
+    collect: bool = False
 
 
 class KeyStore:
@@ -260,8 +261,9 @@ class KeyStore:
         key_id = new_id()
         key = new_key(key_id)
         record = KeyRecord(
-            key_id, new.name, digest_of(key), new.scopes, time.time(), expires_at=new.expires_at, limits=new.limits
-        )
+            key_id, new.name, digest_of(key), new.scopes, time.time(), expires_at=new.expires_at, limits=new.limits,
+            collect=new.collect,
+        )  # fmt: skip
         await self._write(record, MISSING)
         log.info("key %s (%s) was made", key_id, new.name)
         return record, key
