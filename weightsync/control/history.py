@@ -11,7 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from weightsync.control.board import Board
-from weightsync.control.records import ActiveRecord, FlipRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
+from weightsync.control.records import (
+    ActiveRecord,
+    FlipRecord,
+    InstanceRecord,
+    Keys,
+    PastSwapRecord,
+    SwapRecord,
+    TargetRecord,
+)
 from weightsync.control.state import Step
 from weightsync.errors import RecordError
 from weightsync.store.protocol import Store
@@ -71,16 +79,23 @@ def entry(board: Board, step: Step, now: float) -> PastSwapRecord:
         committed_at=committed.committed_at if committed is not None else None,
         epoch=committed.epoch if committed is not None else None,
         previous=before,
-        requested_by=target.requested_by if target is not None and target.id == swap.id else "",
+        requested_by=_requested_by(swap, target),
         reason=swap.reason,
         tensor=swap.tensor,
         canary=swap.canary,
         probe=probe_outcome(swap),
         fingerprint=published,
-        verified=_verified(swap, committed, published, present),
+        verified=_verified(board, swap, committed, present),
         changes=swap.changes,
         flips=tuple(_flip(instance, swap, committed) for instance in present),
+        split=swap.split,
     )
+
+
+def _requested_by(swap: SwapRecord, target: TargetRecord | None) -> str:
+    if target is None or not swap.answers(target):
+        return ""
+    return target.requested_by if swap.id == target.id else "placement"  # the leader's own, as instances came or went
 
 
 def probe_outcome(swap: SwapRecord) -> Literal["passed", "failed"] | None:
@@ -110,15 +125,20 @@ def _followed(instance: InstanceRecord, committed: ActiveRecord | None) -> bool:
 
 
 def _verified(
-    swap: SwapRecord, committed: ActiveRecord | None, published: str, present: Iterable[InstanceRecord]
+    board: Board, swap: SwapRecord, committed: ActiveRecord | None, present: Iterable[InstanceRecord]
 ) -> bool | None:
     """Compares what runs after a commit, or what had been staged when the swap was aborted."""
-    if committed is not None:
-        built = [i.fingerprint for i in present if _followed(i, committed)]
-    else:
-        built = [i.staged_fingerprint for i in present if (i.swap_id, i.staged_version) == (swap.id, swap.target)]
-    known = [fingerprint for fingerprint in built if fingerprint]
-    return all(fingerprint == published for fingerprint in known) if published and known else None
+    found = []
+    for i in present:
+        wanted = swap.of(i.id).target
+        if committed is not None:
+            built = i.fingerprint if _followed(i, committed) else None
+        else:
+            built = i.staged_fingerprint if (i.swap_id, i.staged_version) == (swap.id, wanted) else None
+        version = board.version(wanted)
+        if built and version is not None and version.fingerprint:
+            found.append(built == version.fingerprint)
+    return all(found) if found else None
 
 
 async def _entries(store: Store, keys: Keys) -> dict[int, bytes]:
