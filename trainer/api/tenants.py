@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from trainer.api.errors import BadRequest
-from trainer.api.losses import TARGETS, Loss, check, column
+from trainer.api.losses import TARGETS, WEIGHTS, Loss, check, column
 from trainer.api.wire import Adam, Batch, Datum
 from trainer.config import LoraConfig, ModelConfig, ParallelConfig
 from trainer.config.sections import Dtype, LinearLayer
@@ -44,6 +44,7 @@ from trainer.megatron.parallel import device
 from trainer.megatron.roles import load_model
 
 WEIGHT, FIRST, SECOND = "weight", "exp_avg", "exp_avg_sq"
+LOSS, CORRECT = "loss:sum", "correct_tokens:sum"  # metrics; the SDK adds up those of a batch in several requests
 ATTENTION: Final[tuple[LinearLayer, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD: Final[tuple[LinearLayer, ...]] = ("gate_proj", "up_proj", "down_proj")
 _CONFIG: Final = "lora"  # of a file's metadata
@@ -175,13 +176,13 @@ class Tenants:
         named = {f"{at}.{n}": p for at, made in layers.items() for n, p in made.named_parameters()}
         return Tenant(lora, layers, named)
 
-    def run(self, tenant: Tenant, batch: Batch) -> tuple[list[NDArray[np.float32]], float]:
-        """Log-probs of each sequence's targets, and the loss; unless the batch says `forward_only` its gradient is
-        added to the tenant's. Raises BadRequest; the gradient is as before then."""
+    def run(self, tenant: Tenant, batch: Batch) -> tuple[list[NDArray[np.float32]], dict[str, float]]:
+        """Log-probs of each sequence's targets, and the metrics, which are sums; unless the batch says `forward_only`
+        its gradient is added to the tenant's. Raises BadRequest; the gradient is as before then."""
         loss, options = check(batch, self.shape.vocab, self.shape.max_positions)
         self._put(tenant)
         found: dict[int, NDArray[np.float32]] = {}
-        total = 0.0
+        metrics: dict[str, float] = {}
         before = tenant.gradient
         if before is not None and not batch.forward_only:
             tenant.gradient = {name: g.clone() for name, g in before.items()}
@@ -189,17 +190,18 @@ class Tenants:
             for rows in self._micro_batches(batch.data):
                 data = [batch.data[row] for row in rows]
                 with torch.set_grad_enabled(not batch.forward_only):
-                    logprobs_BT, value = self._forward(data, loss, options)
+                    logprobs_BT, value, counted = self._forward(data, loss, options)
                 if not batch.forward_only:
                     value.backward()
                     tenant.collect()
-                total += float(value.detach())
+                for name, summand in ({LOSS: float(value.detach())} | counted).items():
+                    metrics[name] = metrics.get(name, 0.0) + summand
                 said = logprobs_BT.detach().cpu().numpy()
                 found |= {row: said[i, : len(d.tokens)] for i, (row, d) in enumerate(zip(rows, data, strict=True))}
         except BaseException:  # memory, most likely: half a batch counts for nothing
             tenant.discard(before)
             raise
-        return [found[row] for row in range(len(batch.data))], total
+        return [found[row] for row in range(len(batch.data))], metrics
 
     def export(self, tenant: Tenant, dtype: Dtype, directory: Path) -> None:
         """Write it as it is: PEFT's two files of an adapter, or a Hugging Face checkpoint. Once it returns, the
@@ -217,7 +219,9 @@ class Tenants:
             _sync(file)
         _sync(directory)
 
-    def _forward(self, data: list[Datum], loss: Loss, options: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, data: list[Datum], loss: Loss, options: Mapping[str, float]
+    ) -> tuple[Tensor, Tensor, dict[str, float]]:
         lengths = torch.tensor([len(datum.tokens) for datum in data])
         width = int(lengths.max())
         tokens = torch.zeros(len(data), width, dtype=torch.int64)
@@ -231,7 +235,10 @@ class Tenants:
             out = self._chunk(tokens.to(device()), positions.to(device()), None, labels=labels.to(device()))
         logprobs_BT = out[..., 0].float()
         by_token = loss.function(logprobs_BT, fields, options)
-        return logprobs_BT, torch.where(inside, by_token, 0.0).sum()
+        right = {}
+        if WEIGHTS in fields:
+            right = {CORRECT: float((out[..., 2].detach() * inside * (fields[WEIGHTS] != 0)).sum())}
+        return logprobs_BT, torch.where(inside, by_token, 0.0).sum(), right
 
     def _micro_batches(self, data: Sequence[Datum]) -> Iterator[list[int]]:
         """Rows of about one length together, as many as `micro_tokens` has room for."""

@@ -37,8 +37,8 @@ def tenant_losses(path: str, directory: str, warm: str, batches: list[str], micr
     model.export(tenant, "float32", Path(directory))
     said = []
     for number, body in enumerate(batches):
-        logprobs, loss = model.run(tenant, _batch(body))
-        said.append({"logprobs": [row.tolist() for row in logprobs], "loss": loss})
+        logprobs, metrics = model.run(tenant, _batch(body))
+        said.append({"logprobs": [row.tolist() for row in logprobs], "metrics": metrics})
         save_file(_gradient(model, tenant), Path(directory) / f"gradient-{number}.st")
         tenant.gradient = None
     return said

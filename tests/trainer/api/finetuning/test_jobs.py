@@ -5,34 +5,27 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import openai
+import peft
 import pytest
+import torch
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from transformers import AutoModelForCausalLM
 
 from tests.trainer.api.finetuning.client import ended, losses, preferences, sdk, sums, upload
-from tests.trainer.api.server import ApiServer, serving
+from tests.trainer.api.server import ApiServer
 from tests.trainer.fleet import Fleet
 from tests.waiting import wait_until
+from trainer.data.tokenizer import Tokenizer
 
-LIMITS = {"rank": 16, "models": 30, "resident": 2, "served": 2, "jobs": 3, "files": 30, "file_mb": 1}
+SERVING = {"limits": {"rank": 16, "models": 30, "resident": 2, "served": 2, "jobs": 3, "files": 30, "file_mb": 1}}
 LONG = {"n_epochs": 50, "batch_size": 1}  # longer than any test waits for it
 NOBODY = "another"
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Iterator[tuple[ApiServer, Fleet]]:
-    with serving(tmp_path_factory.mktemp("jobs"), tiny_model, limits=LIMITS) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def api(both: tuple[ApiServer, Fleet]) -> ApiServer:
-    return both[0]
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +138,43 @@ def test_a_job_trains_and_says_what_it_did(client: openai.OpenAI, trained: Any, 
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [float(row["train_loss"]) for row in rows] == list(found.values())
     assert [bool(row["valid_loss"]) for row in rows] == [False, False, True] * 2
+    assert [bool(row["valid_mean_token_accuracy"]) for row in rows] == [False, False, True] * 2
     assert client.files.retrieve(trained.result_files[0]).purpose == "fine-tune-results"
+
+
+def accuracy(network: Any, conversations: list[dict[str, Any]]) -> float:
+    """The share of the answers' tokens, and of the ends behind them, that the network finds likeliest."""
+    right, tokenizer = [], Tokenizer(network.config.name_or_path)
+    for conversation in conversations:
+        asked, answered = (message["content"] for message in conversation["messages"])
+        prompt, learned = tokenizer.prompt(asked), tokenizer.continuation(answered)
+        with torch.no_grad():
+            best = network(torch.tensor([[*prompt, *learned]])).logits[0].argmax(-1)
+        right += (best[len(prompt) - 1 : -1] == torch.tensor(learned)).tolist()
+    return sum(right) / len(right)
+
+
+def test_accuracies_are_those_of_transformers(
+    client: openai.OpenAI, api: ApiServer, examples: str, tiny_model: str
+) -> None:
+    """Of the model that a job began with, and of the adapter that it has left."""
+    validation = sums(7)
+    job = create(
+        client, examples, validation_file=upload(client, validation), n_epochs=1, batch_size=12,
+        learning_rate_multiplier=100.0,
+    )  # fmt: skip
+    done = ended(client, job.id)
+    (row,) = csv.DictReader(io.StringIO(client.files.content(done.result_files[0]).text))
+    network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    assert float(row["train_accuracy"]) == pytest.approx(accuracy(network, sums()))
+    (adapter,) = (api.root / "api" / "models" / f"{job.id}:train:0" / "sampler_weights").iterdir()
+    found = accuracy(peft.PeftModel.from_pretrained(network, str(adapter)), validation)
+    assert 0 < found < 1
+    assert float(row["valid_mean_token_accuracy"]) == pytest.approx(found)
+    (checkpoint,) = client.fine_tuning.jobs.checkpoints.list(job.id)
+    metrics = checkpoint.metrics
+    assert metrics.train_mean_token_accuracy == pytest.approx(float(row["train_accuracy"]))
+    assert metrics.valid_mean_token_accuracy == metrics.full_valid_mean_token_accuracy == pytest.approx(found)
 
 
 def test_each_epoch_leaves_a_model(client: openai.OpenAI, trained: Any) -> None:
