@@ -29,6 +29,7 @@ def of(file: str, *tests: str, changes: list[tuple[str, ...]]) -> list[Mutation]
 
 
 WS, GW, TR = "tests/weightsync/", "tests/server/gateway/", "tests/trainer/"
+JOBS = TR + "api/finetuning/"
 GATEWAY = "server/gateway/"
 ACCESS, QUEUE, FLEET, WIRE = (f"{GATEWAY}{room}/" for room in ("access", "queue", "fleet", "wire"))
 KEYS = [
@@ -335,6 +336,43 @@ MUTATIONS: list[Mutation] = [
     *of("trainer/algorithms/offline.py", TR + "algorithms/test_dpo.py", changes=[
         ("- 1 / (2 * c.beta)).square()", "- 1 / c.beta).square()"),
         ("/ (1 - 2 * c.label_smoothing)", ""),
+    ]),
+    *of("trainer/api/losses.py", TR + "api/test_losses.py", changes=[
+        ("sums_B1 / marked_BT.sum(-1, keepdim=True).clamp(min=1)", "sums_B1 / now_BT.shape[-1]"),
+        ("torch.exp(mean_B1 + logprobs_BT - now_BT)", "torch.exp(mean_B1)"),
+    ]),
+    *of("trainer/api/finetuning/examples.py", JOBS + "test_examples.py", changes=[
+        ('if raw["role"] == "assistant" and raw.get("weight", 1):', 'if raw["role"] == "assistant":'),
+        ("for sequence in found)) > self._longest:", "for sequence in found)) >= self._longest:"),
+        ("mask + (0.0,) * len(between) + learned", "mask + (1.0,) * len(between) + learned"),
+        ("if len(found) > 1:", "if len(found) > 2:"),
+    ]),
+    *of("trainer/api/finetuning/steps.py", JOBS + "test_steps.py", changes=[
+        ("self.learning_rate * (1 - step / self.steps)", "self.learning_rate"),
+        ("math.ceil(self.rows / self.batch)", "self.rows // self.batch"),
+        ("shuffled(self.rows, self.seed, epoch, within", "shuffled(self.rows, self.seed, 0, within"),
+        ("{\"loss\": float(loss.detach()), **sums}, -leaf_BT.grad", "{\"loss\": float(loss.detach()), **sums}, leaf_BT.grad"),
+    ]),
+    *of("trainer/api/finetuning/run.py", JOBS + "test_jobs.py", changes=[
+        ("accuracy = said[CORRECT] / tokens", "accuracy = said[CORRECT] / len(sequences)"),
+        ("await self._batch(number, sequences, fields[MASK], forward=True)", "await self._batch(number, sequences, torch.ones_like(fields[MASK]), forward=True)"),
+        ("total + float(found.total), count + float(found.denominator), right", "float(found.total), float(found.denominator), right"),
+        ("rank = about[\"rank\"] if number == POLICY else 1", "rank = 1"),
+    ]),
+    *of("trainer/api/finetuning/jobs.py", JOBS + "test_jobs.py", changes=[
+        ("max(1, min(MOST_AUTO_BATCH, rows // MOST_AUTO_BATCH))", "min(MOST_AUTO_BATCH, rows // MOST_AUTO_BATCH)"),
+        ("(job.about[\"status\"] != RUNNING, self._turns[job.owner], job.made)", "(job.about[\"status\"] != RUNNING, job.made)"),
+        ("if job.owner == client.owner and identity in (job", "if identity == job.id and identity in (job"),
+        ("*([event] if \"valid_loss\" in measured else [])", "*[event]"),
+    ]),
+    *of("weightsync/vllm_engine/routing.py", WS + "vllm_engine/test_routing.py", changes=[
+        ("            return recorded.rows[:0]\n", "            return recorded.rows\n"),
+        ("keys[: len(keys) - store.num_slots]", "keys[: len(keys) - store.num_slots - 1]"),
+        ("                store._free_slots.append(slot)\n", "                pass\n"),
+    ]),
+    *of("server/instance/routed_experts.py", "tests/server/instance/test_routed_experts.py", changes=[
+        ("< len(prompt) - start + written - 1", "< len(prompt) - start + written - 2"),
+        ("            params.skip_reading_prefix_cache = True\n", ""),
     ]),
     *of("trainer/batch.py", TR + "test_batch.py", changes=[
         ("place = bisect.bisect_left(room, (lengths[index], -1))", "place = bisect.bisect_left(room, (lengths[index] + 1, -1))"),
