@@ -14,8 +14,10 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from weightsync.control.board import Board
+from weightsync.control.chain import Action, LedgerEntry, append
 from weightsync.control.records import (
     ActiveRecord,
     InstanceRecord,
@@ -112,8 +114,18 @@ def new_target(
     return TargetRecord(version, uuid.uuid4().hex, requested_by, deadline_s, mode, drain_s, on_lost)
 
 
-async def request(store: Store, keys: Keys, target: TargetRecord, fence: Mapping[str, int] | None = None) -> int:
+async def request(
+    store: Store,
+    keys: Keys,
+    target: TargetRecord,
+    fence: Mapping[str, int] | None = None,
+    *,
+    reason: str = "",
+    action: Action = "activate",
+) -> int:
     """Write the target; returns the revision to wait from. `fence`: keys that must still be at these revisions.
+
+    `reason` and `action` are for the ledger.
 
     An operator asks without a fence. Raises UnknownVersion when the version is not ready, Conflict when `fence` fell.
     """
@@ -124,10 +136,18 @@ async def request(store: Store, keys: Keys, target: TargetRecord, fence: Mapping
         if found is None or state != "ready":
             raise UnknownVersion(target.version, state)
         try:
-            return await store.txn({**(fence or {}), key: found.mod_revision}, {keys.target: target.to_json()})
+            compares = {**(fence or {}), key: found.mod_revision}
+            asked = asking(keys, target, reason, action)
+            return await append(store, compares, {keys.target: target.to_json()}, asked)
         except Conflict as conflict:
             if conflict.key != key:
                 raise
+
+
+def asking(keys: Keys, target: TargetRecord, reason: str = "", action: Action = "activate") -> LedgerEntry:
+    """The entry of the ledger for a request."""
+    about: dict[str, Any] = {"model": keys.model, "version": target.version, "swap": target.id}
+    return LedgerEntry(action, target.requested_by, reason=reason, **about)
 
 
 async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int, timeout_s: float) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from weightsync.control.board import Board
+from weightsync.control.chain import LedgerEntry
 from weightsync.control.records import ActiveRecord, FlipRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
 from weightsync.control.state import Step
 from weightsync.errors import RecordError
@@ -81,6 +82,22 @@ def entry(board: Board, step: Step, now: float) -> PastSwapRecord:
         changes=swap.changes,
         flips=tuple(_flip(instance, swap, committed) for instance in present),
     )
+
+
+def ledger_entries(board: Board, step: Step) -> list[LedgerEntry]:
+    """What the ledger says of a step: that it changes the commit record, or how it ends the swap."""
+    swap, target = step.swap, board.target
+    asked = f"asked for by {target.requested_by}" if target is not None and target.id == swap.id else ""
+    about: dict[str, Any] = {"model": board.keys.model, "swap": swap.id, "subject": asked}
+    if step.active is not None:
+        what = "revert" if step.kind == "revert" else "commit"
+        epoch = f"version {step.active.version}, epoch {step.active.epoch}"
+        outcome = f"{epoch}: {swap.reason}" if swap.reason else epoch
+        return [LedgerEntry(what, "coordinator", version=step.active.version, outcome=outcome, **about)]
+    if step.kind not in ENDS:
+        return []
+    ended = "done" if swap.phase == "done" else "abort"
+    return [LedgerEntry(ended, "coordinator", version=swap.target, outcome=swap.reason or "", **about)]
 
 
 def probe_outcome(swap: SwapRecord) -> Literal["passed", "failed"] | None:
