@@ -251,6 +251,10 @@ class GatewayConfig:
     upstream: UpstreamSettings = UpstreamSettings()
     queue: QueueSettings = QueueSettings()
     observe: ObserveSettings = ObserveSettings()
+    ledger_archive: Annotated[
+        str | None,
+        Option("directory or fsspec URL for older entries of the ledger; default: `ledger` beside a SQLite store"),
+    ] = None
     swap_deadline_s: Annotated[float, Option("seconds for all instances to stage a version")] = 120.0
     push_timeout_s: float = 3600.0
     run_coordinator: Annotated[bool, Option("leave swaps to another gateway of this model", "--no-coordinator")] = True
@@ -316,6 +320,14 @@ class GatewayConfig:
         if scheme == "sqlite" and rest:
             return Path(rest).parent / "admin.key"
         return Path.home() / ".config" / "hotswap" / "admin.key"
+
+    @property
+    def ledger_place(self) -> str:
+        """Where older entries of the ledger go; "": nowhere, they are dropped."""
+        if self.ledger_archive is not None:
+            return self.ledger_archive if "://" in self.ledger_archive else str(Path(self.ledger_archive).absolute())
+        scheme, _, rest = self.store.partition("://")
+        return str(Path(rest).absolute().parent / "ledger") if scheme == "sqlite" and rest else ""
 
 
 OPTIONS = settings("gateway", GatewayConfig)

@@ -262,9 +262,17 @@ async def export(store: Store, place: str = "", since: int = 1) -> AsyncIterator
 
 async def recent(store: Store, most: int, before: int | None = None) -> list[LedgerEntry]:
     """The newest entries in the store, or those before a number, newest first. Raises StoreUnavailable."""
-    held = await Held.read(store)
-    numbers = sorted((n for n in held.entries if before is None or n < before), reverse=True)[:most]
-    return [LedgerEntry.from_json(held.entries[number]) for number in numbers]
+    found = await store.get(HEAD)
+    last = HeadRecord.from_json(found.value).number if found is not None else 0
+    last = last if before is None else min(last, before - 1)
+    entries: list[LedgerEntry] = []
+    for hundred in range(last // 100, -1, -1):  # as their keys have it: entry_key
+        items, _ = await store.list(f"{ENTRIES}{hundred:010d}")
+        there = sorted(((n, line) for n, line in _numbered(items) if n <= last), reverse=True)
+        entries += [LedgerEntry.from_json(line) for _, line in there]
+        if len(entries) >= most or (not there and hundred < last // 100):
+            break
+    return entries[:most]
 
 
 async def archive(store: Store, where: str = "", *, kept: int | None = None) -> int:

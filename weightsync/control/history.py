@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from weightsync.control.board import Board
-from weightsync.control.chain import LedgerEntry
+from weightsync.control.chain import Action, LedgerEntry
 from weightsync.control.records import ActiveRecord, FlipRecord, InstanceRecord, Keys, PastSwapRecord, SwapRecord
 from weightsync.control.state import Step
 from weightsync.errors import RecordError
@@ -90,13 +90,13 @@ def ledger_entries(board: Board, step: Step) -> list[LedgerEntry]:
     asked = f"asked for by {target.requested_by}" if target is not None and target.id == swap.id else ""
     about: dict[str, Any] = {"model": board.keys.model, "swap": swap.id, "subject": asked}
     if step.active is not None:
-        what = "revert" if step.kind == "revert" else "commit"
+        what: Action = "revert" if step.kind == "revert" else "commit"
         epoch = f"version {step.active.version}, epoch {step.active.epoch}"
         outcome = f"{epoch}: {swap.reason}" if swap.reason else epoch
         return [LedgerEntry(what, "coordinator", version=step.active.version, outcome=outcome, **about)]
     if step.kind not in ENDS:
         return []
-    ended = "done" if swap.phase == "done" else "abort"
+    ended: Action = "done" if swap.phase == "done" else "abort"
     return [LedgerEntry(ended, "coordinator", version=swap.target, outcome=swap.reason or "", **about)]
 
 

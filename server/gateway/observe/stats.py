@@ -17,6 +17,7 @@ from server.gateway.observe.context import TraceContext
 from server.gateway.wire.bodies import Usage
 from server.gateway.wire.head import RequestHead
 from server.key_limits import NAMED
+from weightsync.control.chain import LedgerEntry
 from weightsync.control.records import InstanceRecord, SwapRecord
 
 PHASES: Final = ("queued", "held", "connecting", "waiting", "streaming", "stalled")
@@ -179,6 +180,7 @@ class Stats:
         self.tokens: dict[str, Tokens] = {}  # by route
         self.duration = Histogram()
         self.swaps = Swaps()
+        self.ledger_told: Callable[[LedgerEntry], None] = lambda _: None  # of new entries, in the gateway that leads
         self.store_up = True
         self.watchers: list[Watcher] = []  # the access log and traces, where they are wanted
         self.spans = dict.fromkeys(("exported", "dropped", "failed"), 0)  # dropped: the queue to the collector was full
