@@ -27,6 +27,7 @@ Url = Annotated[
     str | None, typer.Option(envvar="HOTSWAP_ADMIN_URL", help="admin port; default: from the state directory")
 ]
 KeyFile = Annotated[Path | None, typer.Option(envvar="HOTSWAP_ADMIN_KEY_FILE", help="file with the admin key")]
+Reason = Annotated[str | None, typer.Option(help="why; the ledger keeps it")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 
@@ -42,10 +43,11 @@ class AdminClient:
         headers = {"authorization": f"Bearer {key or _key_in(key_file)}"}
         self._http = httpx.Client(base_url=url, headers=headers, verify=admin_tls(url), timeout=TIMEOUT_S)
 
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON answer; RequestFailed carries the gateway's own message."""
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None, reason: str | None = None) -> Any:
+        """The JSON answer; RequestFailed carries the gateway's own message. `reason` is for the ledger."""
+        url = httpx.URL(path).copy_merge_params({"reason": reason}) if reason else path
         try:
-            answer = self._http.request(method, path, json=body)
+            answer = self._http.request(method, url, json=body)
         except httpx.TransportError as error:
             raise RequestFailed(f"no answer from {self._http.base_url}: {error}; is `hotswap up` running?") from error
         try:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from server.cli.admin import AdminClient, AsJson, KeyFile, StateDir, Url, table
+from server.cli.admin import AdminClient, AsJson, KeyFile, Reason, StateDir, Url, table
 from server.cli.errors import CliError, as_cli_error
 from server.cli.paths import ServerInfo, default_state_dir
 from weightsync.errors import WeightSyncError
@@ -59,6 +59,7 @@ def push(
     drain: Drain = None,
     on_lost: Lost = OnLost.abort,
     deadline: Deadline = None,
+    reason: Reason = None,
     state_dir: StateDir = None,
     url: Url = None,
     admin_key_file: KeyFile = None,
@@ -67,7 +68,7 @@ def push(
     body: dict[str, Any] = {"path": str(directory.expanduser().resolve()), "activate": activate}
     body |= ({"part": part} if part else {}) | ({"parts": dict(map(_part, more))} if more else {})
     body |= _swap_options(mode, drain, deadline, on_lost)
-    _show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights", body))
+    _show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights", body, reason))
 
 
 def _part(argument: str) -> tuple[str, str]:
@@ -98,6 +99,7 @@ def activate(
     drain: Drain = None,
     on_lost: Lost = OnLost.abort,
     deadline: Deadline = None,
+    reason: Reason = None,
     state_dir: StateDir = None,
     url: Url = None,
     admin_key_file: KeyFile = None,
@@ -105,7 +107,7 @@ def activate(
     """Swap a published version in."""
     client = AdminClient(state_dir, url, admin_key_file)
     body = {"version": version, **_swap_options(mode, drain, deadline, on_lost)}
-    _show_swap(client.call("POST", "/admin/weights/activate", body))
+    _show_swap(client.call("POST", "/admin/weights/activate", body, reason))
 
 
 @app.command()
@@ -115,13 +117,14 @@ def rollback(
     drain: Drain = None,
     on_lost: Lost = OnLost.abort,
     deadline: Deadline = None,
+    reason: Reason = None,
     state_dir: StateDir = None,
     url: Url = None,
     admin_key_file: KeyFile = None,
 ) -> None:
     """Go back to the version that served before the active one, or to another that is still held."""
     body = {"version": version, **_swap_options(mode, drain, deadline, on_lost)}
-    _show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights/rollback", body))
+    _show_swap(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/weights/rollback", body, reason))
 
 
 @app.command()

@@ -26,6 +26,7 @@ from server.gateway.config import GatewayConfig
 from server.gateway.fleet.scrape import Readiness, scrape_forever
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.history import Throughput, TrainingLog
+from server.gateway.observe.keeper import LedgerKeeper
 from server.gateway.observe.metrics import Counted, Pages, render
 from server.gateway.observe.stats import Stats
 from server.gateway.observe.tracing import open_watchers
@@ -77,6 +78,9 @@ class Gateway:
         fleet = self.fleet
         probe = build_probe(ProbeSettings.of(config), lambda: [i.record for i in fleet.instances.values()], self.tls)
         self.coordinator = Coordinator(store, config.model, keep=config.keep_versions, probe=probe)
+        self.ledger = LedgerKeeper(
+            store, config.ledger_place, lambda: self.coordinator.leads, lambda entry: self.stats.ledger_told(entry)
+        )
         self.pusher = Pusher(config)
         self.updates = Updates()
         self.document = PublicDocument(self.fleet, keys)
@@ -137,7 +141,7 @@ class Gateway:
             "metrics page": self.pages.serve,
         }
         if self.config.run_coordinator:
-            work["coordinator"] = self.coordinator.run
+            work |= {"coordinator": self.coordinator.run, "ledger": self.ledger.run}
         return work
 
     async def _sweep_forever(self) -> None:

@@ -243,6 +243,20 @@ MUTATIONS: list[Mutation] = [
         ("            staging.task.cancel()\n        if staging.unwanted", "        if staging.unwanted"),
         ("return self._staging.task.done() and not self._staging.unwanted", "return self._staging.task.done()"),
     ]),
+    *of("weightsync/control/chain.py", WS + "control/test_chain.py", changes=[
+        ("if conflict.key != HEAD:", "if conflict.key == HEAD:"),
+        ("linked = entry.after(head)", "linked = entry.after(HeadRecord(head.number))"),
+        ("if entry.digest != entry.expected:", "if not entry.digest:"),
+        ("if entry.previous != last.digest:", "if not entry.previous and number > 1:"),
+        ("if number > held.head.number:", "if number < 0:"),
+        ("if last != held.head:", "if last.number != held.head.number:"),
+        ("if noted is not None and noted.number > last.number:", "if noted is None:"),
+        ("if any(line != lines[0] for line in lines):", "if not all(lines):"),
+        ("is not None and there != data:", "is not None and not there:"),
+    ]),
+    *of("weightsync/control/coordinator.py", WS + "control/test_chain.py", changes=[
+        ("puts, *history.ledger_entries(board, step))", "puts)"),
+    ]),
     *of("weightsync/control/activation.py", WS + "control/test_activation.py", changes=[
         ("{**(fence or {}), key: found.mod_revision}", "{key: found.mod_revision}"),
         ("{**(fence or {}), key: found.mod_revision}", "{**(fence or {})}"),

@@ -16,8 +16,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from weightsync.control.chain import LedgerEntry, append
 from weightsync.control.history import History
 from weightsync.control.hosts import local_path, slot_name, this_host
 from weightsync.control.records import ActiveRecord, CopyRecord, Keys, PartRecord, PastSwapRecord, VersionRecord
@@ -253,7 +254,7 @@ class _Attempt:
 
     async def _write(self, record: VersionRecord, source: Literal["memory", "disk"], previous: int | None) -> Restored:
         puts: dict[str, bytes | None] = {}
-        retired = []
+        retired, entries = [], []
         for known in [record, *(v for v in self.versions.values() if v.version != record.version)]:
             if known is not record and known.state != "ready":
                 continue
@@ -265,13 +266,16 @@ class _Attempt:
                 puts[self.keys.version(known.version)] = changed.to_json()
         if record.version != self.active.version:
             puts |= await self._commit(record)
+            outcome = f"version {self.active.version} was lost with the memory of its host"
+            about: dict[str, Any] = {"model": self.keys.model, "version": record.version, "outcome": outcome}
+            entries.append(LedgerEntry("commit", "restore", **about))
         if puts:
             counter = self.found[self.keys.counter]
             if counter is not None:
                 puts[self.keys.counter] = counter.value
             compares = {key: _revision(self.found.get(key)) for key in {*puts, self.keys.active, self.keys.counter}}
             compares = {k: r for k, r in compares.items() if not k.startswith(self.keys.history)}
-            await self.store.txn(compares, puts)
+            await append(self.store, compares, puts, *entries)
         for version in retired:
             log.warning("version %d is retired: it is neither in shared memory nor on disk", version)
         return Restored(record.version, source, previous, tuple(sorted(retired)))

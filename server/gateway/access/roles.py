@@ -27,6 +27,7 @@ NEEDED: Final[Mapping[str, Role]] = {
     "POST /admin/weights/upload": "publisher",
     "GET /admin/swap": "viewer",
     "GET /admin/swaps": "viewer",
+    "GET /admin/ledger": "viewer",
     "GET /admin/instances": "viewer",
     "POST /admin/instances/{instance_id}/drain": "operator",
     "POST /admin/instances/{instance_id}/resume": "operator",

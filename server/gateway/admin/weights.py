@@ -22,10 +22,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
 from server.errors import BadRequest, InsufficientStorage, PayloadTooLarge
+from server.gateway.access.records import By
 from server.gateway.admin.publishing import Prepared
-from server.gateway.deps import GatewayDep
+from server.gateway.deps import ByDep, GatewayDep
 from server.gateway.gateway import Gateway
 from weightsync.control import activation, history
+from weightsync.control.chain import Action
 from weightsync.control.coordinator import SwapReport
 from weightsync.control.records import (
     ActiveRecord,
@@ -106,29 +108,29 @@ async def list_versions(gateway: GatewayDep) -> dict[str, Any]:
 
 
 @router.post("/weights")
-async def push(gateway: GatewayDep, body: Push) -> dict[str, Any]:
+async def push(gateway: GatewayDep, by: ByDep, body: Push) -> dict[str, Any]:
     """Publishes a checkpoint; with `activate`, swaps it in and reports the swap."""
 
     async def then(version: int) -> dict[str, Any]:
-        swap = await swap_in(gateway, version, body) if body.activate else None
+        swap = await swap_in(gateway, version, body, by) if body.activate else None
         return {"version": version, "swap": swap}
 
-    return await gateway.pusher.push(Path(body.path), then, part=body.part, parts=body.parts)
+    return await gateway.pusher.push(Path(body.path), then, part=body.part, parts=body.parts, by=by)
 
 
 @router.post("/weights/activate")
-async def activate(gateway: GatewayDep, body: Activate) -> dict[str, Any]:
+async def activate(gateway: GatewayDep, by: ByDep, body: Activate) -> dict[str, Any]:
     """Swaps a published version in; answers when every instance has it, or says why none does."""
-    return await swap_in(gateway, body.version, body)
+    return await swap_in(gateway, body.version, body, by)
 
 
 @router.post("/weights/rollback")
-async def rollback(gateway: GatewayDep, body: Rollback | None = None) -> dict[str, Any]:
+async def rollback(gateway: GatewayDep, by: ByDep, body: Rollback | None = None) -> dict[str, Any]:
     """Goes back to the version before the active one, or to the one that is named."""
     body = body or Rollback()
     if body.version is not None:
-        return await swap_in(gateway, body.version, body)
-    return await _swap_back(gateway, body)
+        return await swap_in(gateway, body.version, body, by, "rollback")
+    return await _swap_back(gateway, body, by)
 
 
 @router.get("/swap")
@@ -156,6 +158,7 @@ async def active(gateway: GatewayDep) -> dict[str, Any]:
 @router.post("/weights/upload")
 async def upload(
     gateway: GatewayDep,
+    by: ByDep,
     request: Request,
     upload_id: UploadId,
     activate: bool = False,
@@ -173,22 +176,22 @@ async def upload(
         if activate:
             within_s = deadline_s or gateway.config.swap_deadline_s
             wish = activation.new_target(
-                int(answer["version"]), "upload", within_s, mode=mode, drain_s=drain_s, on_lost=on_lost
+                int(answer["version"]), by.who, within_s, mode=mode, drain_s=drain_s, on_lost=on_lost
             )
-            await _ask_for(gateway, wish)
+            await _ask_for(gateway, wish, by)
         return answer
 
-    return await gateway.pusher.push_delta(await _received(gateway, request, upload_id, with_config), then)
+    return await gateway.pusher.push_delta(await _received(gateway, request, upload_id, with_config, by), then)
 
 
-async def _received(gateway: Gateway, request: Request, upload_id: str, with_config: bool) -> Prepared:
+async def _received(gateway: Gateway, request: Request, upload_id: str, with_config: bool, by: By) -> Prepared:
     """The whole body, in an unnamed file, and the process that is to publish it. Raises HttpError."""
     arena = await ensure_arena(gateway.store)
     most = await _most(gateway, arena.free_nbytes(), with_config)
     if int(request.headers.get("content-length", 0)) > most:
         raise _too_large(most)
     file = tempfile.TemporaryFile(dir=arena.directory, buffering=0)  # noqa: SIM115 - `Prepared` closes it
-    prepared = await gateway.pusher.prepare(file, upload_id)
+    prepared = await gateway.pusher.prepare(file, upload_id, by)
     try:
         await _copy(request, file, most)
     except BaseException as error:
@@ -236,11 +239,11 @@ async def _most(gateway: Gateway, free: int, with_config: bool) -> int:
     return sum(spec.nbytes for spec in schema.tensors.values()) * 17 // 16 + SLACK
 
 
-async def _ask_for(gateway: Gateway, wish: TargetRecord) -> None:
+async def _ask_for(gateway: Gateway, wish: TargetRecord, by: By) -> None:
     """Write the target, unless the version is active already: it may have been sent a second time."""
     active = await active_record(gateway)
     if active is None or active.version != wish.version:
-        await activation.request(gateway.store, Keys(gateway.config.model), wish)
+        await activation.request(gateway.store, Keys(gateway.config.model), wish, reason=by.reason)
 
 
 async def active_record(gateway: Gateway) -> ActiveRecord | None:
@@ -260,20 +263,34 @@ async def model_schema(gateway: Gateway) -> Schema | None:
     return Schema.from_json(first.value) if first is not None else None
 
 
-async def swap_in(gateway: Gateway, version: int, options: SwapOptions) -> dict[str, Any]:
+async def swap_in(
+    gateway: Gateway, version: int, options: SwapOptions, by: By, action: Action = "activate"
+) -> dict[str, Any]:
     """Swaps `version` in; the report when every instance has it. Raises SwapAborted, UnknownVersion, SwapTimeout."""
     deadline_s = options.deadline_s or gateway.config.swap_deadline_s
     report = await gateway.coordinator.activate(
-        version, deadline_s, mode=options.mode, drain_s=options.drain_s, on_lost=options.on_lost
+        version,
+        deadline_s,
+        mode=options.mode,
+        drain_s=options.drain_s,
+        on_lost=options.on_lost,
+        requested_by=by.who,
+        reason=by.reason,
+        action=action,
     )
     return await _checked(gateway, report)
 
 
-async def _swap_back(gateway: Gateway, options: SwapOptions) -> dict[str, Any]:
+async def _swap_back(gateway: Gateway, options: SwapOptions, by: By) -> dict[str, Any]:
     """Goes back to the version before the active one. Raises as `swap_in` does."""
     deadline_s = options.deadline_s or gateway.config.swap_deadline_s
     report = await gateway.coordinator.rollback(
-        deadline_s, mode=options.mode, drain_s=options.drain_s, on_lost=options.on_lost
+        deadline_s,
+        mode=options.mode,
+        drain_s=options.drain_s,
+        on_lost=options.on_lost,
+        requested_by=by.who,
+        reason=by.reason,
     )
     return await _checked(gateway, report)
 
