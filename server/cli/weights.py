@@ -134,6 +134,10 @@ def split(
         str, typer.Option(help="requests equal in it go to one version: key, session or header:NAME")
     ] = "",
     minimum: Annotated[int, typer.Option(min=1, help="instances of each version, at least")] = 1,
+    shadow: Annotated[
+        list[str],
+        typer.Option(help="VERSION=PERCENT: requests of others that are repeated on it, unseen by clients"),
+    ] = [],  # noqa: B006
     end: Annotated[bool, typer.Option("--end", help="all requests to the active version again")] = False,
     mode: Mode = SwapMode.together,
     drain: Drain = None,
@@ -150,7 +154,14 @@ def split(
     if end:
         _show_swap(client.call("DELETE", "/admin/weights/split"))
         return
-    body = {"shares": list(map(_share, shares or [])), "sticky": sticky, "minimum": minimum}
+    asked = {share["version"]: share for share in map(_share, shares or [])}
+    if len(asked) < len(shares or []):
+        raise CliError("a version is named twice; give it one share")
+    for repeated in map(_share, shadow):
+        if repeated["version"] not in asked:
+            raise CliError(f"--shadow: give version {repeated['version']} a share, such as {repeated['version']}=0")
+        asked[repeated["version"]]["shadow"] = repeated["percent"]
+    body = {"shares": list(asked.values()), "sticky": sticky, "minimum": minimum}
     _show_swap(client.call("POST", "/admin/weights/split", body | _swap_options(mode, drain, deadline, on_lost)))
 
 
@@ -243,7 +254,8 @@ def _show_swap(answer: dict[str, Any]) -> None:
     shares = swap.get("split") or {}
     for share in shares.get("shares", []):
         where = ", ".join(share["instances"])
-        Console().print(f"version {share['version']} has {share['percent']:g} % of the requests, on {where}")
+        also = f", and {share['shadow']:g} % of the others repeated" if share.get("shadow") else ""
+        Console().print(f"version {share['version']} has {share['percent']:g} % of the requests{also}, on {where}")
     Console().print(
         f"version {swap['version']} is active (before: {swap.get('previous')}); "
         f"staged in {swap['prepare_ms']:.0f} ms, committed in {swap['commit_ms']:.1f} ms"

@@ -39,6 +39,7 @@ from server.gateway.fleet import retries
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.retries import Continuation
 from server.gateway.fleet.routing import Need
+from server.gateway.fleet.shadow import Repetition
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.context import TraceContext
 from server.gateway.observe.stats import Finished, Stats
@@ -72,9 +73,9 @@ class Exchange:
 
     __slots__ = (
         "_bytes_in", "_charged", "_client", "_connecting", "_continuation", "_cost", "_fleet", "_gate", "_held_at",
-        "_held_for", "_link", "_losses", "_passed", "_paused", "_pooled", "_relay", "_resent", "_second_try",
-        "_stats", "_tried", "_write", "error_code", "first_byte", "instance", "last_instance", "last_progress",
-        "queued_s", "request", "started", "state", "status", "ticket", "trace", "usage",
+        "_held_for", "_link", "_losses", "_passed", "_paused", "_pooled", "_relay", "_repetition", "_resent",
+        "_second_try", "_stats", "_tried", "_write", "error_code", "first_byte", "instance", "last_instance",
+        "last_progress", "queued_s", "request", "started", "state", "status", "ticket", "trace", "usage",
     )  # fmt: skip
 
     def __init__(self, client: Client, request: Request, fleet: Fleet, gate: Gate, stats: Stats) -> None:
@@ -100,6 +101,7 @@ class Exchange:
         self._link: UpstreamConnection | None = None
         self._pooled = False
         self._paused = False  # the client's write buffer is full
+        self._repetition: Repetition | None = None  # on a version that is tried out, unseen by the client
         self._losses = 0  # connections that ended after it was sent, without a byte
         self._resent = False  # to the instance that has it now, whose pooled connection had ended
         self._second_try = True  # until the head of an answer that is no refusal
@@ -255,6 +257,11 @@ class Exchange:
         if self.request.target.route.works:
             self._passed = True
             instance.working += 1
+        shadows = self._fleet.shadows
+        if shadows.on and len(self._tried) == 1 and self._continuation is None and self._repetition is None:
+            self._repetition = shadows.sample(self.request, instance, len(self._gate.queue))
+        if instance.shadowed:
+            shadows.make_room(instance)
         link = instance.pool.take()
         self._pooled = link is not None
         if link is not None:
@@ -367,6 +374,8 @@ class Exchange:
             self.state = State.STREAMING
         if out:
             self.status = self._relay.status
+            if self._repetition is not None:
+                self._repetition.heard(out)
             if self._relay.complete:
                 self._client.write(out, last=True)
             else:
@@ -451,6 +460,8 @@ class Exchange:
             return
         self.state = State.ENDED
         self.status, self.error_code = status, code
+        if self._repetition is not None:
+            self._repetition.original_ended()
         if self.ticket is not None:
             self._gate.leave(self.ticket)
         self._hold_ended("left" if status == 499 else "refused")

@@ -98,6 +98,9 @@ class Share(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     version: Version
     percent: Annotated[float, Field(ge=0, le=100)]
+    shadow: Annotated[
+        float, Field(ge=0, le=100, description="percent of other versions' requests that are repeated on it, unseen")
+    ] = 0.0
 
 
 class Split(SwapOptions):
@@ -159,7 +162,8 @@ async def split(gateway: GatewayDep, body: Split) -> dict[str, Any]:
         raise BadSplit("a version is named twice; give it one share")
     now = await active_record(gateway)
     active = now.version if now is not None else None
-    version, wanted = placement.split_of(percents, active, sticky=body.sticky, minimum=body.minimum)
+    shadow = {share.version: share.shadow for share in body.shares if share.shadow}
+    version, wanted = placement.split_of(percents, active, sticky=body.sticky, minimum=body.minimum, shadow=shadow)
     return await swap_in(gateway, version, body, wanted)
 
 

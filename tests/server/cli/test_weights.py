@@ -111,10 +111,10 @@ def test_a_version_that_is_not_held_is_said_so(state_dir: Path) -> None:
         (("rollback",), "/admin/weights/rollback", {"version": None}),
         (("rollback", 4), "/admin/weights/rollback", {"version": 4}),
         (
-            ("split", "3=90", "4=10%", "--sticky", "key", "--minimum", 2),
+            ("split", "3=90", "4=10%", "--sticky", "key", "--minimum", 2, "--shadow", "4=5"),
             "/admin/weights/split",
             {
-                "shares": [{"version": 3, "percent": 90.0}, {"version": 4, "percent": 10.0}],
+                "shares": [{"version": 3, "percent": 90.0}, {"version": 4, "percent": 10.0, "shadow": 5.0}],
                 "sticky": "key",
                 "minimum": 2,
             },
@@ -171,7 +171,7 @@ def test_a_split_is_shown_and_ended(state_dir: Path, monkeypatch: pytest.MonkeyP
     assert "version 4 has 10 % of the requests, on i1, i2" in said
     run("split", "--end", "--state-dir", state_dir)
     assert asked.pop() == ("DELETE", "/admin/weights/split")
-    for wrong in ((), ("3=90", "4=10", "--end"), ("3", "4=10"), ("3=90", "x=10")):
+    for wrong in ((), ("3=90", "4=10", "--end"), ("3", "4=10"), ("3=90", "x=10"), ("3=50", "3=50")):
         with pytest.raises(CliError):
             run("split", *wrong, "--state-dir", state_dir)
 

@@ -99,7 +99,7 @@ async def test_a_version_is_activated_from_the_dialog_by_keyboard_alone(
 
 
 async def test_a_version_is_given_a_share_with_the_slider(console: Watched, gateway: RunningGateway) -> None:
-    """One instance serves here, which is too few: the dialog says how many it takes. Another gateway has made a split."""
+    """One instance serves here, which is too few: the dialog says how many it takes. Then another gateway makes one."""
     await asyncio.to_thread(put_versions, gateway, 1, None)
     page = console.page
     await page.get_by_role("button", name="Activate v2").click()
