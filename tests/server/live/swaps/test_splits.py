@@ -111,6 +111,7 @@ def test_the_death_of_the_only_instance_of_a_version_fails_nobody(server: LiveSe
         wait_until(lambda: clients.answers[1] > 5 and clients.answers[2] > 5)
         for process in server.tree(holder):
             os.kill(process.pid, signal.SIGKILL)
+        wait_until(lambda: not everybody_serves(server))
         before = clients.answers[1]
         wait_until(lambda: clients.answers[1] > before + 40)
         assert comes_true(lambda: whole_again(server), 200)
