@@ -19,6 +19,7 @@ OURS = {
     "peer": "server.cli.commands",
     "train": "server.cli.commands",
     "train-server": "server.cli.commands",
+    "reward-server": "server.cli.commands",
 }
 GROUPS = {
     "weights": ("server.cli.weights", "Publish, activate, roll back, verify and compare weight versions."),

@@ -28,12 +28,17 @@ class Scope(StrEnum):
     """The use that a key allows."""
 
     infer = "infer"
+    viewer = "viewer"
+    operator = "operator"
+    publisher = "publisher"
     admin = "admin"
 
 
 Id = Annotated[str, typer.Argument(help="a key's id, from `hotswap keys list`")]
 Limited = dict[str, Any] | None  # what of a body is limits; see `with_limits`
-Scopes = Annotated[list[Scope] | None, typer.Option("--scope", help="infer (default), admin; may be repeated")]
+Scopes = Annotated[
+    list[Scope] | None, typer.Option("--scope", help="infer (default), or a role on the admin port; may be repeated")
+]
 Expires = Annotated[str | None, typer.Option(help="time from now, such as 30d, 12h or 90m; `none`: never")]
 
 
@@ -70,6 +75,7 @@ def create(
     name: Annotated[str, typer.Argument(help="who it is for")],
     scope: Scopes = None,
     expires: Expires = None,
+    collect: Annotated[bool, typer.Option("--collect", help="keep the answers it gets, for training")] = False,
     limits: Limited = None,
     as_json: AsJson = False,
     state_dir: StateDir = None,
@@ -77,7 +83,9 @@ def create(
     admin_key_file: KeyFile = None,
 ) -> None:
     """Make a key. It is shown this once: only its digest is kept."""
-    body = {"name": name, **_scopes(scope), **_expiry(expires), **(limits or {})}
+    body = {"name": name, **_scopes(scope), **_expiry(expires), **(limits or {})} | (
+        {"collect": True} if collect else {}
+    )
     _show_key(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/keys", body), as_json)
 
 
@@ -115,6 +123,9 @@ def update(
     scope: Scopes = None,
     expires: Expires = None,
     disabled: Annotated[bool | None, typer.Option("--disable/--enable", help="whether it works for now")] = None,
+    collect: Annotated[
+        bool | None, typer.Option("--collect/--no-collect", help="whether the answers it gets are kept, for training")
+    ] = None,
     limits: Limited = None,
     state_dir: StateDir = None,
     url: Url = None,
@@ -122,7 +133,11 @@ def update(
 ) -> None:
     """Change what is named, in all gateways, within a moment; the rest stays."""
     body = {**_scopes(scope), **_expiry(expires), **(limits or {})}
-    body |= ({"name": name} if name is not None else {}) | ({"disabled": disabled} if disabled is not None else {})
+    body |= {
+        field: value
+        for field, value in (("name", name), ("disabled", disabled), ("collect", collect))
+        if value is not None
+    }
     if not body:
         raise CliError("nothing to change: name what is to be different (--help lists the options)")
     record = AdminClient(state_dir, url, admin_key_file).call("PATCH", _path(key_id), body)

@@ -16,7 +16,8 @@ from server.errors import HttpError, MethodNotAllowed
 from server.gateway import terms
 from server.gateway.access.keys import ANONYMOUS, KeyRing, Principal
 from server.gateway.access.limits import Grant, Limits
-from server.gateway.access.records import ADMIN, INFER
+from server.gateway.access.records import INFER
+from server.gateway.access.roles import FORWARDED
 from server.gateway.access.scope import CacheScopes
 from server.gateway.config import Failover, GatewayConfig
 from server.gateway.fleet import affinity
@@ -69,6 +70,7 @@ class Request:
     deadline_s: float = math.inf  # in which it must get to an instance
     known: affinity.Hint | None = None
     share: int | None = None  # the version it is for, where versions share the traffic
+    repeated: bool = False  # on a version that is tried out, unseen; or it was not its turn
     failover: Failover = "off"  # who may go on with a stream whose instance dies
     grant: Grant | None = None  # of the key's limits, where it has any
     fields: Fields = NONE  # of its body, as they were sent
@@ -112,7 +114,7 @@ class Admission:
 
     def principal(self, head: RequestHead, targets: tuple[Target, ...]) -> Principal:
         """The owner of the request's key."""
-        return self._keys.authorize(head.key, ADMIN if targets[0].route.admin else INFER)
+        return self._keys.authorize(head.key, FORWARDED if targets[0].route.admin else INFER)
 
     def check_head(self, head: RequestHead, headers: Headers, principal: Principal, listening_on: str) -> None:
         """May this page ask; and whose prefix cache may it hit, which is said to the instance."""

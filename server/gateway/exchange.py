@@ -39,13 +39,13 @@ from server.gateway.fleet import retries
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.retries import Continuation
 from server.gateway.fleet.routing import Need
-from server.gateway.fleet.shadow import Repetition
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.context import TraceContext
 from server.gateway.observe.stats import Finished, Stats
 from server.gateway.queue.gate import Gate, Waiter
 from server.gateway.queue.line import Ticket
 from server.gateway.wire.bodies import NONE, Usage, last_version
+from server.gateway.wire.capture import Capture
 from server.gateway.wire.head import upstream_head
 from server.gateway.wire.pool import UpstreamConnection
 from server.gateway.wire.relay import ResponseRelay
@@ -72,8 +72,8 @@ class Exchange:
     """Drives one request. Its client owns it; it has at most one instance and one upstream connection at a time."""
 
     __slots__ = (
-        "_bytes_in", "_charged", "_client", "_connecting", "_continuation", "_cost", "_fleet", "_gate", "_held_at",
-        "_held_for", "_link", "_losses", "_passed", "_paused", "_pooled", "_relay", "_repetition", "_resent",
+        "_bytes_in", "_capture", "_charged", "_client", "_connecting", "_continuation", "_cost", "_fleet", "_gate",
+        "_held_at", "_held_for", "_link", "_losses", "_passed", "_paused", "_pooled", "_relay", "_resent",
         "_second_try", "_stats", "_tried", "_write", "error_code", "first_byte", "instance", "last_instance",
         "last_progress", "queued_s", "request", "started", "state", "status", "ticket", "trace", "usage",
     )  # fmt: skip
@@ -101,12 +101,12 @@ class Exchange:
         self._link: UpstreamConnection | None = None
         self._pooled = False
         self._paused = False  # the client's write buffer is full
-        self._repetition: Repetition | None = None  # on a version that is tried out, unseen by the client
         self._losses = 0  # connections that ended after it was sent, without a byte
         self._resent = False  # to the instance that has it now, whose pooled connection had ended
         self._second_try = True  # until the head of an answer that is no refusal
         self._continuation: Continuation | None = None  # of a stream whose instance has died, the last time
         # its answer
+        self._capture: Capture | None = None  # where somebody wants the whole of it
         self._relay = self._new_relay()
         self.first_byte = 0.0
         self.status = 0  # of the answer, once something of it was written
@@ -120,6 +120,10 @@ class Exchange:
         """Picks an instance and sends the request, or answers why not."""
         self.trace = self._stats.begin(self.request.head, self._bytes_in)
         self._fleet.budget.requests += 1
+        principal, collector = self.request.principal, self._stats.collector
+        if collector is not None and (principal.collect or self._stats.collects_all):
+            capture = collector.begin(principal, self.route, self.request.body)
+            self._capture = self._relay.capture = capture
         self._place(None)
 
     def cancel(self) -> None:
@@ -258,8 +262,8 @@ class Exchange:
             self._passed = True
             instance.working += 1
         shadows = self._fleet.shadows
-        if shadows.on and len(self._tried) == 1 and self._continuation is None and self._repetition is None:
-            self._repetition = shadows.sample(self.request, instance, len(self._gate.queue))
+        if shadows.on and self._continuation is None:
+            shadows.sample(self.request, instance, len(self._gate.queue))
         if instance.shadowed:
             shadows.make_room(instance)
         link = instance.pool.take()
@@ -374,8 +378,6 @@ class Exchange:
             self.state = State.STREAMING
         if out:
             self.status = self._relay.status
-            if self._repetition is not None:
-                self._repetition.heard(out)
             if self._relay.complete:
                 self._client.write(out, last=True)
             else:
@@ -460,8 +462,6 @@ class Exchange:
             return
         self.state = State.ENDED
         self.status, self.error_code = status, code
-        if self._repetition is not None:
-            self._repetition.original_ended()
         if self.ticket is not None:
             self._gate.leave(self.ticket)
         self._hold_ended("left" if status == 499 else "refused")
@@ -503,6 +503,9 @@ class Exchange:
         relay.extra_head = request.extra_head
         if request.failover != "off":
             relay.memory, relay.request_bytes = self._fleet.replay, len(request.body)
+        if self._capture is not None:
+            self._capture.restart()
+            relay.capture = self._capture
         return relay
 
     # what is told of it
@@ -518,19 +521,23 @@ class Exchange:
         taken_s = now - self.started
         self._stats.end(self.route, self.status, relay.body_bytes, taken_s, ttft_s, relay.sse, self.usage)
         shared = self._fleet.splits.on and self.request.target.route.works
-        if not (self._stats.watchers or shared):
+        capture, collector = self._capture, self._stats.collector
+        if not (self._stats.watchers or shared or capture is not None):
             return
         first = relay.header(VERSION_HEADER)
         version = int(first) if first.isdigit() else None
         if shared:
             self._stats.shared(version or self.request.share, self.status, taken_s, ttft_s)
-        if not self._stats.watchers:
+        if not self._stats.watchers and capture is None:
             return
         head, target = self.request.head, self.request.target
-        self._stats.tell(Finished(
+        finished = Finished(
             head.request_id.decode(), target.route.method.decode(), self.route, self.status, self.error_code,
             self.request.principal.name, time.time(), taken_s, self.queued_s,
             ttft_s=ttft_s if self.first_byte else None, instance=self.last_instance or None, first_version=version,
-            last_version=last_version(relay.tail()) or version, usage=self.usage, bytes_in=self._bytes_in,
-            bytes_out=relay.body_bytes, streamed=relay.sse, trace=self.trace,
-        ))  # fmt: skip
+            last_version=last_version(relay.tail()) or version, chosen_version=self.request.share, usage=self.usage,
+            bytes_in=self._bytes_in, bytes_out=relay.body_bytes, streamed=relay.sse, trace=self.trace,
+        )  # fmt: skip
+        self._stats.tell(finished)
+        if capture is not None and collector is not None:
+            collector.end(capture, finished)

@@ -35,6 +35,7 @@ from server.gateway.access.records import (
     KeyRecord,
     Scope,
     digest_of,
+    granted,
     new_id,
     new_key,
 )
@@ -60,7 +61,7 @@ def read_keys(config: GatewayConfig) -> dict[bytes, Principal]:
     """Digest -> principal, of every file. Raises ConfigError."""
     keys = _read_keys(config.api_key_file) if config.api_key_file is not None else {}
     digest = _admin_digest(config)
-    keys[digest] = Principal("admin", frozenset({ADMIN, INFER}), digest)
+    keys[digest] = Principal("admin", granted((ADMIN, INFER)), digest, who="admin key")
     return keys
 
 
@@ -169,6 +170,7 @@ class NewKey:
     scopes: tuple[Scope, ...]
     expires_at: float | None
     limits: KeyLimits
+    collect: bool = False
 
 
 class KeyStore:
@@ -259,8 +261,9 @@ class KeyStore:
         key_id = new_id()
         key = new_key(key_id)
         record = KeyRecord(
-            key_id, new.name, digest_of(key), new.scopes, time.time(), expires_at=new.expires_at, limits=new.limits
-        )
+            key_id, new.name, digest_of(key), new.scopes, time.time(), expires_at=new.expires_at, limits=new.limits,
+            collect=new.collect,
+        )  # fmt: skip
         await self._write(record, MISSING)
         log.info("key %s (%s) was made", key_id, new.name)
         return record, key

@@ -4,6 +4,7 @@
     gateway/keys/.door      DoorRecord; beside the keys, so that whoever lists or watches them sees it too
     gateway/usage/{gateway} UsageRecord (sharing.py), under the gateway's lease
     gateway/usage/round     changed with every share that grows (sharing.py)
+    gateway/feedback/{model}/{id}  what was said of another gateway's answer (server/answers/feedback.py)
 
 A SHA-256 without salt or stretching is enough: keys are 256 random bits made here, not words that somebody chose.
 """
@@ -13,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from server.key_limits import KeyLimits
 from weightsync.control.records import Record
@@ -23,15 +25,20 @@ KEYS_PREFIX = "gateway/keys/"
 DOOR = KEYS_PREFIX + ".door"  # no key has such an id
 USAGE_PREFIX = "gateway/usage/"
 USAGE_ROUND = USAGE_PREFIX + "round"
-Scope = Literal["infer", "admin"]
+FEEDBACK_PREFIX = "gateway/feedback/"
+Role = Literal["viewer", "operator", "publisher", "admin"]
+Scope = Literal["infer", "viewer", "operator", "publisher", "admin"]
 INFER: Scope = "infer"
 ADMIN: Scope = "admin"
+ROLES: tuple[Role, ...] = get_args(Role)  # each may do what those before it may
 Standing = Literal["active", "disabled", "expired", "revoked"]
 
 
 @dataclass(frozen=True)
 class KeyRecord(Record):
     """One key. Times are unix seconds; `digest` is the key's SHA-256 in hexadecimal.
+
+    `collect`: the answers it gets are kept for training (docs/feedback.md).
 
     `old_digest` is that of the key before the last rotation, which works until `old_until`. A revoked key's record
     stays: it says why the key fails, and that keys are asked for here.
@@ -49,6 +56,7 @@ class KeyRecord(Record):
     old_digest: str | None = None
     old_until: float = 0.0
     limits: KeyLimits = KeyLimits()  # noqa: RUF009 - it is frozen
+    collect: bool = False
 
     def standing(self, now: float) -> Standing:
         """Whether it works at `now`, and if not, why."""
@@ -75,6 +83,12 @@ class DoorRecord(Record):
 
     open: bool
     since: float
+
+
+def granted(scopes: Iterable[str]) -> frozenset[str]:
+    """`scopes`, and with the highest role among them every lower one."""
+    given = frozenset(scopes)
+    return given.union(*(ROLES[: ROLES.index(role)] for role in ROLES if role in given))
 
 
 def digest_of(key: str) -> str:

@@ -272,6 +272,23 @@ METRICS: tuple[Declared, ...] = (
         lambda _: logs.lines_dropped(), more=": they found the queue to stderr full",
     ),
     Declared(
+        "counter", "hotswap_answers_written", "Records written to the log of answers",
+        lambda g: g.stats.answers_written, {"record": "answer, feedback"},
+    ),
+    Declared(
+        "counter", "hotswap_answers_dropped", "Answers that somebody wanted and did not get",
+        lambda g: g.stats.answers_dropped,
+        {
+            "consumer": "log",
+            "cause": "memory: too large, or too many at once, busy, unreadable, failed, redaction, "
+            "store: it could not be written to for too long",
+        },
+    ),
+    Declared(
+        "gauge", "hotswap_answers_captured_bytes", "Bytes of answers that wait to be read whole",
+        lambda g: g.stats.captured.used,
+    ),
+    Declared(
         "gauge", "hotswap_build_info", "1; what runs here",
         lambda _: {(release(), platform.python_version()): 1}, {"version": "", "python": ""},
     ),
@@ -326,7 +343,7 @@ METRICS: tuple[Declared, ...] = (
         lambda g: g.fleet.shadows.seconds, {"version": ""},
     ),
     Declared(
-        "counter", "hotswap_shadow_dropped", "Pairs of answers that were dropped, as their judge was too slow",
+        "counter", "hotswap_shadow_dropped", "Answers to repetitions that were dropped, as their judge was too slow",
         lambda g: g.fleet.shadows.dropped,
     ),
     Declared(

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from server.errors import HttpError
+from server.gateway.access.keys import Principal
 from server.gateway.observe.context import TraceContext
 from server.gateway.wire.bodies import Usage
+from server.gateway.wire.capture import Capture, CaptureMemory
 from server.gateway.wire.head import RequestHead
 from server.key_limits import NAMED
 from weightsync.control.records import InstanceRecord, SwapRecord
@@ -78,6 +80,7 @@ class Finished:
     instance: str | None = None  # the last that was asked
     first_version: int | None = None
     last_version: int | None = None
+    chosen_version: int | None = None  # by a split of the traffic
     usage: Usage | None = None
     bytes_in: int = 0
     bytes_out: int = 0
@@ -107,6 +110,16 @@ class Watcher(Protocol):
 
     def end(self, finished: Finished) -> None:
         """A request is over."""
+
+
+class Collector(Protocol):
+    """Wants whole answers (server/answers). It is called on the event loop, like a watcher."""
+
+    def begin(self, principal: Principal, route: str, body: bytes) -> Capture | None:
+        """A request with this body is about to be forwarded; where its answer goes, None if nobody wants it."""
+
+    def end(self, capture: Capture, finished: Finished) -> None:
+        """The answer is over."""
 
 
 @dataclass
@@ -190,6 +203,11 @@ class Stats:
         self.swaps = Swaps()
         self.store_up = True
         self.watchers: list[Watcher] = []  # the access log and traces, where they are wanted
+        self.collector: Collector | None = None  # who wants whole answers, those of keys that collect at least
+        self.collects_all = False  # those of others too
+        self.captured = CaptureMemory()
+        self.answers_written: Counter[str] = Counter(answer=0, feedback=0)  # to the log, by kind of record
+        self.answers_dropped: Counter[tuple[str, str]] = Counter()  # by who wanted them, and cause
         self.spans = dict.fromkeys(("exported", "dropped", "failed"), 0)  # dropped: the queue to the collector was full
 
     def held(self, kind: str, outcome: str, seconds: float) -> None:

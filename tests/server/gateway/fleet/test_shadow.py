@@ -12,10 +12,12 @@ from typing import Any
 import orjson
 import pytest
 
+from server.answers.parse import About, parse
 from server.gateway import UpstreamSettings
 from server.gateway.fleet import shadow
-from server.gateway.fleet.shadow import Answer
+from server.gateway.fleet.shadow import Repeated
 from server.gateway.fleet.view import Fleet
+from server.gateway.wire.bodies import Usage
 from tests.server.gateway.harness import KEYS, RunningGateway, get, new_key, post, running_gateway
 from tests.server.gateway.upstream import Handler, Link, Received, Upstream, read_answer, upstream
 from tests.waiting import eventually
@@ -27,7 +29,9 @@ HEAD = b"x-hotswap-weight-version: %d\r\n"
 def saying(version: int, text: str) -> Handler:
     async def answer(link: Link, received: Received) -> None:
         if not (received.method == "POST" and orjson.loads(received.body).get("stream")):
-            await link.json(orjson.dumps({"choices": [{"index": 0, "text": text}]}), extra=HEAD % version)
+            usage = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+            told = {"choices": [{"index": 0, "text": text}], "usage": usage}
+            await link.json(orjson.dumps(told), extra=HEAD % version)
             return
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n" + HEAD % version
         await link.send(head + b"transfer-encoding: chunked\r\n\r\n")
@@ -81,6 +85,22 @@ async def trial(directory: Path, **settings: Any) -> AsyncIterator[Trial]:
             yield Trial(gateway, live, tried)
 
 
+def text_of(answer: Repeated) -> str:
+    """As a judge reads it."""
+    told, principal = answer.finished, answer.capture.principal
+    about = About(
+        told.request_id,
+        told.route,
+        told.status,
+        told.key,
+        principal.id,
+        told.ended,
+        told.duration_s,
+        streamed=told.streamed,
+    )
+    return parse(answer.capture.body, b"".join(answer.capture.pieces), about).choices[0].text
+
+
 def generations(at: Upstream) -> list[Received]:
     return [received for received in at.requests if received.method == "POST"]
 
@@ -99,11 +119,15 @@ async def test_a_share_of_the_requests_is_repeated_unseen(tmp_path: Path) -> Non
         assert (head["x-hotswap-priority"], head["x-request-id"]) == ("10", "mine-shadow")
         assert "traceparent" not in head
         await eventually(lambda: judge.qsize() == 10)
-        pair = judge.get_nowait()
-        assert (pair.request_id, pair.route, pair.request) == ("mine", "/v1/completions", repeated[0].body)
-        assert (pair.original.version, pair.shadow.version) == (12, 13)
-        assert (pair.original.texts, pair.shadow.texts) == (["live"], ["tried"])
-        assert 0 < pair.shadow.first_byte_s <= pair.shadow.taken_s
+        answer = judge.get_nowait()
+        told = answer.finished
+        assert (told.request_id, told.route, told.status, told.instance) == ("mine", "/v1/completions", 200, "i13")
+        assert (told.first_version, told.chosen_version) == (13, 13)
+        assert 0 < (told.ttft_s or 0.0) <= told.duration_s
+        assert text_of(answer) == "tried"
+        assert (told.usage, answer.capture.body) == (Usage(3, 5), repeated[0].body)
+        answer.capture.close()
+        assert t.fleet.shadows.memory.used == 9 * (len(repeated[0].body) + told.bytes_out)
         page = (await t.gateway.ask(get("/metrics"), admin=True)).body.decode()
         assert 'hotswap_shadow_requests_total{outcome="answered",version="13"} 10.0' in page
         assert 'hotswap_shadow_duration_seconds_count{version="13"} 10.0' in page
@@ -115,9 +139,8 @@ async def test_streams_are_repeated_and_compared(tmp_path: Path) -> None:
         judge = t.fleet.shadows.listen()
         assert await t.ask(3, stream=True) == {200: 3}
         await eventually(lambda: judge.qsize() == 3)
-        pair = judge.get_nowait()
-        assert (pair.original.texts, pair.shadow.texts) == (["live"], ["tried"])
-        assert (pair.original.sse, pair.shadow.sse, pair.shadow.complete) == (True, True, True)
+        answer = judge.get_nowait()
+        assert (text_of(answer), answer.finished.streamed) == ("tried", True)
 
 
 async def test_pins_and_other_routes_are_not_repeated(tmp_path: Path) -> None:
@@ -183,6 +206,7 @@ async def test_nothing_that_becomes_of_it_reaches_the_original(tmp_path: Path, b
         assert (tried.health.closed, tried.working, tried.inflight) == (True, 0, 0)
         await eventually(lambda: sum(t.outcomes.values()) + len(t.fleet.shadows.running) == 121)
         assert t.outcomes.get("answered", 0) == 0
+        assert t.fleet.shadows.memory.used == 0
 
 
 async def test_it_gives_way_to_a_request(tmp_path: Path) -> None:
@@ -228,24 +252,3 @@ async def test_one_that_takes_too_long_ends_and_a_slow_judge_loses_results(
         t.tried.handler = hangs
         await t.ask(1)
         await eventually(lambda: t.outcomes.get("late") == 1)
-
-
-@pytest.mark.parametrize(
-    ("body", "sse", "texts"),
-    [
-        ({"choices": [{"index": 1, "text": "b"}, {"index": 0, "text": "a"}]}, False, ["a", "b"]),
-        ({"choices": [{"message": {"content": "hi"}}]}, False, ["hi"]),
-        ({"choices": [{"message": {"content": None}}]}, False, [""]),
-        ({"error": "no"}, False, []),
-        ([{"choices": [{"delta": {"content": part}}]} for part in "ab"], True, ["ab"]),
-        ([{"index": 0, "text": part} for part in "ab"], True, ["ab"]),
-    ],
-)
-def test_texts_are_read_from_every_form_of_answer(body: Any, sse: bool, texts: list[str]) -> None:
-    answer = Answer()
-    kind = b"text/event-stream" if sse else b"application/json"
-    data = b"".join(b"data: %b\n\n" % orjson.dumps(part) for part in body) if sse else orjson.dumps(body)
-    answer.feed(b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n" % (kind, len(data)))
-    answer.feed(data)
-    answer.end()
-    assert (answer.complete, answer.status, answer.texts) == (True, 200, texts)

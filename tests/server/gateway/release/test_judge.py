@@ -1,0 +1,199 @@
+"""What becomes of a release, from what was counted; false alarms and missed harm of whole releases, by simulation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from server.errors import ConfigError
+from server.gateway.release.judge import Evidence, examine, key_of, rule
+from server.gateway.release.policy import METRICS, Condition, Policy, Step, parse, seconds_of
+from server.gateway.release.statistics import Tally
+
+POLICY = b"""
+false_alarms: 0.05
+conditions:
+  - {metric: errors, max_increase: 0.02}
+  - {metric: first_token_s, max_increase: 20%}
+steps:
+  - {traffic: 10, for: 1m}
+  - {traffic: 50, for: 2m, conditions: [{metric: refusals, max: 0.2, prove: true}]}
+"""
+
+
+def share(ones: int, of: int) -> Tally:
+    return Tally(of, ones, ones)
+
+
+def around(mean: float, count: int, deviation: float = 0.1) -> Tally:
+    return Tally(count, mean * count, (mean**2 + deviation**2) * count)
+
+
+GOOD = {
+    "errors": Evidence(share(2, 900), share(20, 9000)),
+    "first_token_s": Evidence(around(0.5, 900), around(0.5, 9000)),
+    "refusals": Evidence(share(20, 900), share(200, 9000)),
+}
+
+
+@pytest.mark.parametrize(
+    ("bound", "candidate", "stable", "state"),
+    [
+        ({"max": 0.1}, share(10, 1000), None, "kept"),
+        ({"max": 0.1}, share(110, 1000), None, "open"),
+        ({"max": 0.1}, share(200, 1000), None, "harmed"),
+        ({"min": 0.5}, share(700, 1000), None, "kept"),
+        ({"min": 0.5}, share(300, 1000), None, "harmed"),
+        ({"max_increase": 0.05}, share(300, 1000), share(1000, 10000), "harmed"),
+        ({"max_increase": 0.05}, share(100, 1000), share(1000, 10000), "open"),
+        ({"max_increase": 0.1}, share(100, 1000), share(1000, 10000), "kept"),
+        ({"max_increase": "100%"}, share(300, 1000), share(1000, 10000), "harmed"),
+        ({"max_decrease": 0.05}, share(100, 1000), share(3000, 10000), "harmed"),
+        ({"max_decrease": 0.05}, share(400, 1000), share(3000, 10000), "kept"),
+        ({"max_change": 0.1}, share(100, 1000), share(5000, 10000), "harmed"),
+        ({"max_change": 0.1}, share(900, 1000), share(5000, 10000), "harmed"),
+        ({"max_change": 0.1}, share(500, 1000), share(5000, 10000), "kept"),
+        ({"max": 0.1}, share(0, 99), None, "blind"),
+        ({"max_increase": 0.1}, share(0, 5000), share(0, 99), "blind"),
+        ({"max": 0.1}, share(99, 99), None, "harmed"),  # too few to pass, and enough to be sure of the harm
+    ],
+)
+def test_the_state_of_a_condition(bound: dict[str, Any], candidate: Tally, stable: Tally | None, state: str) -> None:
+    evidence = Evidence(candidate, stable or Tally())
+    assert examine(Condition("errors", **bound), evidence, 0.01).state == state
+
+
+def test_a_percentage_is_of_the_stable_versions_mean() -> None:
+    condition = Condition("first_token_s", max_increase="20%")
+    assert examine(condition, Evidence(around(0.55, 1000), around(0.5, 5000)), 0.01).state == "kept"
+    assert examine(condition, Evidence(around(0.65, 1000), around(0.5, 5000)), 0.01).state == "harmed"
+    falls = Condition("logprob", max_decrease="20%")  # log-probs are negative
+    assert examine(falls, Evidence(around(-1.1, 1000), around(-1.0, 5000)), 0.01).state == "kept"
+    assert examine(falls, Evidence(around(-1.4, 1000), around(-1.0, 5000)), 0.01).state == "harmed"
+
+
+def test_a_step_lasts_and_is_over() -> None:
+    policy = parse(POLICY)
+    assert rule(policy, 0, GOOD, lasted_s=59.0).kind == "wait"
+    assert rule(policy, 0, GOOD, lasted_s=60.0).kind == "next"
+    assert rule(policy, 1, GOOD, lasted_s=120.0).kind == "next"
+
+
+def test_harm_ends_it_at_once_and_says_why() -> None:
+    bad = {**GOOD, "errors": Evidence(share(90, 900), share(20, 9000))}
+    ruling = rule(parse(POLICY), 0, bad, lasted_s=0.0)
+    assert ruling.kind == "rollback"
+    assert "errors max increase 0.02" in ruling.reason
+    assert "0.1 of 900" in ruling.reason
+
+
+@pytest.mark.parametrize(
+    ("evidence", "said"),
+    [
+        ({}, "0 of 100 answers of the candidate"),
+        ({**GOOD, "refusals": replace(GOOD["refusals"], lost="the scorer is away")}, "the scorer is away"),
+        ({**GOOD, "refusals": Evidence(share(180, 900), Tally())}, "shows neither"),  # it is to be proved
+    ],
+)
+def test_what_cannot_be_judged_holds_the_step(evidence: dict[str, Evidence], said: str) -> None:
+    policy = parse(POLICY)
+    ruling = rule(policy, 1, evidence, lasted_s=1e6)
+    assert (ruling.kind, said in ruling.reason) == ("hold", True)
+    impatient = parse(POLICY + b"on_hold: rollback\nhold: 1m\n")
+    assert rule(impatient, 1, evidence, lasted_s=179.0).kind == "hold"
+    ended = rule(impatient, 1, evidence, lasted_s=180.0)
+    assert (ended.kind, "without evidence" in ended.reason) == ("rollback", True)
+
+
+def test_an_open_condition_that_need_not_be_proved_passes() -> None:
+    open_ = {**GOOD, "errors": Evidence(share(20, 900), share(20, 900))}
+    ruling = rule(parse(POLICY), 0, open_, lasted_s=60.0)
+    assert (ruling.kind, ruling.findings[0].state) == ("next", "open")
+
+
+def test_live_and_shadow_answers_are_kept_apart() -> None:
+    assert key_of(Condition("errors", max=0.1)) == "errors"
+    assert key_of(Condition("errors", max=0.1, answers="shadow")) == "errors@shadow"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("steps: []", "1 to 32 steps"),
+        ("steps: [{traffic: 10}]", "for"),
+        ("steps: [{traffic: 10, for: soon}]", "no duration"),
+        ("steps: [{traffic: 10, for: -1}]", "negative"),
+        ("steps: [{traffic: 200, for: 1m}]", "<= 100"),
+        ("steps: [{traffic: 50, for: 1m}, {traffic: 10, for: 1m}]", "less than that of the step before"),
+        ("steps: [{traffic: 0, for: 1m}]", "neither traffic nor shadow"),
+        ("steps: [{traffic: 5, for: 1m}]\nspeed: 3", "speed"),
+        ("steps: [{traffic: 5, for: 1m, conditions: [{metric: erors, max: 1}]}]", "choose one of errors"),
+        ("steps: [{traffic: 5, for: 1m, conditions: [{metric: errors}]}]", "give one of max"),
+        ("steps: [{traffic: 5, for: 1m, conditions: [{metric: errors, max: 1, min: 0}]}]", "give one of max"),
+        ("steps: [{traffic: 5, for: 1m, conditions: [{metric: tokens, max_change: x}]}]", "nor a percentage"),
+        ("steps: [{traffic: 5, for: 1m, conditions: [{metric: tokens, max_change: -1}]}]", "negative"),
+        ("steps: [{traffic: 5, for: 1m, conditions: [{metric: reward/x, min: 0.5}]}]", "nothing named 'x'"),
+        ("steps: [{traffic: 5, for: 1m, conditions: [{metric: errors, max: 1, answers: shadow}]}]", "no `shadow`"),
+        ("steps: [{traffic: 5, for: 1m}]\nrefusal_patterns: ['(']", "no regular expression"),
+        ("steps: [{traffic: 5, for: 1m}]\nevaluation: [{file: x, by: y, min: 1}]", "no reward named 'y'"),
+        ("steps: {", "the policy"),
+        ("steps: [{traffic: 5, for: 1m}]\nfalse_alarms: 0.9", "0.5"),
+    ],
+)
+def test_a_policy_that_cannot_be_meant(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert said in str(caught.value)
+
+
+def test_durations() -> None:
+    assert [seconds_of(d) for d in (3, 2.5, "90s", "5m", "1.5h")] == [3, 2.5, 90, 300, 5400]
+
+
+def simulate(policy: Policy, rates: dict[str, tuple[float, float]], rng: np.random.Generator, answers: int) -> bool:
+    """Whether a release is rolled back in which each step brings `answers` of the candidate, looked at 40 times, and
+    nine times as many of the stable version. `rates`: means (stable, candidate); seconds where they are no shares."""
+    for step in range(len(policy.steps)):
+        drawn = {}
+        for metric, means in rates.items():
+            is_share = METRICS[metric][0]
+            drawn[metric] = [
+                np.cumsum([v, v**2], axis=1)
+                for mean, n in zip(means, (9 * answers, answers), strict=True)
+                for v in [(rng.random(n) < mean).astype(float) if is_share else rng.exponential(mean, n)]
+            ]
+        for seen in np.linspace(20, answers, 40).astype(int):
+            evidence = {
+                metric: Evidence(Tally(seen, *new[:, seen - 1]), Tally(9 * seen, *old[:, 9 * seen - 1]))
+                for metric, (old, new) in drawn.items()
+            }
+            if rule(policy, step, evidence, lasted_s=0.0).kind == "rollback":
+                return True
+    return False
+
+
+SIMULATED = Policy(
+    steps=(Step(traffic=10, for_=60), Step(traffic=10, for_=60)),
+    conditions=(
+        Condition("errors", max_increase=0.02),
+        Condition("first_token_s", max_increase="10%"),
+        Condition("refusals", max=0.05),
+    ),
+)
+AT_THE_BOUND = {"errors": (0.01, 0.03), "first_token_s": (0.5, 0.55), "refusals": (0.03, 0.05)}
+
+
+def test_false_alarms_stay_below_the_stated_level() -> None:
+    """In the worst case that is no harm yet, every metric exactly at its bound, looked at 40 times in each step."""
+    rng, runs = np.random.default_rng(1), 80
+    alarms = sum(simulate(SIMULATED, AT_THE_BOUND, rng, 2_000) for _ in range(runs))
+    assert alarms / runs <= SIMULATED.false_alarms
+
+
+@pytest.mark.parametrize("worse", [{"errors": (0.01, 0.09)}, {"first_token_s": (0.5, 0.8)}, {"refusals": (0.03, 0.12)}])
+def test_harm_is_found(worse: dict[str, tuple[float, float]]) -> None:
+    rng, runs = np.random.default_rng(2), 30
+    assert sum(simulate(SIMULATED, AT_THE_BOUND | worse, rng, 2_000) for _ in range(runs)) >= 0.9 * runs
