@@ -224,7 +224,7 @@ class AnswerSettings:
         ),
     ] = None
     anonymous: Annotated[
-        bool, Option("keep the answers to requests without a key too", "--collect-anonymous", up=True)
+        bool, Option("keep the answers to requests without a key too", "--collect-anonymous", negatable=True, up=True)
     ] = False
     redact: Annotated[
         str | None,
