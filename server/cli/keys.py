@@ -75,6 +75,7 @@ def create(
     name: Annotated[str, typer.Argument(help="who it is for")],
     scope: Scopes = None,
     expires: Expires = None,
+    collect: Annotated[bool, typer.Option("--collect", help="keep the answers it gets, for training")] = False,
     limits: Limited = None,
     as_json: AsJson = False,
     reason: Reason = None,
@@ -83,7 +84,9 @@ def create(
     admin_key_file: KeyFile = None,
 ) -> None:
     """Make a key. It is shown this once: only its digest is kept."""
-    body = {"name": name, **_scopes(scope), **_expiry(expires), **(limits or {})}
+    body = {"name": name, **_scopes(scope), **_expiry(expires), **(limits or {})} | (
+        {"collect": True} if collect else {}
+    )
     _show_key(AdminClient(state_dir, url, admin_key_file).call("POST", "/admin/keys", body, reason), as_json)
 
 
@@ -121,6 +124,9 @@ def update(
     scope: Scopes = None,
     expires: Expires = None,
     disabled: Annotated[bool | None, typer.Option("--disable/--enable", help="whether it works for now")] = None,
+    collect: Annotated[
+        bool | None, typer.Option("--collect/--no-collect", help="whether the answers it gets are kept, for training")
+    ] = None,
     limits: Limited = None,
     reason: Reason = None,
     state_dir: StateDir = None,
@@ -129,7 +135,11 @@ def update(
 ) -> None:
     """Change what is named, in all gateways, within a moment; the rest stays."""
     body = {**_scopes(scope), **_expiry(expires), **(limits or {})}
-    body |= ({"name": name} if name is not None else {}) | ({"disabled": disabled} if disabled is not None else {})
+    body |= {
+        field: value
+        for field, value in (("name", name), ("disabled", disabled), ("collect", collect))
+        if value is not None
+    }
     if not body:
         raise CliError("nothing to change: name what is to be different (--help lists the options)")
     record = AdminClient(state_dir, url, admin_key_file).call("PATCH", _path(key_id), body, reason)

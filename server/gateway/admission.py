@@ -22,6 +22,7 @@ from server.gateway.access.scope import CacheScopes
 from server.gateway.config import Failover, GatewayConfig
 from server.gateway.fleet import affinity
 from server.gateway.fleet.routing import Need
+from server.gateway.fleet.splits import Splits
 from server.gateway.routes import Target, find
 from server.gateway.wire.bodies import NONE, Fields, check_object
 from server.gateway.wire.head import Headers, RequestHead, check_origin, head_too_large, read_head
@@ -68,6 +69,7 @@ class Request:
     priority: int = 0  # its class in the queue; the lowest goes first
     deadline_s: float = math.inf  # in which it must get to an instance
     known: affinity.Hint | None = None
+    share: int | None = None  # the version it is for, where versions share the traffic
     failover: Failover = "off"  # who may go on with a stream whose instance dies
     grant: Grant | None = None  # of the key's limits, where it has any
     fields: Fields = NONE  # of its body, as they were sent
@@ -88,7 +90,10 @@ def streamed(url: bytes, method: bytes) -> bool:
 class Admission:
     """The checks that one gateway makes before it forwards a request. Every method may raise HttpError."""
 
-    def __init__(self, config: GatewayConfig, keys: KeyRing, scopes: CacheScopes, limits: Limits) -> None:
+    def __init__(
+        self, config: GatewayConfig, keys: KeyRing, scopes: CacheScopes, limits: Limits, splits: Splits
+    ) -> None:
+        self._splits = splits
         self._config = config
         self._keys = keys
         self._scopes = scopes
@@ -115,6 +120,8 @@ class Admission:
         if head.origin is not None and self._keys.open_inference:
             host = next((value for name, value in headers if name == b"host"), b"")
             check_origin(head.origin, host, listening_on, self._config.allowed_origins)
+        if self._splits.header:
+            head.sticky = next((value.strip() for name, value in headers if name == self._splits.header), b"")
         head.scope = self._scopes.line(principal)
         head.forward += head.scope
 

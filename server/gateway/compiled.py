@@ -28,7 +28,7 @@ MODULES = (
     "fleet.affinity", "fleet.instance", "fleet.retries", "fleet.routing", "fleet.view",
     "observe.stats",
     "queue.gate",
-    "wire.head", "wire.journal", "wire.pool", "wire.relay",
+    "wire.capture", "wire.head", "wire.journal", "wire.pool", "wire.relay",
 )  # fmt: skip
 GROUP = "hotswap_gateway"
 _HERE = Path(__file__).parent

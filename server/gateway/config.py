@@ -211,6 +211,42 @@ class OidcSettings:
             raise ConfigError(f"--oidc-leeway {self.leeway_s:g}: must be from 0 to 300 seconds.")
 
 
+@dataclass(frozen=True)
+class AnswerSettings:
+    """What is kept of the answers to keys that have opted in, where, and for how long (docs/feedback.md)."""
+
+    url: Annotated[
+        str | None,
+        Option(
+            "where answers are kept: a directory or an fsspec URL; default: answers/ beside the SQLite store",
+            "--answers",
+            up=True,
+        ),
+    ] = None
+    anonymous: Annotated[
+        bool, Option("keep the answers to requests without a key too", "--collect-anonymous", up=True)
+    ] = False
+    redact: Annotated[
+        str | None,
+        Option("function of a record, MODULE:NAME, that changes or drops it before it is kept", "--answers-redact"),
+    ] = None
+    segment_s: Annotated[
+        float, Option("seconds after which what was kept can be read", "--answers-segment", up=True)
+    ] = 60.0
+    segment_bytes: Annotated[int, Option("the same, bytes", "--answers-segment-bytes")] = 16 * 2**20
+    max_bytes: Annotated[int, Option("bytes of answers that are kept, at most", "--answers-max-bytes")] = 2 * 2**30
+    max_age_s: Annotated[float, Option("seconds for which answers are kept", "--answers-max-age")] = 30 * 86_400.0
+    feedback_s: Annotated[
+        float, Option("seconds after an answer in which feedback on it is taken", "--feedback-window")
+    ] = 86_400.0
+
+    def __post_init__(self) -> None:
+        for setting in settings("gateway", AnswerSettings):
+            value = getattr(self, setting.path[-1])
+            if setting.type in (int, float) and not value > 0:
+                raise ConfigError(f"{setting.flag} {value:g}: must be more than 0.")
+
+
 def _workers(text: str) -> int:
     if text == "auto":
         return len(os.sched_getaffinity(0))
@@ -255,6 +291,7 @@ class GatewayConfig:
         str | None,
         Option("directory or fsspec URL for older entries of the ledger; default: `ledger` beside a SQLite store"),
     ] = None
+    answers: AnswerSettings = AnswerSettings()
     swap_deadline_s: Annotated[float, Option("seconds for all instances to stage a version")] = 120.0
     push_timeout_s: float = 3600.0
     run_coordinator: Annotated[bool, Option("leave swaps to another gateway of this model", "--no-coordinator")] = True
@@ -316,18 +353,29 @@ class GatewayConfig:
         """Where a generated admin key is kept (mode 0600)."""
         if self.admin_key_file is not None:
             return self.admin_key_file
+        beside = self._beside_store
+        return beside / "admin.key" if beside is not None else Path.home() / ".config" / "hotswap" / "admin.key"
+
+    @property
+    def answers_url(self) -> str:
+        """Where answers are kept."""
+        if self.answers.url is not None:
+            return self.answers.url
+        beside = self._beside_store or Path.home() / ".local" / "state" / "hotswap"
+        return str(beside / "answers")
+
+    @property
+    def _beside_store(self) -> Path | None:
         scheme, _, rest = self.store.partition("://")
-        if scheme == "sqlite" and rest:
-            return Path(rest).parent / "admin.key"
-        return Path.home() / ".config" / "hotswap" / "admin.key"
+        return Path(rest).parent if scheme == "sqlite" and rest else None
 
     @property
     def ledger_place(self) -> str:
         """Where older entries of the ledger go; "": nowhere, they are dropped."""
         if self.ledger_archive is not None:
             return self.ledger_archive if "://" in self.ledger_archive else str(Path(self.ledger_archive).absolute())
-        scheme, _, rest = self.store.partition("://")
-        return str(Path(rest).absolute().parent / "ledger") if scheme == "sqlite" and rest else ""
+        beside = self._beside_store
+        return str(beside.absolute() / "ledger") if beside is not None else ""
 
 
 OPTIONS = settings("gateway", GatewayConfig)

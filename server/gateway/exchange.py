@@ -38,12 +38,14 @@ from server.gateway.admission import Client, Request
 from server.gateway.fleet import retries
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.retries import Continuation
+from server.gateway.fleet.routing import Need
 from server.gateway.fleet.view import Fleet
 from server.gateway.observe.context import TraceContext
 from server.gateway.observe.stats import Finished, Stats
 from server.gateway.queue.gate import Gate, Waiter
 from server.gateway.queue.line import Ticket
 from server.gateway.wire.bodies import NONE, Usage, last_version
+from server.gateway.wire.capture import Capture
 from server.gateway.wire.head import upstream_head
 from server.gateway.wire.pool import UpstreamConnection
 from server.gateway.wire.relay import ResponseRelay
@@ -70,10 +72,10 @@ class Exchange:
     """Drives one request. Its client owns it; it has at most one instance and one upstream connection at a time."""
 
     __slots__ = (
-        "_bytes_in", "_charged", "_client", "_connecting", "_continuation", "_cost", "_fleet", "_gate", "_held_at",
-        "_held_for", "_link", "_losses", "_passed", "_paused", "_pooled", "_relay", "_resent", "_second_try",
-        "_stats", "_tried", "_write", "error_code", "first_byte", "instance", "last_instance", "last_progress",
-        "queued_s", "request", "started", "state", "status", "ticket", "trace", "usage",
+        "_bytes_in", "_capture", "_charged", "_client", "_connecting", "_continuation", "_cost", "_fleet", "_gate",
+        "_held_at", "_held_for", "_link", "_losses", "_passed", "_paused", "_pooled", "_relay", "_resent",
+        "_second_try", "_stats", "_tried", "_write", "error_code", "first_byte", "instance", "last_instance",
+        "last_progress", "queued_s", "request", "started", "state", "status", "ticket", "trace", "usage",
     )  # fmt: skip
 
     def __init__(self, client: Client, request: Request, fleet: Fleet, gate: Gate, stats: Stats) -> None:
@@ -104,6 +106,7 @@ class Exchange:
         self._second_try = True  # until the head of an answer that is no refusal
         self._continuation: Continuation | None = None  # of a stream whose instance has died, the last time
         # its answer
+        self._capture: Capture | None = None  # where somebody wants the whole of it
         self._relay = self._new_relay()
         self.first_byte = 0.0
         self.status = 0  # of the answer, once something of it was written
@@ -117,6 +120,10 @@ class Exchange:
         """Picks an instance and sends the request, or answers why not."""
         self.trace = self._stats.begin(self.request.head, self._bytes_in)
         self._fleet.budget.requests += 1
+        principal, collector = self.request.principal, self._stats.collector
+        if collector is not None and (principal.collect or self._stats.collects_all):
+            capture = collector.begin(principal, self.route, self.request.body)
+            self._capture = self._relay.capture = capture
         self._place(None)
 
     def cancel(self) -> None:
@@ -167,20 +174,25 @@ class Exchange:
         `failure`: why the instance before has not answered, if one was asked.
         """
         self._drop_instance()
-        if not (self._passed or self._gate.open_to(self.request.need)):
-            self._queue()
+        request, splits = self.request, self._fleet.splits
+        need = splits.need(request) if splits.on and request.target.route.works else request.need
+        if not (self._passed or self._gate.open_to(need)):
+            self._queue(need)
             return
-        instance = self._fleet.pick(self._tried, self.request.need, self.request.hint)
+        instance = self._fleet.pick(self._tried, need, request.hint)
+        if instance is None and need is not request.need:
+            splits.passed_on(request)
+            instance = self._fleet.pick(self._tried, request.need, request.hint)
         if instance is not None:
             self._ask(instance)
         else:
             self._hold(failure)
 
-    def _queue(self) -> None:
+    def _queue(self, need: Need | None) -> None:
         self._hold_ended("queued")
         request = self.request
         ticket: Ticket[Waiter] = Ticket(self, request.principal.digest, request.principal.weight, request.priority)
-        ticket.need, ticket.size = request.need, len(request.body)
+        ticket.need, ticket.size = need, len(request.body)
         ticket.deadline = self.started + request.deadline_s
         self._cost = reckon(request.fields, request.target.route.name, len(request.body))
         ticket.cost = self._cost.total
@@ -486,6 +498,9 @@ class Exchange:
         relay.extra_head = request.extra_head
         if request.failover != "off":
             relay.memory, relay.request_bytes = self._fleet.replay, len(request.body)
+        if self._capture is not None:
+            self._capture.restart()
+            relay.capture = self._capture
         return relay
 
     # what is told of it
@@ -500,15 +515,24 @@ class Exchange:
         ttft_s = self.first_byte - self.started if self.first_byte else -1.0
         taken_s = now - self.started
         self._stats.end(self.route, self.status, relay.body_bytes, taken_s, ttft_s, relay.sse, self.usage)
-        if not self._stats.watchers:
+        shared = self._fleet.splits.on and self.request.target.route.works
+        capture, collector = self._capture, self._stats.collector
+        if not (self._stats.watchers or shared or capture is not None):
             return
         first = relay.header(VERSION_HEADER)
         version = int(first) if first.isdigit() else None
+        if shared:
+            self._stats.shared(version or self.request.share, self.status, taken_s, ttft_s)
+        if not self._stats.watchers and capture is None:
+            return
         head, target = self.request.head, self.request.target
-        self._stats.tell(Finished(
+        finished = Finished(
             head.request_id.decode(), target.route.method.decode(), self.route, self.status, self.error_code,
             self.request.principal.name, time.time(), taken_s, self.queued_s,
             ttft_s=ttft_s if self.first_byte else None, instance=self.last_instance or None, first_version=version,
-            last_version=last_version(relay.tail()) or version, usage=self.usage, bytes_in=self._bytes_in,
-            bytes_out=relay.body_bytes, streamed=relay.sse, trace=self.trace,
-        ))  # fmt: skip
+            last_version=last_version(relay.tail()) or version, chosen_version=self.request.share, usage=self.usage,
+            bytes_in=self._bytes_in, bytes_out=relay.body_bytes, streamed=relay.sse, trace=self.trace,
+        )  # fmt: skip
+        self._stats.tell(finished)
+        if capture is not None and collector is not None:
+            collector.end(capture, finished)

@@ -10,6 +10,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+from server.answers.desk import Desk
+from server.answers.feedback import Passing, Recent
+from server.answers.log import Log
 from server.gateway.access.key_sources import KeyFiles, KeyStore, load_keys
 from server.gateway.access.keys import KeyRing
 from server.gateway.access.limits import Limits
@@ -68,7 +71,10 @@ class Gateway:
         self.limits = Limits(self.stats.limited)
         self.sharing = Sharing(store, self.limits, lambda: keys.limits)
         self.scopes = CacheScopes(shared=config.cache_scope == "shared")
-        self.admission = Admission(config, keys, self.scopes, self.limits)
+        self.admission = Admission(config, keys, self.scopes, self.limits, self.fleet.splits)
+        self.desk = Desk(self.stats, Recent(config.answers.feedback_s))
+        self.desk.add(Log(config.answers_url, config.answers, self.stats))
+        self.passing = Passing(store, config.model, self.desk.recent, self.desk.rate)
         fleet = self.fleet
         probe = build_probe(ProbeSettings.of(config), lambda: [i.record for i in fleet.instances.values()], self.tls)
         self.coordinator = Coordinator(store, config.model, keep=config.keep_versions, probe=probe)
@@ -116,6 +122,7 @@ class Gateway:
             gateway.updates.drop()
             gateway.gate.close()
             gateway.fleet.close()
+            await asyncio.to_thread(gateway.desk.close)
             await store.close()
             await asyncio.to_thread(close_watchers)
 
@@ -127,6 +134,7 @@ class Gateway:
             "keys": self.key_store.run,
             "limits": self.sharing.run,
             "files": self._reload_forever,
+            "feedback": self.passing.run,
             "cache scopes": lambda: self.scopes.keep_adopting(self.store),
             "throughput": lambda: self.throughput.run(self.fleet.instances),
             "training": self.training.run,

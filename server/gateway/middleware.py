@@ -69,12 +69,13 @@ def _finished(scope: Scope, status: int, duration_s: float) -> Finished:
 
 
 OPEN = frozenset({"/healthz", "/readyz", "/metrics", "/health", "/ping", "/load"})
+FEEDBACK = "/v1/feedback"  # it looks at the key itself
 DOCUMENT = "/openapi.json"  # each port has its own; that of the admin port is behind the key
 
 
 def is_public(path: str) -> bool:
     """Whether the app serves `path` on the public port."""
-    return path in OPEN or path == DOCUMENT or is_open(path)
+    return path in OPEN or path in (DOCUMENT, FEEDBACK) or is_open(path)
 
 
 def _is_open_here(scope: Scope) -> bool:

@@ -257,8 +257,8 @@ MUTATIONS: list[Mutation] = [
         ("puts, *history.ledger_entries(board, step))", "puts)"),
     ]),
     *of("weightsync/control/activation.py", WS + "control/test_activation.py", changes=[
-        ("{**(fence or {}), key: found.mod_revision}", "{key: found.mod_revision}"),
-        ("{**(fence or {}), key: found.mod_revision}", "{**(fence or {})}"),
+        ("{**(fence or {}), **ready}", "ready"),
+        ("{**(fence or {}), **ready}", "{**(fence or {})}"),
     ]),
     *of("weightsync/store/sqlite_db.py", WS + "store/test_store.py", changes=[
         ("if (found := row[0] if row else 0) != expected:", "if (found := row[0] if row else 0) < expected:"),

@@ -25,7 +25,7 @@ class Principal:
     `digest` tells owners apart: a hash of the key, or of the record's id, which a rotated key keeps; empty for
     nobody's. `who` names the owner in the ledger. `priority` is the most urgent class its requests may have (lower goes
     first, as in vLLM), `weight` its share of a class relative to other keys' (queue/). `until` (unix seconds) is when
-    the key ends, `limits` None if it has none.
+    the key ends, `limits` None if it has none. `collect`: its owner wants its answers kept (server/answers).
     """
 
     name: str
@@ -37,6 +37,7 @@ class Principal:
     until: float | None = None
     limits: KeyLimits | None = None
     who: str = ""
+    collect: bool = False
 
 
 ANONYMOUS: Final = Principal("anonymous", frozenset({INFER}))
@@ -144,6 +145,7 @@ def _working(record: KeyRecord) -> Iterator[tuple[bytes, Principal]]:
         record.expires_at,
         limits if limits.bounded else None,
         f"key {record.name} ({record.id})",
+        record.collect,
     )
     yield bytes.fromhex(record.digest), principal
     if record.old_digest is not None:

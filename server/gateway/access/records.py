@@ -4,6 +4,7 @@
     gateway/keys/.door      DoorRecord; beside the keys, so that whoever lists or watches them sees it too
     gateway/usage/{gateway} UsageRecord (sharing.py), under the gateway's lease
     gateway/usage/round     changed with every share that grows (sharing.py)
+    gateway/feedback/{model}/{id}  what was said of another gateway's answer (server/answers/feedback.py)
 
 A SHA-256 without salt or stretching is enough: keys are 256 random bits made here, not words that somebody chose.
 """
@@ -24,6 +25,7 @@ KEYS_PREFIX = "gateway/keys/"
 DOOR = KEYS_PREFIX + ".door"  # no key has such an id
 USAGE_PREFIX = "gateway/usage/"
 USAGE_ROUND = USAGE_PREFIX + "round"
+FEEDBACK_PREFIX = "gateway/feedback/"
 Role = Literal["viewer", "operator", "publisher", "admin"]
 Scope = Literal["infer", "viewer", "operator", "publisher", "admin"]
 INFER: Scope = "infer"
@@ -45,6 +47,8 @@ class By:
 class KeyRecord(Record):
     """One key. Times are unix seconds; `digest` is the key's SHA-256 in hexadecimal.
 
+    `collect`: the answers it gets are kept for training (docs/feedback.md).
+
     `old_digest` is that of the key before the last rotation, which works until `old_until`. A revoked key's record
     stays: it says why the key fails, and that keys are asked for here.
     """
@@ -61,6 +65,7 @@ class KeyRecord(Record):
     old_digest: str | None = None
     old_until: float = 0.0
     limits: KeyLimits = KeyLimits()  # noqa: RUF009 - it is frozen
+    collect: bool = False
 
     def standing(self, now: float) -> Standing:
         """Whether it works at `now`, and if not, why."""

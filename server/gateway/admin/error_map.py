@@ -64,6 +64,8 @@ STATUS: dict[str, type[HttpError]] = {
     "swap_timeout": UpstreamTimeout,
     "staging_cancelled": Conflict,
     "fingerprint_mismatch": Conflict,
+    "bad_split": BadRequest,
+    "not_enough_instances": Conflict,
     "unknown_version": NotFound,
     "transfer_error": Unavailable,
     "transport_unavailable": Unavailable,
@@ -81,7 +83,7 @@ STATUS: dict[str, type[HttpError]] = {
     "version_lost": Conflict,
 }
 # Attributes of the errors that a program may want to read, beside the message that says what to do.
-DETAILS = ("tensor", "expected", "got", "version", "reason", "file", "needed", "free")
+DETAILS = ("tensor", "expected", "got", "version", "reason", "file", "needed", "have", "free")
 
 
 def to_http(error: WeightSyncError) -> HttpError:

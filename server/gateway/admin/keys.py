@@ -62,6 +62,7 @@ class Create(Expiry):
     name: Name
     scopes: Scopes = [INFER]
     limits: Limits = Limits()
+    collect: Annotated[bool, Field(description="keep the answers it gets, for training")] = False
 
 
 class Update(Expiry):
@@ -71,6 +72,7 @@ class Update(Expiry):
     scopes: Scopes | None = None
     disabled: bool | None = None
     limits: Limits = Limits()
+    collect: bool | None = None
 
     def on(self, record: KeyRecord) -> KeyRecord:
         """The record as it is to be."""
@@ -80,6 +82,7 @@ class Update(Expiry):
         changes |= {"name": self.name} if self.name is not None else {}
         changes |= {"scopes": _scopes(self.scopes)} if self.scopes is not None else {}
         changes |= {"disabled": self.disabled} if self.disabled is not None else {}
+        changes |= {"collect": self.collect} if self.collect is not None else {}
         return replace(record, **changes)
 
 
@@ -103,7 +106,7 @@ async def create_key(gateway: GatewayDep, by: ByDep, body: Create, response: Res
     expires_at = body.moment()
     if expires_at is not None and expires_at <= time.time():
         raise BadRequest("expires_at is over already.", code="invalid_parameter", param="expires_at")
-    new = NewKey(body.name, _scopes(body.scopes), expires_at, body.limits.on(KeyLimits()))
+    new = NewKey(body.name, _scopes(body.scopes), expires_at, body.limits.on(KeyLimits()), body.collect)
     record, key = await gateway.key_store.create(new, by)
     return _shown_once(record, key, response)
 
@@ -123,7 +126,7 @@ async def show_key(gateway: GatewayDep, key_id: KeyId) -> dict[str, Any]:
 
 @router.patch("/{key_id}")
 async def update_key(gateway: GatewayDep, by: ByDep, key_id: KeyId, body: Update) -> dict[str, Any]:
-    """Changes name, scopes, expiry, limits, or whether it works for now."""
+    """Changes name, scopes, expiry, limits, whether it works for now, or whether its answers are kept."""
     return described(await gateway.key_store.change(key_id, body.on, by))
 
 

@@ -272,6 +272,23 @@ METRICS: tuple[Declared, ...] = (
         lambda _: logs.lines_dropped(), more=": they found the queue to stderr full",
     ),
     Declared(
+        "counter", "hotswap_answers_written", "Records written to the log of answers",
+        lambda g: g.stats.answers_written, {"record": "answer, feedback"},
+    ),
+    Declared(
+        "counter", "hotswap_answers_dropped", "Answers that somebody wanted and did not get",
+        lambda g: g.stats.answers_dropped,
+        {
+            "consumer": "log",
+            "cause": "memory: too large, or too many at once, busy, unreadable, failed, redaction, "
+            "store: it could not be written to for too long",
+        },
+    ),
+    Declared(
+        "gauge", "hotswap_answers_captured_bytes", "Bytes of answers that wait to be read whole",
+        lambda g: g.stats.captured.used,
+    ),
+    Declared(
         "gauge", "hotswap_build_info", "1; what runs here",
         lambda _: {(release(), platform.python_version()): 1}, {"version": "", "python": ""},
     ),
@@ -294,6 +311,27 @@ METRICS: tuple[Declared, ...] = (
     Declared(
         "gauge", "hotswap_active_version", "The committed weight version, 0 if none",
         lambda g: g.fleet.active.version if g.fleet.active else 0,
+    ),
+    Declared(
+        "gauge", "hotswap_split_percent", "Share of the requests that a version is to have, while versions share them",
+        lambda g: g.fleet.splits.percents, {"version": ""},
+    ),
+    Declared(
+        "counter", "hotswap_split_elsewhere", "Requests that other versions answered, as nobody ran theirs",
+        lambda g: g.fleet.splits.elsewhere, {"version": "theirs"},
+    ),
+    Declared(
+        "counter", "hotswap_split_requests", "Requests while versions share them, by the version that answered",
+        lambda g: {(v, s): n for v, seen in g.stats.of_version.items() for s, n in seen.requests.items()},
+        {"version": "0: nobody answered", "status": ""},
+    ),
+    Declared(
+        "histogram", "hotswap_split_request_duration_seconds", "Such a request, from start to end",
+        lambda g: {v: seen.duration for v, seen in g.stats.of_version.items()}, {"version": ""},
+    ),
+    Declared(
+        "histogram", "hotswap_split_first_byte_seconds", "Such a request, until the first byte of its answer",
+        lambda g: {v: seen.first_byte for v, seen in g.stats.of_version.items()}, {"version": ""},
     ),
     Declared(
         "gauge", "hotswap_active_epoch", "Commits so far", lambda g: g.fleet.active.epoch if g.fleet.active else 0

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from server.errors import HttpError
+from server.gateway.access.keys import Principal
 from server.gateway.observe.context import TraceContext
 from server.gateway.wire.bodies import Usage
+from server.gateway.wire.capture import Capture, CaptureMemory
 from server.gateway.wire.head import RequestHead
 from server.key_limits import NAMED
 from weightsync.control.chain import LedgerEntry
@@ -111,6 +113,16 @@ class Watcher(Protocol):
         """A request is over."""
 
 
+class Collector(Protocol):
+    """Wants whole answers (server/answers). It is called on the event loop, like a watcher."""
+
+    def begin(self, principal: Principal, route: str, body: bytes) -> Capture | None:
+        """A request with this body is about to be forwarded; where its answer goes, None if nobody wants it."""
+
+    def end(self, capture: Capture, finished: Finished) -> None:
+        """The answer is over."""
+
+
 @dataclass
 class Tokens:
     """Tokens of one route. `estimated` are those of streams that were cut, whose counts nobody told."""
@@ -118,6 +130,15 @@ class Tokens:
     prompt: int = 0
     completion: int = 0
     estimated: int = 0
+
+
+class OfVersion:
+    """Requests of one version, where versions share the traffic."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[int] = Counter()  # by status
+        self.duration = Histogram()
+        self.first_byte = Histogram()
 
 
 class Swaps:
@@ -152,8 +173,8 @@ class Swaps:
             self._seen = []
 
     def instance(self, before: InstanceRecord, after: InstanceRecord) -> None:
-        """An instance's record has changed: with its epoch, it tells how long its engine stood still."""
-        if after.active_epoch != before.active_epoch and after.commit_ms is not None:
+        """An instance's record has changed: with its version, it tells how long its engine stood still."""
+        if after.active_version != before.active_version and after.commit_ms is not None:
             self.stall.observe(after.commit_ms / 1e3)
 
 
@@ -179,10 +200,16 @@ class Stats:
         self.gaps = Histogram(GAP)  # between pieces of streams as instances send them: one token each, as a rule
         self.tokens: dict[str, Tokens] = {}  # by route
         self.duration = Histogram()
+        self.of_version: dict[int, OfVersion] = {}  # while versions share the traffic
         self.swaps = Swaps()
         self.ledger_told: Callable[[LedgerEntry], None] = lambda _: None  # of new entries, in the gateway that leads
         self.store_up = True
         self.watchers: list[Watcher] = []  # the access log and traces, where they are wanted
+        self.collector: Collector | None = None  # who wants whole answers, those of keys that collect at least
+        self.collects_all = False  # those of others too
+        self.captured = CaptureMemory()
+        self.answers_written: Counter[str] = Counter(answer=0, feedback=0)  # to the log, by kind of record
+        self.answers_dropped: Counter[tuple[str, str]] = Counter()  # by who wanted them, and cause
         self.spans = dict.fromkeys(("exported", "dropped", "failed"), 0)  # dropped: the queue to the collector was full
 
     def held(self, kind: str, outcome: str, seconds: float) -> None:
@@ -220,6 +247,16 @@ class Stats:
                 self.first_token.observe(ttft_s)
         if usage is not None:
             self._count_tokens(route, usage)
+
+    def shared(self, version: int | None, status: int, taken_s: float, ttft_s: float) -> None:
+        """It was divided between versions, and is over. `version`: who answered, or was to; None if nobody was."""
+        seen = self.of_version.get(version or 0)
+        if seen is None:
+            seen = self.of_version[version or 0] = OfVersion()
+        seen.requests[status] += 1
+        seen.duration.observe(taken_s)
+        if ttft_s >= 0.0:
+            seen.first_byte.observe(ttft_s)
 
     def tell(self, finished: Finished) -> None:
         """A request is over, one that was not forwarded too."""

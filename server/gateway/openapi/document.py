@@ -24,7 +24,7 @@ from server.gateway.access.roles import needed
 from server.gateway.fleet.instance import Instance
 from server.gateway.fleet.scrape import fetch
 from server.gateway.fleet.view import Fleet
-from server.gateway.middleware import is_public
+from server.gateway.middleware import FEEDBACK, is_public
 from server.gateway.observe.metrics import release
 from server.gateway.openapi.parts import EVERY, RATE_LIMITS, Json, components, error_responses, header_refs, parameters
 
@@ -94,10 +94,10 @@ _ADMIN_FAILS = (*EVERY, "401", "403", "409", "422", "501", "504", "507")
 def public(app: FastAPI, instance: Json, *, key_required: bool) -> Json:
     """The document of the public port. `instance` is an instance's own one, `app` has the routes not forwarded."""
     own = app.openapi()
-    paths = {path: _operations(item, EVERY) for path, item in own["paths"].items() if is_public(path)}
+    paths = {path: _operations(item, _fails(path)) for path, item in own["paths"].items() if is_public(path)}
     routes, schemas = _forwarded(instance)
     keys: list[Json] = [{"bearer": []}, {"apiKey": []}]
-    for item in routes.values():
+    for item in (*routes.values(), paths[FEEDBACK]):
         for operation in item.values():
             operation["security"] = keys if key_required else [{}, *keys]
     return _document("Inference, health and metrics.", {**routes, **paths}, schemas)
@@ -108,12 +108,19 @@ def admin(app: FastAPI) -> bytes:
     own = app.openapi()
     paths: Json = {}
     for path, item in own["paths"].items():
-        paths[path] = _operations(item, EVERY if is_public(path) else _ADMIN_FAILS)
+        paths[path] = _operations(item, _fails(path))
         for method, operation in paths[path].items():
-            role = [needed(method.upper(), path)]
-            operation["security"] = [] if is_public(path) else [{"bearer": role}, {"apiKey": role}]
+            role = [] if is_public(path) else [needed(method.upper(), path)]
+            keyless = is_public(path) and path != FEEDBACK
+            operation["security"] = [] if keyless else [{"bearer": role}, {"apiKey": role}]
     description = "Weights, swaps, keys, the fleet; and the routes of other systems' trainers."
     return orjson.dumps(_document(description, paths, own["components"]["schemas"]))
+
+
+def _fails(path: str) -> tuple[str, ...]:
+    if path == FEEDBACK:
+        return (*EVERY, "401", "403", "429")
+    return EVERY if is_public(path) else _ADMIN_FAILS
 
 
 def _document(description: str, paths: Json, schemas: Json) -> Json:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from server.answers.feedback import FeedbackRequest
 from server.gateway.terms import MAX_FINISH_S, MAX_WAIT_S
 from server.key_limits import MAX_PRIORITY, MIN_PRIORITY
 
@@ -122,8 +125,10 @@ def components() -> Json:
         "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "As Anthropic's clients do."},
     }
     wish = {name: {"anyOf": [schema, {"type": "null"}], "description": text} for name, (schema, text) in WISHES.items()}
+    _, feedback = msgspec.json.schema_components([FeedbackRequest], ref_template="#/components/schemas/{name}")
     return {
         "schemas": {
+            **feedback,
             "Error": ERROR,
             "Wish": {
                 "type": "object",

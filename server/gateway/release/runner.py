@@ -14,12 +14,13 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final, Protocol
 
-from server.errors import Conflict, HttpError, NotFound
+from server.errors import Conflict, HttpError, NotFound, ServerError
 from server.gateway.release.evidence import FLUSH_S, Observer, Watched, summed
 from server.gateway.release.judge import Evidence, Finding, examine, key_of
-from server.gateway.release.policy import Policy, parse
+from server.gateway.release.policy import Policy, parse, seconds_of
 from server.gateway.release.progress import (
     Commit,
     Evaluate,
@@ -60,7 +61,7 @@ class Control(Protocol):
         """The same for the whole fleet."""
 
     async def evaluate(self, record: ReleaseRecord, policy: Policy) -> str:
-        """Why the candidate does not pass the evaluation sets; "" if it does."""
+        """Why the candidate does not pass the evaluation sets; "" if it does. Raises ServerError if nobody can say."""
 
 
 class Releases:
@@ -205,7 +206,7 @@ class Releases:
         elif isinstance(action, Commit):
             await self._commit(record, action.version)
         elif isinstance(action, Evaluate):
-            self._evaluated = record.id, await self._control.evaluate(record, policy)
+            await self._evaluate(record, policy)
         else:
             assert isinstance(action, Wait)
             await self._until_changed(action.seconds)
@@ -216,6 +217,21 @@ class Releases:
         done = self._evaluated[1] if self._evaluated is not None and self._evaluated[0] == record.id else None
         ready = await self._control.ready(record.version)
         return World(time.time(), active, shares, evidence, evaluated=done, ready=ready)
+
+    async def _evaluate(self, record: ReleaseRecord, policy: Policy) -> None:
+        """An evaluation that cannot be made holds the release; it says so, and is tried again."""
+        try:
+            self._evaluated = record.id, await self._control.evaluate(record, policy)
+        except ServerError as error:
+            held_s = time.time() - record.since
+            if policy.on_hold == "rollback" and held_s >= seconds_of(policy.hold):
+                await self._write(failed(record, time.time(), f"held for {policy.hold} without an evaluation: {error}"))
+            elif record.reason != str(error):
+                after = replace(record, reason=str(error))
+                if await self._write(after):
+                    _tell(record, after)
+            else:
+                await asyncio.sleep(AGAIN_S)
 
     async def _split(self, record: ReleaseRecord, policy: Policy, share: Share) -> None:
         try:
@@ -268,7 +284,7 @@ def watched(record: ReleaseRecord | None) -> Watched | None:
 
 def _tell(before: ReleaseRecord, after: ReleaseRecord) -> None:
     """Alerts hang on the metric of the state; this is for whoever reads the log."""
-    level = logging.WARNING if after.state in ("held", "rolling_back", "cancelled") else logging.INFO
+    level = logging.WARNING if after.reason else logging.INFO
     what = f"step {after.step + 1}" if after.state in ("applying", "judging", "held") else "all steps"
     why = f": {after.reason}" if after.reason else ""
     log.log(level, "release of version %d, %s: %s -> %s%s", after.version, what, before.state, after.state, why)

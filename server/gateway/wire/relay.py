@@ -18,6 +18,7 @@ import httptools
 
 from server.errors import BadUpstream, HttpError
 from server.gateway.wire.bodies import KEPT, Usage, estimate_usage, read_usage
+from server.gateway.wire.capture import Capture
 from server.gateway.wire.head import status_line
 from server.gateway.wire.journal import Journal, ReplayMemory
 from server.resume import RESUMABLE, RESUMED
@@ -51,6 +52,7 @@ class ResponseRelay:
         "_recent",
         "_request_id",
         "body_bytes",
+        "capture",
         "complete",
         "extra_head",
         "journal",
@@ -92,6 +94,7 @@ class ResponseRelay:
         self.memory: ReplayMemory | None = None  # for a journal, where one is wanted
         self.request_bytes = 0  # that are kept along with it
         self.journal: Journal | None = None  # of a stream that another instance could go on with
+        self.capture: Capture | None = None  # where somebody wants the whole answer
 
     def feed(self, data: bytes) -> bytes:
         """Bytes for the client. Raises BadUpstream if `data` is not what HTTP allows here."""
@@ -204,6 +207,8 @@ class ResponseRelay:
         return b"%x\r\n%b\r\n" % (len(taken), taken) if taken else b""
 
     def _keep(self, piece: bytes) -> None:
+        if self.capture is not None:
+            self.capture.take(piece)
         self.body_bytes += len(piece)
         self._recent.append(piece)
         self._kept += len(piece)

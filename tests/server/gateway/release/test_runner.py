@@ -16,6 +16,7 @@ from server.gateway.release.policy import Policy, parse
 from server.gateway.release.progress import Share
 from server.gateway.release.records import ReleaseKeys, ReleaseRecord
 from server.gateway.release.runner import Releases
+from server.gateway.release.scoring import ScoringFailed
 from server.gateway.wire.bodies import Usage
 from tests.waiting import eventually
 from weightsync.errors import SwapAborted
@@ -57,6 +58,8 @@ class FakeFleet:
         self.done.append(f"commit {version}")
 
     async def evaluate(self, record: ReleaseRecord, policy: Policy) -> str:
+        if "evaluate" in self.refuses:
+            raise ScoringFailed("nobody scores")
         self.done.append("evaluate")
         return self.verdict
 
@@ -211,6 +214,24 @@ async def test_the_evaluation_decides_before_any_traffic(two: Two, verdict: str)
     assert two.fleet.done[:2] == ["split 0", "evaluate"]
     assert two.fleet.done[2:] == (["commit 12"] if verdict else ["split 10", "commit 13"])
     assert record.reason == verdict
+
+
+@pytest.mark.parametrize("impatient", [False, True])
+async def test_an_evaluation_that_nobody_can_make_holds_it(
+    two: Two, impatient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.gateway.release.runner.AGAIN_S", 0.01)
+    two.fleet.refuses = {"evaluate"}
+    evaluated = 'rewards: {math: {url: "http://127.0.0.1:1"}}\nevaluation: [{file: set.jsonl, by: math, min: 0.8}]\n'
+    evaluated += "on_hold: rollback\nhold: 0s\n" if impatient else ""
+    await two.releases[0].start(13, evaluated + "steps: [{traffic: 10, for: 0s}]", "somebody")
+    if impatient:
+        assert "nobody scores" in (await two.until("rolled_back")).reason
+        return
+    await two.until("evaluating")
+    await eventually(lambda: two.record.reason == "nobody scores")
+    two.fleet.refuses = set()
+    assert (await two.until("done")).reason == ""
 
 
 async def test_what_cannot_begin(two: Two) -> None:

@@ -1,0 +1,81 @@
+"""POST /v1/feedback: what a client says of an answer that it got (server/answers/feedback.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from server.answers.feedback import LARGEST, FeedbackRequest, read_posted
+from server.errors import NotFound, PayloadTooLarge, Unauthorized
+from server.gateway.access.keys import Principal
+from server.gateway.access.records import ADMIN, INFER
+from server.gateway.deps import GatewayDep
+from server.gateway.gateway import Gateway
+from server.gateway.middleware import FEEDBACK
+from server.gateway.wire.bodies import NONE
+from server.gateway.wire.head import check_origin
+
+router = APIRouter(tags=["feedback"])
+_BODY: dict[str, Any] = {
+    "required": True,
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/FeedbackRequest"}}},
+}
+
+
+@router.post(FEEDBACK, openapi_extra={"requestBody": _BODY})
+async def rate(request: Request, gateway: GatewayDep) -> dict[str, Any]:
+    """Takes a rating, a score or a correction of a recent answer. A later one replaces it."""
+    principal = _principal(request, gateway)
+    body = await request.body()
+    if len(body) > LARGEST:
+        raise PayloadTooLarge(f"Feedback may have {LARGEST} bytes.", code="feedback_too_large")
+    posted = read_posted(body)
+    _admit(gateway, principal)
+    admin = ADMIN in principal.scopes
+    taken_by = "this" if await _taken_here(gateway, posted, principal, admin=admin) else "another"
+    return {"id": posted.id, "status": "accepted", "gateway": taken_by}
+
+
+def _principal(request: Request, gateway: Gateway) -> Principal:
+    """Whose request it is. An admin key is one even where inference asks for no key."""
+    key = request.state.key
+    if gateway.keys.open_inference:
+        origin = request.headers.get("origin")
+        if origin is not None:
+            host, listening = request.headers.get("host", ""), (request.scope["server"] or ("", 0))[0]
+            check_origin(origin.encode("latin-1"), host.encode("latin-1"), listening, gateway.config.allowed_origins)
+        if key:
+            try:
+                return gateway.keys.authorize(key, ADMIN)
+            except Unauthorized:
+                pass  # any key, or none, does there
+    return gateway.keys.authorize(key, INFER)
+
+
+def _admit(gateway: Gateway, principal: Principal) -> None:
+    """Counts as one request of the key, which costs no tokens. Raises RateLimited."""
+    grant = gateway.limits.admit(principal, NONE, FEEDBACK, b"")
+    if grant is not None:
+        grant.settle(None, 400)
+
+
+async def _taken_here(gateway: Gateway, posted: FeedbackRequest, principal: Principal, *, admin: bool) -> bool:
+    """Whether this gateway gave the answer; else another one has taken what is said of it. Raises NotFound."""
+    digest = None if admin else principal.digest
+    by: Any = "admin" if admin else "key"
+    recent = gateway.desk.recent
+    try:
+        try:
+            known = recent.find(posted.id, digest)
+        except NotFound as error:
+            if error.code != "unknown_answer":
+                raise
+            await gateway.desk.settled()  # an answer that says its id itself may still have to be read
+            known = recent.find(posted.id, digest)
+    except NotFound as error:
+        if error.code == "unknown_answer" and await gateway.passing.pass_on(posted, digest):
+            return False
+        raise
+    gateway.desk.rate(known.rated(posted, by=by), known.principal)
+    return True
