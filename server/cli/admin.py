@@ -96,3 +96,10 @@ def table(*headers: str) -> Table:
     for index, header in enumerate(headers):
         made.add_column(header, overflow="fold", no_wrap=index == 0)
     return made
+
+
+def percentages(active: dict[str, Any]) -> dict[int, float]:
+    """By version, from the commit record in an answer; empty where no versions share the traffic."""
+    shares = (active.get("split") or {}).get("shares", [])
+    others = {share["version"]: share["percent"] for share in shares}
+    return {active["version"]: 100.0 - sum(others.values()), **others} if others else {}

@@ -158,7 +158,9 @@ def rotate(
 ) -> None:
     """Give a record a new key, which is shown this once; limits stay."""
     client = AdminClient(state_dir, url, admin_key_file)
-    _show_key(client.call("POST", f"{_path(key_id)}/rotate", {"grace_s": _seconds("--grace", grace)}, reason), as_json)
+    _show_key(
+        client.call("POST", f"{_path(key_id)}/rotate", {"grace_s": seconds_of("--grace", grace)}, reason), as_json
+    )
 
 
 @app.command()
@@ -212,10 +214,11 @@ def _scopes(scopes: list[Scope] | None) -> dict[str, Any]:
 def _expiry(expires: str | None) -> dict[str, Any]:
     if expires is None:
         return {}
-    return {"expires_at": None} if expires == NO_LIMIT else {"expires_in_s": _seconds("--expires", expires)}
+    return {"expires_at": None} if expires == NO_LIMIT else {"expires_in_s": seconds_of("--expires", expires)}
 
 
-def _seconds(option: str, text: str) -> float:
+def seconds_of(option: str, text: str) -> float:
+    """Seconds of a text such as 30d. Raises CliError."""
     found = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
     if found is None:
         raise CliError(f"{option} {text}: write a number and a unit of s, m, h, d or w, such as 30d")

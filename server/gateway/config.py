@@ -224,7 +224,7 @@ class AnswerSettings:
         ),
     ] = None
     anonymous: Annotated[
-        bool, Option("keep the answers to requests without a key too", "--collect-anonymous", up=True)
+        bool, Option("keep the answers to requests without a key too", "--collect-anonymous", negatable=True, up=True)
     ] = False
     redact: Annotated[
         str | None,
@@ -287,11 +287,11 @@ class GatewayConfig:
     upstream: UpstreamSettings = UpstreamSettings()
     queue: QueueSettings = QueueSettings()
     observe: ObserveSettings = ObserveSettings()
+    answers: AnswerSettings = AnswerSettings()
     ledger_archive: Annotated[
         str | None,
         Option("directory or fsspec URL for older entries of the ledger; default: `ledger` beside a SQLite store"),
     ] = None
-    answers: AnswerSettings = AnswerSettings()
     swap_deadline_s: Annotated[float, Option("seconds for all instances to stage a version")] = 120.0
     push_timeout_s: float = 3600.0
     run_coordinator: Annotated[bool, Option("leave swaps to another gateway of this model", "--no-coordinator")] = True

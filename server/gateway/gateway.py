@@ -152,6 +152,7 @@ class Gateway:
             for client in list(self.clients):
                 client.sweep(now)
             self.gate.changed()  # a limit may have grown
+            self.fleet.shadows.sweep(now)
             for instance in self.fleet.instances.values():
                 instance.pool.sweep(now)
 

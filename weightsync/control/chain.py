@@ -45,7 +45,7 @@ KEPT = 2000  # newest entries that stay in the store
 FILE = 1000  # entries of one file
 BATCH = 100  # keys that one transaction deletes: etcd takes 128
 Action = Literal[
-    "publish", "activate", "split", "rollback", "commit", "revert", "done", "abort",
+    "publish", "activate", "rollback", "split", "commit", "revert", "done", "abort",
     "key_create", "key_change", "key_rotate", "key_revoke", "key_forget", "inference_open",
 ]  # fmt: skip
 ACTIONS: tuple[Action, ...] = get_args(Action)

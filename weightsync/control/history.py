@@ -94,10 +94,16 @@ def entry(board: Board, step: Step, now: float) -> PastSwapRecord:
     )
 
 
+def _requested_by(swap: SwapRecord, target: TargetRecord | None) -> str:
+    if target is None or not swap.answers(target):
+        return ""
+    return target.requested_by if swap.id == target.id else "placement"  # the leader's own, as instances came or went
+
+
 def ledger_entries(board: Board, step: Step) -> list[LedgerEntry]:
     """What the ledger says of a step: that it changes the commit record, or how it ends the swap."""
-    swap, by = step.swap, _requested_by(step.swap, board.target)
-    asked = f"asked for by {by}" if by else ""
+    swap, who = step.swap, _requested_by(step.swap, board.target)
+    asked = f"asked for by {who}" if who else ""
     about: dict[str, Any] = {"model": board.keys.model, "swap": swap.id, "subject": asked}
     if step.active is not None:
         what: Action = "revert" if step.kind == "revert" else "commit"
@@ -110,12 +116,6 @@ def ledger_entries(board: Board, step: Step) -> list[LedgerEntry]:
         return []
     ended: Action = "done" if swap.phase == "done" else "abort"
     return [LedgerEntry(ended, "coordinator", version=swap.target, outcome=swap.reason or "", **about)]
-
-
-def _requested_by(swap: SwapRecord, target: TargetRecord | None) -> str:
-    if target is None or not swap.answers(target):
-        return ""
-    return target.requested_by if swap.id == target.id else "placement"  # the leader's own, as instances came or went
 
 
 def probe_outcome(swap: SwapRecord) -> Literal["passed", "failed"] | None:

@@ -23,6 +23,8 @@ NEEDED: Final[Mapping[str, Role]] = {
     "POST /admin/weights": "publisher",
     "POST /admin/weights/activate": "operator",
     "POST /admin/weights/rollback": "operator",
+    "POST /admin/weights/split": "operator",
+    "DELETE /admin/weights/split": "operator",
     "GET /admin/weights/active": "viewer",
     "POST /admin/weights/upload": "publisher",
     "GET /admin/swap": "viewer",

@@ -21,12 +21,12 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
-from server.errors import BadRequest, InsufficientStorage, PayloadTooLarge
+from server.errors import BadRequest, Conflict, InsufficientStorage, PayloadTooLarge
 from server.gateway.access.records import By
 from server.gateway.admin.publishing import Prepared
 from server.gateway.deps import ByDep, GatewayDep
 from server.gateway.gateway import Gateway
-from weightsync.control import activation, history
+from weightsync.control import activation, history, placement
 from weightsync.control.chain import Action
 from weightsync.control.coordinator import SwapReport
 from weightsync.control.records import (
@@ -35,13 +35,14 @@ from weightsync.control.records import (
     Keys,
     OnLost,
     PastSwapRecord,
+    SplitRecord,
     SwapMode,
     SwapRecord,
     TargetRecord,
     VersionRecord,
 )
 from weightsync.control.state import in_flight
-from weightsync.errors import SwapAborted
+from weightsync.errors import BadSplit, SwapAborted
 from weightsync.format.manifest import Schema
 from weightsync.memory.ledger import ensure_arena
 
@@ -93,6 +94,28 @@ class Rollback(SwapOptions):
     version: Version | None = None
 
 
+class Share(BaseModel):
+    """A version, and what it gets of the requests."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    version: Version
+    percent: Annotated[float, Field(ge=0, le=100)]
+    shadow: Annotated[
+        float, Field(ge=0, le=100, description="percent of other versions' requests that are repeated on it, unseen")
+    ] = 0.0
+
+
+class Split(SwapOptions):
+    """Versions that share the traffic. The one that is active stays so, if it is among them; else the one with most
+    becomes it."""
+
+    shares: Annotated[list[Share], Field(min_length=2, max_length=16, description="percentages that make 100 together")]
+    sticky: Annotated[
+        str, Field(max_length=80, description="requests equal in it go to one version: key, session or header:NAME")
+    ] = ""
+    minimum: Annotated[int, Field(ge=1, le=1024, description="instances of each version, at least")] = 1
+
+
 @router.get("/weights")
 async def list_versions(gateway: GatewayDep) -> dict[str, Any]:
     """Every version the store knows, newest last, and the active one."""
@@ -131,6 +154,28 @@ async def rollback(gateway: GatewayDep, by: ByDep, body: Rollback | None = None)
     if body.version is not None:
         return await swap_in(gateway, body.version, body, by, "rollback")
     return await _swap_back(gateway, body, by)
+
+
+@router.post("/weights/split")
+async def split(gateway: GatewayDep, by: ByDep, body: Split) -> dict[str, Any]:
+    """Divides requests between versions; answers when every instance runs its own, or says why none does."""
+    percents = {share.version: share.percent for share in body.shares}
+    if len(percents) < len(body.shares):
+        raise BadSplit("a version is named twice; give it one share")
+    now = await active_record(gateway)
+    active = now.version if now is not None else None
+    shadow = {share.version: share.shadow for share in body.shares if share.shadow}
+    version, wanted = placement.split_of(percents, active, sticky=body.sticky, minimum=body.minimum, shadow=shadow)
+    return await swap_in(gateway, version, body, by, "split", wanted)
+
+
+@router.delete("/weights/split")
+async def end_split(gateway: GatewayDep, by: ByDep) -> dict[str, Any]:
+    """All requests go to the active version again; answers when every instance runs it."""
+    now = await active_record(gateway)
+    if now is None or now.split is None:
+        raise Conflict("No versions share the traffic.", code="no_split")
+    return await swap_in(gateway, now.version, SwapOptions(), by, "split")
 
 
 @router.get("/swap")
@@ -264,9 +309,17 @@ async def model_schema(gateway: Gateway) -> Schema | None:
 
 
 async def swap_in(
-    gateway: Gateway, version: int, options: SwapOptions, by: By, action: Action = "activate"
+    gateway: Gateway,
+    version: int,
+    options: SwapOptions,
+    by: By,
+    action: Action = "activate",
+    split: SplitRecord | None = None,
 ) -> dict[str, Any]:
-    """Swaps `version` in; the report when every instance has it. Raises SwapAborted, UnknownVersion, SwapTimeout."""
+    """Swaps `version` in, with a `split` or for all; the report when every instance has what it is to run.
+
+    Raises SwapAborted, UnknownVersion, SwapTimeout, NotEnoughInstances.
+    """
     deadline_s = options.deadline_s or gateway.config.swap_deadline_s
     report = await gateway.coordinator.activate(
         version,
@@ -274,6 +327,7 @@ async def swap_in(
         mode=options.mode,
         drain_s=options.drain_s,
         on_lost=options.on_lost,
+        split=split,
         requested_by=by.who,
         reason=by.reason,
         action=action,

@@ -334,6 +334,19 @@ METRICS: tuple[Declared, ...] = (
         lambda g: {v: seen.first_byte for v, seen in g.stats.of_version.items()}, {"version": ""},
     ),
     Declared(
+        "counter", "hotswap_shadow_requests", "Requests that were repeated on a version that is tried out",
+        lambda g: g.fleet.shadows.outcomes,
+        {"version": "", "outcome": "answered, failed, no_room: not begun, cut: for a request, late, too_large"},
+    ),
+    Declared(
+        "histogram", "hotswap_shadow_duration_seconds", "A repetition that was answered, from start to end",
+        lambda g: g.fleet.shadows.seconds, {"version": ""},
+    ),
+    Declared(
+        "counter", "hotswap_shadow_dropped", "Answers to repetitions that were dropped, as their judge was too slow",
+        lambda g: g.fleet.shadows.dropped,
+    ),
+    Declared(
         "gauge", "hotswap_active_epoch", "Commits so far", lambda g: g.fleet.active.epoch if g.fleet.active else 0
     ),
     # Copies on disk
