@@ -157,7 +157,14 @@ async def request(
 def asking(keys: Keys, target: TargetRecord, reason: str = "", action: Action = "activate") -> LedgerEntry:
     """The entry of the ledger for a request."""
     about: dict[str, Any] = {"model": keys.model, "version": target.version, "swap": target.id}
+    if target.split is not None:
+        action, about = "split", {**about, "outcome": in_words(target.split, target.version)}
     return LedgerEntry(action, target.requested_by, reason=reason, **about)
+
+
+def in_words(split: SplitRecord, active: int) -> str:
+    """`version 3: 90 %, version 4: 10 %`."""
+    return ", ".join(f"version {version}: {percent:g} %" for version, percent in split.percents(active).items())
 
 
 async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int, timeout_s: float) -> None:

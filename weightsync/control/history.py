@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+from weightsync.control import activation
 from weightsync.control.board import Board
 from weightsync.control.chain import Action, LedgerEntry
 from weightsync.control.records import (
@@ -107,6 +108,8 @@ def ledger_entries(board: Board, step: Step) -> list[LedgerEntry]:
     if step.active is not None:
         what: Action = "revert" if step.kind == "revert" else "commit"
         epoch = f"version {step.active.version}, epoch {step.active.epoch}"
+        if swap.split is not None and what == "commit":
+            epoch += f" ({activation.in_words(swap.split, step.active.version)})"
         outcome = f"{epoch}: {swap.reason}" if swap.reason else epoch
         return [LedgerEntry(what, "coordinator", version=step.active.version, outcome=outcome, **about)]
     if step.kind not in ENDS:

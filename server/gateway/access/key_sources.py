@@ -354,7 +354,7 @@ class KeyStore:
 
 def _told(action: Action, record: KeyRecord, by: By, before: KeyRecord | None = None) -> LedgerEntry:
     """The entry of the ledger: whose key, and what is different; no digest of it."""
-    known = ("name", "scopes", "expires_at", "disabled", "limits")
+    known = ("name", "scopes", "expires_at", "disabled", "limits", "collect")
     changed = [n for n in known if before is not None and getattr(before, n) != getattr(record, n)]
     told = [f"{n}: {getattr(record, n)}" for n in (changed if before is not None else ("scopes",))]
     subject = f"key {record.name} ({record.id})"

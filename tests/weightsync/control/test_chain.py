@@ -20,6 +20,7 @@ from tests.weightsync.tensors import model
 from weightsync import Publisher, Store, open_store
 from weightsync.control import chain
 from weightsync.control.chain import HEAD, HeadRecord, LedgerEntry, append, archive, entry_key, recent, verify
+from weightsync.control.placement import split_of
 from weightsync.control.records import ActiveRecord
 from weightsync.errors import Conflict, LedgerUnavailable, RecordError
 
@@ -252,6 +253,22 @@ async def test_a_publication_and_a_swap_leave_their_entries_in_their_own_transac
 async def _ended(store: Store, swaps: int) -> list[LedgerEntry] | None:
     found = await entries(store)
     return found if sum(e.action in ("done", "abort") for e in found) == swaps else None
+
+
+async def test_a_split_is_in_it_with_the_shares(fleet: Fleet, publisher: Publisher) -> None:
+    coordinator, store = fleet.coordinator(), fleet.store()
+    for name in ("a", "b"):
+        await fleet.instance(name)
+    for value in (1.0, 2.0):
+        await asyncio.to_thread(publisher.publish, model(value), activate=False)
+    await coordinator.activate(1)
+    active, split = split_of({1: 75.0, 2: 25.0}, 1)
+    report = await coordinator.activate(active, split=split, requested_by="key ops (1)", reason="try it")
+    assert report.ok, report.reason
+    asked, committed, _ = (await entries(store))[-3:]
+    shares = "version 1: 75 %, version 2: 25 %"
+    assert (asked.action, asked.who, asked.reason, asked.outcome) == ("split", "key ops (1)", "try it", shares)
+    assert (committed.action, shares in committed.outcome) == ("commit", True)
 
 
 async def test_a_refused_version_is_in_it_with_the_reason(fleet: Fleet, publisher: Publisher) -> None:
