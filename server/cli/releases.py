@@ -25,9 +25,7 @@ def start(
     version: Annotated[int, typer.Argument(help="the version that is to take over")],
     policy: Name = "default",
     file: File = None,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="until it has ended; exit status 1 if it was rolled back")
-    ] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="until it has ended; status 1 if it was rolled back")] = False,
     reason: Reason = None,
     state_dir: StateDir = None,
     url: Url = None,

@@ -94,6 +94,7 @@ class Gateway:
             observer,
             lambda: self.coordinator.leads,
             AnswerReader(self.desk, fleet.shadows, observer),
+            lambda state: setattr(self.stats, "release", state),
         )
         self.pusher = Pusher(config)
         self.updates = Updates()

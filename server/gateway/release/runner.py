@@ -87,9 +87,11 @@ class Releases:
         observer: Observer,
         leads: Callable[[], bool],
         reader: Reader | None = None,
+        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """`tell` is told of each state that it comes to."""
         self._store, self._keys, self._control, self._observer = store, ReleaseKeys(model), control, observer
-        self._leads, self._reader = leads, reader
+        self._leads, self._reader, self._tell = leads, reader, tell
         self._me = secrets.token_hex(6)
         self._revision = MISSING
         self._changed, self._changed_too = asyncio.Event(), asyncio.Event()  # for who leads, and for who reads
@@ -188,6 +190,7 @@ class Releases:
             self.current = None
         self._revision = found.mod_revision if found is not None else MISSING
         self._observer.watch(watched(self.current))
+        self._tell(shown(self.current))
         self._changed.set()
         self._changed_too.set()
 
@@ -336,6 +339,13 @@ def watched(record: ReleaseRecord | None) -> Watched | None:
     if record is None or record.state not in WATCHED:
         return None
     return Watched(record.id, record.step, frozenset({record.version, record.stable}))
+
+
+def shown(record: ReleaseRecord | None) -> str:
+    """Its state as metrics have it: an evaluation that cannot be made holds it, too."""
+    if record is None:
+        return "none"
+    return "held" if record.state == "evaluating" and record.reason else record.state
 
 
 def _tell(before: ReleaseRecord, after: ReleaseRecord) -> None:
