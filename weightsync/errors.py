@@ -43,6 +43,7 @@ WeightSyncError               base: `code` for machines, a message that says wha
 │   ├── CopyUnavailable       this host has no copy of a version, and did not get one in time
 │   ├── PeerRefused           the other host does not serve what was asked for, or not now
 │   └── HostNameError         HOTSWAP_HOST is no name a slot may have
+├── LedgerUnavailable         older entries of the ledger cannot be read or moved
 ├── PersistError              the copies on disk cannot be written or read
 │   ├── PersistFull           a version has no room there
 │   └── VersionLost           the committed version is neither in memory nor on disk; `offer` is what is
@@ -599,6 +600,15 @@ class StagingCancelled(SwapError):
 
     def __init__(self) -> None:
         super().__init__("staging was cancelled: its swap has ended, or another one took its place")
+
+
+class LedgerUnavailable(WeightSyncError):
+    """A file of the ledger cannot be read or written, or the chain may not be moved as it is."""
+
+    code = "ledger_unavailable"
+
+    def __init__(self, what: str, problem: str) -> None:
+        super().__init__(f"{what}: {problem}")
 
 
 class FingerprintMismatch(SwapError):

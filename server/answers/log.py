@@ -39,7 +39,8 @@ from server.gateway.observe.stats import Stats
 
 log = logging.getLogger("hotswap.gateway")
 
-SEGMENT, OPEN, FORGET = ".jsonl", ".open", ".forget"
+SEGMENT, OPEN, FORGET, HALF = ".jsonl", ".open", ".forget", ".half"
+HALF_S: Final = 3600.0  # nobody writes one file for so long
 MAINTAIN_S: Final = 30.0
 CAUSES: Final = ("redaction", "store")
 _TIME: Final = "%Y%m%dT%H%M%S"
@@ -107,7 +108,7 @@ class Folder:
         if not self.local:
             self.fs.pipe_file(path, content)
             return
-        half = Path(f"{path}.{secrets.token_hex(4)}.half")
+        half = Path(f"{path}.{secrets.token_hex(4)}{HALF}")
         half.write_bytes(content)
         half.chmod(0o600)
         half.replace(path)
@@ -225,7 +226,7 @@ class _InFile:
 
     def __init__(self, folder: Folder, name: str) -> None:
         self._folder, self._path = folder, Path(name)
-        hidden = self._path.with_suffix(".half")
+        hidden = self._path.with_suffix(HALF)
         self._fd = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)  # before anybody can see that it is there
         hidden.rename(self._path)
@@ -265,6 +266,7 @@ class Writer:
         self.lost = 0  # lines that found no room while the store did not answer
         self._number = 0
         self._lines: list[bytes] = []  # not in the segment yet
+        self._size = 0  # bytes of them
         self._segment: Segment | None = None
         self._opened_at = 0.0  # monotonic
         self._closing: deque[Segment] = deque()  # which could not be closed yet
@@ -274,11 +276,12 @@ class Writer:
     def append(self, line: bytes) -> None:
         """A record, without its newline."""
         held = sum(segment.size for segment in self._closing)
-        if held + sum(map(len, self._lines)) > 4 * self._bounds.segment_bytes:
+        if held + self._size > 4 * self._bounds.segment_bytes:
             self.lost += 1
             return
         self._lines.append(line)
-        if sum(map(len, self._lines)) > 2**20:
+        self._size += len(line)
+        if self._size > min(2**20, self._bounds.segment_bytes):
             self.tick()
 
     def tick(self) -> None:
@@ -331,7 +334,7 @@ class Writer:
             opened = self._folder.name(time.time(), self.name, f"{self._number:06d}", OPEN)
             self._segment = _InFile(self._folder, opened) if self._folder.local else _InMemory(self._folder)
             self._opened_at = now
-        lines, self._lines = self._lines, []
+        lines, self._lines, self._size = self._lines, [], 0
         self._segment.append(lines)
 
     def _close_all(self) -> None:
@@ -346,6 +349,10 @@ class Writer:
                 _rewrite(self._folder, path, later)
 
     def _adopt(self) -> None:
+        for half in Path(self._folder.path).glob(f"*{HALF}"):
+            with contextlib.suppress(FileNotFoundError):
+                if half.stat().st_mtime < time.time() - HALF_S:
+                    half.unlink()
         for opened in Path(self._folder.path).glob(f"*{OPEN}"):
             with contextlib.suppress(FileNotFoundError), opened.open("rb") as file:
                 try:

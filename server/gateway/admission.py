@@ -70,6 +70,7 @@ class Request:
     deadline_s: float = math.inf  # in which it must get to an instance
     known: affinity.Hint | None = None
     share: int | None = None  # the version it is for, where versions share the traffic
+    repeated: bool = False  # on a version that is tried out, unseen; or it was not its turn
     failover: Failover = "off"  # who may go on with a stream whose instance dies
     grant: Grant | None = None  # of the key's limits, where it has any
     fields: Fields = NONE  # of its body, as they were sent

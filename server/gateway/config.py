@@ -224,7 +224,7 @@ class AnswerSettings:
         ),
     ] = None
     anonymous: Annotated[
-        bool, Option("keep the answers to requests without a key too", "--collect-anonymous", up=True)
+        bool, Option("keep the answers to requests without a key too", "--collect-anonymous", negatable=True, up=True)
     ] = False
     redact: Annotated[
         str | None,
@@ -288,6 +288,10 @@ class GatewayConfig:
     queue: QueueSettings = QueueSettings()
     observe: ObserveSettings = ObserveSettings()
     answers: AnswerSettings = AnswerSettings()
+    ledger_archive: Annotated[
+        str | None,
+        Option("directory or fsspec URL for older entries of the ledger; default: `ledger` beside a SQLite store"),
+    ] = None
     swap_deadline_s: Annotated[float, Option("seconds for all instances to stage a version")] = 120.0
     push_timeout_s: float = 3600.0
     run_coordinator: Annotated[bool, Option("leave swaps to another gateway of this model", "--no-coordinator")] = True
@@ -364,6 +368,14 @@ class GatewayConfig:
     def _beside_store(self) -> Path | None:
         scheme, _, rest = self.store.partition("://")
         return Path(rest).parent if scheme == "sqlite" and rest else None
+
+    @property
+    def ledger_place(self) -> str:
+        """Where older entries of the ledger go; "": nowhere, they are dropped."""
+        if self.ledger_archive is not None:
+            return self.ledger_archive if "://" in self.ledger_archive else str(Path(self.ledger_archive).absolute())
+        beside = self._beside_store
+        return str(beside.absolute() / "ledger") if beside is not None else ""
 
 
 OPTIONS = settings("gateway", GatewayConfig)

@@ -261,6 +261,11 @@ class Exchange:
         if self.request.target.route.works:
             self._passed = True
             instance.working += 1
+        shadows = self._fleet.shadows
+        if shadows.on and self._continuation is None:
+            shadows.sample(self.request, instance, len(self._gate.queue))
+        if instance.shadowed:
+            shadows.make_room(instance)
         link = instance.pool.take()
         self._pooled = link is not None
         if link is not None:

@@ -324,8 +324,7 @@ class Service:
     def _run(self, request: Request, model: Record | None) -> Done:
         assert model is not None  # looked at in _on_thread
         self._in_memory(model, request.seq)
-        logprobs, loss = self.tenants.run(model.id, wire.read_batch(request.body))
-        answer = Answer(wire.output(logprobs, {"loss:sum": loss}), wire.PROTOBUF)
+        answer = Answer(wire.output(*self.tenants.run(model.id, wire.read_batch(request.body))), wire.PROTOBUF)
         return Done(answer, keep=request.kind == FORWARD_BACKWARD)
 
     def _step(self, request: Request, model: Record | None) -> Done:

@@ -32,9 +32,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from trainer.algorithms.base import LIKELIEST
 from trainer.api import states
 from trainer.api.errors import BadRequest, Ended
-from trainer.api.losses import LOSSES, TARGETS, Loss, check, column
+from trainer.api.losses import LOSSES, TARGETS, WEIGHTS, Loss, check, column
 from trainer.api.states import lora_from
 from trainer.api.wire import Adam, Batch, Datum
 from trainer.batch import LABELS, MASK, TOKENS, Fields
@@ -58,6 +59,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 WEIGHT, FIRST, SECOND = "weight", "exp_avg", "exp_avg_sq"
+LOSS, CORRECT = "loss:sum", "correct_tokens:sum"  # metrics; the SDK adds up those of a batch in several requests
 ATTENTION: Final[tuple[LinearLayer, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD: Final[tuple[LinearLayer, ...]] = ("gate_proj", "up_proj", "down_proj")
 DEEP: Final = 4  # micro-batches for each pipeline stage, which idles while the first comes and the last goes
@@ -286,44 +288,47 @@ class Tenants:
         tenant.step(gradient, params)
         return {"grad_norm": norm}
 
-    def run(self, name: str, batch: Batch) -> tuple[list[NDArray[np.float32]], float]:
-        """Log-probs of each sequence's targets, and the loss; unless the batch says `forward_only` its gradient is
-        added to the tenant's. Raises BadRequest; the gradient is as before then."""
+    def run(self, name: str, batch: Batch) -> tuple[list[NDArray[np.float32]], dict[str, float]]:
+        """Log-probs of each sequence's targets, and the metrics, which are sums; unless the batch says `forward_only`
+        its gradient is added to the tenant's. Raises BadRequest; the gradient is as before then."""
         _, options = check(batch, self.shape.vocab, self.shape.max_positions)
         return self._run(name, batch.loss, options, batch.forward_only, data=batch.data)
 
     @_everywhere
     def _run(
         self, name: str, kind: str, options: dict[str, float], forward_only: bool, *, data: Sequence[Datum] = ()
-    ) -> tuple[list[NDArray[np.float32]], float]:
+    ) -> tuple[list[NDArray[np.float32]], dict[str, float]]:
         tenant, loss = self._used(name), LOSSES[kind]
         together = list(self._together(data))  # none on the other ranks, which have no data
         wholes = [self._whole(loss, [data[row] for row in rows]) for rows in together]
         found: dict[int, NDArray[np.float32]] = {}
-        total, gradient = 0.0, {} if forward_only else tenant.zeros()
+        total, gradient = np.zeros(2), {} if forward_only else tenant.zeros()
         with torch.no_grad() if forward_only else adding(tenant.parameters, gradient):
             for number, mine in enumerate(self._shares.hand_out(wholes, passes.together(self._chunks))):
                 rows = together[number] if together else []
-                if (said_BT2 := self._pass(loss, options, mine, len(rows), forward_only=forward_only)) is not None:
-                    total += float(said_BT2[..., 1].sum())
-                    found |= {row: said_BT2[i, : len(data[row].tokens), 0].numpy() for i, row in enumerate(rows)}
+                if (said_BT3 := self._pass(loss, options, mine, len(rows), forward_only=forward_only)) is not None:
+                    total += said_BT3[..., 1:].sum((0, 1)).double().numpy()
+                    found |= {row: said_BT3[i, : len(data[row].tokens), 0].numpy() for i, row in enumerate(rows)}
         if not forward_only:
             tenant.add(gradient)
-        return [found[row] for row in range(len(data))], total
+        metrics = {LOSS: float(total[0])} | ({CORRECT: float(total[1])} if WEIGHTS in loss.needs else {})
+        return [found[row] for row in range(len(data))], metrics
 
     def _pass(
         self, loss: Loss, options: Mapping[str, float], mine: list[Fields], rows: int, *, forward_only: bool
     ) -> Tensor | None:
-        """On rank 0 log-prob and loss [B, T, 2] of each target in the `rows` of a batch; None on the other ranks."""
+        """On rank 0 of each target in the `rows` of a batch its log-prob, its loss, and whether it counts and is the
+        likeliest token, [B, T, 3]; None on the other ranks."""
 
         def reduced(logprobs_BT: Tensor, fields: Fields) -> Any:
             inside = fields[MASK] > 0
             by_token = torch.where(inside, loss.function(logprobs_BT, fields, options), 0.0)
-            said = torch.stack([logprobs_BT, by_token], -1).detach()
+            counts = inside & (fields[WEIGHTS] != 0) if WEIGHTS in fields else torch.zeros_like(inside)
+            said = torch.stack([logprobs_BT, by_token, fields[LIKELIEST] * counts], -1).detach()
             return said if forward_only else (by_token.sum(), inside.new_zeros((), dtype=torch.int), said)
 
         said = passes.run(self._chunks, self._transformer, mine, reduced, forward_only=forward_only)
-        like = [fields[MASK].new_zeros(*fields[MASK].shape, 2) for fields in mine]
+        like = [fields[MASK].new_zeros(*fields[MASK].shape, 3) for fields in mine]
         return self._shares.to_rank_zero(said, like, rows)
 
     def _together(self, data: Sequence[Datum]) -> Iterator[list[int]]:

@@ -26,6 +26,7 @@ from trainer.config.algorithms import (
     TeacherConfig,
 )
 from trainer.config.datasets import (
+    AnswersData,
     ArithmeticData,
     CodeTasksData,
     DataConfig,
@@ -95,6 +96,7 @@ from trainer.errors import ConfigError
 __all__ = [
     "LINEAR_LAYERS",
     "AlgorithmConfig",
+    "AnswersData",
     "ArithmeticData",
     "AsyncSchedule",
     "CallableEnvironment",

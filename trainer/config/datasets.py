@@ -48,6 +48,15 @@ class FileData:
         in_range(self, "workers", 0, 1024)
         positive(self, "max_length")
 
+    def pattern(self, path: str) -> str:
+        """The files that `path` or `eval_path` names."""
+        return path
+
+    @property
+    def records(self) -> str:
+        """The name of what the files have, for messages."""
+        return "records"
+
 
 @dataclass(frozen=True)
 class JsonlData(FileData):
@@ -69,6 +78,34 @@ class WebDatasetData(FileData):
     is the key: `.json` holds an object whose keys are the record's, any other extension (`.prompt`, `.txt`) a text."""
 
     kind: Literal["webdataset"] = "webdataset"
+
+
+@dataclass(frozen=True)
+class AnswersData(FileData):
+    """The log of answers that a gateway keeps (docs/feedback.md); `path` is its directory.
+
+    `learn`: `corrections` gives what users wrote instead of an answer, for SFT; `preferences` a correction over the
+    answer, or an answer that was rated up over one to the same prompt that was rated down, for DPO; `prompts` each
+    prompt once, for GRPO and the like. Only answers count to the keys named in `keys` (all, if none is), of which a
+    version from `min_version` to `max_version` wrote some, from `since` to before `until` (unix seconds), and with that
+    `rating`. What was asked with an answer (`metadata`) is part of the record: `answer_key: metadata.solution`.
+    """
+
+    kind: Literal["answers"] = "answers"
+    learn: Literal["corrections", "preferences", "prompts"] = "corrections"
+    keys: tuple[str, ...] = ()
+    min_version: int | None = None
+    max_version: int | None = None
+    rating: Literal["up", "down"] | None = None
+    since: float | None = None
+    until: float | None = None
+
+    def pattern(self, path: str) -> str:
+        return f"{path.rstrip('/')}/*.jsonl"
+
+    @property
+    def records(self) -> str:
+        return f"{self.learn} that the filters let through"
 
 
 @dataclass(frozen=True)
@@ -135,7 +172,7 @@ class ReasoningGymData:
         in_range(self, "held_out", 0, 100_000)
 
 
-DataConfig = ReasoningGymData | JsonlData | ParquetData | WebDatasetData | ArithmeticData | CodeTasksData
+DataConfig = ReasoningGymData | JsonlData | ParquetData | WebDatasetData | AnswersData | ArithmeticData | CodeTasksData
 
 
 def identity(config: DataConfig) -> dict[str, Any]:

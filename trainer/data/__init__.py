@@ -4,7 +4,7 @@ records.py    what a record and a data set are, and the order    problems.py   m
 cache.py      data sets in files, tokenised once                 tokenise.py   what a tokenising process does
 formats.py    JSON lines, Parquet, WebDataset                    parse.py      a raw record to token ids
 storage.py    files by path or URL                               tokenizer.py  the model's tokenizer and chat template
-gym.py        problems of reasoning-gym
+gym.py        problems of reasoning-gym                          answers.py    the log of answers that a gateway keeps
 """
 
 from trainer.config import ArithmeticData, CodeTasksData, DataConfig, ReasoningGymData

@@ -37,10 +37,10 @@ import msgspec
 import xxhash
 
 from trainer.config import FileData
-from trainer.data.formats import Bad, Unit, format_of
+from trainer.data.formats import Bad, Unit
 from trainer.data.records import Record
 from trainer.data.storage import File, explained, find_files
-from trainer.data.tokenise import NAMED, Done, Failed, Segment, Setup, Task, Worker, digests, writing
+from trainer.data.tokenise import NAMED, Done, Failed, Segment, Setup, Task, Worker, digests, format_of, writing
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
 
@@ -57,7 +57,7 @@ class CachedRecords(Sequence[Record]):
 
     def __init__(self, path: str, config: FileData, tokenizer: Tokenizer) -> None:
         began = time.monotonic()
-        directory, self.manifest = prepare(find_files(path), config, tokenizer)
+        directory, self.manifest = prepare(find_files(config.pattern(path)), config, tokenizer)
         self.seconds = time.monotonic() - began
         counts = [count for count, _ in self.manifest.segments]
         self._segments = [Segment(directory, segment_name(i), count) for i, count in enumerate(counts)]
@@ -94,7 +94,7 @@ class FileDataset:
         self.held_out: Sequence[Record] = [] if held_out is None else held_out
         self._evaluated = held_out
         if not self._records:
-            raise DataError(f"{config.path} has no records. Add at least one.")
+            raise DataError(f"{config.path} has no {config.records}. Add at least one.")
 
     def __len__(self) -> int:
         return len(self._records)

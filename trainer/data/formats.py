@@ -1,4 +1,4 @@
-"""File formats, by the kind of the data set's config entry: JSON lines, Parquet, WebDataset.
+"""File formats, by the kind of the data set's config entry: JSON lines, Parquet, WebDataset; answers.py has a fourth.
 
 A format cuts a file into units that can be read apart, each giving raw records in order.
 """
@@ -25,12 +25,6 @@ LARGEST_BYTES = 1 << 26  # of one record
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lzma", ".zip")
 BATCH_ROWS = 256
 JSON, TEXT = "json", {"txt": "prompt"}
-
-
-def format_of(kind: str) -> Format:
-    """The format of `jsonl`, `parquet` or `webdataset`."""
-    formats: dict[str, Format] = {"jsonl": Jsonl(), "parquet": Parquet(), "webdataset": WebDataset()}
-    return formats[kind]
 
 
 class Unit(msgspec.Struct, frozen=True):

@@ -27,8 +27,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from trainer.config import FileData, JsonlData, ParquetData, WebDatasetData, strict
-from trainer.data.formats import Bad, Unit, format_of
+from trainer.config import AnswersData, FileData, JsonlData, ParquetData, WebDatasetData, strict
+from trainer.data.answers import AnswerLog
+from trainer.data.formats import Bad, Format, Jsonl, Parquet, Unit, WebDataset
 from trainer.data.parse import BadRecord, Parser, Tokenised, TooLong
 from trainer.data.storage import explained, is_remote
 from trainer.data.tokenizer import Tokenizer
@@ -38,7 +39,12 @@ NAMED = 20  # bad records that are named; all are counted
 ATTEMPTS, DELAY_S = 3, 1.0  # for stores that are reached over a network
 
 
-_CONFIGS: dict[str, type[FileData]] = {"jsonl": JsonlData, "parquet": ParquetData, "webdataset": WebDatasetData}
+_KINDS: dict[str, tuple[type[FileData], Format]] = {
+    "jsonl": (JsonlData, Jsonl()),
+    "parquet": (ParquetData, Parquet()),
+    "webdataset": (WebDatasetData, WebDataset()),
+    "answers": (AnswersData, AnswerLog()),
+}
 _INT64_MAX = (1 << 63) - 1
 
 
@@ -47,7 +53,7 @@ class Setup(msgspec.Struct, frozen=True):
 
     model: str
     directory: str
-    kind: Literal["jsonl", "parquet", "webdataset"]
+    kind: Literal["jsonl", "parquet", "webdataset", "answers"]
     config: dict[str, Any]
 
 
@@ -74,6 +80,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """The unit cannot be read at all; the message says what to do."""
 
     message: str
+
+
+def format_of(kind: str) -> Format:
+    """The format of the files that a config entry of this kind names."""
+    return _KINDS[kind][1]
 
 
 class Worker:
@@ -130,7 +141,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what libraries print must not come between the answers
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
-    config: FileData = strict.build(_CONFIGS[setup.kind], setup.config)
+    config: FileData = strict.build(_KINDS[setup.kind][0], setup.config)
     worker = Worker(config, Tokenizer(setup.model), Path(setup.directory))
     for line in sys.stdin.buffer:
         answer: Done | Failed

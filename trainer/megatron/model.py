@@ -91,8 +91,9 @@ def build_model(shape: ModelShape, config: TransformerConfig, chunk: int | None 
 
 
 class LanguageModel(GPTModel):  # type: ignore[misc]
-    """GPTModel that answers to labels [B, T] with their log-probs and the entropies, [B, T, 2], and never holds the
-    logits of the whole vocabulary for all tokens. Without labels it is Megatron's."""
+    """GPTModel that answers to labels [B, T] with their log-probs, the entropies, and whether each is the likeliest
+    token, [B, T, 3], and never holds the logits of the whole vocabulary for all tokens. Without labels it is
+    Megatron's."""
 
     real_vocab: int  # without what pads the vocabulary for the layout
 
@@ -115,7 +116,7 @@ class LanguageModel(GPTModel):  # type: ignore[misc]
             group,
             exact=self.config.fp32_head,
         )
-        return found.reshape(*labels_TB.shape, 2).transpose(0, 1).contiguous()
+        return found.reshape(*labels_TB.shape, 3).transpose(0, 1).contiguous()
 
 
 def _layout(parallel: ParallelConfig) -> dict[str, Any]:

@@ -14,8 +14,10 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from weightsync.control.board import Board
+from weightsync.control.chain import Action, LedgerEntry, append
 from weightsync.control.records import (
     ActiveRecord,
     InstanceRecord,
@@ -121,8 +123,18 @@ def new_target(
     return TargetRecord(version, uuid.uuid4().hex, requested_by, deadline_s, mode, drain_s, on_lost, split)
 
 
-async def request(store: Store, keys: Keys, target: TargetRecord, fence: Mapping[str, int] | None = None) -> int:
+async def request(
+    store: Store,
+    keys: Keys,
+    target: TargetRecord,
+    fence: Mapping[str, int] | None = None,
+    *,
+    reason: str = "",
+    action: Action = "activate",
+) -> int:
     """Write the target; returns the revision to wait from. `fence`: keys that must still be at these revisions.
+
+    `reason` and `action` are for the ledger.
 
     An operator asks without a fence. Raises UnknownVersion when a version is not ready, Conflict when `fence` fell.
     """
@@ -135,10 +147,24 @@ async def request(store: Store, keys: Keys, target: TargetRecord, fence: Mapping
                 raise UnknownVersion(version, state)
             ready[keys.version(version)] = found.mod_revision
         try:
-            return await store.txn({**(fence or {}), **ready}, {keys.target: target.to_json()})
+            asked = asking(keys, target, reason, action)
+            return await append(store, {**(fence or {}), **ready}, {keys.target: target.to_json()}, asked)
         except Conflict as conflict:
             if conflict.key not in ready:
                 raise
+
+
+def asking(keys: Keys, target: TargetRecord, reason: str = "", action: Action = "activate") -> LedgerEntry:
+    """The entry of the ledger for a request."""
+    about: dict[str, Any] = {"model": keys.model, "version": target.version, "swap": target.id}
+    if target.split is not None:
+        action, about = "split", {**about, "outcome": in_words(target.split, target.version)}
+    return LedgerEntry(action, target.requested_by, reason=reason, **about)
+
+
+def in_words(split: SplitRecord, active: int) -> str:
+    """`version 3: 90 %, version 4: 10 %`."""
+    return ", ".join(f"version {version}: {percent:g} %" for version, percent in split.percents(active).items())
 
 
 async def outcome(store: Store, keys: Keys, target: TargetRecord, revision: int, timeout_s: float) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from weightsync.control import activation, history, placement
 from weightsync.control.board import Board
+from weightsync.control.chain import Action, append
 from weightsync.control.forms import changes_to
 from weightsync.control.history import History
 from weightsync.control.lease import LEADER_TTL_S, Term, new_name
@@ -190,21 +191,25 @@ class Coordinator:
         drain_s: float | None = None,
         on_lost: OnLost = "abort",
         split: SplitRecord | None = None,
+        requested_by: str = "coordinator",
+        reason: str = "",
+        action: Action = "activate",
     ) -> SwapReport:
         """Ask for `version`, and report how its swap ended. Raises UnknownVersion, SwapTimeout, StoreUnavailable.
 
         `deadline_s` bounds staging, and once more the canary's flip and probe. With `mode` "rolling" one instance flips
         ahead and is probed, then the others follow one by one; each lets its streams end for up to `drain_s` before.
         An instance that dies before the commit aborts the swap, or with `on_lost` "continue" is left out of it. With a
-        `split`, other versions have shares of the requests (`placement.split_of`), or NotEnoughInstances is raised.
+        `split`, other versions have shares of the requests (`placement.split_of`), or NotEnoughInstances is raised. The
+        ledger names `requested_by`, with the `reason`.
         """
         target = activation.new_target(
-            version, "coordinator", deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost, split=split
+            version, requested_by, deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost, split=split
         )
         async with Board.follow(self._store, self._keys) as board:
             if split is not None:
                 placement.counts(version, split, sum(i.state in PARTICIPATING for i in board.instances.values()))
-            revision = await activation.request(self._store, self._keys, target)
+            revision = await activation.request(self._store, self._keys, target, reason=reason, action=action)
             return await follow(board, target, revision)
 
     async def rollback(
@@ -214,10 +219,13 @@ class Coordinator:
         mode: SwapMode = "together",
         drain_s: float | None = None,
         on_lost: OnLost = "abort",
+        requested_by: str = "coordinator",
+        reason: str = "",
     ) -> SwapReport:
         """Activate the previous version. Raises SwapAborted when there is none."""
         version = await activation.previous_version(self._store, self._keys)
-        return await self.activate(version, deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost)
+        by: dict[str, Any] = {"requested_by": requested_by, "reason": reason, "action": "rollback"}
+        return await self.activate(version, deadline_s, mode=mode, drain_s=drain_s, on_lost=on_lost, **by)
 
     async def _lead(self, board: Board, term: Term) -> None:
         """Take steps as long as this term lasts."""
@@ -251,7 +259,7 @@ class Coordinator:
         if ends:
             puts |= past.additions(history.entry(board, step, time.time()))
         try:
-            await self._store.txn(compares, puts)
+            await append(self._store, compares, puts, *history.ledger_entries(board, step))
         except Conflict:
             return
         except StoreRefused as refusal:

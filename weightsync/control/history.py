@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
+from weightsync.control import activation
 from weightsync.control.board import Board
+from weightsync.control.chain import Action, LedgerEntry
 from weightsync.control.records import (
     ActiveRecord,
     FlipRecord,
@@ -96,6 +98,24 @@ def _requested_by(swap: SwapRecord, target: TargetRecord | None) -> str:
     if target is None or not swap.answers(target):
         return ""
     return target.requested_by if swap.id == target.id else "placement"  # the leader's own, as instances came or went
+
+
+def ledger_entries(board: Board, step: Step) -> list[LedgerEntry]:
+    """What the ledger says of a step: that it changes the commit record, or how it ends the swap."""
+    swap, who = step.swap, _requested_by(step.swap, board.target)
+    asked = f"asked for by {who}" if who else ""
+    about: dict[str, Any] = {"model": board.keys.model, "swap": swap.id, "subject": asked}
+    if step.active is not None:
+        what: Action = "revert" if step.kind == "revert" else "commit"
+        epoch = f"version {step.active.version}, epoch {step.active.epoch}"
+        if swap.split is not None and what == "commit":
+            epoch += f" ({activation.in_words(swap.split, step.active.version)})"
+        outcome = f"{epoch}: {swap.reason}" if swap.reason else epoch
+        return [LedgerEntry(what, "coordinator", version=step.active.version, outcome=outcome, **about)]
+    if step.kind not in ENDS:
+        return []
+    ended: Action = "done" if swap.phase == "done" else "abort"
+    return [LedgerEntry(ended, "coordinator", version=swap.target, outcome=swap.reason or "", **about)]
 
 
 def probe_outcome(swap: SwapRecord) -> Literal["passed", "failed"] | None:

@@ -75,10 +75,19 @@ def _found(active: int, split: SplitRecord, instances: Iterable[str]) -> Counter
 
 
 def split_of(
-    percents: Mapping[int, float], active: int | None, *, sticky: str = "", minimum: int = 1
+    percents: Mapping[int, float],
+    active: int | None,
+    *,
+    sticky: str = "",
+    minimum: int = 1,
+    shadow: Mapping[int, float] | None = None,
 ) -> tuple[int, SplitRecord]:
     """The version that is to be active, and the split, for `percents` by version: the active one stays so if it is
-    among them, else the one with most becomes it. Raises BadSplit."""
+    among them, else the one with most becomes it. `shadow`: percent of the requests that are repeated, by version.
+
+    Raises BadSplit.
+    """
+    repeated = {version: float(percent) for version, percent in (shadow or {}).items()}
     if len(percents) < 2:
         raise BadSplit("it takes two versions or more; to serve one alone, activate it")
     if any(not 0 <= percent <= 100 for percent in percents.values()) or abs(sum(percents.values()) - 100) > EXACT:
@@ -90,5 +99,10 @@ def split_of(
         raise BadSplit(f"requests cannot stick by {sticky!r}; choose key, session or header:NAME")
     first = active if active in percents else max(percents, key=lambda v: (percents[v], -v))
     assert first is not None
-    shares = tuple(ShareRecord(v, float(p)) for v, p in sorted(percents.items()) if v != first)
+    shares = tuple(
+        ShareRecord(v, float(p), shadow=repeated.get(v, 0.0)) for v, p in sorted(percents.items()) if v != first
+    )
+    others = {share.version for share in shares}
+    if repeated.keys() - others or any(not 0 <= percent <= 100 for percent in repeated.values()):
+        raise BadSplit(f"up to 100 % of the requests can be repeated on a version that is not the active one ({first})")
     return first, SplitRecord(shares, sticky.lower(), minimum)

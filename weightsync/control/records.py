@@ -233,13 +233,15 @@ class FormRecord(Record):
 class ShareRecord(Record):
     """A version's share of the requests, in percent, and the instances that run it for that; a wish names none.
 
-    `fingerprint` is the version's, as in the VersionRecord.
+    `shadow` is the percent of other versions' requests that are repeated on it. `fingerprint` is the version's, as in
+    the VersionRecord.
     """
 
     version: int
     percent: float
     instances: tuple[str, ...] = ()
     fingerprint: str = ""
+    shadow: float = 0.0
 
 
 @dataclass(frozen=True)

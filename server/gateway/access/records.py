@@ -35,6 +35,15 @@ Standing = Literal["active", "disabled", "expired", "revoked"]
 
 
 @dataclass(frozen=True)
+class By:
+    """Who does something on the admin port, and why, for the ledger. `digest` tells owners of credentials apart."""
+
+    who: str
+    reason: str = ""
+    digest: bytes = b""
+
+
+@dataclass(frozen=True)
 class KeyRecord(Record):
     """One key. Times are unix seconds; `digest` is the key's SHA-256 in hexadecimal.
 

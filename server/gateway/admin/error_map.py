@@ -78,6 +78,7 @@ STATUS: dict[str, type[HttpError]] = {
     "host_name": HttpError,
     "tls_unavailable": HttpError,
     "persist_error": Unavailable,
+    "ledger_unavailable": Unavailable,
     "persist_full": InsufficientStorage,
     "version_lost": Conflict,
 }

@@ -19,6 +19,7 @@ from server.gateway.wire.bodies import Usage
 from server.gateway.wire.capture import Capture, CaptureMemory
 from server.gateway.wire.head import RequestHead
 from server.key_limits import NAMED
+from weightsync.control.chain import LedgerEntry
 from weightsync.control.records import InstanceRecord, SwapRecord
 
 PHASES: Final = ("queued", "held", "connecting", "waiting", "streaming", "stalled")
@@ -201,7 +202,9 @@ class Stats:
         self.duration = Histogram()
         self.of_version: dict[int, OfVersion] = {}  # while versions share the traffic
         self.swaps = Swaps()
+        self.ledger_told: Callable[[LedgerEntry], None] = lambda _: None  # of new entries, in the gateway that leads
         self.store_up = True
+        self.release = "none"  # state of the release under way, or of the last one
         self.watchers: list[Watcher] = []  # the access log and traces, where they are wanted
         self.collector: Collector | None = None  # who wants whole answers, those of keys that collect at least
         self.collects_all = False  # those of others too

@@ -68,6 +68,7 @@ def test_doctor_finds_what_is_missing_and_goes_on(without: str, check: str) -> N
 OPTIONAL = {
     "vllm",
     "aiohttp",
+    "pyarrow",
     "llguidance",
     "xgrammar",
     "torch",

@@ -140,4 +140,5 @@ def test_a_gateway_takes_what_up_passes_on() -> None:
     words = ["--store", "sqlite:///s.db", "--model", "m", *options.flags(commands.PASSED_ON, given)]
     values = options.parse(commands.GATEWAY, words)
     assert (values["--keep-versions"], values["--require-key"]) == (3, True)
-    assert {flag: values[flag] for flag in given if flag in values} == {f: v for f, v in given.items() if v is not None}
+    passed = {flag: value for flag, value in given.items() if value not in (None, False)}
+    assert {flag: values[flag] for flag in given if flag in values} == passed

@@ -24,7 +24,8 @@ API = (ROOT / "docs" / "api.md").read_text()
 GATEWAY = (ROOT / "docs" / "gateway.md").read_text()
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
 ADAPTERS = (ROOT / "docs" / "adapters.md").read_text()
-SOURCES = "".join(p.read_text() for p in [*(ROOT / "server" / "gateway").rglob("*.py"), ROOT / "server" / "errors.py"])
+ROOMS = (ROOT / "server" / name for name in ("gateway", "answers"))
+SOURCES = "".join(p.read_text() for p in [*(p for r in ROOMS for p in r.rglob("*.py")), ROOT / "server" / "errors.py"])
 
 
 def test_every_route_is_documented() -> None:

@@ -102,7 +102,7 @@ async def test_an_answer_and_what_is_said_of_it_reach_the_log(gateway: RunningGa
     assert answer["about"]["key"] == "ada"
     assert answer["about"]["instance"] == "i0"
     assert (answer["about"]["first_version"], answer["about"]["last_version"]) == (3, 3)
-    assert feedback["about"] if "about" in feedback else feedback["request_id"] == answer["about"]["request_id"]
+    assert feedback["request_id"] == answer["about"]["request_id"]
     assert (feedback["score"], feedback["correction"], feedback["comment"]) == (0.0, "Good day", "rude")
     assert (feedback["key"], feedback["by"], feedback["metadata"]) == ("ada", "key", {"page": 2})
     assert (feedback["first_version"], feedback["last_version"]) == (3, 3)

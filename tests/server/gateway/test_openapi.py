@@ -80,7 +80,7 @@ async def test_the_public_document_has_public_routes_alone(gateway: RunningGatew
     async with upstream(tell) as up:
         gateway.register(up)
         told = await document(gateway)
-    own = {"/healthz", "/readyz", "/health", "/ping", "/load", "/metrics", "/openapi.json"}
+    own = {"/healthz", "/readyz", "/health", "/ping", "/load", "/metrics", "/openapi.json", "/v1/feedback"}
     own |= {"/console", "/console/{name}"}
     assert set(told["paths"]) == own | {"/v1/completions", "/v1/responses/{id}"}
     assert {"/v1/completions", "/v1/responses/{id}"} <= set(public_names())

@@ -315,3 +315,30 @@ def test_a_limit_holds_over_all_workers(workers: Workers, tmp_path: Path) -> Non
 def ask(port: int, key: str) -> int:
     url = f"http://127.0.0.1:{port}/v1/chat/completions"
     return httpx.post(url, content=body(), headers={"authorization": f"Bearer {key}"}, timeout=60).status_code
+
+
+def test_feedback_reaches_the_worker_that_answered(workers: Workers, tmp_path: Path) -> None:
+    record = KeyRecord("k1", "k", digest_of(KEY), (INFER,), time.time(), collect=True)
+    with contextlib.closing(SyncStore(f"sqlite://{tmp_path}/store.db")) as store:
+        store.put(KEYS_PREFIX + record.id, record.to_json())
+    wait_until(lambda: all(ask(workers.port, "no-key-of-theirs") == 401 for _ in range(8)))
+    headers, url = {"authorization": f"Bearer {KEY}"}, f"http://127.0.0.1:{workers.port}/v1"
+    taken = []
+    for number in range(16):  # each request on a connection of its own, so that either worker may get it
+        named = headers | {"x-request-id": f"r{number}"}
+        httpx.post(f"{url}/chat/completions", content=body(), headers=named, timeout=60).raise_for_status()
+        said = httpx.post(f"{url}/feedback", json={"id": f"r{number}", "rating": "up"}, headers=headers, timeout=60)
+        assert said.status_code == 200, said.text
+        taken.append(said.json()["gateway"])
+    assert set(taken) == {"this", "another"}
+    missing = httpx.post(f"{url}/feedback", json={"id": "nobody's", "rating": "up"}, headers=headers, timeout=60)
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unknown_answer")
+    workers.supervisor.send_signal(signal.SIGTERM)
+    assert workers.supervisor.wait(60) == 0  # and closes its segments
+    lines = [line for path in (tmp_path / "answers").glob("*.jsonl") for line in path.read_bytes().splitlines()]
+    kept = [orjson.loads(line) for line in lines]
+    for kind, request_ids in (
+        ("answer", [one["about"]["request_id"] for one in kept if one["record"] == "answer"]),
+        ("feedback", [one["request_id"] for one in kept if one["record"] == "feedback"]),
+    ):
+        assert sorted(request_ids) == sorted(f"r{number}" for number in range(16)), kind

@@ -60,7 +60,7 @@ async def told(
 @pytest.mark.parametrize("wanted", [True, None])
 async def test_a_prompt_whose_routing_is_lost_is_an_error_and_computed_anew_the_next_time(wanted: bool | None) -> None:
     found = recording()
-    trace, _, params = await told(wanted, rows=1, of=found)
+    trace, _, params = await told(wanted, rows=2, of=found)
     assert isinstance(trace.problem, RoutingLost)
     assert (trace.problem.status, trace.problem.code, trace.problem.param) == (503, "routing_lost", FIELD)
     assert params.skip_reading_prefix_cache is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,11 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.trainer.api.server import ApiServer, learn, serving, sums
+from tests.trainer.api.server import ApiServer, learn, sums
 from tests.trainer.fleet import Fleet
 from tests.waiting import wait_until
 
 PASS, STEP = "forward_backward", "optim_step"
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Iterator[tuple[ApiServer, Fleet]]:
-    with serving(tmp_path_factory.mktemp("api"), tiny_model) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def api(both: tuple[ApiServer, Fleet]) -> ApiServer:
-    return both[0]
 
 
 def new(service: tinker.ServiceClient) -> tinker.TrainingClient:

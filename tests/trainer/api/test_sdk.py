@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,7 @@ from weightsync.memory.parts import ADAPTER_CONFIG
 from weightsync.memory.receiver import SlotReader
 from weightsync.publish.publisher import Publisher
 
-LIMITS = {"rank": 16, "models": 40, "resident": 2, "served": 2}
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Iterator[tuple[ApiServer, Fleet]]:
-    with serving(tmp_path_factory.mktemp("api"), tiny_model, limits=LIMITS) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def api(both: tuple[ApiServer, Fleet]) -> ApiServer:
-    return both[0]
+SERVING = {"limits": {"rank": 16, "models": 40, "resident": 2, "served": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -227,8 +216,9 @@ def _fields(**inputs: Any) -> list[types.Datum]:
 @pytest.mark.parametrize(
     ("data", "loss", "config", "says"),
     [
-        (_fields(), "gspo", None, "use one of cross_entropy"),
+        (_fields(), "stable_reinforce", None, "use one of cross_entropy"),
         (_fields(), "ppo", None, "'logprobs'"),
+        (_fields(logprobs=[0.0, 0.0], advantages=[1.0, 1.0]), "gspo", None, "'sequence_ratio_mask'"),
         (_fields(weights=[1.0]), "cross_entropy", None, "give one each"),
         (_fields(weights=[1.0, math.nan]), "cross_entropy", None, "not finite"),
         (
@@ -242,7 +232,7 @@ def _fields(**inputs: Any) -> list[types.Datum]:
         ([datum([3, 99, 5])], "cross_entropy", None, "from 0 to 15"),
         ([datum([3] * 300)], "cross_entropy", None, "the model's context"),
     ],
-    ids=["loss", "field", "length", "nan", "unknown", "option", "name", "token", "context"],
+    ids=["loss", "field", "mask", "length", "nan", "unknown", "option", "name", "token", "context"],
 )
 def test_a_batch_that_cannot_be_computed_changes_nothing(
     service: tinker.ServiceClient, data: list[types.Datum], loss: Any, config: Any, says: str

@@ -44,8 +44,8 @@ def tenant_losses(path: str, directory: str, warm: str, batches: list[str], micr
     model.export(ONE, "float32", directory)
     said = []
     for number, body in enumerate(batches):
-        logprobs, loss = model.run(ONE, _batch(body))
-        said.append({"logprobs": [row.tolist() for row in logprobs], "loss": loss})
+        logprobs, metrics = model.run(ONE, _batch(body))
+        said.append({"logprobs": [row.tolist() for row in logprobs], "metrics": metrics})
         save_file(_gradient(model), Path(directory) / f"gradient-{number}.st")
         _of(model).gradient = None
     return said

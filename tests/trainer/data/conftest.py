@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 
-from trainer.config import JsonlData, ParquetData, WebDatasetData
+from trainer.config import AnswersData, FileData, JsonlData, ParquetData, WebDatasetData
 from trainer.data.cache import FileDataset
 from trainer.data.tokenizer import Tokenizer
 
-KINDS = {"jsonl": JsonlData, "parquet": ParquetData, "webdataset": WebDatasetData}
+KINDS: dict[str, type[FileData]] = {
+    "jsonl": JsonlData,
+    "parquet": ParquetData,
+    "webdataset": WebDatasetData,
+    "answers": AnswersData,
+}
 Open = Callable[..., FileDataset]
 
 

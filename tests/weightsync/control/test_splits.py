@@ -109,6 +109,10 @@ def test_a_wish_is_read_and_checked() -> None:
             split_of({12: 50, 13: 50}, 12, sticky=sticky)
     with pytest.raises(BadSplit):
         split_of({12: 50, 13: 50}, 12, minimum=0)
+    assert split_of({12: 100, 13: 0}, 12, shadow={13: 5})[1].shares == (ShareRecord(13, 0.0, shadow=5.0),)
+    for shadow in ({12: 5.0}, {14: 5.0}, {13: 101.0}, {13: -1.0}):
+        with pytest.raises(BadSplit, match="up to 100 %"):
+            split_of({12: 50, 13: 50}, 12, shadow=shadow)
 
 
 def test_percentages_make_a_hundred_with_the_active_version_first() -> None:

@@ -1,0 +1,225 @@
+"""The log of answers that a gateway keeps (docs/feedback.md), as records of a data set.
+
+A line that gives nothing to learn is left out in silence: it is feedback, or no filter lets it through, or nobody has
+said anything of it. One that would, and cannot be used, is a bad record. Feedback, and the other answers to a prompt,
+may be in any segment of the log, so a worker reads all of them once before it reads its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+import xxhash
+
+from trainer.config import AnswersData, FileData
+from trainer.data.formats import Bad, Raw, Unit
+from trainer.data.storage import File, find_files, opened
+from trainer.errors import DataError
+
+FORMAT = 1  # of the log's records
+CUT = frozenset({"length", "max_tokens", "max_output_tokens"})  # finish reasons of answers that reached their limit
+Key = tuple[str, str, str]  # id of an answer, and name and id of the key that got it
+
+
+class AnswerLog:
+    """The format. A unit is a segment, and a record's place its line."""
+
+    def units(self, file: File, config: FileData) -> list[Unit]:
+        return [Unit(file.url)]
+
+    def read(self, unit: Unit, config: FileData) -> Iterator[Raw]:
+        """Raises DataError for a file of something else."""
+        assert isinstance(config, AnswersData)
+        files = find_files(config.pattern(unit.url.rpartition("/")[0]))
+        index = _index(tuple(files), config)
+        for number, record in _lines(unit.url):
+            yield index.learnt(number, record) if record["record"] == "answer" else None
+
+
+class _Unusable(ValueError):
+    """The record would be learnt from, and cannot be used."""
+
+
+@dataclass
+class _Index:
+    """What the whole log says of its answers. `liked`: of each prompt, the score and the text of the answer that was
+    liked best. `first`: the answer that asked it first."""
+
+    config: AnswersData
+    said: dict[Key, dict[str, Any]] = field(default_factory=dict)
+    liked: dict[int, tuple[float, str]] = field(default_factory=dict)
+    first: dict[int, Key] = field(default_factory=dict)
+
+    def learnt(self, number: int, record: dict[str, Any]) -> Raw:
+        """The record of a data set that this answer gives."""
+        said = self.said.get(_key(record))
+        if not self._wanted(record, said):
+            return None
+        try:
+            found = self._learnt(record, said)
+        except _Unusable as error:
+            return Bad(number, str(error))
+        if found is None:
+            return None
+        about = record["about"]
+        extra = {
+            "answer_id": record["id"],
+            "weight_version": about["first_version"],
+            "score": (said or {}).get("score"),
+        }
+        return number, {**found, "metadata": record["metadata"], "extra": extra}
+
+    def _learnt(self, record: dict[str, Any], said: dict[str, Any] | None) -> dict[str, Any] | None:
+        if self.config.learn == "prompts":
+            prompt = _prompt(record, 0)
+            return {"prompt": prompt} if self.first[_digest(prompt)] == _key(record) else None
+        if said is None:
+            return None
+        correction = said.get("correction")
+        if self.config.learn == "corrections":
+            return {"prompt": _prompt(record, said["choice"]), "target": _text(correction)} if correction else None
+        if correction:
+            chosen = _text(correction)
+        elif _is_down(said):
+            _, chosen = self.liked.get(_digest(_prompt(record, said["choice"])), (0.0, ""))
+        else:
+            return None
+        rejected = _choice(record, said)["text"]
+        if not chosen or chosen == rejected:
+            return None
+        return {"prompt": _prompt(record, said["choice"]), "chosen": chosen, "rejected": rejected}
+
+    def take(self, record: dict[str, Any]) -> None:
+        """Notes an answer, after all feedback is known."""
+        said = self.said.get(_key(record))
+        if not self._wanted(record, said, of_pair=True):
+            return
+        try:
+            if self.config.learn == "prompts" and self._wanted(record, said):
+                self.first.setdefault(_digest(_prompt(record, 0)), _key(record))
+            elif self.config.learn == "preferences" and said is not None and _is_up(said):
+                choice, prompt = _choice(record, said), _digest(_prompt(record, said["choice"]))
+                whole = choice["finish_reason"] is not None and choice["finish_reason"] not in CUT
+                if whole and said["score"] > self.liked.get(prompt, (0.0, ""))[0]:
+                    self.liked[prompt] = (said["score"], choice["text"])
+        except _Unusable:
+            return  # it is named where it is read
+
+    def _wanted(self, record: dict[str, Any], said: dict[str, Any] | None, *, of_pair: bool = False) -> bool:
+        """`of_pair`: it may be the other half of a pair, whatever its rating."""
+        c, about = self.config, record["about"]
+        low, high = c.min_version or 0, c.max_version
+        if c.keys and not {about["key"], about["key_id"]} & set(c.keys):
+            return False
+        if not ((c.since or 0.0) <= about["ended"] and (c.until is None or about["ended"] < c.until)):
+            return False
+        if (c.min_version, high) != (None, None) and not any(
+            low <= version and (high is None or version <= high) for version in _versions(record)
+        ):
+            return False
+        if c.rating is None or of_pair:
+            return True
+        return said is not None and (_is_down(said) if c.rating == "down" else _is_up(said))
+
+
+@functools.lru_cache(maxsize=2)
+def _index(files: tuple[File, ...], config: AnswersData) -> _Index:
+    index = _Index(config)
+    for file in files:
+        for _, record in _lines(file.url):
+            if record["record"] == "feedback":
+                at = _key(record)
+                if at not in index.said or index.said[at]["time"] <= record["time"]:
+                    index.said[at] = record
+    if config.learn != "corrections":
+        for file in files:
+            for _, record in _lines(file.url):
+                if record["record"] == "answer":
+                    index.take(record)
+    return index
+
+
+def _lines(url: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers, from 1, and records. Raises DataError for what is none."""
+    with opened(url) as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                record = orjson.loads(line)
+                kind, version = record["record"], record["format"]
+            except (ValueError, TypeError, LookupError):
+                kind, version = None, None
+            if kind not in ("answer", "feedback"):
+                raise DataError(f"{url}, line {number}: no record of a gateway's log of answers. Name such a log.")
+            if version != FORMAT:
+                raise DataError(
+                    f"{url}, line {number}: format {version} of the log, and {FORMAT} is known here. Use one release."
+                )
+            yield number, record
+
+
+def _key(record: dict[str, Any]) -> Key:
+    owner = record.get("about") or record
+    return record["id"], owner["key"], owner["key_id"]
+
+
+def _versions(record: dict[str, Any]) -> set[int]:
+    found = {span["version"] for choice in record["choices"] for span in choice["weight_versions"]}
+    about = record["about"]
+    return found | {version for version in (about["first_version"], about["last_version"]) if version is not None}
+
+
+def _is_up(said: dict[str, Any]) -> bool:
+    return said["score"] is not None and said["score"] > 0.5
+
+
+def _is_down(said: dict[str, Any]) -> bool:
+    return said["score"] is not None and said["score"] < 0.5
+
+
+def _choice(record: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    for choice in record["choices"]:
+        if choice["index"] == said["choice"]:
+            if choice["tool_calls"]:
+                raise _Unusable("the answer calls tools, which a run does not render")
+            found: dict[str, Any] = choice
+            return found
+    raise _Unusable(f"it was rated in choice {said['choice']}, and has no such choice")
+
+
+def _text(correction: Any) -> str:
+    text = correction if isinstance(correction, str) else correction.get("content")
+    if not isinstance(text, str) or not text:
+        raise _Unusable("the correction has no text; a run does not render calls of tools")
+    return text
+
+
+def _prompt(record: dict[str, Any], choice: int) -> Any:
+    """A text, or messages whose contents are texts."""
+    if record["tools"]:
+        raise _Unusable("the request has tools, which a run does not render")
+    if record["messages"]:
+        return [_message(message) for message in record["messages"]]
+    prompt = record["prompt"]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+        samples = record["parameters"].get("n") or 1
+        prompt = prompt[min(choice // samples, len(prompt) - 1)]
+    if not isinstance(prompt, str):
+        raise _Unusable("the prompt is token ids, of which the log has no text")
+    return prompt
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(part.get("text"), str) for part in content):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) or message.get("tool_calls"):
+        raise _Unusable("a message has more than text (images, calls of tools), which a run does not render")
+    return {"role": message["role"], "content": content}
+
+
+def _digest(prompt: Any) -> int:
+    return xxhash.xxh3_64_intdigest(orjson.dumps(prompt))
