@@ -116,7 +116,7 @@ def launch(module: str, arguments: list[str], parallel: ParallelConfig, faults: 
             return run_dir.final() or (2 if 2 in codes else 1)
         except SignalException as stopped:  # the agent has passed it on and waited for the ranks
             return 128 + int(stopped.sigval)
-    return 0
+        return run_dir.final() or 0
 
 
 def _tell_killed(failed: ChildFailedError) -> None:

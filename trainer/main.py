@@ -38,8 +38,8 @@ def _asked(arguments: list[str], parsed: argparse.Namespace) -> int:
     shape = check(config)
     if (config.parallel.world_size > 1 or config.faults.max_restarts) and not is_rank():
         return launch("trainer.main", arguments, config.parallel, config.faults)
-    if (status := RunDir.of_environment().final()) is not None:
-        return status  # a restart would only repeat what ended the run
+    if RunDir.of_environment().final() is not None:
+        return 0  # a restart would only repeat what ended the run, and is not to be followed by another
     _run_rank(config, shape, parsed)
     return 0
 

@@ -52,8 +52,8 @@ def _asked(arguments: list[str], config: ApiConfig) -> int:
         HfTensors(config.model.path).check(shape.schema("float32"))
     if config.parallel.world_size > 1 and not is_rank():
         return launch("trainer.api", arguments, config.parallel, config.faults.as_trainer)
-    if (status := RunDir.of_environment().final()) is not None:
-        return status  # a restart would only repeat what ended the server
+    if RunDir.of_environment().final() is not None:
+        return 0  # a restart would only repeat what ended the server, and is not to be followed by another
     _be_rank(config, shape)
     return 0
 
@@ -78,13 +78,29 @@ def _be_rank(config: ApiConfig, shape: ModelShape) -> None:
             print(f"started again ({watching.attempt}): {watching.restarted_because}", file=sys.stderr, flush=True)
         of_model = partial(Tenants, config.model, shape, config.micro_tokens, parallel=config.parallel)
         made = partial(of_model, full=config.full, resident=config.limits.resident)
+        beginning = _Beginning(watching.attempt)
         if listener is None:
-            made().follow()
+            with beginning:
+                tenants = made()
+            tenants.follow()
         else:
-            _serve(config, shape, made, listener)
+            _serve(config, shape, made, listener, beginning)
 
 
-def _serve(config: ApiConfig, shape: ModelShape, made: Callable[[], Tenants], listener: socket.socket) -> None:
+class _Beginning(contextlib.AbstractContextManager[None]):
+    """What fails within, when the ranks are started for the first time, would fail again: they are not started anew."""
+
+    def __init__(self, attempt: int) -> None:
+        self._attempt = attempt
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._attempt == 0:
+            RunDir.of_environment().end(1)
+
+
+def _serve(
+    config: ApiConfig, shape: ModelShape, made: Callable[[], Tenants], listener: socket.socket, beginning: _Beginning
+) -> None:
     from trainer.api.app import Door, build_app
     from trainer.api.finetuning.files import Files
     from trainer.api.finetuning.jobs import Jobs
@@ -95,9 +111,10 @@ def _serve(config: ApiConfig, shape: ModelShape, made: Callable[[], Tenants], li
     from trainer.api.service import Service
     from trainer.megatron.parallel import use_device
 
-    journal = Journal(Path(config.directory) / "journal.db")
     with ThreadPoolExecutor(1, thread_name_prefix="model", initializer=use_device) as work:
-        tenants = work.submit(made).result()
+        with beginning:
+            journal = Journal(Path(config.directory) / "journal.db")
+            tenants = work.submit(made).result()
 
         async def run() -> None:
             gateway, snapshots = Gateway(config.gateway), Snapshots(config, shape)

@@ -226,6 +226,19 @@ def test_ranks_that_the_layout_does_not_have(tmp_path: Path, tiny_model: str) ->
     assert [process.wait(60) for process in api._processes] == [2, 2]
 
 
+@pytest.mark.broad
+def test_what_fails_at_the_first_start_is_not_started_again(tmp_path: Path, tiny_model: str) -> None:
+    """For all the restarts that there may be."""
+    (tmp_path / "api").mkdir()
+    (tmp_path / "api/journal.db").write_text("no journal" * 100)
+    about: dict[str, Any] = {"parallel": {"data": 2}, "launched": True}
+    api = ApiServer(tmp_path, tiny_model, "http://127.0.0.1:9", "sqlite:///none", **about)
+    with pytest.raises(AssertionError, match="not a database"):
+        api.start()
+    assert api.process.wait(60) == 1
+    assert api.log.read_text().count("sqlite3.DatabaseError: file is not a database") == 1
+
+
 def test_a_layout_that_the_model_cannot_have(
     tmp_path: Path, small_models: dict[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
