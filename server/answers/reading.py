@@ -168,8 +168,8 @@ def export_parquet(url: str, wanted: Wanted, target: str) -> int:
 def _schema(pa: Any) -> Any:
     spans = pa.list_(pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())]))
     texts = ("id", "request_id", "key", "key_id", "model", "route", "instance", "text", "reasoning", "finish_reason")
-    floats, whole = ("time", "duration_s", "first_byte_s", "score"), ("status", "choice")
-    whole = (*whole, "first_version", "last_version", "prompt_tokens", "completion_tokens")
+    floats = ("time", "duration_s", "first_byte_s", "score")
+    whole = ("status", "choice", "first_version", "last_version", "prompt_tokens", "completion_tokens")
     return pa.schema(
         [
             *((name, pa.string()) for name in (*texts, *_AS_JSON, "comment")),
